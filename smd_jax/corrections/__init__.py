@@ -1,6 +1,7 @@
-"""Corrections for the mismatch of sampler and learner: weights and rejections of tokens.
+"""Corrections for the mismatch between sampler and learner.
 
-A correction is a frozen dataclass from log-probabilities to weights and counted tokens. Shadow masks need neither.
+A correction is a frozen dataclass that maps log-probabilities to token weights and counted tokens. Shadow masks need no
+correction.
 """
 
 from smd_jax.corrections.base import Correction as Correction

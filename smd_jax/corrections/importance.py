@@ -32,14 +32,14 @@ LEVELS: tuple[Level, ...] = ("token", "sequence")
 
 @dataclass(frozen=True)
 class _ByRatio(Correction):
-    """Weights by xi of a token or of a response, within bounds; subclasses say what happens outside."""
+    """Weights by xi of a token or a response within bounds; subclasses define the weight outside."""
 
     level: Level = "token"
     clip_min: float | None = None
     clip_max: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("level", self.level, LEVELS)  # fewer than the type allows, so before it
+        check_choice("level", self.level, LEVELS)  # first, because the type allows more levels
         check_types(self)
         check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
 
@@ -58,9 +58,8 @@ class TIS(_ByRatio):
     Attributes:
       level: "token": xi of each token; "sequence": their product, one weight for all tokens of a response.
       clip_min, clip_max: bounds of the weight; None: no bound (without any: plain importance sampling).
-      batch_normalize: afterwards divide by the mean weight of the minibatch, which is what one optimizer step sees,
-        over tokens ("token") or over responses that have tokens ("sequence"). verl has the mean of the whole rollout,
-        Sparse-RL's release that of a microbatch.
+      batch_normalize: then divide by the mean weight of the minibatch, over tokens ("token") or over responses with
+        tokens ("sequence"). verl uses the mean of the whole rollout, Sparse-RL's release that of a microbatch.
     """
 
     level: Level = "token"
@@ -75,7 +74,7 @@ class TIS(_ByRatio):
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = bounds_of(self.clip_min, self.clip_max)
-        # Clamped first: otherwise a single huge ratio would raise the mean and make all other weights small.
+        # Clamped first: otherwise one huge ratio would raise the mean and shrink all other weights.
         weights = jnp.clip(mismatch_ratio(inputs, self.level), low, high)
         if self.batch_normalize:
             weights = _normalize(weights, inputs.mask, self.level)
@@ -86,8 +85,8 @@ class TIS(_ByRatio):
 class MIS(_ByRatio):
     """Masked importance sampling: the weight is xi inside [clip_min, clip_max] and 0 outside; None: no bound.
 
-    TRL: vllm_importance_sampling_mode "token_mask" | "sequence_mask", the latter with clip_max 3 is its default. As
-    there, a masked token still counts in the denominators. verl's Seq-MIS takes it out of them: that is
+    TRL: vllm_importance_sampling_mode "token_mask" | "sequence_mask"; the default is the latter with clip_max 3. As in
+    TRL, a masked token still counts in the denominators. verl's Seq-MIS removes it from them: that is
     `Chain((TIS("sequence"), Rejection("sequence", 0.5, 2.0)))`.
     """
 
@@ -98,7 +97,7 @@ class MIS(_ByRatio):
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         low, high = bounds_of(self.clip_min, self.clip_max)
         ratio = mismatch_ratio(inputs, self.level)
-        # A weight of 0, where `Rejection` would take the token out of the denominators.
+        # Weight 0 keeps the token in the denominators, unlike `Rejection`.
         return weighing(inputs, jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0))
 
 
@@ -113,19 +112,20 @@ class IcePop(MIS):
 
 @dataclass(frozen=True)
 class QuRL(Correction):
-    """TIS of tokens with an adaptive clipping range, QuRL (arXiv:2602.13953, ICLR 2026) eq. 9: rollouts of a quantised
-    actor, which is our sampler, for a learner in full precision.
+    """Token-level TIS with an adaptive clipping range, QuRL (arXiv:2602.13953, ICLR 2026) eq. 9, for a quantised
+    sampler and a learner in full precision.
 
         min(xi, clip_max) * min(r A, clip(r, 1 - epsilon, (1 + epsilon) / s) A),    s = pi_sampler / truncated one
 
-    A truncated weight is that of a sampler with probability pi_old / clip_max at least. So s is clip_max / xi where xi
-    is above clip_max, else 1: where the weight is cut, the ratio may grow further before it is clipped (`high_scale`).
+    A truncated weight is that of a sampler with probability at least pi_old / clip_max. So s is clip_max / xi if xi
+    exceeds clip_max, else 1: if the weight is truncated, the ratio may grow further before it is clipped
+    (`high_scale`).
 
-    As a summary gives equations 7 to 9 (papernotes.org, ICLR2026, QuRL); the paper itself was out of our reach, and its
-    code is not public. The baseline in the repository of Shadow Mask Distillation (baselines/qurl.py) is another
-    method: pi / pi_sampler, at least 0.5, in the place of s, and no weights. The paper takes clip_max from FlashRL: 2
-    for GSM8K, 8 for DAPO (github.com/yaof20/Flash-RL, README.md). Its other half, which scales the model's weights
-    before they are quantised, is no correction.
+    Equations 7 to 9 are from a summary (papernotes.org, ICLR2026, QuRL); we could not access the paper, and its code is
+    not public. The baseline in the repository of Shadow Mask Distillation (baselines/qurl.py) is another method:
+    pi / pi_sampler, at least 0.5, instead of s, and no weights. The paper takes clip_max from FlashRL: 2 for GSM8K, 8
+    for DAPO (github.com/yaof20/Flash-RL, README.md). QuRL also scales the model's weights before quantisation; that
+    part is not a correction.
     """
 
     clip_max: float = 2.0
@@ -141,13 +141,13 @@ class QuRL(Correction):
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, "token")
         cut = weighing(inputs, jnp.minimum(ratio, self.clip_max))
-        # The factor is 1 / s: where the weight is cut by some factor, the ratio may grow by that factor more.
+        # The factor is 1 / s: the ratio may grow by the factor by which the weight was truncated.
         return cut.replace(high_scale=jnp.where(inputs.mask, jnp.maximum(ratio / self.clip_max, 1.0), 1.0))
 
 
 def _normalize(weights: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Level) -> Float[Array, "batch R"]:
-    """Weights over their mean; unchanged where that is 0 (at most 1e-8, as in verl and slime)."""
-    # All tokens of a response have one weight at the sequence level: its first token represents it.
+    """Divides weights by their mean; unchanged if the mean is 0 (at most 1e-8, as in verl and slime)."""
+    # At the sequence level all tokens of a response have one weight, so its first token represents it.
     counted = mask if level == "token" else mask & (jnp.cumsum(mask, axis=1) == 1)
     mean = jnp.where(counted, weights, 0.0).sum() / jnp.maximum(counted.sum(), 1)
     return weights / jnp.where(mean > 1e-8, mean, 1.0)

@@ -1,4 +1,4 @@
-"""Corrections that reject: tokens and whole responses whose mismatch ratio is too far from 1 leave the loss.
+"""Corrections that remove tokens or responses with a large mismatch from the loss.
 
 Sources: verl is verl/trainer/ppo/rollout_corr_helper.py with the presets of verl/trainer/config/algorithm.py; slime is
 slime/examples/train_infer_mismatch_helper/mis.py and mis.yaml, in the copy that Sparse-RL's repository trains with.
@@ -28,10 +28,10 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class Rejection(Correction):
-    """Rejects what has xi outside [low, high]: tokens, or whole responses by the product or geometric mean of their xi.
+    """Rejects tokens with xi outside [low, high], or responses by the product or geometric mean of their xi.
 
-    verl: rollout_rs "token_k1" | "seq_sum_k1" | "seq_mean_k1", for the first two with 0.5 to 2. verl bounds 1 / xi, so
-    that its "low_high" is our [1 / high, 1 / low]; the same for bounds that are each other's reciprocal.
+    verl: rollout_rs "token_k1" | "seq_sum_k1" | "seq_mean_k1", the first two with 0.5 to 2. verl bounds 1 / xi, so its
+    "low_high" is our [1 / high, 1 / low], which is the same for reciprocal bounds.
     """
 
     level: Level = "token"
@@ -48,7 +48,7 @@ class Rejection(Correction):
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, self.level)
-        # All tokens of a response have one ratio above the token level, so they stay or go together.
+        # Above the token level all tokens of a response have one ratio, so they are kept or rejected together.
         return rejecting(inputs, (ratio >= self.low) & (ratio <= self.high))
 
 
@@ -76,6 +76,6 @@ class Veto(Correction):
         return CorrectionTraits(per_response=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # In logarithms, where nothing is cut at exp(-20): a threshold may be below that.
+        # Logarithms are not cut at -20, so the threshold may be below exp(-20).
         catastrophic = inputs.mask & (log_mismatch(inputs) < math.log(self.threshold))
         return rejecting(inputs, ~jnp.any(catastrophic, axis=1, keepdims=True))

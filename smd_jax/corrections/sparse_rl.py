@@ -1,4 +1,4 @@
-"""Sparse-RL, the method nearest to ours: it evicts in the sampler, and corrects a dense learner by a chain."""
+"""Sparse-RL, which evicts keys in the sampler and corrects a dense learner."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from smd_jax.corrections.rejection import Rejection, Veto
 
 @dataclass(frozen=True)
 class SparseRL(Chain):
-    """The correction of Sparse-RL as released, and the correction only.
+    """The correction of Sparse-RL's release.
 
-    Token weights min(xi, 1.5), then divided by their mean over all tokens of the minibatch, the rejected ones included;
-    tokens outside [0.5, 1.5] are rejected, and responses with any token below 1e-4.
+    Token weights are min(xi, 1.5), divided by their mean over all tokens of the minibatch, including rejected ones.
+    Tokens outside [0.5, 1.5] are rejected, and responses with any token below 1e-4.
 
-    What the release has around it is not said here but by the loss: its mean is the one over responses of means over
-    their counted tokens (`losses.grpo`; the default here is the mean over tokens), and it adds a k3 KL of 1e-4 to a
-    reference (`beta`; the default here is none). It divides the weights by the mean of a microbatch, so that its loss
-    depends on the size of those; ours is the mean of the minibatch.
+    The release has two more parts, which the loss sets: it averages token means over responses (`losses.grpo`; our
+    default is the mean over tokens), and adds a k3 KL of 1e-4 to a reference (`beta`; our default is none). It divides
+    the weights by the mean of a microbatch, so its loss depends on the microbatch size; we use the minibatch.
 
     Source: github.com/lsjia/Sparse-RL, slime/examples/train_infer_mismatch_helper/mis.yaml and mis.py, and
     slime/scripts/run-qwen2.5-3b-rkv.sh.
@@ -35,12 +34,11 @@ class SparseRL(Chain):
 
 @dataclass(frozen=True)
 class SparseRLPaper(Chain):
-    """The correction of Sparse-RL as its text has it (arXiv:2601.10079), and the correction only: rejection of whole
-    responses, weights xi for single tokens.
+    """The correction of Sparse-RL's paper (arXiv:2601.10079): rejection of whole responses, token weights xi.
 
     A response is rejected if any of its tokens has xi < 1e-4 ("sparsity-aware rejection sampling"; the threshold of the
-    released configuration); tokens of the others weigh xi ("importance-based reweighting"), with neither truncation nor
-    rejection of tokens nor normalisation, which the summaries of the text that we could read do not name.
+    released configuration). Tokens of the others have weight xi ("importance-based reweighting"), without truncation,
+    token rejection or normalisation, which the summaries of the paper that we could read do not mention.
     """
 
     parts: tuple[Correction, ...] = (TIS("token", clip_max=None), Veto(1e-4))

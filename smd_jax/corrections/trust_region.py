@@ -1,4 +1,4 @@
-"""Corrections that look at the learner now, after its forward pass.
+"""Corrections that use the current learner, after its forward pass.
 
 Sources: TRL is trl/trainer/grpo_trainer.py and grpo_config.py (1.16); verl and slime are named with their files below.
 """
@@ -43,11 +43,11 @@ class OPSM(Correction):
         return CorrectionTraits(uses_mismatch=False, uses_present=True, judges_responses=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # The sign of the advantage decides over a whole response: it must have one.
+        # The sign of the advantage decides about the whole response, so it needs exactly one.
         if inputs.advantages.ndim != 1:
             raise ValueError(f"OPSM: expected one advantage per response, [batch]; got {inputs.advantages.shape}")
         log_ratio = log_ratio_inside(sampler_logprobs_of(inputs), present_logprobs_of(inputs), inputs.mask)
-        # A mean and no sum: the threshold holds for responses of any length.
+        # A mean, not a sum, so that the threshold suits any length.
         divergence = response_mean(log_ratio, inputs.mask)
         on_policy = (inputs.advantages[:, None] >= 0) | (divergence <= self.threshold)
         return weighing(inputs, jnp.broadcast_to(on_policy, inputs.mask.shape).astype(divergence.dtype))
@@ -55,10 +55,10 @@ class OPSM(Correction):
 
 @dataclass(frozen=True)
 class DPPOTV(Correction):
-    """DPPO with the binary total variation (arXiv:2602.04879): a trust region in probability in place of the ratio's.
+    """DPPO with the binary total variation (arXiv:2602.04879): a trust region in probability instead of the ratio.
 
-    Weight 0 where an update would lead further away from the sampler: pi - pi_sampler > high with a positive advantage,
-    pi_sampler - pi > low with another. Elsewhere min(1, clip_max / ratio), which makes ratio * advantage the truncated
+    Weight 0 if the update would move further away from the sampler: pi - pi_sampler > high for a positive advantage,
+    pi_sampler - pi > low otherwise. Else min(1, clip_max / ratio), which makes ratio * advantage the truncated
     surrogate. The loss takes its ratio to the sampler and must not clip it.
 
     verl: verl/trainer/ppo/core_algos.py, compute_policy_loss_dppo_tv: clip_ratio_low and _high (0.15 in
@@ -80,12 +80,12 @@ class DPPOTV(Correction):
         return CorrectionTraits(ratio_to="sampler", clips=False, uses_mismatch=False, uses_present=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # Outside the response the arrays may hold anything: replaced before it reaches an exp.
+        # Masked before the exp, because the arrays may hold any value outside the response.
         now = jnp.where(inputs.mask, present_logprobs_of(inputs), 0.0)
         before = jnp.where(inputs.mask, sampler_logprobs_of(inputs), 0.0)
-        # A difference of probabilities, where a ratio's bounds would forbid a rare token to become ten times as likely.
+        # A difference of probabilities: bounds on the ratio would stop a rare token from becoming ten times as likely.
         further = jnp.exp(now) - jnp.exp(before)
-        # One advantage a response becomes a column, which holds for all of its tokens.
+        # One advantage per response is broadcast over its tokens.
         advantages = inputs.advantages[:, None] if inputs.advantages.ndim == 1 else inputs.advantages
         inside = jnp.where(advantages > 0, further <= self.high, further >= -self.low)
         truncation = jnp.minimum(1.0, self.clip_max / bounded_exp(now - before))

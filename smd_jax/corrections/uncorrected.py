@@ -1,4 +1,4 @@
-"""Corrections that correct nothing: no weights, no rejection. Shadow Mask Distillation is one of them.
+"""Corrections without weights and rejection, such as Shadow Mask Distillation.
 
 Sources: TRL is trl/trainer/grpo_trainer.py and grpo_config.py (1.16); verl is
 verl/trainer/ppo/rollout_corr_helper.py with the presets of verl/trainer/config/algorithm.py.
@@ -15,7 +15,7 @@ from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTer
 
 @dataclass(frozen=True)
 class Naive(Correction):
-    """Takes the sampler for the learner at the rollout's parameters, and ignores xi.
+    """Ignores xi: treats the sampler as the learner at the rollout's parameters.
 
     TRL: vllm_importance_sampling_correction=False. verl: rollout_is=None.
     """
@@ -25,16 +25,16 @@ class Naive(Correction):
         return CorrectionTraits(uses_mismatch=False, per_response=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        # Of the shape of the learner's log-probabilities: a rollout may have recorded none.
+        # The rollout may have recorded no log-probabilities, so the shape comes from the learner's.
         return weighing(inputs, jnp.ones_like(inputs.old_logprobs))
 
 
 @dataclass(frozen=True)
 class Shadow(Naive):
-    """Shadow Mask Distillation: the learner replays the sampler's visibility, so xi is 1 and nothing needs correction.
+    """Shadow Mask Distillation: the learner replays the sampler's masks, so xi is 1 and nothing needs correction.
 
-    The same terms as `Naive` with another claim: it belongs to a learner under the recorded mask (visibility "shadow"),
-    where xi = 1 up to rounding, as `mismatch_kl` of every run shows. Under a dense mask it would be `Naive`.
+    The terms are those of `Naive`. Use it with visibility "shadow", where xi = 1 up to rounding, as `mismatch_kl` of
+    every run shows.
     """
 
 
@@ -47,5 +47,5 @@ class Bypass(Naive):
 
     @property
     def traits(self) -> CorrectionTraits:
-        # Not per response: the ratio that the loss clips is each token's own.
+        # Not per response: the loss clips token ratios.
         return CorrectionTraits(ratio_to="sampler", uses_mismatch=False)

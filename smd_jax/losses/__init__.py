@@ -1,4 +1,4 @@
-"""Losses, advantages and divergences: functions of arrays that know no model, and can be tried on three numbers."""
+"""Losses, advantages and divergences: functions of arrays, independent of any model."""
 
 from smd_jax.losses.policy import LossConfig as LossConfig
 from smd_jax.losses.policy import LossInputs as LossInputs

@@ -1,4 +1,4 @@
-"""Advantages: how much better a completion did than the others of its prompt.
+"""Advantages: the reward of a completion relative to the others of its prompt.
 
 The `group_size` completions of a prompt are contiguous in `rewards`, `[batch]`. `rewarded_rows`, `[batch]`, is false
 for completions without a reward; None: all have one. Such completions have advantage 0 and are left out of their group.
@@ -25,7 +25,7 @@ def group_relative(
     scale: Scale = "group",
     rewarded_rows: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, " batch"]:
-    """GRPO (arXiv:2402.03300 eq. 3): reward less the mean of its group, divided by a standard deviation.
+    """GRPO (arXiv:2402.03300 eq. 3): reward minus the mean of its group, divided by a standard deviation.
 
     Args:
       rewards: `[batch]`, the `group_size` completions of a prompt contiguous.
@@ -33,8 +33,8 @@ def group_relative(
         ("none", Dr. GRPO arXiv:2503.20783). Deviations have Bessel's correction, as in TRL.
 
     Raises:
-      ValueError: if the rewards are not `[batch]`, the batch does not divide into groups, a group is one completion,
-        whose advantage is always 0, or there is no such scale.
+      ValueError: if the rewards are not `[batch]`, the batch does not divide into groups, a group has one completion,
+        whose advantage is always 0, or the scale is unknown.
     """
     check_choice("scale_rewards", scale, get_args(Scale))
     groups = _groups(rewards, group_size)
@@ -43,7 +43,7 @@ def group_relative(
     if scale == "group":
         centred = centred / (groups.std(1, ddof=1, keepdims=True, where=rewarded) + EPSILON)
     if scale == "batch":
-        # The deviation of the rewards themselves, whose groups may differ in their means; not that of `centred`.
+        # The deviation of the rewards, not of `centred`: groups may have different means.
         centred = centred / (groups.std(ddof=1, where=rewarded) + EPSILON)
     return _among_others(centred, rewarded).reshape(-1)
 
@@ -51,13 +51,13 @@ def group_relative(
 def leave_one_out(
     rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
 ) -> Float[Array, " batch"]:
-    """RLOO (arXiv:2402.14740): reward less the mean reward of the *other* completions of its prompt, `[batch]`.
+    """RLOO (arXiv:2402.14740): reward minus the mean reward of the *other* completions of its prompt, `[batch]`.
 
-    This baseline does not depend on the completion that it is subtracted from, so the gradient stays unbiased. It is
-    `group_relative(..., scale="none")` times n / (n - 1), n = group_size, or those of the group that have a reward.
+    The baseline does not depend on the completion itself, so the gradient is unbiased. The result is
+    `group_relative(..., scale="none")` times n / (n - 1), with n completions with a reward in the group.
 
     Raises:
-      ValueError: if the batch does not divide into groups, or a group is one completion, which has no others.
+      ValueError: if the batch does not divide into groups of at least two.
     """
     groups = _groups(rewards, group_size)
     rewarded = _rewarded(rewarded_rows, groups)
@@ -100,17 +100,17 @@ def turn_relative(
 def groups_with_signal(
     rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
 ) -> Bool[Array, " groups"]:
-    """Which groups have unequal rewards; in the others every advantage is 0 (dynamic sampling, arXiv:2503.14476).
+    """Groups with unequal rewards; in other groups every advantage is 0 (dynamic sampling, arXiv:2503.14476).
 
-    A loop that drops the others, or samples more in their place, keeps or drops whole groups. The share of the others
-    is the metric `frac_reward_zero_std`. A group with a NaN among `rewarded_rows` has none.
+    The share of other groups is the metric `frac_reward_zero_std`. A group with a NaN among `rewarded_rows` has no
+    signal.
 
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
     """
     groups = _groups(rewards, group_size)
     rewarded = _rewarded(rewarded_rows, groups)
-    # An order rather than a standard deviation above 0: the mean of equal floats need not be that float.
+    # Compares rewards instead of a standard deviation with 0: the mean of equal floats may differ from them.
     if rewarded is None:
         return groups.max(1) > groups.min(1)
     return jnp.where(rewarded, groups, -jnp.inf).max(1) > jnp.where(rewarded, groups, jnp.inf).min(1)
@@ -120,7 +120,7 @@ def _groups(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "g
     check_shape("rewards", rewards, ("batch",))
     if group_size < 2:
         raise ValueError(
-            f"expected groups of at least 2 completions, because an advantage is a reward less the mean of its group; "
+            f"expected groups of at least 2 completions, because an advantage is a reward minus the mean of its group; "
             f"got group_size {group_size}"
         )
     if rewards.shape[0] % group_size:
@@ -140,7 +140,7 @@ def _rewarded(
 def _among_others(
     advantages: Float[Array, "groups group_size"], rewarded: Bool[Array, "groups group_size"] | None
 ) -> Float[Array, "groups group_size"]:
-    """0 for a completion without a reward, and for one that is left alone in its group, where nothing is to compare."""
+    """Sets advantages to 0 for completions without a reward, and for the only completion with one in its group."""
     if rewarded is None:
         return advantages
     return jnp.where(rewarded & (rewarded.sum(1, keepdims=True) > 1), advantages, 0.0)

@@ -1,6 +1,6 @@
 """Distillation: a divergence between the policy with its full context (dense) and under the mask (shadow).
 
-Arrays in, arrays out. Forward passes: `smd_jax/learner/distill.py`.
+For the forward passes see `smd_jax/learner/distill.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smd_jax.typed_fields import check_types
 Direction = Literal["forward", "reverse", "published", "anchor", "ema"]
 Estimator = Literal["exact", "k1", "k2", "k3"]
 
-# Directions whose teacher is the reference policy, and not the policy itself.
+# Directions whose teacher is the reference policy.
 REFERENCE_TEACHERS: tuple[Direction, ...] = ("anchor", "ema")
 
 
@@ -45,8 +45,8 @@ class DistillConfig:
       position_fraction: the share of the response's columns that get the divergence, chosen like the rows; a whole
         number of the columns. The forward passes stay whole, but both policies project fewer positions to the
         vocabulary.
-      estimator: "exact" sums over the vocabulary; "k1", "k2" and "k3" look at the sampled tokens alone, and do not
-        always have the gradient of what they estimate: see the table of `sampled_divergence`.
+      estimator: "exact" sums over the vocabulary; "k1", "k2" and "k3" use only the sampled tokens. Their gradient is
+        not always that of their value: see the table of `sampled_divergence`.
     """
 
     direction: Direction = "forward"
@@ -86,7 +86,7 @@ def kl_divergence(p_logits: Float[Array, "... vocab"], q_logits: Float[Array, ".
     check_shape("q_logits", q_logits, p_logits.shape)
     p = jax.nn.log_softmax(p_logits, axis=-1)
     q = jax.nn.log_softmax(q_logits, axis=-1)
-    # Logits of tokens that could not be drawn are very low but finite: there a probability of 0 meets no infinity.
+    # Logits of filtered tokens are very low but finite, so 0 * inf cannot occur.
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
@@ -112,11 +112,11 @@ def sampled_divergence(
     direction: Direction,
     estimator: Literal["k1", "k2", "k3"],
 ) -> Float[Array, "batch response"]:
-    """The divergence of every token, estimated from that token alone (k1, k2, k3: joschu.net/blog/kl-approx.html).
+    """The divergence of every token, estimated from the sampled token (k1, k2, k3: joschu.net/blog/kl-approx.html).
 
-    The token is drawn from the shadow policy s, which is the sampler; d is the dense policy, or the reference for
-    "anchor" and "ema", which the table calls anchor; and rho = d(token) / s(token). The gradient of each estimate is
-    its slope times that of the learner's log-probability: log d for "published", else log s.
+    The token is sampled from the shadow policy s. d is the dense policy, or the reference for "anchor" and "ema" (both
+    called anchor in the table), and rho = d(token) / s(token). The gradient of each estimate is its slope times that of
+    the learner's log-probability: log d for "published", else log s.
 
         direction        estimator  value               on average    slope              on average the gradient of
         reverse          k1         -log rho            KL(s ‖ d)     -log rho           KL(s ‖ d)
@@ -129,27 +129,26 @@ def sampled_divergence(
                          k2         log² rho / 2        E[log²]/2     log rho            E[log²]/2
                          k3         k1 - rho + 1        KL(d ‖ s)     rho log rho        KL(d ‖ s)
 
-    E[log²]/2 is the mean of log² rho / 2 under s, the same as either KL to second order where the policies are close.
-    k3 is never negative. Where the policies agree its slope is 0; that of k1 (but for reverse) is ±1, which cancels on
-    average only.
+    E[log²]/2 is the mean of log² rho / 2 under s, which equals both KLs to second order for close policies. k3 is never
+    negative. If the policies agree, its slope is 0; that of k1 (except reverse) is ±1, which cancels only on average.
 
-    The slopes are what autodiff of the values gives, but for k1 of reverse (autodiff: 1, which is 0 on average), and
-    k1 and k3 of forward and anchor (autodiff forgets that s also draws the tokens). k1 and k2 of reverse are the
-    policy gradient of verl's on-policy distillation (docs/algo/opd.md), k3 of reverse is GRPO's KL term
-    (arXiv:2402.03300 eq. 4); arXiv:2506.09477 shows whose gradient each of these two has.
+    The slopes are those of autodiff, except for k1 of reverse (autodiff: 1, which is 0 on average), and k1 and k3 of
+    forward and anchor (autodiff ignores that s also samples the tokens). k1 and k2 of reverse are the policy gradient
+    of verl's on-policy distillation (docs/algo/opd.md), k3 of reverse is GRPO's KL term (arXiv:2402.03300 eq. 4);
+    arXiv:2506.09477 derives the gradients of these two.
 
-    Like the exact divergence, this compares next tokens after the prefixes that were sampled; how a token changes the
-    prefixes after it is not counted. Nor is staleness: the averages hold for tokens of the present shadow policy, and
-    when one rollout feeds several steps no importance weight makes up for those of an older one. "exact" needs none.
+    Like the exact divergence, this compares next tokens after the sampled prefixes; the effect of a token on later
+    prefixes is ignored. So is staleness: the averages hold for tokens of the current shadow policy. If one rollout
+    feeds several steps, no importance weight corrects the tokens of older policies; "exact" needs none.
 
-    log rho is cut at ±20 before anything else, so that no value and no slope overflows; a slope keeps its sign there.
+    log rho is first cut at ±20, so that no value and no slope overflows; the slope keeps its sign there.
     """
     check_shape("dense_logprobs", dense_logprobs, ("batch", "R"))
     check_shape("shadow_logprobs", shadow_logprobs, dense_logprobs.shape)
     learner = dense_logprobs if direction == "published" else shadow_logprobs
     log_ratio = jax.lax.stop_gradient(jnp.clip(dense_logprobs - shadow_logprobs, -SAFETY_BOUND, SAFETY_BOUND))
     slope = _slope(log_ratio, direction, estimator)
-    # The last factor is 0 with a gradient of 1: it adds nothing to the value, and makes `slope` its gradient.
+    # The last factor is 0 with a gradient of 1: it does not change the value, and makes `slope` its gradient.
     return _value(log_ratio, direction, estimator) + slope * (learner - jax.lax.stop_gradient(learner))
 
 
@@ -183,16 +182,16 @@ def _slope(
 
 
 def teacher_rows(rows: int, fraction: float) -> int:
-    """How many of the `rows` of a microbatch get the dense forward pass.
+    """Number of the `rows` of a microbatch that get the dense forward pass.
 
     Raises:
-      ValueError: if the fraction is not a whole number of rows, at least 1: rounding would spend another share.
+      ValueError: if the fraction is not a whole number of rows, at least 1.
     """
     return _whole(rows, fraction, "distill_fraction * rows of a microbatch")
 
 
 def teacher_positions(columns: int, fraction: float) -> int:
-    """How many of the response's `columns` get the divergence.
+    """Number of the response's `columns` that get the divergence.
 
     Raises:
       ValueError: if the fraction is not a whole number of columns, at least 1.
@@ -203,7 +202,7 @@ def teacher_positions(columns: int, fraction: float) -> int:
 def has_whole_share(size: int, fraction: float) -> bool:
     """Whether the fraction of `size` is a whole number, at least 1."""
     exact = fraction * size
-    # A product of floats is seldom exactly whole.
+    # A product of floats is rarely exactly whole.
     return abs(exact - round(exact)) <= 1e-6 and round(exact) >= 1
 
 
@@ -214,26 +213,26 @@ def _whole(size: int, fraction: float, what: str) -> int:
 
 
 def spread(start: Int[Array, ""], size: int, count: int) -> Int[Array, " count"]:
-    """`count` of the indices 0 … size-1, evenly spread from `start` on and around; over `size` starts every index
-    comes up `count` times."""
-    # The offsets are static and made by numpy; only the start is traced.
+    """`count` evenly spread indices of 0 … size-1, starting at `start` modulo `size`. Over `size` starts every index is
+    chosen `count` times."""
+    # NumPy computes the static offsets; only the start is traced.
     return (start + (np.arange(count) * size // count).astype(np.int32)) % size
 
 
 def choose(
     config: DistillConfig, step: Int[Array, ""], rows: int, columns: int
 ) -> tuple[Int[Array, " chosen_rows"], Int[Array, " chosen_columns"]]:
-    """Rows of a microbatch and columns of the response whose divergence a step takes.
+    """Rows of a microbatch and columns of the response that get the divergence in a step.
 
-    Rows turn by one each step. Columns do as well, and by one more each time the rows have gone round: so that over
-    `rows * columns` steps every row meets every column equally often, also where the two numbers share divisors.
+    Rows rotate by one each step. So do columns, and by one more after each full turn of the rows. So over
+    `rows * columns` steps every row meets every column equally often, even if the two numbers have common divisors.
 
     Raises:
       ValueError: if a fraction is not a whole number of rows or columns.
     """
     row_count = teacher_rows(rows, config.fraction)
     column_count = teacher_positions(columns, config.position_fraction)
-    # Round q of the rows begins at column q: rows that start at r meet columns that start at q + r, for every q. Where
-    # all rows are chosen there are no rounds, and the columns turn by one each step.
+    # Round q of the rows begins at column q: rows that start at r meet columns that start at q + r. If all rows are
+    # chosen there are no rounds, and the columns rotate by one each step.
     period = 1 if row_count == rows else rows
     return spread(step, rows, row_count), spread(step // period + step % period, columns, column_count)

@@ -98,9 +98,9 @@ def sequence_logprobs(
 
 
 def pair_weights(counted: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
-    """Weights of the mean over the pairs that count, from the whole batch; all 0 if none does."""
+    """Weights of the mean over the counted pairs of the whole batch; all 0 without counted pairs."""
     check_shape("counted", counted, ("pairs",))
-    # At least 1: a batch in which no pair counts has weights of 0 and no NaN.
+    # At least 1, to avoid 0 / 0 in a batch without counted pairs.
     return counted.astype(jnp.float32) / jnp.maximum(counted.sum(), 1)
 
 
@@ -127,7 +127,7 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
 
 
 def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, Float[Array, ""]]:
-    """`DPO_METRICS`, with TRL's names and definitions but over the pairs that weigh anything; 0 without any."""
+    """`DPO_METRICS`, with TRL's names and definitions, over pairs of non-zero weight; 0 without any."""
     active = weights > 0
     margins = terms.chosen_rewards - terms.rejected_rewards
     return {
@@ -155,7 +155,7 @@ def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Fl
 
 def _per_pair(preference: Float[Array, " pairs"], config: DPOConfig) -> Float[Array, " pairs"]:
     if config.loss_type == "sigmoid":
-        # No log of a sigmoid, which would be log 0 where the rejected response is far ahead.
+        # Not log(sigmoid(x)), which underflows to log 0.
         return -jax.nn.log_sigmoid(config.beta * preference)
     return (preference - 1.0 / (2.0 * config.beta)) ** 2
 

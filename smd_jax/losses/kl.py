@@ -1,10 +1,10 @@
-"""How far the policy is from a reference, token by token: a term of the loss, or a part of the reward.
+"""KL to a reference policy per token, as a term of the loss or a part of the reward.
 
-    in the loss       loss += beta * estimate(log p, log p_ref)            pulls at every token's own probability
-    in the reward     reward -= beta * (log p_old - log p_ref)             pulls through the advantages, as any reward
+    in the loss       loss += beta * estimate(log p, log p_ref)            gradient through each token's log p
+    in the reward     reward -= beta * (log p_old - log p_ref)             gradient through the advantages
 
-Both are estimated from the tokens that were drawn. In the loss a token answers for its own divergence alone; in the
-reward also for that of the tokens after it, whose prefixes it changed, as the KL of whole responses has it.
+Both are estimated from the sampled tokens. In the loss, a token's gradient covers only its own divergence. In the
+reward it also covers that of later tokens, whose prefixes it changed, like the KL of whole responses.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ KLEstimator = Literal["k1", "k2", "k3"]
 def reference_kl(
     logprobs: Float[Array, "batch R"], reference_logprobs: Float[Array, "batch R"], estimator: KLEstimator
 ) -> Float[Array, "batch R"]:
-    """KL(policy ‖ reference) of every token, estimated from the token drawn; r = log p - log p_ref, in nats.
+    """KL(policy ‖ reference) of every token, estimated from the sampled token; r = log p - log p_ref, in nats.
 
         estimator  value                  slope (gradient by log p)   on average the gradient of
         k1         r                      r                           KL(policy ‖ reference)
         k2         r² / 2                 r                           KL(policy ‖ reference)
         k3         exp(-r) - 1 + r        1 - exp(-r)                 KL(reference ‖ policy)
 
-    The slope of k1 is not that of its value, 1, which is 0 on average and would be noise and no pull: it is k2's, as
-    verl's "k1+" has it. k3 is GRPO's (arXiv:2402.03300 eq. 4) and TRL's; arXiv:2506.09477 shows what its gradient is.
-    Of k1 and k2, r is cut at -20 and 20 before anything else; of k3, -r at 20.
+    The slope of k1 is not that of its value, 1, whose gradient is pure noise, but k2's, as in verl's "k1+". k3 is that
+    of GRPO (arXiv:2402.03300 eq. 4) and TRL; arXiv:2506.09477 derives its gradient. For k1 and k2, r is first cut at
+    -20 and 20; for k3, -r is cut at 20.
     """
     if estimator == "k3":
         return k3(logprobs, reference_logprobs)
@@ -43,9 +43,10 @@ def reference_kl(
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:
     """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance.
 
-    The log ratio is cut at 20 (as in verl), where the estimate is 485 million: no gradient beyond, but no overflow.
+    The log ratio is cut at 20 as in verl, where the estimate is 485 million, to avoid overflow; there is no gradient
+    beyond.
     """
-    # Cut from above alone: far below 0 the exponential vanishes, and what remains is linear.
+    # Cut only from above: far below 0 the exponential vanishes and the rest is linear.
     log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)
     return jnp.exp(log_ratio) - 1.0 - log_ratio
 
@@ -56,11 +57,11 @@ def kl_penalty(
     mask: Bool[Array, "batch R"],
     beta: float,
 ) -> Float[Array, "batch R"]:
-    """What the KL takes off the reward of every token: `beta * (log p - log p_ref)`, 0 outside the mask.
+    """The KL penalty of every token's reward: `beta * (log p - log p_ref)`, 0 outside the mask.
 
-    This is k1: of the three its expectation alone has the policy gradient of the KL. Where advantages belong to
-    responses, the sum over a response is taken off its reward, before its group's mean is (TRL's RLOOTrainer; verl's
-    use_kl_in_reward). PPO takes it off token by token, so that GAE sees where the policy left the reference.
+    This is k1, the only one of the three whose expectation has the policy gradient of the KL. With one advantage per
+    response, the sum over a response is subtracted from its reward, before the group's mean (TRL's RLOOTrainer; verl's
+    use_kl_in_reward). PPO subtracts it per token, so that GAE sees where the policy left the reference.
 
     Args:
       logprobs: of the policy at the rollout's parameters, in nats.

@@ -1,4 +1,4 @@
-"""Policy losses by the names of their papers, with their papers' bounds; each is a `LossConfig` of three choices.
+"""Policy losses by the names of their papers, with their papers' bounds.
 
     name      weighting      surrogate    ratio of
     grpo      SequenceMean   Clip         a token
@@ -10,8 +10,8 @@
     sapo      SequenceMean   SoftGate     a token
     luspo     FixedLength    Clip         a response (geometric mean)
 
-Everywhere `beta` is the coefficient of the k3 KL to the reference policy, and the other arguments are those of the
-surrogate. Another combination, or a part of your own, is a `LossConfig` as well.
+`beta` is the coefficient of the k3 KL to the reference policy; the other arguments are those of the surrogate. For
+other combinations, or your own parts, build a `LossConfig`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from smd_jax.losses.weighting import FixedLength, SequenceMean, TokenMean
 def grpo(
     epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, delta: float | None = None
 ) -> LossConfig:
-    """GRPO (arXiv:2402.03300 eq. 3): every response weighs the same."""
+    """GRPO (arXiv:2402.03300 eq. 3): every response has the same weight."""
     return LossConfig(weighting=SequenceMean(), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
 def bnpo(
     epsilon: float = 0.2, epsilon_high: float | None = None, beta: float = 0.0, delta: float | None = None
 ) -> LossConfig:
-    """TRL's bnpo: every token of the minibatch weighs the same. The default, `LossConfig()`."""
+    """TRL's bnpo: every token of the minibatch has the same weight. The default, `LossConfig()`."""
     return LossConfig(weighting=TokenMean(), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
 def dapo(
     epsilon: float = 0.2, epsilon_high: float | None = 0.28, beta: float = 0.0, delta: float | None = None
 ) -> LossConfig:
-    """DAPO (arXiv:2503.14476 eq. 8): every token weighs the same, and rare tokens may grow further (clip higher)."""
+    """DAPO (arXiv:2503.14476 eq. 8): every token has the same weight, and the upper clipping bound is higher."""
     return LossConfig(weighting=TokenMean(), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
@@ -51,7 +51,7 @@ def dr_grpo(
     delta: float | None = None,
     max_length: int | None = None,
 ) -> LossConfig:
-    """Dr. GRPO (arXiv:2503.20783): the denominator is a constant. It goes with `scale_rewards="none"`."""
+    """Dr. GRPO (arXiv:2503.20783): the denominator is constant. Use it with `scale_rewards="none"`."""
     return LossConfig(weighting=FixedLength(max_length), surrogate=Clip(epsilon, epsilon_high, delta), beta=beta)
 
 
@@ -68,14 +68,14 @@ def cispo(epsilon_high: float = 0.2, beta: float = 0.0) -> LossConfig:
 
 
 def sapo(temperature_pos: float = 1.0, temperature_neg: float = 1.05, beta: float = 0.0) -> LossConfig:
-    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in the place of clipping."""
+    """SAPO (arXiv:2511.20347): a sigmoid of the ratio instead of clipping."""
     return LossConfig(weighting=SequenceMean(), surrogate=SoftGate(temperature_pos, temperature_neg), beta=beta)
 
 
 def luspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float = 0.0) -> LossConfig:
-    """LUSPO (arXiv:2602.05261): GSPO with every response times its length, so that short ones are not preferred; the
-    bounds are GSPO's."""
-    # The sum over all tokens / sequences: a denominator of one token each.
+    """LUSPO (arXiv:2602.05261): GSPO with every response multiplied by its length, so that short responses are not
+    preferred, and with GSPO's bounds."""
+    # The sum over all tokens divided by the number of sequences.
     return LossConfig(
         weighting=FixedLength(1), surrogate=Clip(epsilon, epsilon_high), ratio_level="geometric", beta=beta
     )

@@ -52,7 +52,7 @@ def best_worst(
         rewarded = rewarded_rows.reshape(-1, group_size)
         best, worst = jnp.where(rewarded, best, -jnp.inf), jnp.where(rewarded, worst, jnp.inf)
     first_best = jnp.argmax(best, axis=1)
-    # argmin takes the first of equal ones. Read backwards, that is the last, so that two equal ones are not one row.
+    # argmin returns the first of equal values. Reversed, that is the last, so that the pair has two different rows.
     last_worst = group_size - 1 - jnp.argmin(worst[:, ::-1], axis=1)
     # Rows of the batch from places within the groups.
     first = group_size * jnp.arange(best.shape[0], dtype=jnp.int32)

@@ -1,14 +1,14 @@
-"""Policy losses: arrays in, `(loss, LossTerms)` out. No model inside; three numbers are enough to test them.
+"""Policy losses: arrays in, `(loss, LossTerms)` out.
 
-A loss is a weighting of tokens and a surrogate, two small frozen dataclasses of which a user may bring their own:
+A loss is a token weighting and a surrogate, two small frozen dataclasses, which a user can also write:
 
     loss = sum over tokens of  weights * (beta * KL - correction weights * surrogate(ratio, log-probability, advantage))
 
     mask ─ mask_truncated_completions ─► LossConfig.weighting ─┐
     log-probabilities, advantages, corrections ────────────────┴─► LossInputs ─► policy_loss ─► (loss, LossTerms)
 
-The weights are made from the whole minibatch at once, so the sum over microbatches, in any split and on any number of
-devices, is the loss of the minibatch. Losses by the names of their papers are in `smd_jax.losses.named`.
+The weights are computed from the whole minibatch, so the sum over microbatches, in any split and on any number of
+devices, is the loss of the minibatch. `smd_jax.losses.named` has losses by the names of their papers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smd_jax.ratios import Level, at_level, bounded_exp, response_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
 
-# Without "sequence", the product over a response: such ratios grow with the length.
+# Without "sequence", the product over a response, because such ratios grow with the length.
 RATIO_LEVELS: tuple[Level, ...] = ("token", "geometric")
 
 
@@ -41,13 +41,13 @@ class LossConfig:
     """The policy-gradient loss; the default is TRL's bnpo.
 
     Attributes:
-      weighting: how much each token weighs, see `smd_jax.losses.weighting`.
-      surrogate: what each token adds to the objective, see `smd_jax.losses.surrogates`.
+      weighting: weight of each token, see `smd_jax.losses.weighting`.
+      surrogate: term of each token in the objective, see `smd_jax.losses.surrogates`.
       ratio_level: "token": every token has its own ratio. "geometric": all tokens of a response have the geometric mean
         of theirs (GSPO, arXiv:2507.18071 eq. 7; TRL: importance_sampling_level="sequence").
       beta: coefficient of the KL to the reference policy; 0 needs no reference.
-      kl_estimator: how that KL is estimated from the tokens drawn, see `smd_jax.losses.kl.reference_kl`.
-      use_bias_correction_kl: multiply the estimate by the ratio (TRL's name; DeepSeek-V3.2): then its gradient is that
+      kl_estimator: estimator of that KL from the sampled tokens, see `smd_jax.losses.kl.reference_kl`.
+      use_bias_correction_kl: multiply the estimate by the ratio (TRL's name; DeepSeek-V3.2). Its gradient is then that
         of KL(policy ‖ reference), also for tokens of an older policy.
     """
 
@@ -64,10 +64,10 @@ class LossConfig:
         check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         if not self.beta >= 0:
             raise ValueError(f"expected beta >= 0; got {self.beta}")
-        # An option that nothing reads is refused rather than ignored.
+        # Unused options are refused rather than ignored.
         if self.beta == 0 and (self.kl_estimator != "k3" or self.use_bias_correction_kl):
             raise ValueError(
-                f"expected beta > 0 with a choice of how its KL is estimated; got beta 0 and kl_estimator "
+                f"expected beta > 0 with a KL estimator; got beta 0 and kl_estimator "
                 f"{self.kl_estimator!r}, use_bias_correction_kl {self.use_bias_correction_kl}"
             )
         if self.use_bias_correction_kl and self.kl_estimator != "k3":
@@ -78,12 +78,12 @@ class LossConfig:
 
     @property
     def takes_high_scale(self) -> bool:
-        """Whether a correction may scale the upper bound of single tokens: GSPO clips the ratio of a response."""
+        """Whether a correction may scale the upper bound of single tokens; false for GSPO, which clips a response."""
         return self.surrogate.takes_high_scale and self.ratio_level == "token"
 
     @property
     def clips_plainly(self) -> bool:
-        """Whether the only thing between a token's ratio and the objective is PPO's clipping."""
+        """Whether PPO's clipping is the only operation on a token's ratio."""
         return self.surrogate.only_clips and self.ratio_level == "token"
 
     def unclipped(self) -> LossConfig:
@@ -91,25 +91,24 @@ class LossConfig:
         return dataclasses.replace(self, surrogate=Unclipped())
 
     def without_kl(self) -> LossConfig:
-        """The same loss for rewards that have the KL already."""
+        """The same loss for rewards that include the KL."""
         return dataclasses.replace(self, beta=0.0, kl_estimator="k3", use_bias_correction_kl=False)
 
 
 @any_leaves
 class LossInputs(struct.PyTreeNode):
-    """What a policy loss looks at; all float32 (or wider) `[batch, R]`.
+    """Inputs of a policy loss, float32 or wider, `[batch, R]`.
 
     Attributes:
-      logprobs: log-probabilities of the policy being trained, in nats; the only input with a gradient.
-      old_logprobs: those of the policy that the ratio is taken to.
-      reference_logprobs: those of the reference policy; None where beta is 0.
-      advantages: `[batch]`, or `[batch, R]` where every token has its own (PPO).
-      weights: weight of each token in the loss, made by a `TokenWeighting` from the tokens that stay in it: 0 outside
-        the response and where a correction rejects a token. Also the mask: where a token weighs 0, the other arrays may
-        hold anything; so may the advantage of a response of which no token weighs anything.
-      correction_weights: factor of each token's surrogate that corrects for the sampler being another policy, such as
-        truncated importance weights; None: all 1.
-      high_scale: factor of the upper bound of each token's ratio, where a correction has one; None: all 1.
+      logprobs: log-probabilities of the trained policy, in nats; the only input with a gradient.
+      old_logprobs: of the policy in the denominator of the ratio.
+      reference_logprobs: of the reference policy; None if beta is 0.
+      advantages: `[batch]`, or `[batch, R]` with one per token (PPO).
+      weights: weight of each token, from a `TokenWeighting` over the counted tokens; 0 outside the response and for
+        rejected tokens. It is also the mask: where it is 0, the other arrays may hold any value, and so may the
+        advantage of a response with only zero weights.
+      correction_weights: factor of each token's surrogate, such as truncated importance weights; None: all 1.
+      high_scale: factor of the upper bound of each token's ratio, from a correction; None: all 1.
     """
 
     logprobs: Float[Array, "batch R"]
@@ -126,9 +125,9 @@ class LossTerms(struct.PyTreeNode):
     """Per-token terms for the metrics, `[batch, R]`.
 
     Attributes:
-      ratio: new over old probability, at the level "geometric" that of the response; 1 where a token weighs 0.
+      ratio: new over old probability, at the level "geometric" that of the response; 1 where the weight is 0.
       kl: estimate of KL(policy ‖ reference), zeros without a reference.
-      surrogate: name -> what the surrogate has to log, 0 where a token weighs 0; see `surrogate_metrics`.
+      surrogate: metrics of the surrogate by name, 0 where the weight is 0; see `surrogate_metrics`.
     """
 
     ratio: Float[Array, "batch R"]
@@ -141,8 +140,8 @@ def mask_truncated_completions(
 ) -> Bool[Array, "batch R"]:
     """The response mask without completions that the length limit cut off (overlong filtering, arXiv:2503.14476).
 
-    Apply it before the weighting: then truncated tokens count in no denominator, while their rows still count as
-    sequences of grpo and dr_grpo; both as in TRL.
+    Apply it before the weighting: then truncated tokens do not count in denominators, while their rows still count as
+    sequences of grpo and dr_grpo, as in TRL.
     """
     check_shape("mask", mask, ("batch", "R"))
     check_shape("terminated", terminated, (mask.shape[0],))
@@ -152,25 +151,25 @@ def mask_truncated_completions(
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], LossTerms]:
     """`sum(weights * (beta * KL - correction_weights * surrogate))`.
 
-    Corrections multiply the surrogate alone, not the KL, and do not change the denominators, as in TRL. The log of a
-    ratio is cut at -20 and 20, as in verl (verl/trainer/ppo/core_algos.py): no gradient beyond, but no overflow.
+    Corrections multiply only the surrogate, not the KL, and do not change the denominators, as in TRL. Log ratios are
+    cut at -20 and 20 as in verl (verl/trainer/ppo/core_algos.py), to avoid overflow; there is no gradient beyond.
 
     Raises:
-      ValueError: if an array has another shape than the log-probabilities, beta is positive and there are no reference
-        log-probabilities, or bounds of single tokens are scaled and the loss does not clip those.
+      ValueError: if shapes differ from that of the log-probabilities, if beta is positive without reference
+        log-probabilities, or if token bounds are scaled for a loss that does not clip token ratios.
     """
     _check_shapes(inputs)
-    # Weights are never negative, so that 0 is the mask.
+    # Weights are never negative, so weight 0 is the mask.
     inside = inputs.weights > 0
-    # One number a response stays one: what a surrogate sees of it does not depend on the tokens that count.
+    # One advantage per response is not masked per token.
     of_tokens = inputs.advantages.ndim == 2
     advantages = inputs.advantages if of_tokens else inputs.advantages[:, None]
     advantages = jnp.where(inside if of_tokens else inside.any(axis=1, keepdims=True), advantages, 0.0)
-    # Where a token weighs 0, log-probabilities and weights may be anything. They are replaced before any arithmetic: a
-    # `where` after an exp that overflows would still give NaN gradients.
+    # Where the weight is 0 the arrays may hold any value. They are masked before any arithmetic: a `where` after an
+    # overflowing exp still gives NaN gradients.
     logprobs = jnp.where(inside, inputs.logprobs, 0.0)
     log_ratio = logprobs - jnp.where(inside, inputs.old_logprobs, 0.0)
-    # The mean of a response is every column's, also of those outside: they get their ratio of 1 back.
+    # The mean of a response fills all columns; columns outside get their ratio of 1 back.
     log_ratio = jnp.where(inside, at_level(log_ratio, inside, config.ratio_level), 0.0)
     ratio = bounded_exp(log_ratio)
 
@@ -192,15 +191,15 @@ def surrogate_metrics(
     config: LossConfig,
     counted_rows: Bool[Array, " batch"] | None = None,
 ) -> dict[str, Array]:
-    """What the surrogate has to log, as means over the counted tokens; 0 without any.
+    """Metrics of the surrogate as means over the counted tokens; 0 without any.
 
-    Where a ratio belongs to a response they are means over responses, as in TRL: a long response is clipped once, like
-    a short one. As there, a response without counted tokens is one that nothing clips; `counted_rows` leaves out rows
-    as a `TokenWeighting` does.
+    If ratios belong to responses they are means over responses, as in TRL: a long response is clipped once, like a
+    short one. A response without counted tokens counts as not clipped, as in TRL. `counted_rows` leaves out rows as in
+    a `TokenWeighting`.
     """
     if config.ratio_level == "token":
         return {name: token_mean(x, counted) for name, x in terms.surrogate.items()}
-    # A mean over responses in two steps: of the counted tokens of each, and of the responses.
+    # Two steps: the mean over the counted tokens of each response, then over responses.
     rows = jnp.ones(counted.shape[0], bool) if counted_rows is None else counted_rows
     means = {name: response_mean(jnp.where(counted, x, 0.0), counted) for name, x in terms.surrogate.items()}
     return {name: token_mean(x, rows[:, None]) for name, x in means.items()}
@@ -220,12 +219,12 @@ def _check_shapes(inputs: LossInputs) -> None:
 def _high_scale(
     high_scale: Float[Array, "batch R"] | None, inside: Bool[Array, "batch R"], config: LossConfig
 ) -> Float[Array, "batch R"] | None:
-    """The scale of the bounds as the surrogate sees it: 1 where a token weighs 0, and without gradient."""
+    """The scale of the bounds for the surrogate: 1 where the weight is 0, without gradient."""
     if high_scale is None:
         return None
     if not config.takes_high_scale:
         raise ValueError(
-            f"expected a loss that clips the ratio of single tokens, whose bounds a correction scales; got {config}"
+            f"expected a loss that clips token ratios, because the correction scales their bounds; got {config}"
         )
     return jax.lax.stop_gradient(jnp.where(inside, high_scale, 1.0))
 
@@ -235,7 +234,7 @@ def _corrected(
     correction_weights: Float[Array, "batch R"] | None,
     inside: Bool[Array, "batch R"],
 ) -> Float[Array, "batch R"]:
-    """The objective times its correction, 0 where a token is rejected; weights there may be anything."""
+    """The objective times its correction, 0 for rejected tokens, whose weights may hold any value."""
     if correction_weights is None:
         return jnp.where(inside, objective, 0.0)
     return objective * jax.lax.stop_gradient(jnp.where(inside, correction_weights, 0.0))
@@ -247,7 +246,7 @@ def _reference_kl(
     inside: Bool[Array, "batch R"],
     config: LossConfig,
 ) -> Float[Array, "batch R"]:
-    # Nothing is read from the reference, which is None then.
+    # The reference is None then.
     if config.beta == 0:
         return jnp.zeros_like(logprobs)
     if reference_logprobs is None:

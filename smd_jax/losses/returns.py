@@ -1,10 +1,10 @@
-"""Generalised advantage estimation: from the reward of a response to an advantage for each of its tokens.
+"""Generalised advantage estimation: per-token advantages from the reward of a response.
 
     rewards [batch] ─ terminal_rewards ─► [batch, R] ─┐
     values [batch, R], of the critic ─────────────────┴─ gae ─► returns, the critic's target
                                                              └► advantages ─ whiten ─► policy loss
 
-Arrays may hold anything outside the mask; results there are 0.
+Arrays may hold any value outside the mask; results there are 0.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ EPSILON = 1e-8  # added to the variance, as TRL's masked_whiten does
 def terminal_rewards(rewards: Float[Array, " batch"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
     """The reward of each response at its last token, 0 elsewhere; a response without tokens gets nothing.
 
-    So in verl (token_level_scores). TRL's PPO puts it one column later where there is one, on a state that follows the
-    last token, whose value its critic learns too.
+    As in verl (token_level_scores). TRL's PPO puts it one column later if there is one, on the state after the last
+    token, whose value its critic also learns.
     """
     check_shape("mask", mask, ("batch", "R"))
     check_shape("rewards", rewards, (mask.shape[0],))
-    # Summed from the right: the last token of a response is the one from which on there is one token.
+    # Summed from the right: at the last token of a response the sum is one.
     following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here on
     return jnp.where(mask & (following == 1), rewards[:, None], 0.0)
 
@@ -43,8 +43,8 @@ def gae(
         delta_t = r_t + gamma V_{t+1} - V_t          the value after a row's last token is 0
         A_t     = delta_t + gamma lam A_{t+1}
 
-    `lam` 0 trusts the critic for all that follows a token; 1 takes the rewards that really came, less its value. A
-    response that the length limit cut off ends like any other.
+    `lam` 0 uses the critic for everything after a token; 1 uses the actual rewards minus the critic's value. A
+    truncated response ends like any other.
 
     Returns:
       advantages A, and returns A + V, float32 or wider; both 0 outside the mask.
@@ -55,7 +55,7 @@ def gae(
     check_shape("mask", mask, ("batch", "R"))
     check_shape("rewards", rewards, mask.shape)
     check_shape("values", values, mask.shape)
-    # A sum over a whole response, which 16 bits could not hold exactly.
+    # A sum over a whole response needs more than 16 bits.
     wide = jnp.promote_types(jnp.result_type(rewards, values), jnp.float32)
     rewards = jnp.where(mask, rewards, 0.0).astype(wide)
     values = jnp.where(mask, values, 0.0).astype(wide)
@@ -64,7 +64,7 @@ def gae(
         next_value, next_advantage = later
         reward, value, inside = column
         advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-        # A column that is no token is no step in time: the next one to the left looks past it.
+        # Columns outside the mask are not time steps: skip them.
         earlier = jnp.where(inside, value, next_value), jnp.where(inside, advantage, next_advantage)
         return earlier, jnp.where(inside, advantage, 0.0)
 
@@ -75,7 +75,7 @@ def gae(
 
 
 def whiten(advantages: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
-    """Shifted and scaled to mean 0 and variance 1 over all tokens of the batch; 0 outside the mask.
+    """Normalises to mean 0 and variance 1 over all tokens of the batch; 0 outside the mask.
 
     `(x - mean) / sqrt(variance + 1e-8)` with Bessel's correction, as masked_whiten with shift_mean in
     trl/experimental/ppo/ppo_trainer.py. A single token becomes 0.
@@ -83,7 +83,7 @@ def whiten(advantages: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) ->
     check_shape("mask", mask, ("batch", "R"))
     check_shape("advantages", advantages, mask.shape)
     centred = _centred(advantages, mask)
-    # At least 1: a single token has a variance of 0, and not 0 / 0.
+    # At least 1: avoids 0 / 0 for a single token.
     variance = jnp.square(centred).sum() / jnp.maximum(mask.sum() - 1, 1)
     return centred * jax.lax.rsqrt(variance + EPSILON)
 
@@ -93,7 +93,7 @@ def explained_variance(
 ) -> Float[Array, ""]:
     """`1 - var(returns - values) / (var(returns) + 1e-5)` over all tokens, as verl's critic/vf_explained_var.
 
-    1 for a critic that knows the returns, 0 for one that says the same everywhere, negative for one that is worse.
+    1 for a perfect critic, 0 for a constant one, negative for a worse one.
     """
     check_shape("mask", mask, ("batch", "R"))
     check_shape("values", values, mask.shape)
@@ -105,6 +105,6 @@ def explained_variance(
 
 
 def _centred(x: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
-    """`x` less its mean over the mask; 0 outside."""
+    """`x` minus its mean over the mask; 0 outside."""
     mean = jnp.where(mask, x, 0.0).sum() / jnp.maximum(mask.sum(), 1)
     return jnp.where(mask, x - mean, 0.0)

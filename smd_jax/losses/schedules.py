@@ -1,4 +1,4 @@
-"""Coefficients that change from step to step."""
+"""Schedules of loss coefficients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Shape = Literal["linear", "cosine"]
 
 @dataclass(frozen=True)
 class CoefSchedule:
-    """A coefficient that goes from `start` to `end`, up or down, and stays there.
+    """A coefficient that moves from `start` to `end` and stays there.
 
     Attributes:
       start: the coefficient at optimizer step 0.
       end: the coefficient from step `steps` on.
-      steps: optimizer steps from the one to the other.
-      shape: "linear", or "cosine": half a wave, slow at both ends.
+      steps: optimizer steps from `start` to `end`.
+      shape: "linear", or "cosine" (half a wave).
     """
 
     start: float
@@ -37,7 +37,7 @@ class CoefSchedule:
 
     def at(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The coefficient at an optimizer step, which may be traced."""
-        # The share of the start that is left: optax's cosine starts at its highest value, and could not go up from 0.
+        # Remaining share of the start; optax's cosine schedule cannot rise from 0.
         if self.shape == "linear":
             left = optax.linear_schedule(1.0, 0.0, self.steps)(step)
         else:

@@ -1,6 +1,6 @@
-"""Surrogates: what each token adds to the objective, from the ratio of two policies and its advantage.
+"""Surrogates: each token's term in the objective, from its ratio and its advantage.
 
-To add one: a frozen dataclass with `terms`, in any file.
+To add one, write a frozen dataclass with `terms`, in any file.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from smd_jax.typed_fields import check_types
 
 @any_leaves
 class SurrogateInputs(struct.PyTreeNode):
-    """What a surrogate looks at; float32 or wider `[batch, R]`. Where a token does not count, its ratio is 1 and its
-    log-probability 0.
+    """Inputs of a surrogate, float32 or wider, `[batch, R]`. Uncounted tokens have ratio 1 and log-probability 0.
 
     Attributes:
-      ratio: new over old probability, of the token or of its response (`LossConfig.ratio_level`); with a gradient.
-      logprobs: log-probabilities of the policy being trained; with a gradient.
-      advantages: `[batch, 1]` of responses, or `[batch, R]` where every token has its own.
-      high_scale: factor of the upper bound of each token's ratio, from a correction; None: all 1. It is given to no
-        surrogate but those that take it (`takes_high_scale`).
+      ratio: new over old probability of the token or its response (`LossConfig.ratio_level`); with a gradient.
+      logprobs: log-probabilities of the trained policy; with a gradient.
+      advantages: `[batch, 1]` of responses, or `[batch, R]` of tokens.
+      high_scale: factor of the upper bound of each token's ratio, from a correction; None: all 1. Only surrogates with
+        `takes_high_scale` get it.
     """
 
     ratio: Float[Array, "batch R"]
@@ -37,12 +36,12 @@ class SurrogateInputs(struct.PyTreeNode):
 
 @any_leaves
 class SurrogateTerms(struct.PyTreeNode):
-    """What a surrogate says of each token.
+    """Outputs of a surrogate per token.
 
     Attributes:
-      objective: `[batch, R]`, what the token adds to the objective. The loss is minus its weighted sum.
-      metrics: name -> `[batch, R]`, what is to be logged: the mean over the counted tokens, or over responses where a
-        ratio belongs to a response (`surrogate_metrics`).
+      objective: `[batch, R]`; the loss is minus its weighted sum.
+      metrics: name -> `[batch, R]`, logged as means over the counted tokens, or over responses if ratios belong to
+        responses (`surrogate_metrics`).
     """
 
     objective: Float[Array, "batch R"]
@@ -51,20 +50,20 @@ class SurrogateTerms(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Base of all surrogates: a frozen dataclass, hashable, so that one can be a static argument."""
+    """Base of all surrogates: a frozen, hashable dataclass, usable as a static argument."""
 
     @property
     def takes_high_scale(self) -> bool:
-        """Whether it clips the ratio from above, at a bound that a correction may scale token by token."""
+        """Whether it has an upper clipping bound, which a correction may scale per token."""
         return False
 
     @property
     def only_clips(self) -> bool:
-        """Whether it is ratio * advantage but for clipping, which a correction with a trust region may replace."""
+        """Whether it is ratio * advantage with clipping, which a correction with a trust region may replace."""
         return False
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
-        """What each token adds to the objective, before corrections."""
+        """Each token's term in the objective, before corrections."""
         raise TypeError(f"{type(self).__name__} has no terms: its class must define them")
 
 
@@ -72,14 +71,14 @@ class Surrogate:
 class Clip(Surrogate):
     """PPO's (arXiv:1707.06347 eq. 7): min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r the ratio, A the advantage.
 
-    Metrics: `clip_ratio/low_mean`, `clip_ratio/high_mean` and `clip_ratio/region_mean`, where the bounds took the
-    gradient away. What `delta` takes away is not counted.
+    Metrics: `clip_ratio/low_mean`, `clip_ratio/high_mean` and `clip_ratio/region_mean`, the shares of tokens without
+    gradient because of the bounds. Tokens cut by `delta` are not counted.
 
     Attributes:
       epsilon: the ratio is clipped from below at `1 - epsilon`.
-      epsilon_high: from above at `1 + epsilon_high`; None takes `epsilon`.
-      delta: dual clip: where the advantage is negative, the ratio has no gradient above this (arXiv:1912.09729,
-        INTELLECT-2 arXiv:2505.07291); None: no such bound.
+      epsilon_high: the ratio is clipped from above at `1 + epsilon_high`; None is `epsilon`.
+      delta: dual clip: for a negative advantage, the ratio has no gradient above this (arXiv:1912.09729, INTELLECT-2
+        arXiv:2505.07291); None: no such bound.
     """
 
     epsilon: float = 0.2
@@ -116,12 +115,12 @@ class Clip(Surrogate):
             high = high * inputs.high_scale
         clipped_low = (ratio < low) & (advantages < 0)
         clipped_high = (ratio > high) & (advantages > 0)
-        # After the comparisons: what delta cuts is not reported as clipped, as in TRL.
+        # After the comparisons, so that tokens cut by delta are not reported as clipped, as in TRL.
         if self.delta is not None:
             ratio = jnp.where(advantages < 0, jnp.minimum(ratio, self.delta), ratio)
         return SurrogateTerms(
-            # The smaller of the two: the bounds take the gradient only where the ratio has moved the way that the
-            # advantage pushes, so that a ratio on the wrong side can come back.
+            # The minimum: there is no gradient only if the ratio has moved in the direction of the advantage, so that a
+            # ratio on the wrong side can come back.
             objective=jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages),
             metrics={
                 "clip_ratio/low_mean": clipped_low,
@@ -134,13 +133,13 @@ class Clip(Surrogate):
 @dataclass(frozen=True)
 class ClipWeight(Surrogate):
     """CISPO's (arXiv:2506.13585 eq. 4 and 5): sg(min(r, 1 + epsilon_high)) A log p. The clipped ratio is a weight, so
-    that no token loses its gradient.
+    every token keeps its gradient.
 
-    Metrics: `cispo_clip_ratio`, where the bound cut the weight of a token with a positive advantage, as TRL counts.
+    Metrics: `cispo_clip_ratio`, the share of tokens with a positive advantage and a cut weight, as in TRL.
 
     Attributes:
-      epsilon_high: the weight is cut at `1 + epsilon_high`, as MiniMax-M1 writes it. TRL means the bound itself, so
-        that its epsilon_high 5.0 is our 4.0.
+      epsilon_high: the weight is cut at `1 + epsilon_high`, as in MiniMax-M1. TRL's option is the bound itself, so its
+        epsilon_high 5.0 is our 4.0.
     """
 
     epsilon_high: float = 0.2
@@ -152,7 +151,7 @@ class ClipWeight(Surrogate):
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
         high = 1 + self.epsilon_high
-        # No gradient through the ratio: it comes from the log-probability.
+        # The gradient comes from the log-probability, not from the ratio.
         weight = jax.lax.stop_gradient(jnp.minimum(inputs.ratio, high))
         return SurrogateTerms(
             objective=weight * inputs.advantages * inputs.logprobs,
@@ -162,14 +161,15 @@ class ClipWeight(Surrogate):
 
 @dataclass(frozen=True)
 class SoftGate(Surrogate):
-    """SAPO's (arXiv:2511.20347): 4 / tau * sigmoid(tau (r - 1)) * A. A gate that closes smoothly on either side takes
-    the place of clipping: its slope is that of r A at r = 1, and falls to 0 far away.
+    """SAPO's (arXiv:2511.20347): 4 / tau * sigmoid(tau (r - 1)) * A. A smooth gate instead of clipping: its slope is
+    that of r A at r = 1, and falls to 0 far away.
 
-    Metrics: `sapo_gate_mean`, the mean of that slope over A, 4 sigmoid (1 - sigmoid): 1 on-policy.
+    Metrics: `sapo_gate_mean`, the mean of slope / A, 4 sigmoid (1 - sigmoid): 1 on-policy.
 
     Attributes:
-      temperature_pos, temperature_neg: tau of tokens with a positive advantage, and of the others, whose gate closes
-        sooner because their gradients spread over the whole vocabulary (TRL: sapo_temperature_pos, …_neg).
+      temperature_pos: tau of tokens with a positive advantage (TRL: sapo_temperature_pos).
+      temperature_neg: tau of the others, whose gate closes sooner because their gradients spread over the whole
+        vocabulary (TRL: sapo_temperature_neg).
     """
 
     temperature_pos: float = 1.0

@@ -21,12 +21,12 @@ VALUE_METRICS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig:
-    """The critic's part of the loss; defaults as TRL's PPOConfig (1.12).
+    """The value loss, with the defaults of TRL's PPOConfig (1.12).
 
     Attributes:
       coef: weight of the value loss. TRL: vf_coef.
-      clip_range: how far a value may move from the rollout's before moving on brings nothing; None: no bound. It is in
-        units of the reward. TRL: cliprange_value.
+      clip_range: largest useful change of a value since the rollout, in units of the reward; None: no bound. TRL:
+        cliprange_value.
     """
 
     coef: float = 0.1
@@ -35,7 +35,7 @@ class ValueConfig:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.coef > 0:
-            raise ValueError(f"expected coef > 0, because a critic that does not learn is none; got {self.coef}")
+            raise ValueError(f"expected coef > 0, because the critic must learn; got {self.coef}")
         if self.clip_range is not None and not self.clip_range > 0:
             raise ValueError(f"expected clip_range > 0, or None for no bound; got {self.clip_range}")
 
@@ -49,17 +49,17 @@ def value_loss(
 ) -> tuple[Float[Array, ""], Bool[Array, "batch R"]]:
     """`sum(weights * 0.5 * max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2))`, before `coef`.
 
-    PPO's clipped value loss, as in trl/experimental/ppo/ppo_trainer.py (vf_loss): the larger of two errors, so that a
-    value has no gradient where it has left the range towards the return, and one where it has left it the wrong way.
+    PPO's clipped value loss, as in trl/experimental/ppo/ppo_trainer.py (vf_loss). A value outside the range has a
+    gradient only if it moved away from the return.
 
     Args:
-      values: the critic's values at the present parameters; the only argument with a gradient.
+      values: the critic's values at the current parameters; the only argument with a gradient.
       old_values: its values at the rollout's parameters.
       returns: G, see `smd_jax.losses.returns.gae`.
-      weights: how much each token weighs, 0 outside the response; there the other arrays may hold anything.
+      weights: weight of each token, 0 outside the response, where the other arrays may hold any value.
 
     Returns:
-      The loss, and where the clipped error was the larger one.
+      The loss, and a mask of the tokens whose clipped error was larger.
 
     Raises:
       ValueError: if the arrays are not all `[batch, R]`.
@@ -69,14 +69,14 @@ def value_loss(
     check_shape("returns", returns, values.shape)
     check_shape("weights", weights, values.shape)
     inside = weights > 0
-    # Replaced before any arithmetic: a NaN times a weight of 0 would still be NaN, and so would its gradient.
+    # Masked before any arithmetic: a NaN times a weight of 0 is NaN.
     values = jnp.where(inside, values, 0.0)
     old_values = jnp.where(inside, old_values, 0.0)
     returns = jnp.where(inside, returns, 0.0)
     error = jnp.square(values - returns)
     if config.clip_range is None:
         return 0.5 * jnp.sum(weights * error), jnp.zeros_like(inside)
-    # Where the clip holds, this error has no gradient; the larger of the two errors decides which one counts.
+    # A clipped value has no gradient through this error; the larger of the two errors counts.
     near = jnp.clip(values, old_values - config.clip_range, old_values + config.clip_range)
     bounded = jnp.square(near - returns)
     return 0.5 * jnp.sum(weights * jnp.maximum(error, bounded)), bounded > error

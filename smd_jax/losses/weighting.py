@@ -1,12 +1,14 @@
-"""Token weightings: how much each token weighs in a loss, which is a weighted sum over tokens.
+"""Token weightings: the weight of each token in a loss.
 
-The weights are made from the mask of the whole minibatch, that is of what one optimizer step sees, before it is split:
-so the sum over microbatches, in any split and on any number of devices, is the loss of the minibatch. Two of TRL's
-denominators are others by design: bnpo's are the tokens of each microbatch, so that its loss depends on their size and
-becomes ours without accumulation; those of dapo and cispo are the mean over the steps of a rollout, so that its loss is
-ours times tokens of the step / mean tokens of a step, and ours where a rollout feeds one step.
+The weights are computed from the mask of the whole minibatch (one optimizer step) before it is split. So the sum over
+microbatches, in any split and on any number of devices, is the loss of the minibatch. Two denominators of TRL differ:
 
-To add one: a frozen dataclass with `weights`, in any file.
+* bnpo divides by the tokens of each microbatch, so its loss depends on the microbatch size. Without accumulation it is
+  ours.
+* dapo and cispo divide by the mean over the steps of a rollout. Their loss is ours times tokens of the step / mean
+  tokens of a step. With one step per rollout it is ours.
+
+To add one, write a frozen dataclass with `weights`, in any file.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class TokenWeighting:
-    """Base of all weightings: a frozen dataclass, hashable, so that one can be a static argument."""
+    """Base of all weightings: a frozen, hashable dataclass, usable as a static argument."""
 
     def weights(
         self, mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None = None
@@ -31,12 +33,12 @@ class TokenWeighting:
 
         Args:
           mask: the tokens that the loss averages over, `[batch, R]`.
-          counted_rows: `[batch]` false for rows that are no sequences of the minibatch at all, such as groups without
-            signal that dynamic sampling drops; their tokens are outside the mask. All other rows count, also those that
-            a correction or the length limit has emptied: as in TRL, verl and slime. None: all rows count.
+          counted_rows: `[batch]` false for rows that are not part of the minibatch, such as groups without signal under
+            dynamic sampling; their tokens are outside the mask. Other rows count even if a correction or the length
+            limit removed all their tokens, as in TRL, verl and slime. None: all rows count.
 
         Returns:
-          float32 `[batch, R]`, 0 outside the mask. A sequence without tokens weighs nothing.
+          float32 `[batch, R]`, 0 outside the mask.
         """
         raise TypeError(f"{type(self).__name__} has no weights: its class must define them")
 
@@ -50,7 +52,7 @@ class TokenMean(TokenWeighting):
     ) -> Float[Array, "batch R"]:
         _check(mask, counted_rows)
         tokens = mask.astype(jnp.float32)
-        # At least 1: a minibatch without tokens has weights of 0 and no NaN.
+        # At least 1, to avoid 0 / 0 without tokens.
         return tokens / jnp.maximum(tokens.sum(), 1.0)
 
 
@@ -63,17 +65,17 @@ class SequenceMean(TokenWeighting):
     ) -> Float[Array, "batch R"]:
         _check(mask, counted_rows)
         tokens = mask.astype(jnp.float32)
-        # At least 1: a sequence without tokens gets 0 / 1 and no NaN, and counts in the mean over sequences.
+        # At least 1, to avoid 0 / 0. A sequence without tokens counts in the mean over sequences.
         return tokens / (jnp.maximum(tokens.sum(1, keepdims=True), 1.0) * _rows(mask, counted_rows))
 
 
 @dataclass(frozen=True)
 class FixedLength(TokenWeighting):
-    """The sum over tokens / (sequences * max_length): Dr. GRPO (arXiv:2503.20783), so that length has no influence.
+    """The sum over tokens / (sequences * max_length): Dr. GRPO (arXiv:2503.20783), independent of the length.
 
     Attributes:
-      max_length: longest response, in tokens; None: the columns of the mask, which in a rollout's Trajectory are the
-        longest response allowed. A loop, whose learner runs over fewer, puts in that length itself.
+      max_length: longest response, in tokens; None: the columns of the mask, which in a Trajectory are the longest
+        response allowed. A loop sets it, because its learner may use fewer columns.
     """
 
     max_length: int | None = None
@@ -98,5 +100,5 @@ def _check(mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | N
 
 
 def _rows(mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None) -> int | Array:
-    """How many sequences the minibatch has; 1 if none counts, so that nothing is divided by 0."""
+    """Number of sequences in the minibatch; at least 1, to avoid a division by 0."""
     return mask.shape[0] if counted_rows is None else jnp.maximum(counted_rows.sum(), 1)

@@ -263,7 +263,7 @@ def test_nothing_is_late_and_of_the_whole_batch():
         def traits(self) -> CorrectionTraits:
             return CorrectionTraits(uses_present=True, whole_batch=True)
 
-    with pytest.raises(ValueError, match=r"both the learner now and the whole minibatch; got .*Late\(threshold=0.5\)"):
+    with pytest.raises(ValueError, match=r"the current learner and the whole minibatch; got .*Late\(threshold=0.5\)"):
         split_by_time(Chain((TIS(), Late())))
 
 
@@ -491,10 +491,10 @@ def test_the_base_class_has_no_terms():
         (lambda: DPPOTV(high=-0.1), "expected high > 0; got -0.1"),
         (lambda: DPPOTV(clip_max=0.0), "expected clip_max > 0; got 0.0"),
         (lambda: QuRL(0.0), "expected clip_max > 0; got 0.0"),
-        (lambda: Chain((QuRL(), TIS())), "at most one .* weighs by xi in a Chain"),
+        (lambda: Chain((QuRL(), TIS())), "at most one .* weights by xi in a Chain"),
         (lambda: Chain(()), r"expected Chain\.parts with at least one correction; got \(\)"),
-        (lambda: Chain((TIS(), IcePop())), r"at most one .* weighs by xi in a Chain; got \['TIS', 'IcePop'\]"),
-        (lambda: Chain((SparseRL(), TIS())), "at most one .* weighs by xi in a Chain"),
+        (lambda: Chain((TIS(), IcePop())), r"at most one .* weights by xi in a Chain; got \['TIS', 'IcePop'\]"),
+        (lambda: Chain((SparseRL(), TIS())), "at most one .* weights by xi in a Chain"),
         (lambda: Chain((Bypass(), TIS())), r"ratio to the sampler, which contains xi already; got \['Bypass', 'TIS'\]"),
         (lambda: Chain((DPPOTV(), MIS())), "ratio to the sampler, which contains xi already"),
     ],

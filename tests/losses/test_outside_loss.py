@@ -101,7 +101,7 @@ def test_a_chain_of_corrections_by_hand():
     np.testing.assert_array_equal(terms.counted, [[False, True, False], [False, False, False]])
     assert chain.traits == CorrectionTraits(weighs=True)
     assert Chain((WithoutFirst(), OPSM())).traits == CorrectionTraits(uses_present=True, judges_responses=True)
-    with pytest.raises(ValueError, match=r"at most one .* weighs by xi in a Chain; got \['RootRatio', 'RootRatio'\]"):
+    with pytest.raises(ValueError, match=r"at most one .* weights by xi in a Chain; got \['RootRatio', 'RootRatio'\]"):
         Chain((RootRatio(), RootRatio()))
 
 

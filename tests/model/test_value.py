@@ -147,7 +147,7 @@ def test_no_bound_is_a_wide_one():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("coef", 0.0, "expected coef > 0, because a critic that does not learn is none; got 0.0"),
+        ("coef", 0.0, "expected coef > 0, because the critic must learn; got 0.0"),
         ("coef", float("nan"), "expected coef > 0"),
         ("clip_range", 0.0, "expected clip_range > 0, or None for no bound; got 0.0"),
         ("clip_range", -0.2, "expected clip_range > 0, or None for no bound; got -0.2"),
