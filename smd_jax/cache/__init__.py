@@ -1,6 +1,6 @@
-"""The KV cache of a rollout: its slots, their compression between two segments, and slots of a few bits.
+"""The KV cache of a rollout: slots, compression between segments, and quantised slots.
 
-`budget + buffer` slots per layer and KV head, whatever the length of the response.
+It has `budget + buffer` slots per layer and KV head for any response length.
 """
 
 from smd_jax.cache.slots import KVCache as KVCache

@@ -1,9 +1,9 @@
-"""What happens to a cache between two segments: the policy scores its keys, the best stay, the rest is recorded.
+"""Compression of a cache between two segments: the policy scores the keys, the best stay, evictions are recorded.
 
-    [ 3 7 8 9 | 10 11 12 ]   ── score, keep 4 ──►   [ 3 8 10 12 | . . . ]      and a note that 7, 9 and 11 are gone
+    [ 3 7 8 9 | 10 11 12 ]   ── score, keep 4 ──►   [ 3 8 10 12 | . . . ]      record: 7, 9 and 11 are evicted
 
-Rows do not depend on each other: a cache is compressed a few rows at a time and in place, so that no second cache ever
-exists, nor the scratch space that a policy needs for all rows at once (`smd_jax.cache.row_parts`).
+Rows are independent, so a cache is compressed a few rows at a time and in place. There is never a second cache, nor a
+policy's scratch space for all rows (`smd_jax.cache.row_parts`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from smd_jax.pytrees import any_leaves
 
 @any_leaves
 class RowProgress(struct.PyTreeNode):
-    """How far every row is when its cache is compressed. Columns: prompt 0 … P-1, response from P on.
+    """Progress of every row at a compression. Columns: prompt 0 … P-1, response from P on.
 
     Attributes:
-      start: `[rows]` column of its first token.
-      newest: `[rows]` column of its newest query.
-      segment_start: `[rows]` column where the segment began that ends now; what is in full precision begins there.
-      step: `[rows]` tokens of the response before the next segment; at a prompt's end 0, within a prompt negative.
-      rng: `[rows]` keys for policies that draw, consumed.
+      start: `[rows]` column of the first token.
+      newest: `[rows]` column of the newest query.
+      segment_start: `[rows]` first column of the segment that ends now; columns from here are in full precision.
+      step: `[rows]` response tokens before the next segment; 0 at a prompt's end, negative within a prompt.
+      rng: `[rows]` PRNG keys for random policies, consumed.
     """
 
     start: Int[Array, " rows"]
@@ -47,13 +47,13 @@ class RowProgress(struct.PyTreeNode):
 
 @any_leaves
 class CompressionRecord(struct.PyTreeNode):
-    """What the learner will have to know of one compression.
+    """The learner's record of one compression.
 
     Attributes:
-      dropped: `[rows, kv_heads, slots - budget]` columns of the keys that went, -1 in place of empty slots; None if
-        there was room for all. Where evictions are draws, in the order in which they were drawn.
-      logprob: `[rows, kv_heads]` of these draws, see `smd_jax.message.draws`; None where they are none.
-      parity: of the codes that a quantised cache made, `[rows, kv_heads, columns, bytes]`; None without any.
+      dropped: `[rows, kv_heads, slots - budget]` columns of the evicted keys, -1 for empty slots; None if all fit.
+        Sampled evictions are in sampling order.
+      logprob: `[rows, kv_heads]` log-probability of sampled evictions, see `smd_jax.message.draws`; else None.
+      parity: parity of a quantised cache's new codes, `[rows, kv_heads, columns, bytes]`; else None.
     """
 
     dropped: Int[Array, "rows kv_heads rest"] | None
@@ -63,12 +63,15 @@ class CompressionRecord(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of one layer; static.
+    """The compression of one layer. Static.
 
     Attributes:
-      policy: scores the keys. budget: how many stay. buffer: empty slots to put at their right.
-      layer: index of the layer. record_parity: of a quantised cache.
-      window: newest columns that a query of this layer sees; None: all.
+      policy: scores the keys.
+      budget: number of kept keys.
+      buffer: empty slots to append at the right.
+      layer: index of the layer.
+      record_parity: record the parity of a quantised cache.
+      window: sliding window of this layer, in columns; None: no window.
     """
 
     policy: EvictionPolicy
@@ -81,11 +84,11 @@ class Compression:
     def __call__(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any
     ) -> tuple[LayerCache, CompressionRecord]:
-        """The cache with `budget + buffer` slots; a few rows at a time.
+        """Compresses to `budget + buffer` slots, a few rows at a time.
 
         Args:
-          number: of the newest query, see `Observation.number`.
-          params: as the sampler has them, for policies that have parameters of their own.
+          number: number of the newest query, see `Observation.number`.
+          params: the sampler's parameters, for policies with parameters.
         """
         parameters = self.policy.parameters(params, self.layer)
         return row_parts.apart(
@@ -95,9 +98,9 @@ class Compression:
     def in_place(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any
     ) -> tuple[LayerCache, CompressionRecord]:
-        """The same for a cache that has `budget + buffer` slots already."""
+        """The same for a cache that already has `budget + buffer` slots."""
         parameters = self.policy.parameters(params, self.layer)
-        # Statistics per row stay as they are: among what is written they would be copied for every part.
+        # Per-row statistics do not change; as written arrays they would be copied for every part.
         moved = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, cache.states, strict=True))
         fixed = tuple(() if x.per_slot else state for x, state in zip(cache.statistics, cache.states, strict=True))
 
@@ -121,8 +124,8 @@ class Compression:
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], parameters: Any
     ) -> tuple[LayerCache, CompressionRecord]:
         if self.policy.evicts and self.policy.spans is not None:
-            cache = kv_cache.empty_first(cache)  # spans leave holes, and policies expect none
-        # How many slots are too many. A short prompt may have fewer than the budget.
+            cache = kv_cache.empty_first(cache)  # spans leave gaps, which policies do not expect
+        # Number of slots to evict. A short prompt may have fewer than the budget.
         rest = cache.columns.shape[2] - self.budget
         if rest <= 0:
             cache, parity = self._quantize(cache, progress)
@@ -139,32 +142,31 @@ class Compression:
                 gone = _lowest_first(scores, seen.valid, gone)
                 logprob = _draw_logprob(self.policy.gate, view, gone)
             dropped = jnp.take_along_axis(seen.columns, gone, axis=2)
-        else:  # a cache that is quantised and never evicts has room for all: its oldest slots are empty
+        else:  # a quantised cache that never evicts has room for all: its oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
-        # Before anything is dropped, because a group's range is that of all its columns, evicted or not: the learner,
-        # which computes all of them, finds the same range.
+        # Before eviction: a group's range covers all its columns, evicted or not, as in the learner.
         cache, parity = self._quantize(cache, progress)
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
 
     def _within_window(self, cache: LayerCache, progress: RowProgress) -> LayerCache:
-        """Slots whose keys no query to come will see count as empty, so that they go first. When their keys became
-        invisible is known without a record: `smd_jax.message.masks.windowed`."""
+        """Marks slots outside the sliding window as empty, so that they are dropped first. They need no record: see
+        `smd_jax.message.masks.windowed`."""
         if self.window is None:
             return cache
-        # The newest query has been attended, so what counts is what its successor will see.
+        # The newest query has attended already, so only its successor's window matters.
         next_query = (progress.newest + 1)[:, None, None]
         return cache.replace(columns=jnp.where(next_query < cache.columns + self.window, cache.columns, EMPTY))
 
     def _quantize(self, cache: LayerCache, progress: RowProgress) -> tuple[LayerCache, Parity | None]:
-        """Quantises what a layer holds in full precision, if it is to be."""
+        """Quantises a layer's full-precision columns, if the cache is quantised."""
         if cache.quantized is None:
             return cache, None
         cache, parity = kv_cache.quantize(cache, cache.quantized, progress.segment_start)
         return cache, parity if self.record_parity else None
 
     def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], parameters: Any) -> CacheView:
-        # A key for every compression of every layer of a row.
+        # One PRNG key per row, compression and layer.
         rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), self.layer))
         keys, values = kv_cache.full_precision(cache)
         return CacheView(
@@ -175,7 +177,7 @@ class Compression:
             newest=progress.newest - progress.start,
             number=number,
             states=cache.states,
-            # Steps within a prompt are negative, and wrap to large numbers that no response reaches.
+            # Steps within a prompt are negative and wrap to large numbers that no response reaches.
             rng=rng(progress.rng, progress.step.astype(jnp.uint32)),
             budget=self.budget,
             declared=cache.statistics,
@@ -184,7 +186,7 @@ class Compression:
 
 
 def _check_scores(policy: EvictionPolicy, scores: Any, view: CacheView) -> None:
-    """Raises ValueError for scores that are not one number a slot; while the program is traced."""
+    """Raises ValueError at trace time unless there is one score per slot."""
     expected = view.valid.shape
     if jnp.shape(scores) != expected:
         raise ValueError(
@@ -198,13 +200,13 @@ def _lowest_first(
     valid: Bool[Array, "rows kv_heads slots"],
     gone: Int[Array, "rows kv_heads rest"],
 ) -> Int[Array, "rows kv_heads rest"]:
-    """The slots that go in the order in which they were drawn: empty ones, which nobody drew, before all others."""
+    """The evicted slots in sampling order; empty slots, which are not sampled, come first."""
     of_gone = jnp.take_along_axis(jnp.where(valid, scores, -jnp.inf), gone, axis=2)
     return jnp.take_along_axis(gone, jnp.argsort(of_gone, axis=2), axis=2)
 
 
 def _draw_logprob(gate: Gate, view: CacheView, gone: Int[Array, "rows kv_heads rest"]) -> Float[Array, "rows kv_heads"]:
-    """log-probability of the draws that evicted these slots, in their order."""
+    """log-probability of evicting these slots in this order."""
     logits = gate.logits(view.parameters, view.keys, view.values, view.positions, view.newest[:, None])[:, :, 0]
     numbers = jnp.broadcast_to(jnp.arange(gone.shape[2], dtype=jnp.int32), gone.shape)
     nowhere = jnp.full(view.valid.shape, STAYED, jnp.int32)

@@ -1,13 +1,13 @@
-"""The part of a layer's cache that is kept in few bits: codes packed into bytes, and the ranges that they stand for.
+"""The quantised part of a layer's cache: codes packed into bytes, and their ranges.
 
-A key or value is quantised once, when its segment ends, and its codes stay as they are: eviction moves them. Values
-bring the ranges of their own token along. Keys share theirs with all columns of their group, evicted or not, so these
-lie in a table of all groups, which grows with the response: by 2 numbers a channel for `group` tokens, 1/group of the
-keys and values that a cache without eviction would hold. After `group * budget` tokens the table alone is as large as
-the kept keys and values in full precision: long responses want large groups.
+A key or value is quantised once, when its segment ends; eviction only moves its codes. Values have ranges per token.
+Keys share ranges with all columns of their group, evicted or not, so these are in a table of all groups, which grows
+with the response by 2 numbers per channel and `group` tokens. That is 1/group of a cache without eviction. After
+`group * budget` tokens the table is as large as the kept keys and values in full precision, so long responses need
+large groups.
 
-Unlike in KIVI, where the newest tokens always stay in full precision, the whole prompt is quantised at its end and a
-segment at its own: then all queries of a segment see the same.
+KIVI always keeps the newest tokens in full precision. Here the prompt is quantised at its end and a segment at its own
+end, so that all queries of a segment see the same cache.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from smd_kernels.codes import Codes
 
 @any_leaves
 class QuantizedSlots(struct.PyTreeNode):
-    """Keys and values of a layer's left slots.
+    """Quantised keys and values of a layer's left slots.
 
     Attributes:
       keys, values: uint8 `[batch, kv_heads, slots, head_dim * bits / 8 rounded up]` codes.
       value_ranges: `[batch, kv_heads, slots, head_dim / value_group]`.
       key_ranges: `[batch, kv_heads, groups, head_dim]` of all groups of columns of prompt and response.
-      config: static. prompt: columns of the prompt, where a group ends. Static.
+      config: static.
+      prompt: columns of the prompt, at whose end a group ends. Static.
     """
 
     keys: UInt8[Array, "batch kv_heads slots bytes"]
@@ -59,14 +60,14 @@ class QuantizedSlots(struct.PyTreeNode):
 
 
 def group_count(columns: int, config: QuantConfig) -> int:
-    """Groups of so many consecutive columns that begin or end together with a group."""
+    """Number of groups of consecutive columns that begin or end at a group boundary."""
     return -(-columns // config.group)
 
 
 def no_slots(
     like: Float[Array, "batch kv_heads columns head_dim"], prompt: int, response: int, config: QuantConfig
 ) -> QuantizedSlots:
-    """Before anything is quantised: no slots, and an empty table for so many columns of prompt and response."""
+    """The initial state: no slots, and an empty table for these columns of prompt and response."""
     rows, (head_dim, dtype) = like.shape[:2], (like.shape[3], like.dtype)
     codes = jnp.zeros((*rows, 0, packed_size(head_dim, config.bits)), jnp.uint8)
     of_values = jnp.zeros((*rows, 0, head_dim // config.channels(head_dim)), dtype)
@@ -81,8 +82,8 @@ def append(
     valid: Bool[Array, "batch kv_heads columns"],
     start: Int[Array, " batch"],
 ) -> tuple[QuantizedSlots, Parity]:
-    """Quantises consecutive columns, from each row's `start` on, into new slots at the right: the prompt if there are
-    none yet, else a segment.
+    """Quantises consecutive columns, from each row's `start` on, into new slots at the right. The first call takes the
+    prompt, later calls a segment.
 
     Returns:
       The slots, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`.
@@ -93,7 +94,7 @@ def append(
     first = columns if prompt else 0  # counted from `start`: the prompt ends with a group, a segment begins with one
     table = key_ranges(keys, valid, first, config)
     groups = group_count(slots.prompt, config)
-    # The prompt's groups come first in the table; a segment's follow, and each row is at a column of its own.
+    # The prompt's groups come first in the table, then those of segments; rows are at different columns.
     index = jnp.zeros_like(start) if prompt else groups + (start - slots.prompt) // config.group
     of_values = value_ranges(values, config)
     key_codes = quantize(keys, of_columns(table, first, columns, config), config)
@@ -111,20 +112,20 @@ def append(
         value_ranges=jax.tree.map(join, slots.value_ranges, of_values),
         key_ranges=jax.tree.map(jax.vmap(put), slots.key_ranges, table, Ranges(index, index)),
     )
-    # The lowest bit of every code, one bit each: with it the learner rounds as the sampler did.
+    # The lowest bit of every code, with which the learner rounds like the sampler.
     return slots, Parity(*(pack(codes & 1, 1) for codes in (key_codes, value_codes)))
 
 
 def codes_of(slots: QuantizedSlots, columns: Int[Array, "batch kv_heads slots"]) -> Codes:
-    """What decode attention reads of slots that hold these columns; -1: anything."""
+    """The input of decode attention for slots with these columns; column -1 may give any value."""
     config = slots.config
-    # From the prompt's end on, where a group begins. The quotient rounds down, so the prompt's own groups come out
-    # negative before their number is added.
+    # Counted from the prompt's end, where a group begins. The quotient rounds down, so the prompt's groups are negative
+    # before their number is added.
     group = (columns - slots.prompt) // config.group + group_count(slots.prompt, config)
     return Codes(
         keys=slots.keys,
         values=slots.values,
-        # An empty slot (column -1) may fall before the table; any group will do for it.
+        # An empty slot (column -1) may fall before the table; any group is fine.
         group=jnp.maximum(group, 0),
         key_low=slots.key_ranges.low,
         key_scale=slots.key_ranges.scale,
@@ -143,11 +144,11 @@ def map_slots(move: Callable[[Array], Array], slots: QuantizedSlots) -> Quantize
 
 def slot_bytes(head_dim: int, itemsize: int, config: QuantConfig) -> int:
     """Bytes of a slot's key and value, without the key's ranges."""
-    # The second term is the value's ranges: two numbers, the lowest and the scale, for each group of channels.
+    # The second term is the value's ranges: minimum and scale for each group of channels.
     return 2 * packed_size(head_dim, config.bits) + 2 * head_dim // config.channels(head_dim) * itemsize
 
 
 def table_bytes(prompt: int, response: int, head_dim: int, itemsize: int, config: QuantConfig) -> int:
     """Bytes of the key ranges of one row and KV head."""
-    # Two numbers a channel and group: the lowest and the scale.
+    # Minimum and scale per channel and group.
     return 2 * (group_count(prompt, config) + group_count(response, config)) * head_dim * itemsize

@@ -1,7 +1,7 @@
-"""Work on a few rows at a time, so that the scratch space of one part is all there ever is.
+"""Processes a few rows at a time to limit scratch memory.
 
-Rows do not depend on each other. What compares all keys with all, or all queries with all keys, needs memory that grows
-with the square of a length; of all rows at once it would be the largest thing of a rollout.
+Comparing all keys with all keys, or all queries with all keys, needs quadratic memory. For all rows at once it would be
+the largest allocation of a rollout.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-PARTS = 16  # of the rows at most
+PARTS = 16  # most parts
 
 
 def rows_at_once(rows: int, devices: int) -> int:
-    """Rows of a part; a smaller one may follow.
+    """Number of rows per part; the last part may be smaller.
 
-    On several devices the rows are apart already, and a part of them would lie on one device alone.
+    On several devices all rows are one part: they are sharded already, and a part would be on one device.
     """
     return rows if devices > 1 else -(-rows // PARTS)
 
 
 def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) -> tuple[Any, Any]:
-    """`f(written, read)` of a few rows at a time. Its first result takes the place of `written`, part by part; `read`
-    stays as it is. All are pytrees of arrays with the rows first, and `f` keeps the shapes of `written`."""
+    """`f(written, read)`, a few rows at a time. Its first result overwrites `written`; `read` is not changed. All are
+    pytrees of arrays with the rows first, and `f` keeps the shapes of `written`."""
     leaves = jax.tree.leaves((written, read))
     rows = leaves[0].shape[0]
     size = rows_at_once(rows, jax.sharding.get_abstract_mesh().size)
-    # A single part needs no loop, and no slice of an axis that a mesh has split.
+    # A single part needs no loop, and must not slice a sharded axis.
     if size == rows:
         return f(written, read)
 
@@ -43,16 +43,16 @@ def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) 
 
         return jax.tree.map(put, carry, f(*jax.tree.map(part, (carry[0], read))))
 
-    # The loop's carry needs room for the results of all rows, and shapes are known without a run.
+    # The loop's carry holds the results of all rows.
     _, like = jax.eval_shape(f, *jax.tree.map(lambda x: x[:size], (written, read)))
     results = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), like)
     parts, rest = divmod(rows, size)
-    # The loop's carry is updated where it lies: no second copy of what is written ever exists.
+    # The loop's carry is updated in place, without a second copy.
     carry = jax.lax.fori_loop(0, parts, lambda index, carry: one(index * size, size, carry), (written, results))
-    # Outside of the loop, whose parts have one size: slices of a compiled program have fixed lengths.
+    # Outside the loop, because slices in a compiled loop have one length.
     return one(rows - rest, rest, carry) if rest else carry
 
 
 def apart(f: Callable[..., Any], *read: Any) -> Any:
-    """`f(*read)` of a few rows at a time, for results of other shapes."""
+    """`f(*read)`, a few rows at a time, for results of other shapes."""
     return in_place(lambda _, read: ((), f(*read)), (), read)[1]

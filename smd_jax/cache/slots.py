@@ -1,14 +1,14 @@
-"""The KV cache of a rollout: `budget + buffer` slots per layer and KV head, whatever the response length.
+"""The KV cache of a rollout: `budget + buffer` slots per layer and KV head for any response length.
 
-A layer's slots are kept in column order with the empty ones first, so that the newest keys are always at the right:
+A layer's slots are in column order with the empty ones first, so the newest keys are always at the right:
 
     slots    [ . . 3 7 8 9 | 10 11 12 ]        budget 6, buffer 3; two slots still empty (column -1)
-               kept keys     segment's own keys, written at `budget`, `budget + 1`, …
+               kept keys     keys of the segment, written at `budget`, `budget + 1`, …
 
 After the last slot is written the layer is compressed to its `budget` best keys, and the buffer is free again. Every
-row and head writes the same slot at the same step: an in-place update of one slice.
+row and head writes the same slot at the same step, an in-place update of one slice.
 
-In a quantised cache the kept keys are codes of a few bits, and the buffer alone is in full precision.
+In a quantised cache the kept keys are codes, and only the buffer is in full precision.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ EMPTY = -1  # column of a slot that holds no key
 
 @any_leaves
 class LayerCache(struct.PyTreeNode):
-    """Keys and values of one layer, and the statistics that its eviction policy asked for.
+    """Keys and values of one layer, and the statistics of its eviction policy.
 
     Attributes:
-      keys: `[batch, kv_heads, slots, head_dim]` after RoPE, at their original positions; of the right slots only, if
-        the left ones are quantised.
-      values: as the keys.
+      keys: `[batch, kv_heads, slots, head_dim]` after RoPE, at their original positions; only the right slots if the
+        left ones are quantised.
+      values: like the keys.
       columns: `[batch, kv_heads, slots]` column of each key, -1 where the slot is empty.
       quantized: keys and values of the left slots, or None if all are in full precision.
       states: of the statistics, in their order.
@@ -63,10 +63,10 @@ KVCache = tuple[LayerCache, ...]  # one entry per layer; sizes may differ betwee
 
 
 def no_keys(statistics: tuple[Statistic[Any], ...], shape: CacheShape) -> LayerCache:
-    """A layer's cache before anything was read.
+    """An empty cache of a layer.
 
     Raises:
-      ValueError: if a statistic begins with arrays of another shape than its kind must have.
+      ValueError: if a statistic's initial arrays have a wrong shape.
     """
     slots = (shape.rows, shape.kv_heads, shape.slots)
     keys = jnp.zeros((*slots, shape.head_dim), shape.dtype)
@@ -83,13 +83,13 @@ def write(
     v: Float[Array, "batch kv_heads tokens head_dim"],
     columns: Int[Array, "batch tokens"],
 ) -> LayerCache:
-    """Writes keys and values of consecutive tokens to the slots from `slot` on, where statistics begin anew. Tokens
-    without a column (-1: those of rows that have ended, padding) leave their slots empty."""
-    # The buffer's arrays begin behind the quantised slots.
+    """Writes keys and values of consecutive tokens to the slots from `slot` on, and resets their statistics. Tokens
+    without a column (-1: finished rows, padding) leave their slots empty."""
+    # The buffer's arrays begin after the quantised slots.
     own = slot if cache.quantized is None else slot - cache.quantized.keys.shape[2]
     columns = jnp.broadcast_to(columns[:, None], k.shape[:3]).astype(jnp.int32)
 
-    # One slice, the same in all rows: the compiler updates the buffer where it lies, in every loop.
+    # One slice, the same in all rows, so that the compiler updates the buffer in place.
     def put(x: Array, new: Array, at: Int[Array, ""]) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, axis=2)
 
@@ -103,7 +103,7 @@ def write(
 
 
 def drop(cache: LayerCache, gone: Bool[Array, "batch kv_heads slots"]) -> LayerCache:
-    """Empties slots where they lie, between others that stay full; their statistics are zero."""
+    """Empties slots in place, between others that stay full, and zeroes their statistics."""
 
     def forget(x: Array) -> Array:
         return jnp.where(gone.reshape(*gone.shape, *(1,) * (x.ndim - 3)), jnp.zeros((), x.dtype), x)
@@ -112,17 +112,17 @@ def drop(cache: LayerCache, gone: Bool[Array, "batch kv_heads slots"]) -> LayerC
 
 
 def empty_first(cache: LayerCache) -> LayerCache:
-    """Moves empty slots to the left of all others, which stay in the order of their columns."""
+    """Moves empty slots to the left of all others, which stay in column order."""
     order = jnp.argsort(cache.columns, axis=2, stable=True)
     return gather(cache, order, 0)
 
 
 def codes(cache: LayerCache) -> Codes:
-    """The left slots of a quantised cache, as decode attention reads them."""
+    """The quantised slots as input of decode attention."""
     slots = cache.quantized
     assert slots is not None, "a cache in full precision"
-    # Codes do not change from step to step: the compiler would read those of all layers once, before the loop, and hold
-    # them all in full precision. Tied to the buffer, which does change, they are read when they are needed.
+    # Codes do not change between steps, so the compiler would hoist dequantisation of all layers out of the loop and
+    # hold them in full precision. The barrier ties them to the buffer, which changes.
     slots, _ = jax.lax.optimization_barrier((slots, (cache.keys, cache.values)))
     return quantized_cache.codes_of(slots, cache.columns[:, :, : slots.keys.shape[2]])
 
@@ -130,7 +130,7 @@ def codes(cache: LayerCache) -> Codes:
 def full_precision(
     cache: LayerCache,
 ) -> tuple[Float[Array, "batch kv_heads slots head_dim"], Float[Array, "batch kv_heads slots head_dim"]]:
-    """Keys and values of all slots, with those of few bits dequantised."""
+    """Keys and values of all slots, dequantised."""
     if cache.quantized is None:
         return cache.keys, cache.values
     left = codes(cache).dequantized()
@@ -148,7 +148,7 @@ def visible(
     columns if there is a window, and only before `evicted_at`, which has an entry for every column, if it is given."""
     key = cache.columns[:, :, None]
     query = columns[:, None, :, None]
-    # Padding is column -1 as a query, too, and sees nothing: every live key has a column above it.
+    # A padding query has column -1 and sees nothing, because every live key has a higher column.
     seen = cache.valid[:, :, None] & (key <= query)
     if evicted_at is not None:
         seen = seen & (query < of_columns(cache, evicted_at)[:, :, None])
@@ -156,32 +156,32 @@ def visible(
 
 
 def of_columns(cache: LayerCache, table: Int[Array, "batch T"]) -> Int[Array, "batch kv_heads slots"]:
-    """The entry of every slot's column; of empty slots any."""
+    """The table's entry for every slot's column; arbitrary for empty slots."""
     flat = jnp.maximum(cache.columns, 0).reshape(table.shape[0], -1)
     return jnp.take_along_axis(table, flat, axis=1).reshape(cache.columns.shape)
 
 
 def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, " batch"]) -> tuple[LayerCache, Parity]:
-    """Quantises the keys and values that are in full precision, of the columns from each row's `start` on.
+    """Quantises the full-precision keys and values, whose columns begin at each row's `start`.
 
     Args:
-      slots: those of the cache that are quantised already.
+      slots: the already quantised slots.
 
     Returns:
       A cache without a buffer, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`.
     """
     valid = cache.valid[:, :, slots.keys.shape[2] :]
     slots, parity = quantized_cache.append(slots, cache.keys, cache.values, valid, start)
-    # Every slot is one of codes from here on. `gather` and `pad` put the next buffer at their right.
+    # Every slot is quantised now. `gather` and `pad` append the next buffer.
     nothing = cache.keys[:, :, :0]
     return cache.replace(keys=nothing, values=nothing, quantized=slots), parity
 
 
 def observe(cache: LayerCache, seen: Observation) -> LayerCache:
-    """Shows the tokens that were just attended to every statistic of the layer.
+    """Updates every statistic of the layer with the tokens that were just attended.
 
     Raises:
-      ValueError: if a statistic gives a state of another form than it took.
+      ValueError: if a statistic changes the structure, shapes or dtypes of its state.
     """
     states = tuple(x.observe(state, seen) for x, state in zip(cache.statistics, cache.states, strict=True))
     for statistic, before, after in zip(cache.statistics, cache.states, states, strict=True):
@@ -190,15 +190,14 @@ def observe(cache: LayerCache, seen: Observation) -> LayerCache:
 
 
 def needs_attention(statistics: tuple[Statistic[Any], ...]) -> bool:
-    """Whether any of them asks for the attention that keys receive."""
+    """Whether any statistic needs the attention that keys receive."""
     return any(statistic.needs_attention for statistic in statistics)
 
 
 def turn(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache:
-    """A prompt's cache, as if it had been made `count` steps later: statistics that go by the numbers of queries are
-    told so, and in a cache that is a ring itself all slots move on, because the next one to be written has to be the
-    one that was written longest ago."""
-    # A statistic's numbers go by the clock that all rows share, whether or not the slots do.
+    """Shifts a prompt's cache as if it had been made `count` steps later. Statistics with query numbers are shifted. In
+    a ring cache the slots rotate as well, so that the next write overwrites the oldest slot."""
+    # Query numbers are shared by all rows, even if the slots are not a ring.
     states = tuple(x.turn(state, count) for x, state in zip(cache.statistics, cache.states, strict=True))
     cache = cache.replace(states=states)
     if not ring:
@@ -240,8 +239,8 @@ def select(
 ) -> tuple[Int[Array, "batch kv_heads budget"], Int[Array, "batch kv_heads rest"]]:
     """The `budget` best slots and all others, both in ascending order. Ties keep the older key.
 
-    Only those that go are searched for, because they are few. Where each slot moves to then follows from how many of
-    them lie at its left, in memory and time of the order of the slots:
+    Searches only for the evicted slots, because they are few. The new index of each slot follows from the number of
+    evicted slots to its left, in linear time and memory:
 
         slots   0 1 2 3 4 5      go 1 4      stay: slot - how many go up to it           go: budget + how many before it
         moved   0 4 1 2 5 3                  so 0 2 3 5 come to 0 1 2 3                  so 1 4 come to 4 5
@@ -253,11 +252,11 @@ def select(
 
 def _select(budget: int, scores: Array, valid: Array) -> tuple[Array, Array]:
     slots = valid.shape[-1]
-    # Only empty slots score -inf, so that the least wanted key still goes before them.
+    # Only empty slots score -inf, so the worst key still ranks above them.
     ranked = jnp.where(valid, jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
-    # Of equals, top_k takes the first. Searched from the right, these are the newest.
+    # top_k takes the first of equal values; searched from the right, these are the newest.
     _, from_right = jax.lax.top_k(-ranked[..., ::-1], slots - budget)
-    # Places counted from the right, back to slots.
+    # Converts indices from the right back to slots.
     goes = _scatter(jnp.zeros(valid.shape, jnp.int32), slots - 1 - from_right, jnp.ones_like(from_right))
     gone_so_far = jnp.cumsum(goes, axis=-1)
     slot = jax.lax.broadcasted_iota(jnp.int32, valid.shape, valid.ndim - 1)
@@ -267,12 +266,12 @@ def _select(budget: int, scores: Array, valid: Array) -> tuple[Array, Array]:
 
 
 def _scatter(into: Array, index: Array, values: Array) -> Array:
-    """`into` with `values` at distinct places of its last axis."""
+    """`into` with `values` at distinct indices of its last axis."""
     return jnp.put_along_axis(into, index, values, axis=-1, inplace=False)
 
 
 def gather(cache: LayerCache, slots: Int[Array, "batch kv_heads budget"], buffer: int) -> LayerCache:
-    """The chosen slots, moved to the left of `buffer` empty ones. Of a quantised cache, all slots must be."""
+    """Moves the chosen slots to the left of `buffer` empty ones. If the cache is quantised, all slots must be."""
 
     def choose(x: Array) -> Array:
         return jnp.take_along_axis(x, slots.reshape(*slots.shape, *(1,) * (x.ndim - 3)), axis=2)
@@ -281,12 +280,12 @@ def gather(cache: LayerCache, slots: Int[Array, "batch kv_heads budget"], buffer
 
 
 def pad(cache: LayerCache, left: int, right: int) -> LayerCache:
-    """Empty slots at both ends. Of a quantised cache, all slots must be; those at the right are in full precision."""
+    """Adds empty slots at both ends. If the cache is quantised, all slots must be; new ones at the right are not."""
     return _move_slots(lambda x: x, cache, left, right)
 
 
 def _move_slots(move: Callable[[Array], Array], cache: LayerCache, left: int, right: int) -> LayerCache:
-    """Applies `move` to everything that has one entry per slot, and puts so many empty slots to both ends."""
+    """Applies `move` to all per-slot arrays and adds empty slots at both ends."""
 
     def between(x: Array, fill: int = 0) -> Array:
         return _pad_slots(move(x), left, right, fill)
@@ -294,16 +293,16 @@ def _move_slots(move: Callable[[Array], Array], cache: LayerCache, left: int, ri
     if cache.quantized is None:
         cache = cache.replace(keys=between(cache.keys), values=between(cache.values))
     else:
-        # All slots are codes, so the arrays in full precision hold nothing that would have to move.
+        # All slots are quantised, so the full-precision arrays are empty.
         keys, values = (_pad_slots(x, 0, right, 0) for x in (cache.keys, cache.values))
-        # Codes have no empty slots at the right: those are the buffer, which is in full precision.
+        # Quantised slots get no empty slots at the right: those are the full-precision buffer.
         quantized = quantized_cache.map_slots(lambda x: _pad_slots(move(x), left, 0, 0), cache.quantized)
         cache = cache.replace(keys=keys, values=values, quantized=quantized)
     return _map_states(between, cache.replace(columns=between(cache.columns, EMPTY)))
 
 
 def _map_states(move: Callable[[Array], Array], cache: LayerCache) -> LayerCache:
-    """Applies `move` to every array of a statistic that has one entry per slot."""
+    """Applies `move` to every per-slot array of a statistic."""
     pairs = zip(cache.statistics, cache.states, strict=True)
     states = tuple(jax.tree.map(move, state) if statistic.per_slot else state for statistic, state in pairs)
     return cache.replace(states=states)

@@ -1,8 +1,7 @@
-"""Eviction policies: which keys stay in a cache of fixed size.
+"""Eviction policies for a fixed-size cache.
 
-A policy is a frozen dataclass that scores keys, higher = keep. It sees a `CacheView` and nothing else of the sampler,
-so that one written outside of the library is as good as these. What it needs to know of the past beside the keys is a
-`Statistic`, which it names and the sampler keeps.
+A policy is a frozen dataclass that scores keys, higher = keep. It sees only a `CacheView`, so a policy from outside the
+library works like these. Data about the past is a `Statistic`, which the policy declares and the sampler keeps.
 """
 
 from smd_jax.eviction.base import CacheView as CacheView

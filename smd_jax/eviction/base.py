@@ -1,9 +1,9 @@
-"""What an eviction policy is: a score for every key of a layer's cache, higher = keep; the sampler does the rest.
+"""Interface of eviction policies: a score for every key of a layer's cache, higher = keep.
 
-To add one: a frozen dataclass with `score`, a row in `tests/under_test.py`. Nothing in the library needs to know it.
+To add one, write a frozen dataclass with `score`, and add a row in `tests/under_test.py`.
 
-All see a `CacheView`: the keys in column order, empty slots first, so the newest key is the last slot. Scores are
-computed in float32 or wider.
+Policies see a `CacheView`: keys in column order, empty slots first, so the newest key is in the last slot. Compute
+scores in float32 or wider.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from smd_jax.pytrees import any_leaves
 
 @any_leaves
 class CacheView(struct.PyTreeNode):
-    """What a policy may look at when a layer is compressed, after the attention of the newest query.
+    """A layer's cache at a compression, after the attention of the newest query.
 
     Attributes:
-      keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE; those of a quantised cache as it is read.
-      valid: `[batch, kv_heads, slots]` false for empty slots; they lie left of all valid ones (in a row that has ended
-        also at the right, where its scores no longer matter).
+      keys, values: `[batch, kv_heads, slots, head_dim]`, keys after RoPE; dequantised in a quantised cache.
+      valid: `[batch, kv_heads, slots]` false for empty slots, which are left of all valid ones. In a finished row they
+        are also at the right; its scores do not matter.
       positions: `[batch, kv_heads, slots]` position of the key in its own sequence, negative where empty.
       newest: `[batch]` position of the newest query.
-      number: of the newest query, by which rings go, see `Observation.number`.
-      states: of the policy's statistics, in their order; a policy asks `statistic(...)` for them.
+      number: number of the newest query, for ring buffers, see `Observation.number`.
+      states: states of the policy's statistics, in order; policies call `statistic(...)`.
       rng: `[batch]` one PRNG key per row, new at every compression and layer; the key is consumed.
-      budget: keys that will be kept. Static.
+      budget: keys to keep. Static.
       declared: the policy's statistics. Static.
-      parameters: what the policy takes of the parameters for this layer, see `EvictionPolicy.parameters`.
+      parameters: the policy's parameters for this layer, see `EvictionPolicy.parameters`.
     """
 
     keys: Float[Array, "batch kv_heads slots head_dim"]
@@ -52,10 +52,10 @@ class CacheView(struct.PyTreeNode):
     parameters: Any = ()
 
     def statistic(self, kind: Statistic[State]) -> State:
-        """The state of one of the policy's statistics; whatever belongs to a slot lies as the keys do.
+        """The state of one of the policy's statistics; per-slot arrays are in the order of the keys.
 
         Raises:
-          ValueError: if the policy doesn't declare it, or with other parameters.
+          ValueError: if the policy does not declare it with these parameters.
         """
         if kind not in self.declared:
             declared = ", ".join(map(str, self.declared)) or "none"
@@ -77,31 +77,31 @@ class EvictionPolicy:
 
     @property
     def spans(self) -> TokenSpans | None:
-        """Spans that go when a token is written, whatever their scores; None: nothing but the budget evicts."""
+        """Spans that are evicted when a token is written; None: only the budget evicts."""
         return None
 
     @property
     def statistics(self) -> tuple[Statistic[Any], ...]:
-        """What is to be kept beside the keys; `score` asks the view for the states."""
+        """Statistics to keep with the keys; `score` reads their states from the view."""
         return ()
 
     @property
     def gate(self) -> Gate | None:
-        """Whose logits the choice of keys is a draw from, so that its log-probability is recorded; None: of none, and
-        the choice has no probability that a learner could know."""
+        """The gate from whose logits evictions are sampled, so that their log-probability is recorded; None without
+        a trainable gate."""
         return None
 
     def parameters(self, params: Any, layer: int) -> Any:
-        """What `score` needs of the parameters, as `view.parameters`: a pytree of arrays.
+        """The parameters that `score` reads as `view.parameters`: a pytree of arrays.
 
         Args:
-          params: as the sampler has them, of the model and whatever lies beside it.
+          params: the sampler's parameters, of the model and its additions such as gates.
         """
         del params, layer
         return ()
 
     def protected(self, budget: int) -> int:
-        """Keys that are kept whatever their score; the budget must hold them."""
+        """Number of keys that are always kept; the budget must hold them."""
         del budget
         return 0
 
@@ -115,9 +115,9 @@ class EvictionPolicy:
 
 
 def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
-    """Raises ValueError if a layer cannot hold the keys that `policy` protects, TypeError for what is no policy."""
+    """Raises ValueError if a layer cannot hold the keys that `policy` protects, TypeError unless it is a policy."""
     check_policy(policy)
-    # Layer by layer, because a policy may give each its own budget, and protect a share of it.
+    # Per layer, because budgets may differ between layers, and a policy may protect a share of them.
     for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
         needed = max(policy.protected(size), 1)
         if size < needed:
@@ -128,21 +128,21 @@ def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Raises TypeError for what is no eviction policy, such as a class of them."""
+    """Raises TypeError unless the object is an eviction policy; a class is not."""
     if not isinstance(policy, EvictionPolicy):
         hint = f": {policy.__name__}()?" if isinstance(policy, type) else ""
         raise TypeError(f"expected an eviction policy, an instance of an EvictionPolicy; got {policy!r}{hint}")
 
 
 def check_at_least(policy: EvictionPolicy, field: str, value: float | int, least: int) -> None:
-    """Raises ValueError unless a number of a policy, of sinks or queries for example, is `least` or more."""
-    # Every comparison with NaN is false, so NaN is refused here, as it would not be by `value < least`.
+    """Raises ValueError unless a policy's number, such as its sinks, is at least `least`."""
+    # Not `value < least`, which is false for NaN.
     if not value >= least:
         raise ValueError(f"expected {type(policy).__name__}.{field} >= {least}; got {value}")
 
 
 def check_share(policy: EvictionPolicy, field: str, value: float | int) -> None:
-    """Raises ValueError unless a number of a policy is a share."""
+    """Raises ValueError unless a policy's number is between 0 and 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"expected {type(policy).__name__}.{field} from 0 to 1, because it is a share; got {value}")
 
@@ -150,14 +150,14 @@ def check_share(policy: EvictionPolicy, field: str, value: float | int) -> None:
 def newest_slots(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
     """The `count` newest slots."""
     slots = view.keys.shape[2]
-    # Slots are in column order, so the newest keys are the last, in every row and head alike.
+    # Slots are in column order, so the newest keys are last in every row and head.
     return (jnp.arange(slots) >= slots - count)[None, None]
 
 
 def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
     """Puts the protected slots above all others."""
-    # Infinity rather than a large number: no finite score can reach it. Empty slots may be among them, because
-    # `smd_jax.cache.slots.select` ignores what they score.
+    # Infinity, because no finite score can reach it. Empty slots may be among them: `smd_jax.cache.slots.select`
+    # ignores their scores.
     return jnp.where(protected, jnp.inf, scores)
 
 

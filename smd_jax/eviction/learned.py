@@ -1,4 +1,4 @@
-"""A policy that is trained: which keys go is a draw, and the draw has a probability that reward can raise or lower."""
+"""A trainable policy, which samples the evicted keys and records their log-probability."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class LearnedGate(EvictionPolicy):
-    """Keys go by draws without replacement, in proportion to exp(-logit) of a gate (`smd_jax.message.gate`).
+    """Evicts keys by sampling without replacement, in proportion to exp(-logit) of a gate (`smd_jax.message.gate`).
 
-    A score of logit - Gumbel noise, whose lowest go first, is such a draw (Gumbel top-k, arXiv:1903.06059). Order and
-    log-probability go into the trajectory, `smd_jax.message.draws`; `UpdateConfig.eviction_coef` trains the gate.
+    The lowest scores of logit - Gumbel noise are such a sample (Gumbel top-k, arXiv:1903.06059). The trajectory records
+    order and log-probability (`smd_jax.message.draws`); `UpdateConfig.eviction_coef` trains the gate.
 
-    The parameters must have the gate's, `smd_jax.message.gate.add_gate`. Beyond what the gate protects by itself
-    (`LinearGate.sinks`) it has to learn what must stay.
-    Inside of `Protect` or `Pyramid` it evicts as here, but nothing is recorded that it could be trained by.
+    Add the gate's parameters with `smd_jax.message.gate.add_gate`. The gate protects only `LinearGate.sinks`.
+    Inside `Protect` or `Pyramid` it evicts in the same way, but records no draws to train on.
 
-    A group's rows share the draws made while their prompt is read, as those of `Random`. Shared draws are recorded and
+    A group's rows share the draws made while their prompt is read, as with `Random`. Shared draws are recorded and
     replayed, but not trained: see `EvictionDraws.trained`.
 
     Attributes:
-      greedy: whether the keys of the lowest logits go, without chance and so without anything to record.
+      greedy: evict the keys with the lowest logits, without sampling and without a record.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
@@ -57,5 +56,5 @@ class LearnedGate(EvictionPolicy):
         logits = logits[:, :, 0]
         if self.greedy:
             return logits
-        # float32 by name: with 64-bit numbers enabled, JAX's default would be other numbers.
+        # Explicit float32: with 64-bit numbers enabled, JAX's default dtype gives other numbers.
         return logits - drawn_by_position(view, lambda rng: jax.random.gumbel(rng, (), jnp.float32))

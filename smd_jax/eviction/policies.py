@@ -1,4 +1,4 @@
-"""Eviction policies that the library brings. Formulas and constants are those of the papers and codes named at each."""
+"""The library's eviction policies, with the formulas and constants of the cited papers and code."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def window_positions(view: CacheView, window: NewestQueries) -> Int[Array, "batc
 
 
 def window_scores(view: CacheView, window: NewestQueries) -> Float[Array, "batch kv_heads group window slots"]:
-    """q k^T / sqrt(head_dim) of the newest queries, by the KV head that they share."""
+    """q k^T / sqrt(head_dim) of the newest queries, grouped by KV head."""
     queries = view.statistic(window)
     batch, heads, count, head_dim = queries.shape
     kv_heads = view.keys.shape[1]
-    # float32 for both factors: in bfloat16 keys of nearly equal score would tie, and ties keep the older.
+    # float32 for both factors: in bfloat16 nearly equal scores would tie, and ties keep the older key.
     grouped = at_least_float32(queries).reshape(batch, kv_heads, heads // kv_heads, count, head_dim)
     return jnp.einsum("bhgwd,bhsd->bhgws", grouped, at_least_float32(view.keys)) * head_dim**-0.5
 
@@ -42,7 +42,7 @@ def window_scores(view: CacheView, window: NewestQueries) -> Float[Array, "batch
 def window_weights(view: CacheView, window: NewestQueries) -> Float[Array, "batch kv_heads group window slots"]:
     """Attention of the newest queries: causal, and nothing for queries before the sequence's start."""
     query = window_positions(view, window)[:, None, :, None]
-    # A query before the start has a negative position, below that of every live key: it sees nothing.
+    # A query before the start has a negative position, below that of every live key, so it sees nothing.
     mask = view.valid[:, :, None, :] & (view.positions[:, :, None, :] <= query)
     return masked_softmax(window_scores(view, window), mask[:, :, None])
 
@@ -59,7 +59,8 @@ def pool(x: Scores, kernel: int, reducer: str) -> Scores:
 
 
 def drawn_by_position(view: CacheView, draw: Callable[[Key[Array, ""]], Array]) -> Scores:
-    """A number `draw(rng)` for every key, by head and position and not by slot, so that padding changes nothing."""
+    """A number `draw(rng)` for every key. It depends on head and position, not on the slot, so padding has no
+    effect."""
 
     def of_key(rng: Key[Array, ""], head: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, ""]:
         return draw(jax.random.fold_in(jax.random.fold_in(rng, head), position))
@@ -67,7 +68,7 @@ def drawn_by_position(view: CacheView, draw: Callable[[Key[Array, ""]], Array]) 
     of_head = jax.vmap(of_key, in_axes=(None, None, 0))
     of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
     heads = jnp.arange(view.positions.shape[1])
-    # Empty slots share a position and hence a number, which nobody reads.
+    # Empty slots share a position and hence a number, which is not used.
     return jax.vmap(of_row, in_axes=(0, None, 0))(view.rng, heads, view.positions)
 
 
@@ -92,7 +93,7 @@ class Recent(EvictionPolicy):
 class StreamingLLM(EvictionPolicy):
     """Attention sinks and a sliding window (arXiv:2309.17453), at original positions.
 
-    The paper renumbers positions inside the cache; keys here keep theirs, without which no replay would be exact.
+    The paper renumbers positions inside the cache. Keys here keep their positions, because replay must be exact.
     """
 
     sinks: int = 4
@@ -102,7 +103,7 @@ class StreamingLLM(EvictionPolicy):
         check_at_least(self, "sinks", self.sinks, 0)
 
     def protected(self, budget: int) -> int:
-        # A budget of sinks alone would leave no window.
+        # A budget equal to the sinks would leave no window.
         return self.sinks + 1
 
     def score(self, view: CacheView) -> Scores:
@@ -114,9 +115,9 @@ class StreamingLLM(EvictionPolicy):
 class H2O(EvictionPolicy):
     """Heavy hitters (arXiv:2306.14048): the keys that received most attention, and the newest ones.
 
-    s_j = sum_i A_ij over all past queries and the group. `recent` is the share of the budget that goes to the newest
-    keys; the paper's code (FMInference/H2O, `modify_llama.py`) splits evenly. Exact at `buffer = 1`, where it evicts
-    once a step as the paper does.
+    s_j = sum_i A_ij over all past queries and the group. `recent` is the share of the budget for the newest keys; the
+    paper's code (FMInference/H2O, `modify_llama.py`) splits evenly. With `buffer = 1` it evicts once per step, exactly
+    as in the paper.
     """
 
     recent: float = 0.5
@@ -140,11 +141,11 @@ class H2O(EvictionPolicy):
 class TOVA(EvictionPolicy):
     """Token omission via attention (arXiv:2401.06104): s_j = mean over heads of A_last,j, one choice for all heads.
 
-    As in the paper, the newest key is scored like any other and may be the one to go; kvpress always keeps it, which
-    here is `Protect(TOVA(), recent=1)`.
+    As in the paper, the newest key is scored like any other and may be evicted. kvpress always keeps it, like
+    `Protect(TOVA(), recent=1)`.
 
     Attributes:
-      shared: whether all heads of a layer keep the same keys, as in the paper; False: every KV head chooses by the mean
+      shared: whether all heads of a layer keep the same keys, as in the paper. False: every KV head chooses by the mean
         over its own query heads.
     """
 
@@ -158,7 +159,7 @@ class TOVA(EvictionPolicy):
         return (NewestQueries(1),)
 
     def score(self, view: CacheView) -> Scores:
-        # The one query of the window; the mean is over the query heads of each KV head.
+        # The window has one query; the mean is over the query heads of each KV head.
         of_heads = window_weights(view, NewestQueries(1))[:, :, :, 0].mean(2)
         if not self.shared:
             return of_heads
@@ -191,15 +192,14 @@ class SnapKV(EvictionPolicy):
     def score(self, view: CacheView) -> Scores:
         weights = window_weights(view, NewestQueries(self.window))
         recent = newest_slots(view, self.window)
-        # The window is kept anyway. Its keys give nothing to their neighbours, as if they lay outside of what is
-        # pooled.
+        # The window is always kept, so its keys do not contribute to the pooled scores of their neighbours.
         votes = jnp.where(recent, 0.0, weights.sum(3).mean(2))
         return protect(pool(votes, self.kernel, "mean"), recent)
 
 
 @dataclass(frozen=True)
 class RKV(EvictionPolicy):
-    """R-KV (arXiv:2505.24133, Zefan-Cai/R-KV `r1_kv.py`): importance less redundancy, the newest `window` keys kept.
+    """R-KV (arXiv:2505.24133, Zefan-Cai/R-KV `r1_kv.py`): importance minus redundancy; keeps the newest `window` keys.
 
     Z = weight * I - (1 - weight) * R over the keys outside the window.
     I: max-pooled (kernel 7) mean over the window's queries of a softmax over those keys, scores reduced by their
@@ -207,8 +207,8 @@ class RKV(EvictionPolicy):
     R: sim[j, s] = cos(k_j, k_s), 0 where j = s. For each j, sim[j, s] = 0 at the newest s with sim[j, s] > threshold.
     Then R_s = softmax_s(mean_j sim[j, s]).
 
-    Where no s passes the threshold, nothing is set to 0 here. The authors' code then sets sim[j, 0] to 0, because its
-    argmax over no entries is 0.
+    If no s passes the threshold, nothing is set to 0. The authors' code then sets sim[j, 0] to 0, because its argmax
+    over no entries is 0.
     """
 
     window: int = 8
@@ -240,22 +240,22 @@ class RKV(EvictionPolicy):
         scores = window_scores(view, window).max(2)
         exists = window_positions(view, window) >= 0
         weights = masked_softmax(scores, exists[:, None, :, None] & candidates[:, :, None])
-        # A short sequence has fewer queries than the window, and the mean is over those that it has.
+        # The mean is over existing queries: a short sequence has fewer than the window.
         count = jnp.maximum(exists.sum(-1), 1)[:, None, None]
         mean = weights.sum(2) / count
-        # -inf, so that a maximum is over candidates alone. Every candidate is in its own neighbourhood and stays
-        # finite; of the others, the empty slots are ignored and the window is protected.
+        # -inf restricts the maximum to candidates. Every candidate is in its own neighbourhood and stays finite; empty
+        # slots are ignored and the window is protected.
         return pool(jnp.where(candidates, mean, -jnp.inf), self.kernel, "max")
 
     def _redundancy(self, view: CacheView) -> Scores:
         unit = at_least_float32(view.keys)
-        # An empty slot may hold a key of zeros, and 0 / 0 would be NaN.
+        # An empty slot may hold a key of zeros: avoids 0 / 0.
         unit = unit / (jnp.linalg.norm(unit, axis=-1, keepdims=True) + 1e-8)
-        # Pairs of two different live keys: the similarity of a key to itself says nothing.
+        # Pairs of two different live keys.
         both = view.valid[:, :, :, None] & view.valid[:, :, None, :] & ~jnp.eye(unit.shape[2], dtype=bool)[None, None]
         similar = jnp.where(both, jnp.einsum("bhjd,bhsd->bhjs", unit, unit), 0.0)
         slot = jnp.arange(unit.shape[2])[None, None, None]
-        # Slots are in column order, so the highest is the newest. -1 is no slot: such a key forgets none.
+        # Slots are in column order, so the highest is the newest. -1 is no slot.
         last = jnp.where(similar > self.threshold, slot, -1).max(-1, keepdims=True)
         similar = jnp.where(slot == last, 0.0, similar)
         count = jnp.maximum(view.valid.sum(-1, keepdims=True), 1)
@@ -268,10 +268,10 @@ class KeyDiff(EvictionPolicy):
 
     def score(self, view: CacheView) -> Scores:
         keys = at_least_float32(view.keys)
-        # The floor, that of torch's `normalize`, is for empty slots, which may hold zeros.
+        # The floor, as in torch's `normalize`, is for empty slots, which may hold zeros.
         unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
         count = jnp.maximum(view.valid.sum(-1), 1)[:, :, None, None]
-        # The mean over live keys: what lies in an empty slot is arbitrary.
+        # The mean over live keys: empty slots hold arbitrary values.
         anchor = jnp.where(view.valid[..., None], unit, 0.0).sum(2, keepdims=True) / count
         anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -(unit * anchor).sum(-1)
@@ -287,10 +287,10 @@ class Knorm(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Random(EvictionPolicy):
-    """Uniform scores, drawn anew at every compression: the baseline that every method must beat.
+    """Uniform scores, sampled at every compression: the random baseline.
 
-    Draws go by head and position, not by slot, so that padding changes nothing. They come from the row's key. A prompt
-    is read once for all rows of its group, with the key of the first: these rows lose the same keys of it.
+    Scores depend on the row's PRNG key, the head and the position, not on the slot, so padding has no effect. A prompt
+    is read once for its group with the key of the first row, so all rows of a group lose the same prompt keys.
     """
 
     def score(self, view: CacheView) -> Scores:

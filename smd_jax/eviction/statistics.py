@@ -1,19 +1,18 @@
-"""What a cache keeps beside its keys because an eviction policy asks for it: statistics of what was attended.
+"""Statistics: per-key and per-row data that eviction policies read.
 
-A policy names its statistics, and the sampler keeps a state of each wherever it keeps keys: while prompts are read,
-whole or in chunks, while tokens are decoded, in rows that an engine seats late, in quantised caches, on a mesh.
+A policy declares its statistics, and the sampler keeps a state of each with the keys: in prefill, whole or in chunks,
+while decoding, in rows that an engine seats late, in quantised caches, on a mesh.
 
     init ─► observe ─► observe ─► … ─► CacheView.statistic(…)       `observe` follows every attention of a layer;
                                        when the policy scores        the newest query is always in
 
 There are two kinds of state:
 
-    per slot    [rows, kv_heads, slots, ...]   belongs to a key, and moves with it: it is evicted, gathered and padded
-                                               as the key is, and is zero where a slot is empty or newly written
-    per row     [rows, ...]                    belongs to the row, and stays where it is
+    per slot    [rows, kv_heads, slots, ...]   belongs to a key and moves with it: it is evicted, gathered and padded
+                                               like the key, and is zero in an empty or newly written slot
+    per row     [rows, ...]                    belongs to the row and does not move
 
-To add one: a frozen dataclass with `init` and `observe`, and a policy that has it among its `statistics`. Nothing in
-the library needs to know it.
+To add one, write a frozen dataclass with `init` and `observe`, and a policy with it among its `statistics`.
 """
 
 from __future__ import annotations
@@ -56,24 +55,23 @@ class CacheShape:
 
 @any_leaves
 class Observation(struct.PyTreeNode):
-    """Consecutive tokens of one layer, just written to the cache and attended: one token a row while decoding, the
-    whole prompt or a chunk of it before.
+    """Consecutive tokens of one layer after their attention: one token per row while decoding, the whole prompt or a
+    chunk before.
 
     Attributes:
       queries: `[rows, heads, tokens, head_dim]` after RoPE.
-      query_columns: `[rows, tokens]` ascending; -1 for tokens that are not there: padding, and those of rows that have
-        ended, which are decoded along with the others. A statistic per row must leave these out; what rows that have
-        ended hold never matters.
-      keys, values: `[rows, kv_heads, slots, head_dim]` of all slots, those of the tokens included, as they were
-        attended: in a quantised cache dequantised. Arbitrary where a slot is empty.
-      columns: `[rows, kv_heads, slots]` column of each slot's key, -1 where it is empty.
+      query_columns: `[rows, tokens]` ascending; -1 for padding and for tokens of finished rows, which are still
+        decoded. A per-row statistic must ignore them.
+      keys, values: `[rows, kv_heads, slots, head_dim]` of all slots, including those of the tokens, dequantised in a
+        quantised cache. Arbitrary in empty slots.
+      columns: `[rows, kv_heads, slots]` column of each slot's key, -1 for empty slots.
       start: `[rows]` column of the first token of each row.
       received: `[rows, kv_heads, slots]` attention that each slot received from these queries, softmax weights summed
         over queries and the query heads of the group, float32 or wider. None unless a statistic of the policy has
         `needs_attention`.
-      number: of the first query, counted over all that the cache has attended; the others' follow. The same for all
-        rows, so that a ring writes one index; it is no column, because rows may be seated late.
-      slot: where the key of the first token was written; the others' follow.
+      number: number of the first query, counted over all queries of the cache; the others follow. It is the same for
+        all rows, so that a ring buffer writes one index. It differs from the column, because rows may be seated late.
+      slot: slot of the first token's key; the others follow.
     """
 
     queries: Float[Array, "rows heads tokens head_dim"]
@@ -88,12 +86,12 @@ class Observation(struct.PyTreeNode):
 
     @property
     def query_positions(self) -> Int[Array, "rows tokens"]:
-        """Positions of the tokens in their own sequences, -1 for those that are not there."""
+        """Positions of the tokens in their own sequences, -1 for missing tokens."""
         return jnp.where(self.query_columns >= 0, self.query_columns - self.start[:, None], -1)
 
     @property
     def positions(self) -> Int[Array, "rows kv_heads slots"]:
-        """Positions of the slots' keys in their own sequences, -1 where a slot is empty."""
+        """Positions of the slots' keys in their own sequences, -1 for empty slots."""
         return jnp.where(self.valid, self.columns - self.start[:, None, None], -1)
 
     @property
@@ -107,39 +105,39 @@ class Statistic(Generic[State]):
     """Base of all statistics. Hashable, because policies are static arguments: equal ones compile once.
 
     Attributes:
-      per_slot: whether the state belongs to the slots, see above; then `init` must give zeros.
-      needs_attention: whether `Observation.received` is needed. While a prompt is read whole, all its attention
-        weights then exist at once, those of a few prompts at a time.
+      per_slot: whether the state is per slot, see above; then `init` must return zeros.
+      needs_attention: whether `Observation.received` is needed. A prompt that is read whole then needs memory for the
+        attention weights of a few rows at a time.
     """
 
     per_slot: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
 
     def init(self, shape: CacheShape) -> State:
-        """The state before anything was observed: arrays `[rows, ...]`, or `[rows, kv_heads, slots, ...]` per slot."""
+        """The initial state: arrays `[rows, ...]`, or `[rows, kv_heads, slots, ...]` per slot."""
         raise TypeError(f"{type(self).__name__} has no init: its class must define one")
 
     def observe(self, state: State, seen: Observation) -> State:
-        """The state after these tokens, of the same shapes and dtypes."""
+        """The state after these tokens, with the same shapes and dtypes."""
         raise TypeError(f"{type(self).__name__} has no observe: its class must define one")
 
     def turn(self, state: State, count: Int[Array, ""]) -> State:
-        """The same state for a cache that numbers all queries higher by `count`: a prompt numbers its queries by
-        columns, and an engine seats it `count` steps after its cache was made. Only rings need to do anything."""
+        """The state with all query numbers shifted by `count`, for a prompt that an engine seats `count` steps after
+        its cache was made. Only ring buffers need to override it."""
         del count
         return state
 
 
 @dataclass(frozen=True)
 class ReceivedAttention(Statistic[Array]):
-    """Attention that each key received so far, summed over queries and the query heads of its group:
+    """Attention that each key has received, summed over queries and the query heads of its group:
     `[rows, kv_heads, slots]`, float32 or wider."""
 
     per_slot: ClassVar[bool] = True
     needs_attention: ClassVar[bool] = True
 
     def init(self, shape: CacheShape) -> Float[Array, "rows kv_heads slots"]:
-        # A sum over many queries: in bfloat16 it would stop growing once it is 256 times what is added.
+        # A sum over many queries: in bfloat16 it would stop growing at 256 times an addend.
         return jnp.zeros((shape.rows, shape.kv_heads, shape.slots), shape.wide)
 
     def observe(self, state: Array, seen: Observation) -> Array:
@@ -151,7 +149,7 @@ class ReceivedAttention(Statistic[Array]):
 class NewestQueries(Statistic[Array]):
     """The newest `window` queries, `[rows, heads, window, head_dim]` in the dtype of the keys.
 
-    A ring: query number n lies at index `n % window`, so that a new one overwrites the oldest and nothing moves.
+    A ring buffer: query number n is at index `n % window`, so a new query overwrites the oldest and nothing moves.
 
         window 4, after query 6      index  0 1 2 3
                                      query  4 5 6 3
@@ -178,18 +176,18 @@ class NewestQueries(Statistic[Array]):
         return jnp.where(found[:, None, :, None], newest, state)
 
     def turn(self, state: Array, count: Int[Array, ""]) -> Array:
-        # Query n + count belongs at index (n + count) % window, which is where a roll by `count` takes it.
+        # Query n + count belongs at index (n + count) % window: a roll by `count`.
         return jnp.roll(state, count, axis=2)
 
     def ages(self, number: Int[Array, ""] | int) -> Int[Array, " window"]:
-        """How many queries before the newest, which has this number, each index of the ring was written. A query older
-        than its sequence was never written; its index holds zeros or what an earlier row left there."""
-        # Query `number` is at index `number % window`, where the difference is a multiple of the window: age 0.
+        """The age of each index of the ring: the number of queries since it was written, 0 for the newest query, which
+        has this number. Indices older than their sequence hold zeros or data of an earlier row."""
+        # Query `number` is at index `number % window`, where the difference is a multiple of the window.
         return (number - jnp.arange(self.window)) % self.window
 
 
 def check_state(statistic: Statistic[Any], state: Any, shape: CacheShape) -> None:
-    """Raises ValueError unless the leaves of a new state begin with the rows, or with rows, KV heads and slots."""
+    """Raises ValueError unless a new state's arrays begin with the rows, or with rows, KV heads and slots."""
     begin = (shape.rows, shape.kv_heads, shape.slots) if statistic.per_slot else (shape.rows,)
     for leaf in jax.tree.leaves(state):
         if leaf.shape[: len(begin)] != begin:
@@ -201,7 +199,7 @@ def check_state(statistic: Statistic[Any], state: Any, shape: CacheShape) -> Non
 
 
 def check_observed(statistic: Statistic[Any], before: Any, after: Any) -> None:
-    """Raises ValueError unless observing left the state's structure, shapes and dtypes as they were."""
+    """Raises ValueError if `observe` changed the state's structure, shapes or dtypes."""
 
     def form(state: Any) -> Any:
         return jax.tree.map(lambda x: (x.shape, x.dtype.name), state)

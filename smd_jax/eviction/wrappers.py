@@ -1,4 +1,4 @@
-"""Policies around another one: what it must keep, and how many keys each layer gets."""
+"""Policies that wrap another policy: protected keys, budgets per layer, spans."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Wrapper(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Protect(_Wrapper):
-    """Keeps the first `sinks` and the newest `recent` keys whatever the inner policy thinks of them.
+    """Always keeps the first `sinks` and the newest `recent` keys; the inner policy chooses the rest.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
@@ -68,7 +68,7 @@ class Protect(_Wrapper):
         check_at_least(self, "recent", self.recent, 0)
 
     def protected(self, budget: int) -> int:
-        # A sum, although the two may protect the same keys: the budget must hold them where they do not.
+        # A sum, because the inner policy may protect other keys.
         return self.inner.protected(budget) + self.sinks + self.recent
 
     def score(self, view: CacheView) -> Scores:
@@ -77,13 +77,13 @@ class Protect(_Wrapper):
 
 @dataclass(frozen=True)
 class Pyramid(_Wrapper):
-    """PyramidKV's budgets (arXiv:2406.02069) around any score: they fall linearly from the first layer to the last.
+    """PyramidKV's budgets (arXiv:2406.02069) for any policy: they fall linearly from the first layer to the last.
 
     With the inner policy's window w: least = (budget - w) / beta, most = 2 (budget - w) - least, and layer l keeps
-    w + most - l (most - least) / (L - 1). The mean over layers is `budget`, but for rounding.
+    w + most - l (most - least) / (L - 1). The mean over layers is `budget`, up to rounding.
 
-    The first layer gets nearly twice the budget, however short the prompt. kvpress compresses prompts alone: it clamps
-    the largest budget to the prompt's length and raises the smallest by as much, so that its budgets differ there.
+    The first layer gets nearly twice the budget for any prompt. kvpress compresses only prompts: it clamps the largest
+    budget to the prompt's length and raises the smallest by as much, so its budgets differ for short prompts.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
@@ -99,13 +99,13 @@ class Pyramid(_Wrapper):
 
     def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
         if num_layers == 1:
-            # No line through a single layer: L - 1 is 0.
+            # L - 1 is 0.
             return (budget,)
         window = self.inner.protected(budget)
         least = (budget - window) / self.beta
         most = 2 * (budget - window) - least
         step = (most - least) / (num_layers - 1)
-        # The inner policy's window comes on top, because what it protects must fit into every layer.
+        # The inner policy's protected keys must fit into every layer, so its window is added.
         return tuple(window + round(most - layer * step) for layer in range(num_layers))
 
 

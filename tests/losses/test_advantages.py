@@ -79,7 +79,7 @@ def test_which_groups_carry_signal():
     ("rewards", "group_size", "message"),
     [
         (7, 4, "divides into groups of 4; got 7 rewards"),
-        (4, 1, "groups of at least 2 completions, because .* less the mean of its group; got group_size 1"),
+        (4, 1, "groups of at least 2 completions, because .* minus the mean of its group; got group_size 1"),
         (1, 1, "groups of at least 2 completions.*got group_size 1"),
         (4, 0, "groups of at least 2 completions.*got group_size 0"),
     ],
