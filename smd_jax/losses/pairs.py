@@ -15,11 +15,11 @@ from smd_jax.shapes import check_shape
 
 @any_leaves
 class Pairs(struct.PyTreeNode):
-    """One pair a group.
+    """One pair per group.
 
     Attributes:
       chosen, rejected: `[groups]` rows of the batch.
-      signal: `[groups]`, whether the rewards differ; other pairs must weigh nothing.
+      signal: `[groups]`, whether the rewards differ; other pairs must have weight 0.
     """
 
     chosen: Int[Array, " groups"]
@@ -32,8 +32,8 @@ def best_worst(
 ) -> Pairs:
     """The completion with the highest reward of its group, and the one with the lowest.
 
-    Of equal ones the first is chosen and the last rejected, as TRL does with its two completions. A group of equal
-    rewards has no signal; TRL trains it on the order in which it was sampled. A group with a NaN has none either.
+    Among equal rewards the first is chosen and the last rejected, as in TRL. A group of equal rewards has no signal;
+    TRL trains on its sampling order. A group with a NaN has no signal either.
 
     Args:
       rewarded_rows: `[batch]`, false for completions without a reward, which are ignored. A group with fewer than two
@@ -54,7 +54,7 @@ def best_worst(
     first_best = jnp.argmax(best, axis=1)
     # argmin returns the first of equal values. Reversed, that is the last, so that the pair has two different rows.
     last_worst = group_size - 1 - jnp.argmin(worst[:, ::-1], axis=1)
-    # Rows of the batch from places within the groups.
+    # Converts indices within the groups to rows of the batch.
     first = group_size * jnp.arange(best.shape[0], dtype=jnp.int32)
     signal = best.max(axis=1) > worst.min(axis=1)
     return Pairs(first + first_best.astype(jnp.int32), first + last_worst.astype(jnp.int32), signal)
