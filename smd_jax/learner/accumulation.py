@@ -1,7 +1,7 @@
-"""Gradients of a batch, summed microbatch by microbatch: memory of one, result of all.
+"""Gradient accumulation over microbatches.
 
-The weights of a loss are made from the whole batch before it is split, so that the sum over microbatches is the loss of
-the batch, in any split.
+Loss weights are computed from the whole batch before it is split, so the sum over microbatches is the loss of the batch
+in any split.
 """
 
 from __future__ import annotations
@@ -25,43 +25,40 @@ def accumulate(
     """Loss and gradients of `batch`, a pytree of `[rows, ...]`, in `count` microbatches; `together` as in `split`.
 
     Returns:
-      The loss; its gradients, summed in float32 or wider; the sums and the terms of the objective, terms in the order
-      of the rows.
+      The loss; its gradients, summed in float32 or wider; the objective's sums; its terms in row order.
     """
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
-    # There is nothing to sum: the gradients keep the dtype of the parameters.
+    # Nothing to sum: the gradients keep the dtype of the parameters.
     if count == 1:
         (loss, (sums, terms)), grads = value_and_grad(params, batch)
         return loss, grads, sums, terms
     parts = split(batch, count, together)
-    # Shapes alone: the carry of the scan must exist before the first microbatch has run. Without gradients, which look
-    # like the parameters and would take as long again to trace.
+    # Shapes for the scan's carry. Gradients have the parameters' shapes; tracing them would double the time.
     loss, (sums, _) = jax.eval_shape(objective, params, jax.tree.map(lambda x: x[0], parts))
 
     def one(carry: Any, part: Any) -> tuple[Any, Any]:
         (loss, (sums, terms)), grads = value_and_grad(params, part)
         return jax.tree.map(jnp.add, carry, (loss, sums, grads)), terms
 
-    # Gradients have the shapes of their parameters. A sum in 16 bits would lose small summands, so it is wider.
+    # In 16 bits, sums would lose small addends.
     wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, params))
-    # A scan and no vmap: the activations of one microbatch are all that exist at a time.
+    # A scan, not a vmap, so that only one microbatch has activations at a time.
     (loss, sums, grads), terms = jax.lax.scan(one, wide, parts)
     return loss, grads, sums, merge(terms, together)
 
 
 def in_parts(f: Callable[[Any], Any], batch: Any, count: int, together: int = 1) -> Any:
-    """`f` of every microbatch one after another, its results `[rows, ...]` in the order of the rows; `together` as in
-    `split`."""
-    # `map` takes one microbatch after another, where `vmap` would hold all of them at once.
+    """Applies `f` to each microbatch in sequence. Results `[rows, ...]` are in row order; `together` as in `split`."""
+    # `map` runs one microbatch at a time; `vmap` would hold all in memory.
     return f(batch) if count == 1 else merge(jax.lax.map(f, split(batch, count, together)), together)
 
 
 def split(tree: Any, count: int, together: int = 1) -> Any:
-    """`[rows, ...]` -> `[count, rows / count, ...]`: microbatch i takes groups i, i + count, … of `together` rows after
-    one another, so that every microbatch has rows of every device and nothing moves between them."""
+    """`[rows, ...]` -> `[count, rows / count, ...]`. Microbatch i gets groups i, i + count, … of `together` consecutive
+    rows, so every microbatch has rows of every device and no rows move between devices."""
 
     def split_leaf(x: Array) -> Array:
-        # A reshape to [count, rows / count] would give microbatch 0 the rows of the first devices alone.
+        # A plain reshape to [count, rows / count] would give microbatch 0 only rows of the first devices.
         groups = x.reshape(-1, count, together, *x.shape[1:]).swapaxes(0, 1)
         return groups.reshape(count, -1, *x.shape[1:])
 
@@ -79,13 +76,13 @@ def merge(tree: Any, together: int = 1) -> Any:
 
 
 def count_parts(rows: int, size: int | None, what: str = "rows") -> int:
-    """How many microbatches of `size` rows there are; None is one of all.
+    """Number of microbatches of `size` rows; None is one microbatch of all rows.
 
     Args:
-      what: they are, in the error.
+      what: noun for the rows in the error.
 
     Raises:
-      ValueError: if the rows do not divide into them.
+      ValueError: if `size` does not divide the rows.
     """
     if size is not None and rows % size:
         raise ValueError(f"expected a microbatch_size that divides {rows} {what}; got {size}")

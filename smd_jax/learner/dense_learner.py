@@ -2,8 +2,8 @@
 
     loss = (1 - share) * policy loss(shadow masks) + share * policy loss(full context, corrected)
 
-Shadow masks train the policy that samples and leave the full-cache policy alone; a corrected dense learner does the
-opposite. What both cost and gain: experiments/map.py.
+Shadow masks train the sampling policy but not the full-cache policy; a corrected dense learner does the opposite. For
+cost and gain see experiments/map.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class DenseLearner:
-    """A dense learner on the same weights; costs a second forward and backward pass of the microbatch.
+    """A dense learner on the same weights, at the cost of a second forward and backward pass.
 
     Attributes:
-      share: of its policy loss, between 0 and 1; the other one keeps the rest.
-      correction: of its mismatch with the sampler.
+      share: its share of the policy loss, between 0 and 1.
+      correction: correction of its mismatch with the sampler.
     """
 
     share: float = 0.5
@@ -38,7 +38,7 @@ class DenseLearner:
         check_types(self)
         if not 0 < self.share < 1:
             raise ValueError(
-                "expected a share between 0 and 1: at the ends there is one learner alone, with visibility 'shadow' or "
+                "expected a share between 0 and 1, because 0 and 1 are a single learner with visibility 'shadow' or "
                 f"'dense'; got {self.share}"
             )
 
@@ -48,7 +48,7 @@ class DensePolicyTerm(PolicyTerm):
     """Policy loss of the dense learner. Entropy bonus and metrics are those of the learner with shadow masks.
 
     Attributes:
-      share: of the policy loss; `coef` is that of both learners' together.
+      share: share of the policy loss; `coef` is the coefficient of both learners together.
     """
 
     visibility: Visibility = "dense"

@@ -1,4 +1,4 @@
-"""Distillation as a term: the dense teacher's forward pass, on some rows and positions, and the divergence."""
+"""Distillation term: the dense teacher's forward pass and the divergence, on selected rows and positions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Agreement(struct.PyTreeNode):
 
     Attributes:
       overlap: 1 - TV of their next-token distributions, exact over the vocabulary, without gradient.
-      inside: whether there is a token.
+      inside: whether the position is a response token.
     """
 
     overlap: Float[Array, "rows columns"]
@@ -43,7 +43,7 @@ class Agreement(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class DistillTerm(Term):
-    """Divergence between the dense and the masked policy, a mean over all response tokens: it needs no reward."""
+    """Divergence between the dense and the masked policy, a mean over all response tokens. It uses no reward."""
 
     config: DistillConfig = DistillConfig()
 
@@ -53,7 +53,7 @@ class DistillTerm(Term):
 
     def check(self, setup: LearnerSetup) -> None:
         config = self.config
-        # A dense student can be held to a reference, but from itself it learns nothing.
+        # A dense student cannot learn from the dense policy itself.
         if setup.visibility == "dense" and config.direction not in REFERENCE_TEACHERS:
             raise ValueError(
                 "expected visibility 'shadow' with distillation whose teacher is the dense policy itself, or a "
@@ -62,18 +62,18 @@ class DistillTerm(Term):
         if setup.reference_sync is not None and config.direction == "anchor":
             raise ValueError(
                 "expected reference_sync None with distillation from the 'anchor', which is frozen; the direction "
-                f"'ema' has a teacher that follows; got {setup.reference_sync}"
+                f"'ema' has a moving teacher; got {setup.reference_sync}"
             )
         if setup.reference_sync is None and config.direction == "ema":
             raise ValueError(
-                "expected a reference_sync with direction 'ema', whose teacher follows the policy; got None"
+                "expected a reference_sync with direction 'ema', whose teacher moves with the policy; got None"
             )
         if setup.pack_columns is not None and (config.fraction < 1 or config.position_fraction < 1):
             raise ValueError(f"expected distillation of all rows and columns with pack_columns; got {config}")
         if setup.rows_per_prompt > 1 and config.fraction < 1:
             raise ValueError(
-                f"expected distillation of all rows with rows_per_prompt {setup.rows_per_prompt}, because a share of "
-                f"them tears rows of one prompt apart; got {config}"
+                f"expected distillation of all rows with rows_per_prompt {setup.rows_per_prompt}, because a share "
+                f"splits rows of one prompt; got {config}"
             )
 
     def coefficient(self, step: Int[Array, ""]) -> Float[Array, ""]:
@@ -117,25 +117,25 @@ def distill_term(
     hidden: Float[Array, "batch R hidden"],
     weights: Float[Array, "batch R"],
 ) -> tuple[Float[Array, ""], Agreement | None]:
-    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement, if the divergence is
-    "exact". D is taken of the rows and positions that `config` chooses for this step, and scaled up to all of them.
+    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement for an "exact"
+    divergence. D is computed on the rows and positions that `config` selects in this step, and scaled up to all.
 
     Args:
-      params: of the policy; with a gradient, also through `hidden`, the states that predict the response tokens under
-        the student's mask.
+      params: parameters of the policy, with a gradient, also through `hidden`.
+      hidden: states that predict the response tokens under the student's mask.
       reference: parameters of the reference policy; None unless the direction is "anchor" or "ema".
       weights: weight of each token in the loss, 0 outside the response.
 
     Raises:
-      ValueError: if the reference is missing, or a fraction is no whole number of rows or columns.
+      ValueError: if the reference is missing, or a fraction is not a whole number of rows or columns.
     """
     teacher = _teacher(config, params, reference)
     rows, columns = choose(config, step, *weights.shape)
-    # Every token is chosen equally often over the steps; dividing by the share keeps the mean over steps.
+    # Over the steps every token is selected equally often; dividing by the share keeps the mean.
     scale = weights.size / (rows.size * columns.size)
     if rows.size < weights.shape[0]:
         trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
-    # Whole sequences, also for a share of the columns: a hidden state depends on all tokens before it.
+    # Whole sequences even for a share of the columns, because a hidden state depends on all earlier tokens.
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
     tokens = trajectory.response
     if columns.size < weights.shape[1]:
@@ -150,7 +150,7 @@ def distill_term(
         agree = jax.lax.stop_gradient(overlap(dense, shadow)) if config.estimator == "exact" else None
         return _per_token(config, dense, shadow, tokens), agree
 
-    # Two policies' logits side by side: blocks of half as many columns.
+    # Logits of two policies: blocks of half as many columns.
     size = columns_at_once(model.shape, 2 * rows.size, columns.size)
     terms, agree = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden, tokens)
     agreement = None if agree is None else Agreement(agree, weights > 0)
@@ -158,8 +158,8 @@ def distill_term(
 
 
 def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:
-    """Parameters of the dense policy, with a gradient for "published" alone."""
-    # The divergence stops it as well; stopped before the forward pass, nothing of that is kept for it.
+    """Parameters of the dense policy, with a gradient only for "published"."""
+    # Stopped before the forward pass, so that it stores no activations; the divergence stops the gradient as well.
     if config.direction == "published":
         return params
     if config.direction not in REFERENCE_TEACHERS:
@@ -175,10 +175,10 @@ def _per_token(
     shadow: Float[Array, "batch R vocab"],
     tokens: Int[Array, "batch R"],
 ) -> Float[Array, "batch R"]:
-    """The divergence of each token, exact or from the token itself; the logits of `response_logits`."""
+    """The divergence of each token, exact or estimated from the token; logits as from `response_logits`."""
     if config.estimator == "exact":
         return divergence(dense, shadow, config.direction)
-    # Temperature 1: `response_logits` has divided by the sampler's already.
+    # Temperature 1, because `response_logits` has divided by the sampler's temperature.
     of_dense = token_logprobs(dense, tokens, 1.0)
     of_shadow = token_logprobs(shadow, tokens, 1.0)
     return sampled_divergence(of_dense, of_shadow, config.direction, config.estimator)

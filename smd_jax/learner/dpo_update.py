@@ -4,7 +4,7 @@ once per step:         weight of every pair in the loss
 for every microbatch:  policy and reference forward, each under its mask ─► loss of whole pairs ─► gradients, summed
 once per step:         optimizer ─► new parameters (─► new reference), metrics
 
-Log-probabilities are those at the sampler's temperature, as everywhere here; TRL's are at temperature 1.
+Log-probabilities are at the sampler's temperature; TRL's are at temperature 1.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def make_dpo_update(
     config: DPOUpdateConfig,
     max_difference: float | None = None,
 ) -> DPOUpdate:
-    """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated. `max_difference` as in
-    `smd_jax.learner.update.make_update`, and as there a batch in which no pair counts changes no parameter.
+    """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated. `max_difference` is as
+    in `smd_jax.learner.update.make_update`. A batch without counted pairs changes no parameter.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.devices.sharding`, or without a mesh.
 
-    The returned function raises ValueError for trajectories whose probabilities no learner can reproduce (greedy
-    sampling), pairs that do not divide into microbatches, and a reference that is missing.
+    The returned function raises ValueError for greedily sampled trajectories, pairs that do not divide into
+    microbatches, and a missing reference.
     """
 
     def update(state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
@@ -146,7 +146,7 @@ def make_dpo_update(
         )
         return new_state, {"loss": loss, **of_step, **metrics}
 
-    # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
+    # Donated: the new state overwrites the old one, which would otherwise double the memory.
     return jax.jit(update, donate_argnums=0)
 
 
@@ -165,7 +165,7 @@ def check_reference(state: TrainState) -> None:
 
 
 def _rows(batch: PairBatch) -> Trajectory:
-    """Both responses of every pair, `[2 * pairs, ...]`: chosen, rejected, chosen, … so that nothing changes devices."""
+    """Both responses of every pair, `[2 * pairs, ...]`: chosen, rejected, chosen, … so no rows move between devices."""
     return jax.tree.map(lambda *both: _merged(jnp.stack(both, axis=1)), batch.chosen, batch.rejected)
 
 
@@ -187,7 +187,7 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
         hidden = response_hidden(model, params, rows, learner_mask(rows, config.visibility))
         learner = replay_hidden(model, params, hidden, rows)
         seen = learner_mask(rows, config.reference_visibility or config.visibility)
-        # The reference comes with the state and is no argument of the objective: gradients are those of `params` alone.
+        # The reference comes from the state, not from the differentiated argument.
         reference = jax.lax.stop_gradient(replay(model, reference_params(state), rows, seen).logprobs)
         loss, terms = dpo_loss(_inputs(part, rows, learner.logprobs, reference), config.loss)
         kl = k3(learner.logprobs, reference)
@@ -200,7 +200,7 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
 def _inputs(
     part: _Prepared, rows: Trajectory, logprobs: Float[Array, "rows R"], reference: Float[Array, "rows R"]
 ) -> DPOInputs:
-    # Of the two responses of a pair, 0 is the chosen one: the order of `_rows`.
+    # Index 0 of a pair is the chosen response, as in `_rows`.
     policy = _paired(sequence_logprobs(logprobs, rows.response_mask))
     frozen = _paired(sequence_logprobs(reference, rows.response_mask))
     return DPOInputs(

@@ -1,4 +1,4 @@
-"""Entropy bonus, and the choice of tokens with the highest entropy."""
+"""Entropy bonus, and the selection of tokens with the highest entropy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """The share of the tokens with the highest entropy.
+    """Selects a share of the tokens by entropy.
 
     Attributes:
-      quantile: the share; 1: all tokens.
-      visibility: whose entropies they are.
-      recorded: whether the sampler's recorded entropies are taken for them. With several steps a rollout these are the
-        entropies before the first.
+      quantile: share of tokens with the highest entropy; 1: all tokens.
+      visibility: mask of the entropies.
+      recorded: use the sampler's recorded entropies. With several steps per rollout these are from before the first.
     """
 
     quantile: float = 1.0
@@ -34,7 +33,7 @@ class TokenChoice:
         check_quantile(self.quantile)
 
     def tokens(self, minibatch: Minibatch) -> Bool[Array, "batch R"] | None:
-        """The chosen ones of the tokens that count; None: all. Costs a forward pass where no entropies are recorded."""
+        """The selected counted tokens; None: all. Costs a forward pass without recorded entropies."""
         if self.quantile == 1:
             return None
         entropy = minibatch.trajectory.entropy if self.recorded else None
@@ -45,7 +44,7 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class EntropyTerm(Term):
-    """`-coef * mean entropy` in nats, over the chosen tokens, those that a correction rejects included."""
+    """`-coef * mean entropy` in nats, over the selected tokens, including those that a correction rejects."""
 
     coef: float = 0.01
     choice: TokenChoice = TokenChoice()
@@ -54,7 +53,7 @@ class EntropyTerm(Term):
         check_types(self)
         if not 0 <= self.coef < math.inf:
             raise ValueError(
-                f"expected a finite entropy_coef >= 0, because a negative one would make the policy certain; "
+                f"expected a finite entropy_coef >= 0, because a negative one would reduce the entropy to 0; "
                 f"got {self.coef}"
             )
 

@@ -1,11 +1,11 @@
-"""The learner's log-probabilities of evictions, from the forward pass that gives those of tokens; and their term.
+"""Log-probabilities of sampled evictions in the learner's forward pass, and their loss term.
 
     layer i    q, k, v ─► attention under the mask ─► …                  as in every teacher-forced pass
                   └─► gate ─► logits at every compression ─┐
-    layer j    …                                       ────┴─► log p of what went, layer by layer in one loop
+    layer j    …                                       ────┴─► log p of the evictions, layer by layer in one loop
 
-Under the mask the keys and values of the pass are those in the sampler's cache, so the gate gives the same logits.
-Extra work and memory: compressions × columns numbers a row, layer and KV head, and their sort.
+Under the mask, keys and values equal those in the sampler's cache, so the gate gives the same logits. The extra cost is
+compressions × columns numbers per row, layer and KV head, and their sort.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from smd_jax.typed_fields import check_types
 
 @any_leaves
 class JudgedLayer(struct.PyTreeNode):
-    """Inputs of one layer: its mask, and what its gate reads.
+    """A layer's mask and the inputs of its gate.
 
     Attributes:
-      mask: of the layer, as attention takes it. parameters: of the layer's gate.
-      positions: `[batch, 1, T]` of the keys. newest: `[batch, compressions]` position of the newest query.
+      mask: mask of the layer for attention.
+      parameters: parameters of the layer's gate.
+      positions: `[batch, 1, T]` positions of the keys.
+      newest: `[batch, compressions]` position of the newest query.
     """
 
     mask: LayerMask
@@ -50,8 +52,8 @@ class JudgedLayer(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class JudgingAttend:
-    """The attention of a teacher-forced pass; a layer's state is a JudgedLayer, and becomes what its gate says of every
-    key at every compression, `[batch, kv_heads, compressions, T]`."""
+    """Teacher-forced attention that also runs the gate. A layer's state is a JudgedLayer; the new state is the gate's
+    logits for every key at every compression, `[batch, kv_heads, compressions, T]`."""
 
     attention: AttentionConfig
     gate: Gate
@@ -77,7 +79,7 @@ def recorded_draws(trajectory: Trajectory) -> tuple[ShadowMask, EvictionDraws]:
     """
     if trajectory.evictions is None or not isinstance(trajectory.mask, ShadowMask):
         raise ValueError(
-            "expected a trajectory with recorded draws of evictions, from a rollout under smd.eviction.LearnedGate; "
+            "expected a trajectory with recorded draws of evictions, from a rollout with smd.eviction.LearnedGate; "
             "got one without"
         )
     return trajectory.mask, trajectory.evictions
@@ -86,8 +88,8 @@ def recorded_draws(trajectory: Trajectory) -> tuple[ShadowMask, EvictionDraws]:
 def response_hidden_and_evictions(
     model: LanguageModel, params: Params, trajectory: Trajectory
 ) -> tuple[Float[Array, "batch R hidden"], Float[Array, "batch layers kv_heads compressions"]]:
-    """Hidden states from which the response tokens are predicted, and the log-probability of every draw; 0 where none
-    counts. One pass under the sampler's own mask.
+    """Hidden states that predict the response tokens, and the log-probability of every draw, 0 for uncounted draws. One
+    pass under the sampler's mask.
 
     Raises:
       ValueError: if the trajectory has no draws, or the parameters no gate.
@@ -113,7 +115,7 @@ def response_hidden_and_evictions(
         candidate, goes = candidates(evicted_at, order, boundaries)
         return ordered_logprob(logits, jnp.broadcast_to(order[:, :, None], goes.shape), candidate, goes)
 
-    # A loop, so that sums and sorts are compiled once, however many layers there are.
+    # A loop over layers compiles sums and sorts once.
     by_layer = jnp.stack(logits), jnp.moveaxis(mask.evicted_at, 1, 0), jnp.moveaxis(draws.order, 1, 0)
     logprobs = jnp.moveaxis(jax.lax.map(logprobs_of_layer, by_layer), 0, 1)
     counted = draws.counted(trajectory.valid)[:, None, None]
@@ -123,7 +125,7 @@ def response_hidden_and_evictions(
 def replay_evictions(
     model: LanguageModel, params: Params, trajectory: Trajectory
 ) -> Float[Array, "batch layers kv_heads compressions"]:
-    """The learner's log-probability of every draw of evictions, in nats: `trajectory.evictions.logprobs` once more.
+    """Recomputes `trajectory.evictions.logprobs` in the learner: the log-probability of every draw, in nats.
 
     Raises:
       ValueError: if the trajectory has no draws, or the parameters no gate.
@@ -133,10 +135,10 @@ def replay_evictions(
 
 @dataclass(frozen=True)
 class EvictionTerm(Term):
-    """Policy loss of the draws of an eviction policy with a gate, `smd.eviction.LearnedGate`.
+    """Policy loss of the evictions sampled by `smd.eviction.LearnedGate`.
 
     Attributes:
-      coef: 1 weighs what is forgotten as tokens are.
+      coef: weight relative to tokens; 1 treats evictions and tokens as one policy.
     """
 
     coef: float = 1.0
@@ -161,7 +163,7 @@ class EvictionTerm(Term):
         assert inputs.evictions is not None  # it needs them
         sampled = recorded_draws(inputs.trajectory)[1].logprobs
         loss = eviction_loss(inputs.evictions, sampled, inputs.batch.advantages, inputs.prepared)
-        # Of a row, the largest |log p_learner - log p_sampler| of its draws.
+        # The largest |log p_learner - log p_sampler| of a row's draws.
         return TermOutputs(loss, {"evictions/loss": loss}, jnp.abs(inputs.evictions - sampled).max(axis=(1, 2, 3)))
 
     def metrics(self, results: TermResults) -> Metrics:

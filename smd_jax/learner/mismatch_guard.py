@@ -1,13 +1,13 @@
-"""Checks at every rollout that sampler and learner are one policy, and finds where they differ.
+"""Checks at every rollout that sampler and learner are one policy, and locates differences.
 
     |log p_learner - log p_sampler|     float32   6e-5 over 30 layers, 5e-6 over 3        bound   1.1e-3, 5.6e-4
                                         16 bits   0.3 over 30 layers                              2
                                         float64   1e-10 over 3                                    1e-8
 
-A mask that is wrong for one key that matters is off by a tenth of a nat or more.
+A mask that is wrong for one relevant key causes a difference of a tenth of a nat or more.
 
-To find the layer and head, each head in turn is replayed with the masks that usual mistakes would have recorded. The
-one that comes nearest to the sampler is named.
+To find the layer and head, each head is replayed with the masks of common bugs. The message names the one closest to
+the sampler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smd_jax.typed_fields import check_types
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
-# Nats, and nats a layer, by what the model computes in. Ten times what was measured, see docs/determinism.md.
+# Nats, and nats per layer, by compute dtype. Ten times the measured values, see docs/determinism.md.
 BOUNDS: dict[str, tuple[float, float]] = {
     "float64": (1e-8, 1e-9),
     "float32": (5e-4, 2e-5),
@@ -49,7 +49,7 @@ class MismatchGuard:
     """Stops a run whose learner and sampler differ.
 
     Attributes:
-      bound: nats by which a token's log-probabilities may differ; None: by dtype and depth, see `default_bound`.
+      bound: largest allowed difference of a token's log-probabilities, in nats; None: see `default_bound`.
     """
 
     bound: float | None = None
@@ -65,7 +65,7 @@ class MismatchGuard:
 
 
 def default_bound(shape: ModelShape) -> float:
-    """Ten times the largest difference that rounding makes, in nats."""
+    """Ten times the largest difference caused by rounding, in nats."""
     dtype = shape.dtype
     # GPUs and TPUs multiply float32 in 10 or 8 bits by default.
     if dtype == "float32" and jax.default_backend() != "cpu":
@@ -77,13 +77,14 @@ def default_bound(shape: ModelShape) -> float:
 
 
 class Parting(NamedTuple):
-    """Where sampler and learner part.
+    """The first difference between sampler and learner.
 
     Attributes:
-      row: of the batch. position: of the token in its own sequence, prompt included.
+      row: row of the batch.
+      position: position of the token in its own sequence, including the prompt.
       difference: log p_learner - log p_sampler of that token, nats.
-      layer, head: the KV head whose mask is the likeliest to be wrong; None if no single one explains it.
-      left: |difference| when that head sees what `explanation` says.
+      layer, head: the KV head whose mask is most likely wrong; None if no single head explains it.
+      left: remaining |difference| with the mask of `explanation`.
     """
 
     row: int
@@ -107,13 +108,13 @@ class Parting(NamedTuple):
 def find_parting(
     model: LanguageModel, params: Params, trajectory: Trajectory, logprobs: Float[Array, "batch R"], bound: float
 ) -> Parting | None:
-    """The first position at which the learner is farther from the sampler than `bound`; None if it is nowhere.
+    """The first position where learner and sampler differ by more than `bound`; None without one.
 
-    Of several processes all must call it, and all find the same: the log-probabilities of all rows go to every host,
-    and the mask of the one row that is named.
+    All processes must call it and get the same result: every host receives the log-probabilities of all rows and the
+    mask of the reported row.
 
     Args:
-      params: with which the trajectory was sampled.
+      params: the parameters that sampled the trajectory.
       logprobs: the learner's, under the recorded mask.
     """
     counted, sampled, learned = map(on_host, (trajectory.response_mask, trajectory.logprobs, logprobs))
@@ -121,14 +122,14 @@ def find_parting(
     apart = ~(np.abs(delta) <= bound)
     if not apart.any():
         return None
-    # The earliest column of any row; of the rows that part there, the one that is farthest.
+    # The earliest column of any row, and there the row with the largest difference.
     column = int(np.argmax(apart.any(axis=0)))
     row = int(np.argmax(np.where(apart[:, column], np.abs(delta[:, column]), -1.0)))
     position = int(on_host(trajectory.positions)[row, trajectory.prompt_width + column])
     difference = float(delta[row, column])
     one = jax.tree.map(lambda x: on_host(x[row : row + 1]), trajectory)
     found = _likeliest_head(model, params, one, column)
-    # Half of it is no explanation: a mistake elsewhere may be made good by chance.
+    # It must explain more than half: another bug may be compensated by chance.
     if found is None or found[3] > abs(difference) / 2:
         return Parting(row, position, difference, None, None, abs(difference), "")
     layer, head, explanation, left = found
@@ -138,21 +139,20 @@ def find_parting(
 def _likeliest_head(
     model: LanguageModel, params: Params, one: Trajectory, column: int
 ) -> tuple[int, int, str, float] | None:
-    """Layer, KV head, what it would have to see, and how far the learner then is from the sampler; of one row, which
-    is on the host."""
+    """Layer, KV head, the explaining mask's name, and the remaining difference, for one row on the host."""
     if not isinstance(one.mask, ShadowMask):
-        return None  # a custom pattern: its usual mistakes are unknown
+        return None  # a custom pattern, whose common bugs are unknown
     shape = model.shape
     sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])
     recorded = np.broadcast_to(np.asarray(one.mask.evicted_at), sides)[0]
     candidates = _other_masks(recorded)
     names, logprobs = list[tuple[int, int, str]](), list[float]()
-    # A few at a time: of a large model and a long sequence all of them would be gigabytes.
+    # A few at a time: for a large model and a long sequence all of them take gigabytes.
     while part := list(itertools.islice(candidates, AT_ONCE)):
         masks = [mask for *_, mask in part]
-        # The last batch is filled up, so that one program does for all.
+        # The last batch is padded, so that one program is compiled.
         filled = np.stack(masks + masks[-1:] * (AT_ONCE - len(masks)))
-        # Parameters may be on several processes' devices; arrays of the host go to all of them.
+        # Parameters may be on devices of several processes; host arrays go to all of them.
         found = on_host(_logprobs_under(model, params, one, filled, column))
         names += [(layer, head, explanation) for layer, head, explanation, _ in part]
         logprobs += found[: len(part)].tolist()
@@ -162,7 +162,7 @@ def _likeliest_head(
 
 
 def _other_masks(recorded: np.ndarray) -> Iterator[tuple[int, int, str, np.ndarray]]:
-    """Layer, KV head, what it sees, and `evicted_at [layers, kv_heads, T]` with that head changed alone."""
+    """Layer, KV head, name of the change, and `evicted_at [layers, kv_heads, T]` with only that head changed."""
     layers, heads, _ = recorded.shape
     for layer, head in np.ndindex(layers, heads):
         own = recorded[layer, head]
@@ -190,8 +190,8 @@ def _logprobs_under(
     evicted_at: Int[Array, "masks layers kv_heads T"],
     column: Int[Array, ""] | int,
 ) -> Float[Array, " masks"]:
-    """log p of one row's token at a column of the response, under each of the masks."""
+    """log p of one row's token at a response column, under each of the masks."""
     assert isinstance(one.mask, ShadowMask)
     rows = jax.tree.map(lambda x: jnp.repeat(x, len(evicted_at), axis=0), one)
-    # Changed by hand, a mask keeps to no segments.
+    # Changed masks do not respect the segments.
     return replay(model, params, rows, rows.mask.replace(evicted_at=evicted_at, segments=())).logprobs[:, column]

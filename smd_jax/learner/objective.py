@@ -37,10 +37,10 @@ class Found(struct.PyTreeNode):
 
 
 def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
-    """`(params, microbatch) -> (loss, (scalars to sum up, Found))`.
+    """`(params, microbatch) -> (loss, (scalars to sum, Found))`.
 
-    The state gives what has no gradient here: the reference and the step. Of its parameters only a base below adapters
-    is read, which may be the reference.
+    The state provides the reference and the step, which have no gradient. Of its parameters only the base of LoRA
+    adapters is read, which may be the reference.
     """
 
     def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, Found]]:
@@ -61,11 +61,11 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
 def _term_inputs(
     model: LanguageModel, config: UpdateConfig, state: TrainState, params: Params, part: Prepared
 ) -> TermInputs:
-    """Computes what the terms need, once."""
+    """Computes the needs of all terms once."""
     needs = config.needs
     trajectory = part.batch.trajectory
     evictions = None
-    if needs.evictions:  # under the sampler's own mask, as the term has checked
+    if needs.evictions:  # under the sampler's mask, as the term has checked
         hidden, evictions = response_hidden_and_evictions(model, params, trajectory)
     else:
         hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))

@@ -1,4 +1,4 @@
-"""The policy loss as a term: correction of the mismatch, choice of tokens, KL to the reference."""
+"""Policy loss term: correction of the mismatch, token selection, KL to the reference."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from smd_jax.typed_fields import check_types
 
 @any_leaves
 class PolicyWeights(struct.PyTreeNode):
-    """What a policy loss takes from the whole minibatch, `[batch, R]`.
+    """Inputs of the policy loss that depend on the whole minibatch, `[batch, R]`.
 
     Attributes:
-      correction: what happens to every token, as far as it does not depend on the present policy.
-      weights: weights in the loss, of the tokens that the correction does not reject.
-      old_logprobs: of the policy that the ratio is taken to; None: the present one.
-      chosen: tokens that the loss learns from, by their entropy; None: all.
+      correction: terms of the correction's early part, which does not depend on the current policy.
+      weights: loss weights of the tokens that the correction does not reject.
+      old_logprobs: of the policy in the denominator of the ratio; None: the current policy.
+      chosen: tokens selected by entropy; None: all.
     """
 
     correction: CorrectionTerms
@@ -65,7 +65,7 @@ class PolicyTerm(Term):
         if not self.coef >= 0:
             raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.coef}")
         if self.loss.beta > 0 and self.coef == 0:
-            raise ValueError(f"expected beta 0 with policy_coef 0, which takes the KL away too; got {self.loss.beta}")
+            raise ValueError(f"expected beta 0 with policy_coef 0, which disables the KL; got {self.loss.beta}")
         choice = self.choice
         if self.coef == 0 and choice.quantile < 1:
             raise ValueError(
@@ -77,7 +77,7 @@ class PolicyTerm(Term):
         self._check_clipping()
 
     def _check_kl(self) -> None:
-        """An option that nothing reads is refused rather than ignored."""
+        """Refuses options that would be ignored."""
         if self.loss.beta == 0 and self.reference_visibility is not None:
             raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
         if self.kl_in_reward and self.loss.beta == 0:
@@ -90,7 +90,7 @@ class PolicyTerm(Term):
 
     def _check_clipping(self) -> None:
         traits, name = self.correction.traits, type(self.correction).__name__
-        # `used_loss` replaces the surrogate for such a correction, so the surrogate may do nothing but clip.
+        # `used_loss` replaces the surrogate for such a correction, so the surrogate may only clip.
         if not traits.clips and not self.loss.clips_plainly:
             raise ValueError(
                 f"expected the plain token ratio (Clip without delta, ratio_level 'token') with {name}, which replaces "
@@ -98,7 +98,7 @@ class PolicyTerm(Term):
             )
         if traits.scales_bounds and not self.loss.takes_high_scale:
             raise ValueError(
-                f"expected a loss that clips the ratio of single tokens (Clip, ratio_level 'token') with {name}, which "
+                f"expected a loss that clips token ratios (Clip, ratio_level 'token') with {name}, which "
                 f"scales its bounds; got {self.loss}"
             )
 
@@ -106,25 +106,24 @@ class PolicyTerm(Term):
     def uses_sampler_logprobs_as_old(self) -> bool:
         """Whether the sampler's recorded log-probabilities are used as the learner's at the rollout's parameters.
 
-        With shadow masks the two are the same, unless a correction is to measure that they are.
+        With shadow masks both are the same, unless a correction measures the difference.
         """
         return self.visibility == "shadow" and not self.correction.traits.uses_mismatch
 
     @property
     def choice(self) -> TokenChoice:
-        """Which tokens the loss learns from."""
+        """The selection of tokens by entropy."""
         return TokenChoice(self.top_entropy_quantile, self.visibility, recorded=self.uses_sampler_logprobs_as_old)
 
     @property
     def used_loss(self) -> LossConfig:
-        """The loss, without its clipping where the correction brings a trust region, and without a KL that is in the
-        reward."""
+        """The loss, without clipping for a correction with a trust region, and without a KL that is in the reward."""
         loss = self.loss if self.correction.traits.clips else self.loss.unclipped()
         return loss.without_kl() if self.kl_in_reward else loss
 
     @property
     def reference_mask(self) -> Visibility:
-        """What the reference policy of the KL sees."""
+        """Mask of the KL's reference policy."""
         return self.reference_visibility or self.visibility
 
     @property
@@ -141,7 +140,7 @@ class PolicyTerm(Term):
         if self.loss.ratio_level != "token" or judges_responses:
             raise ValueError(
                 "expected pack_columns None with ratios of whole responses, or a correction that judges them, because "
-                f"responses that share a row have one ratio; got {setup.pack_columns} with {self.loss} and "
+                f"responses in one row would share a ratio; got {setup.pack_columns} with {self.loss} and "
                 f"{self.correction}"
             )
 
@@ -149,7 +148,7 @@ class PolicyTerm(Term):
         return self.coef
 
     def old_logprobs(self, batch: TrainBatch) -> Float[Array, "batch R"] | None:
-        """The learner's log-probabilities at the rollout's parameters, where the batch has them."""
+        """The learner's log-probabilities at the rollout's parameters, if the batch has them."""
         return batch.old_logprobs
 
     def prepare(self, minibatch: Minibatch) -> PolicyWeights:
@@ -159,7 +158,7 @@ class PolicyTerm(Term):
         if early.traits.uses_mismatch and old is None:
             old = minibatch.replay(self.visibility).logprobs
         correction = early.terms(_correction_inputs(batch, mask, old))
-        # Rejected tokens leave the loss and its denominators.
+        # Rejected tokens are not in the loss nor in its denominators.
         weights = self.loss.weighting.weights(correction.counted, batch.counted_rows)
         return PolicyWeights(correction, weights, old, self.choice.tokens(minibatch))
 
@@ -174,8 +173,8 @@ class PolicyTerm(Term):
             reference_logprobs=reference,
             advantages=inputs.batch.advantages,
             weights=prepared.weights,
-            # A token that is not chosen loses its surrogate alone, like one that a correction weighs 0: its KL stays,
-            # and so do the denominators.
+            # A token that is not selected loses only its surrogate, like a token of correction weight 0. It still
+            # counts in the KL and in the denominators.
             correction_weights=weights if prepared.chosen is None else jnp.where(prepared.chosen, weights, 0.0),
             high_scale=prepared.correction.high_scale,
         )
@@ -183,34 +182,34 @@ class PolicyTerm(Term):
         return TermOutputs(loss, rows=PolicyRows(terms, weights))
 
     def _ratio_to(self, inputs: TermInputs, logprobs: Float[Array, "rows R"]) -> Float[Array, "rows R"]:
-        """Log-probabilities of the policy that the ratio is taken to."""
+        """Log-probabilities of the policy in the denominator of the ratio."""
         if self.correction.traits.ratio_to == "sampler":
             return inputs.trajectory.logprobs
-        # Without recorded ones the old policy is the present one: every ratio is 1, and its gradient that of log p.
+        # Without recorded ones the old policy is the current one: every ratio is 1, with the gradient of log p.
         old = inputs.prepared.old_logprobs
         return jax.lax.stop_gradient(logprobs) if old is None else old
 
     def _correction_weights(self, inputs: TermInputs, logprobs: Float[Array, "rows R"]) -> Float[Array, "rows R"]:
-        """Weights made before the forward pass, times those of a correction that had to wait for it."""
+        """Weights computed before the forward pass times those of the correction's late part."""
         prepared: PolicyWeights = inputs.prepared
         late = split_by_time(self.correction)[1]
         if late is None:
             return prepared.correction.weights
-        # Weights are constants of the step: no gradient flows through the policy's own part in them.
+        # Weights are constants of the step, without gradient.
         present = jax.lax.stop_gradient(logprobs)
         terms = late.terms(_correction_inputs(inputs.batch, inputs.mask, prepared.old_logprobs, present))
         if terms.high_scale is not None:
-            raise ValueError(f"expected no high_scale from a correction that looks at the present policy; got {late}")
-        # The denominators were made before the forward pass: a late rejection can take a token's weight, not its place.
+            raise ValueError(f"expected no high_scale from a correction that uses the current policy; got {late}")
+        # The denominators were computed before the forward pass, so a late rejection only sets the weight to 0.
         return prepared.correction.weights * jnp.where(terms.counted, terms.weights, 0.0)
 
     def metrics(self, results: TermResults) -> Metrics:
-        """What the loss did is measured over the tokens that it counts."""
+        """Means over the counted tokens."""
         rows: PolicyRows = results.rows
         counted = results.prepared.correction.counted
         metrics = surrogate_metrics(rows.loss, counted, self.loss, results.batch.counted_rows)
         metrics |= correction_metrics(rows.correction_weights, counted, results.mask)
-        # In the reward it is a number of the whole rollout, which the loop logs.
+        # A KL in the reward is logged by the loop, over the whole rollout.
         return metrics | ({"kl": token_mean(rows.loss.kl, counted)} if self.used_loss.beta else {})
 
     def learns(self, results: TermResults) -> Bool[Array, ""]:
@@ -218,11 +217,11 @@ class PolicyTerm(Term):
 
 
 def check_correction(correction: Correction, visibility: Visibility) -> None:
-    """Raises ValueError for a claim that the learner's visibility does not keep."""
+    """Raises ValueError for the correction `Shadow()` without visibility "shadow"."""
     if visibility == "dense" and any(isinstance(part, Shadow) for part in flat_parts(correction)):
         raise ValueError(
-            "expected visibility 'shadow' with the correction Shadow(), which claims that sampler and learner see the "
-            "same; got 'dense'. Name what to do about the mismatch: Naive() ignores it"
+            "expected visibility 'shadow' with the correction Shadow(), which claims that there is no mismatch; got "
+            "'dense'. Choose another correction: Naive() ignores the mismatch"
         )
 
 
@@ -232,6 +231,6 @@ def _correction_inputs(
     old: Float[Array, "batch R"] | None,
     logprobs: Float[Array, "batch R"] | None = None,
 ) -> CorrectionInputs:
-    """What a correction looks at; `logprobs` of the learner now, once they are known."""
+    """Inputs of the correction; `logprobs` of the current learner after its forward pass."""
     sampler = batch.trajectory.logprobs
     return CorrectionInputs(sampler, sampler if old is None else old, logprobs, batch.advantages, mask)

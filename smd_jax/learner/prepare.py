@@ -1,7 +1,7 @@
-"""What must be known of a whole minibatch before it is split: which tokens count, and what every term weighs.
+"""Computes counted tokens and term weights from the whole minibatch, before it is split.
 
-Weights have denominators, such as the tokens of the minibatch, and a correction may divide by a mean over it. Made from
-a microbatch they would depend on its size.
+Weights have denominators, such as the tokens of the minibatch, and a correction may divide by a mean over it. Computed
+from a microbatch, they would depend on its size.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from smd_jax.pytrees import any_leaves
 
 @any_leaves
 class Prepared(struct.PyTreeNode):
-    """A batch with what must be known of all its rows before it is split.
+    """A batch with the quantities that depend on all its rows.
 
     Attributes:
-      batch: as it came.
-      mask: `[batch, R]` tokens that count: responses without rows left out and without truncated completions.
-      terms: what `Term.prepare` returned, in the order of `UpdateConfig.objective`.
+      batch: the unchanged batch.
+      mask: `[batch, R]` counted tokens, without left-out rows and masked truncated completions.
+      terms: results of `Term.prepare`, in the order of `UpdateConfig.objective`.
     """
 
     batch: TrainBatch
@@ -39,12 +39,12 @@ class Prepared(struct.PyTreeNode):
 
 
 def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
-    """Prepares every term; an extra forward pass where a correction or entropies need one."""
+    """Prepares every term, with an extra forward pass if a correction or entropies need one."""
     mask = counted_tokens(config, batch.trajectory, batch.counted_rows)
 
     @functools.cache
     def replay(visibility: Visibility) -> Replay:
-        # In microbatches, as the update itself: this pass must not need more memory than that one.
+        # In microbatches like the update, so that this pass needs no more memory.
         sizes = config.microbatch_size, config.rows_per_prompt
         return jax.lax.stop_gradient(learner_replay(model, params, batch.trajectory, visibility, *sizes))
 
@@ -55,7 +55,7 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
 def counted_tokens(
     config: UpdateConfig, trajectory: Trajectory, counted_rows: Bool[Array, " batch"] | None
 ) -> Bool[Array, "batch R"]:
-    """The response tokens that a step learns from; `counted_rows` as in TrainBatch."""
+    """The counted response tokens of a step; `counted_rows` as in TrainBatch."""
     mask = trajectory.response_mask
     if config.mask_truncated_completions:
         mask = mask_truncated_completions(mask, trajectory.terminated)

@@ -1,11 +1,11 @@
-"""A reference policy that follows the policy, in steps or as a moving average.
+"""Synchronisation of the reference with the policy, in steps or as a moving average.
 
     every `every` optimizer steps:   reference  <-  alpha * policy + (1 - alpha) * reference
 
     ReferenceSync(0.6, 512)          TR-DPO (arXiv:2404.09656), TRL's sync_ref_model
     ReferenceSync.ema(0.999)         an exponential moving average of the policies of all steps
 
-The reference is a part of the train state: sharded, checkpointed and restored with it.
+The reference is part of the train state and is sharded and checkpointed with it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class ReferenceSync:
-    """How the reference follows the policy.
+    """Schedule of the reference's updates.
 
     Attributes:
       alpha: share of the policy in the new reference (TRL: ref_model_mixup_alpha); 1 copies it.
-      every: optimizer steps from one mixture to the next (TRL: ref_model_sync_steps).
+      every: optimizer steps between two updates (TRL: ref_model_sync_steps).
     """
 
     alpha: float = 0.6
@@ -41,33 +41,34 @@ class ReferenceSync:
 
     @classmethod
     def ema(cls, decay: float) -> ReferenceSync:
-        """The moving average that keeps `decay` of itself at every step.
+        """An exponential moving average that keeps `decay` of itself at every step.
 
         Raises:
           ValueError: unless 0 <= decay < 1.
         """
         if not 0 <= decay < 1:
-            raise ValueError(f"expected 0 <= decay < 1, what the average keeps of itself; got {decay}")
+            raise ValueError(f"expected 0 <= decay < 1, the share that the average keeps; got {decay}")
         return cls(1 - decay, 1)
 
 
 def check_same_leaves(reference: Params, params: Params) -> None:
-    """Raises ValueError if the reference has other leaves than the policy, with which it is to be mixed."""
+    """Raises ValueError if the reference has other leaves than the policy, so that they cannot be mixed."""
     if jax.tree.structure(reference) != jax.tree.structure(params):
         raise ValueError(
-            "expected reference parameters with the same leaves as the policy's, to mix the two (of PPO the value "
-            f"head, too); got {jax.tree.structure(reference)} and {jax.tree.structure(params)}"
+            "expected reference parameters with the same leaves as the policy's, to mix them (in PPO including the "
+            f"value head); got {jax.tree.structure(reference)} and {jax.tree.structure(params)}"
         )
 
 
 def follow(sync: ReferenceSync, reference: Params, params: Params, step: Int[Array, ""], key: Key[Array, ""]) -> Params:
-    """The reference after `step` optimizer steps: moved if a mixture is due, else as it was.
+    """The reference after `step` optimizer steps: mixed with the policy if due, else unchanged.
 
-    The mixture is made in float32 or wider; a reference in bfloat16 is rounded stochastically, because a small share
-    of the policy would be lost otherwise, see `smd_jax.learner.storage`.
+    It is mixed in float32 or wider. A bfloat16 reference is rounded stochastically, because rounding to nearest would
+    lose a small share of the policy, see `smd_jax.learner.storage`.
 
     Args:
-      params: of the policy after that step. key: of the train state.
+      params: parameters of the policy after that step.
+      key: key of the train state.
 
     Raises:
       ValueError: if the reference has other leaves than the policy.
@@ -80,5 +81,5 @@ def follow(sync: ReferenceSync, reference: Params, params: Params, step: Int[Arr
         )
         return rounded(wide, reference, key, step, REFERENCE)
 
-    # A branch and no `where`: in the steps between two mixtures nothing is computed.
+    # A branch, not a `where`, so that nothing is computed between updates.
     return mixed() if sync.every == 1 else jax.lax.cond(step % sync.every == 0, mixed, lambda: reference)

@@ -26,12 +26,12 @@ class TrainState(struct.PyTreeNode):
     Attributes:
       step: optimizer steps taken.
       params: parameters of the policy.
-      opt_state: state of the optimizer, for the parameters that are trained: with adapters
-        (`smd_jax.model.lora.add_lora`) those and a critic's head alone.
-      reference: parameters of the reference policy. With adapters None means their base, and adapters alone are taken
-        on the policy's base. Only a `ReferenceSync` moves them.
+      opt_state: state of the optimizer for the trained parameters: with LoRA (`smd_jax.model.lora.add_lora`) only the
+        adapters and a critic's head.
+      reference: parameters of the reference policy. With LoRA, None means the base, and a reference of only adapters is
+        applied to the policy's base. Only a `ReferenceSync` changes it.
       key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
-      behind: what the next rollout is drawn with, where rollouts are drawn ahead of the updates; None: `params`.
+      behind: parameters of the next rollout if rollouts run ahead of updates; None: `params`.
     """
 
     step: Int[Array, ""]
@@ -48,14 +48,13 @@ class TrainBatch(struct.PyTreeNode):
 
     Attributes:
       trajectory: `[batch, ...]`.
-      advantages: `[batch]`, or `[batch, R]` where every token has its own.
-      old_logprobs: `[batch, R]`, log-probabilities of the learner at the rollout's parameters; None: at the present
-        ones.
-      counted_rows: `[batch]`, false for rows to leave out, of which nothing stays in any denominator; None: all rows
-        count.
+      advantages: `[batch]`, or `[batch, R]` with one per token.
+      old_logprobs: `[batch, R]`, log-probabilities of the learner at the rollout's parameters; None: those at the
+        current parameters.
+      counted_rows: `[batch]`, false for rows to leave out of the loss and all denominators; None: all rows count.
       old_values, returns: `[batch, R]`, the critic's values at the rollout's parameters, and its targets; None
         without a critic.
-      dense_old_logprobs: as old_logprobs, of `UpdateConfig.dense_learner`; None without one.
+      dense_old_logprobs: like old_logprobs, for `UpdateConfig.dense_learner`; None without one.
     """
 
     trajectory: Trajectory
@@ -70,19 +69,19 @@ class TrainBatch(struct.PyTreeNode):
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
-    """A state at step 0. An update donates its buffers: without a copy, `params` are gone after the first step.
+    """A train state at step 0. The first update donates the buffers of `params`, so copy them if you need them later.
 
-    The key is copied, so the caller's own stays alive. The reference is copied, so that it may be `params` themselves.
-    What it shares with the frozen base below adapters is not copied, and with adapters None is that base.
+    The key is copied. The reference is copied too, so it may be `params`; arrays shared with the frozen base of LoRA
+    adapters are not copied. With LoRA, None means the base.
 
-    The optimizer's state is made for parameters in float32 or wider: a second moment in 16 bits would not change.
+    The optimizer's state is created for parameters in float32 or wider: a second moment in 16 bits would not change.
     """
-    # One buffer cannot be donated twice, as policy and as reference. `tree.map` leaves None as it is.
+    # One buffer cannot be donated twice, as policy and as reference.
     reference = jax.tree.map(jnp.copy, shared_reference(reference, params))
     opt_state = optimizer.init(widened(trained_params(params)))
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, reference, jnp.copy(key))
 
 
 def reference_params(state: TrainState) -> Params | None:
-    """Parameters of the reference policy; with adapters their base, where the state has no other."""
+    """Parameters of the reference policy; with LoRA the base, unless the state has another reference."""
     return whole_reference(state.reference, state.params)

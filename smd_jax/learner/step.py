@@ -1,4 +1,4 @@
-"""The end of every update: gradients change the train state."""
+"""The optimizer step of every update."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def take_step(
 ) -> tuple[TrainState, Metrics]:
     """The state after one optimizer step, and its metrics.
 
-    Gradients that are not finite are left out: parameters and optimizer stay, the step counts, as in `skip_step`.
+    Non-finite gradients are skipped: parameters and optimizer do not change, but the step counts, as in `skip_step`.
 
-    Parameters of 16 bits are updated in float32 and rounded, see `smd_jax.learner.storage`: an optimizer sees float32
-    or wider, as it did when `init_state` made its state.
+    16-bit parameters are updated in float32 and rounded, see `smd_jax.learner.storage`; the optimizer sees float32 or
+    wider.
 
     Args:
-      grads: of the parameters that are trained, see `smd_jax.learner.trained`.
-      is_finite: false if the loss, for example, is not finite: the gradients are then not used.
-      learns: false where nothing counts, so that the gradients are 0: parameters and optimizer stay, as in `skip_step`.
-        That is no `update/skipped`.
+      grads: gradients of the trained parameters, see `smd_jax.learner.trained`.
+      is_finite: false if, for example, the loss is not finite; then the gradients are not used.
+      learns: false without counted tokens, when gradients are 0. Parameters and optimizer then do not change, as in
+        `skip_step`; this is not counted in `update/skipped`.
 
     Returns:
-      The state; `grad_norm`, the norm of the gradients before the optimizer clips them; `update/skipped`, 1 where they
-      were left out; and `learning_rate`, that of this step, if the optimizer's state has one:
-      `optax.inject_hyperparams` keeps it there, as do the optimizers of `smd_jax.train.optimizers`.
+      The state; `grad_norm`, the norm of the gradients before clipping; `update/skipped`, 1 for skipped gradients; and
+      `learning_rate`, if the optimizer's state has one, as with `optax.inject_hyperparams` and the optimizers of
+      `smd_jax.train.optimizers`.
     """
     grads = widened(grads)
     norm = optax.tree.norm(grads)
@@ -52,12 +52,11 @@ def take_step(
     wide = widened(before)
     updates, opt_state = optimizer.update(grads, state.opt_state, wide)
     trained = rounded(optax.apply_updates(wide, updates), before, state.key, state.step, PARAMS)
-    # Selected element by element, in the loop that writes them: two branches would each need memory.
+    # Selected elementwise: two branches would each need memory.
     trained, opt_state = jax.tree.map(
         lambda new, old: jnp.where(moves, new, old), (trained, opt_state), (before, state.opt_state)
     )
-    # Otherwise the compiler could choose another sharding for new parameters, and the next step, which takes their
-    # buffers, would be compiled a second time.
+    # Without the constraint the compiler could choose another sharding, and the next step would be compiled again.
     params = with_trained(state.params, constrain_tree(trained))
     new = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
     skipped = (~is_finite).astype(jnp.float32)
@@ -65,20 +64,20 @@ def take_step(
 
 
 def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainState:
-    """The state after a step in which nothing counts. The parameters stay, as momentum and weight decay would not leave
-    them; the step still counts, because rows and random numbers of later rollouts follow from it."""
+    """The state after a step without counted tokens. Parameters do not change, not even by momentum and weight decay.
+    The step counts, because rows and random numbers of later rollouts depend on it."""
     return synchronised(state.replace(step=state.step + 1), sync)
 
 
 def check_sync(state: TrainState, sync: ReferenceSync | None) -> None:
-    """Raises ValueError if the state has no reference that could follow the policy, as `sync` says it does."""
+    """Raises ValueError if `sync` is set and the state has no reference that can be mixed with the policy."""
     if sync is not None:
         check_followable(state.reference, state.params)
         check_same_leaves(state.reference, followed_params(state.params))
 
 
 def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:
-    """The state with its reference moved, if that is due after so many steps; without `sync` nothing moves."""
+    """Updates the reference if it is due; without `sync` the state is unchanged."""
     if sync is None:
         return state
     check_followable(state.reference, state.params)
@@ -87,7 +86,7 @@ def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:
 
 
 def _learning_rate(opt_state: Any) -> Metrics:
-    # A schedule has a state by the same name, which is no number.
+    # A schedule has a state of the same name that is not an array.
     found = optax.tree.get_all_with_path(opt_state, "learning_rate", lambda _, x: isinstance(x, jax.Array))
-    # Where there are several optimizers, none of their rates is the learning rate.
+    # With several optimizers there is no single learning rate.
     return {"learning_rate": jnp.asarray(found[0][1])} if len(found) == 1 else {}

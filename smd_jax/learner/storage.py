@@ -7,11 +7,12 @@ Bytes per parameter, with AdamW (8; 6 with a bfloat16 momentum) and without a re
     float32 masters            4        2                  4          8       18      compute dtype bfloat16
     bfloat16 alone             2        -                  2 (4)      8       12 (14) 4 where microbatches are summed
 
-bfloat16 has 8 significant bits: rounded to nearest, a number changes only if it moves by at least 1/512 of itself. RL's
-learning rates move it less (1e-6 is 1/20000 of a weight of 0.02), so the policy would never change. Therefore the
-float32 result of a step is rounded stochastically: up with the probability of the part that is cut off. The mean is
-exact and small steps add up. The price is noise: a weight that small steps have moved by d has a standard deviation of
-sqrt(d * gap), with the gap to its neighbour.
+bfloat16 has 8 significant bits: with rounding to nearest, a number changes only if it moves by at least 1/512 of
+itself. RL's learning rates move it less (1e-6 is 1/20000 of a weight of 0.02), so the policy would never change.
+Therefore the
+float32 result of a step is rounded stochastically: up with the probability of the truncated part. The mean is exact and
+small steps add up. The cost is noise: a weight that small steps moved by d has a standard deviation of sqrt(d * gap),
+with the gap to the next value.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from jaxtyping import Array, Float, Int, Key
 
 from smd_jax.model.protocol import Params
 
-# What a train state's key is folded with before the step: rollouts fold in their number, which never gets here.
+# Folded into the train state's key before the step. Rollouts fold in their number, which never reaches this value.
 PARAMS = np.uint32(2**32 - 1)
 REFERENCE = np.uint32(2**32 - 2)
 
 
 def stored(params: Params, dtype: DTypeLike) -> Params:
-    """The matrices of the parameters in another dtype. Vectors (norms and biases) keep theirs: they are few."""
+    """Casts matrices to another dtype. Vectors (norms and biases) keep theirs, because they are small."""
     return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
 
 
 def widened(tree: Any) -> Any:
-    """Floats of 16 bits as float32; everything else stays."""
+    """Casts 16-bit floats to float32; other leaves are unchanged."""
 
     def wide(x: Array) -> Array:
         return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
@@ -46,11 +47,12 @@ def widened(tree: Any) -> Any:
 
 
 def rounded(wide: Any, like: Any, key: Key[Array, ""], step: Int[Array, ""], what: np.uint32) -> Any:
-    """The leaves of `wide` in the dtypes of `like`: bfloat16 stochastically, everything else to nearest.
+    """Rounds the leaves of `wide` to the dtypes of `like`: bfloat16 stochastically, others to nearest.
 
     Args:
-      key: of the train state. step: by which the random numbers differ, so that a restored run draws the same ones.
-      what: PARAMS or REFERENCE, whose random numbers differ.
+      key: key of the train state.
+      step: folded into the key, so that a resumed run uses the same random numbers.
+      what: PARAMS or REFERENCE, folded into the key.
     """
     leaves, structure = jax.tree.flatten(like)
     of_step = jax.random.fold_in(jax.random.fold_in(key, what), step)
@@ -62,10 +64,10 @@ def rounded(wide: Any, like: Any, key: Key[Array, ""], step: Int[Array, ""], wha
 
 
 def stochastic_round(x: Float[Array, "*shape"], key: Key[Array, ""]) -> Float[Array, "*shape"]:
-    """float32 to one of its two neighbours in bfloat16, with the probabilities that make the mean `x`; the key is
-    consumed. What bfloat16 can hold stays as it is, infinities and NaN too."""
-    # bfloat16 is the upper half of a float32. A random number of 16 bits, added to the lower half, carries into the
-    # upper half with the probability of the lower half. The sign is a separate bit: a carry is always away from 0.
+    """Rounds float32 to one of its two neighbours in bfloat16, so that the mean is `x`; the key is consumed. Values
+    that bfloat16 can represent, infinities and NaN are unchanged."""
+    # bfloat16 is the upper half of a float32. Adding a random 16-bit number to the lower half carries into the upper
+    # half with the right probability. The sign is a separate bit, so a carry is always away from 0.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     carried = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     neighbour = jax.lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)

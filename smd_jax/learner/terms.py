@@ -1,12 +1,12 @@
-"""The objective is a list of terms: policy loss, distillation, entropy, value, evictions, or a term of your own.
+"""Terms of the objective: policy loss, distillation, entropy, value, evictions, or your own.
 
     loss = sum over terms of  term.coefficient(step) * term.evaluate(inputs).loss
 
-    once a minibatch     term.prepare(minibatch)   weights of its tokens, made before the batch is split
-    every microbatch     term.evaluate(inputs)     its summand, in one forward pass that all terms share
-    once a minibatch     term.metrics(results)     what it logs besides sums
+    once per minibatch     term.prepare(minibatch)   token weights, computed before the batch is split
+    every microbatch       term.evaluate(inputs)     its loss, in one forward pass shared by all terms
+    once per minibatch     term.metrics(results)     metrics other than sums
 
-A term says what it needs (`Needs`); the update computes that once for all terms.
+A term declares its `Needs`, which the update computes once for all terms.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from smd_jax.pytrees import any_leaves
 
 @dataclass(frozen=True)
 class Needs:
-    """What the update computes for a term besides log-probabilities and entropies of the learner.
+    """Inputs of a term in addition to the learner's log-probabilities and entropies.
 
     Attributes:
-      logprobs: masks under which the policy's log-probabilities are needed; one that is not the learner's costs another
-        forward and backward pass.
+      logprobs: masks under which the policy's log-probabilities are needed; a mask other than the learner's costs an
+        extra forward and backward pass.
       reference: whether the term reads the parameters of the reference policy.
-      reference_logprobs: masks under which the reference's log-probabilities are needed; a forward pass each.
+      reference_logprobs: masks under which the reference's log-probabilities are needed, one forward pass each.
       entropy_gradient: whether the entropies need a gradient.
       evictions: whether the term reads the log-probabilities of the recorded draws of evictions.
       values: whether the term reads the critic's values.
@@ -64,12 +64,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What `Term.prepare` sees: the rows of one optimizer step, before they are split into microbatches.
+    """Input of `Term.prepare`: the rows of one optimizer step, before they are split into microbatches.
 
     Attributes:
       batch: `[batch, ...]`.
-      mask: `[batch, R]` tokens that count: responses without rows left out and without truncated completions.
-      replay: log-probabilities and entropies before the step, under a mask; a forward pass at its first call.
+      mask: `[batch, R]` counted tokens, without left-out rows and masked truncated completions.
+      replay: log-probabilities and entropies before the step, under a mask; its first call costs a forward pass.
     """
 
     batch: TrainBatch
@@ -83,19 +83,21 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class TermInputs:
-    """What `Term.evaluate` sees of one microbatch; arrays are `[rows, R]`, log-probabilities in nats.
+    """Input of `Term.evaluate`: one microbatch. Arrays are `[rows, R]`, log-probabilities in nats.
 
     Attributes:
-      batch: rows of the microbatch. mask: tokens that count.
-      prepared: what `Term.prepare` returned, for these rows.
-      logprobs, entropy: of the learner, under its own mask. Only log-probabilities have a gradient, unless a term needs
+      batch: rows of the microbatch.
+      mask: counted tokens.
+      prepared: result of `Term.prepare` for these rows.
+      logprobs, entropy: of the learner under its mask. Only log-probabilities have a gradient, unless a term needs
         `entropy_gradient`.
-      hidden: `[rows, R, hidden]` states from which the response tokens are predicted.
+      hidden: `[rows, R, hidden]` states that predict the response tokens.
       logprobs_under: the policy's log-probabilities by mask, with a gradient.
-      reference_logprobs: those of the reference policy by mask.
+      reference_logprobs: the reference policy's log-probabilities by mask.
       values: the critic's values; None unless a term needs them.
       evictions: `[rows, layers, kv_heads, compressions]` log-probabilities of the draws; None unless a term needs them.
-      model, params: the policy. reference: parameters of the reference policy, or None.
+      model, params: the policy.
+      reference: parameters of the reference policy, or None.
       step: optimizer steps taken.
     """
 
@@ -120,17 +122,17 @@ class TermInputs:
 
     @property
     def advantages(self) -> Float[Array, "rows _"]:
-        """`[rows, 1]` of responses, or `[rows, R]` where every token has its own."""
+        """`[rows, 1]` of responses, or `[rows, R]` of tokens."""
         advantages = self.batch.advantages
         return advantages[:, None] if advantages.ndim == 1 else advantages
 
 
 @any_leaves
 class TermOutputs(struct.PyTreeNode):
-    """What a term computes for one microbatch.
+    """Outputs of a term for one microbatch.
 
     Attributes:
-      loss: its summand, before the coefficient: a weighted sum, so that microbatches add up.
+      loss: its loss before the coefficient, a weighted sum over tokens, so that microbatches add up.
       metrics: name -> scalar, summed over microbatches and logged.
       rows: pytree of arrays `[rows, ...]` for `Term.metrics`, without gradient.
     """
@@ -142,11 +144,12 @@ class TermOutputs(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class TermResults:
-    """What `Term.metrics` sees: a whole minibatch after its microbatches.
+    """Input of `Term.metrics`: a whole minibatch after its microbatches.
 
     Attributes:
       batch, mask: as in `Minibatch`.
-      prepared: what `Term.prepare` returned. rows: `TermOutputs.rows` of all rows.
+      prepared: result of `Term.prepare`.
+      rows: `TermOutputs.rows` of all rows.
       step: optimizer steps taken before this one.
     """
 
@@ -159,10 +162,10 @@ class TermResults:
 
 @dataclass(frozen=True)
 class LearnerSetup:
-    """What `Term.check` sees: the parts of an `UpdateConfig` that a term may not go with.
+    """Input of `Term.check`: the parts of an `UpdateConfig` that a term may not support.
 
     Attributes:
-      terms: all of them.
+      terms: all terms.
       visibility, reference_sync, pack_columns, rows_per_prompt: as in `UpdateConfig`.
     """
 
@@ -175,9 +178,9 @@ class LearnerSetup:
 
 @dataclass(frozen=True)
 class Term:
-    """Base of all terms: a frozen dataclass, hashable. A subclass defines `evaluate`, and more where it has to.
+    """Base of all terms: a frozen, hashable dataclass. A subclass defines `evaluate`, and other methods as needed.
 
-    Put your own into `UpdateConfig(terms=(...,))`; see docs/recipes/loss.md.
+    Pass your own in `UpdateConfig(terms=(...,))`; see docs/recipes/loss.md.
     """
 
     @property
@@ -186,19 +189,19 @@ class Term:
         return Needs()
 
     def check(self, setup: LearnerSetup) -> None:
-        """Raises ValueError for a learner that this term cannot be a part of."""
+        """Raises ValueError for a learner that this term does not support."""
 
     def coefficient(self, step: Int[Array, ""]) -> float | Array:
-        """The factor of this term in the loss, at an optimizer step."""
+        """The coefficient of this term in the loss at an optimizer step."""
         return 1.0
 
     def prepare(self, minibatch: Minibatch) -> Any:
         """A pytree of arrays `[batch, ...]` that depend on the whole minibatch. Default: the weights `[batch, R]` of a
-        mean over all tokens that count."""
+        mean over all counted tokens."""
         return TokenMean().weights(minibatch.mask)
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
-        """The summand of one microbatch."""
+        """The loss of one microbatch."""
         raise TypeError(f"{type(self).__name__} has no evaluate: its class must define it")
 
     def metrics(self, results: TermResults) -> Metrics:
@@ -206,11 +209,11 @@ class Term:
         return {}
 
     def learns(self, results: TermResults) -> Bool[Array, ""]:
-        """Whether anything in the minibatch has a gradient for this term. Without any such term the step changes no
+        """Whether the minibatch has a learning signal for this term. If no term has one, the step changes no
         parameter."""
         return results.mask.any()
 
 
 def joint_needs(terms: tuple[Term, ...]) -> Needs:
-    """What all of these terms need."""
+    """The needs of all these terms."""
     return functools.reduce(operator.or_, (term.needs for term in terms), Needs())

@@ -1,5 +1,5 @@
-"""Which parameters an optimizer step changes: all of them; with adapters those, the critic's head
-and the gate of evictions, never the base.
+"""The parameters that an optimizer step changes: all, or with LoRA only the adapters, the critic's head and the
+eviction gate.
 
 state.params    embed … norm      lora      value_head      eviction_gate
                 └─ frozen ─┘      └────────────── trained ──────────────┘      gradients, moments, updates
@@ -22,24 +22,24 @@ TRAINED_BESIDE_A_BASE = (LORA, VALUE_HEAD, EVICTION_GATE)
 
 
 def trained_params(params: Params) -> Params:
-    """The parameters with gradients and optimizer state: all without adapters. No copies."""
+    """The parameters with gradients and optimizer state; without LoRA all. No copies."""
     if not has_lora(params):
         return params
     return {name: params[name] for name in TRAINED_BESIDE_A_BASE if name in params}
 
 
 def frozen_params(params: Params) -> Params | None:
-    """The base below the adapters, which no step changes; None where all is trained. No copies."""
+    """The frozen base of the adapters; None without LoRA. No copies."""
     return _model_alone(params) if has_lora(params) else None
 
 
 def with_trained(params: Params, trained: Params) -> Params:
-    """Replaces the trained part of `params`, as `trained_params` gave it."""
+    """Replaces the trained part of `params`, the inverse of `trained_params`."""
     return {**params, **trained} if has_lora(params) else trained
 
 
 def of_trained(objective: Objective, params: Params) -> Objective:
-    """The objective as a function of the trained parameters. The frozen ones have no gradient, so no memory for it."""
+    """The objective as a function of only the trained parameters, so that frozen ones need no gradient memory."""
 
     def of(trained: Params, part: Any) -> Any:
         return objective(with_trained(params, trained), part)
@@ -48,8 +48,8 @@ def of_trained(objective: Objective, params: Params) -> Objective:
 
 
 def shared_reference(reference: Params | None, params: Params) -> Params | None:
-    """The part of a reference policy that is kept besides `params`: only its adapters, or nothing, if it has the same
-    base (the same arrays); otherwise all of it."""
+    """The part of a reference policy to store in addition to `params`: only its adapters, or nothing, if it has the
+    same base (the same arrays); otherwise all of it."""
     base = frozen_params(params)
     if base is None or reference is None or not _same_arrays(_model_alone(reference), base):
         return reference
@@ -57,22 +57,22 @@ def shared_reference(reference: Params | None, params: Params) -> Params | None:
 
 
 def whole_reference(reference: Params | None, params: Params) -> Params | None:
-    """The reference policy as the model takes it. Without one, parameters with adapters have their base for it."""
+    """The whole parameters of the reference policy. Without a reference, LoRA's base is the reference."""
     base = frozen_params(params)
     if base is None or reference is None:
         return base if reference is None else reference
-    # Adapters alone are taken on the policy's base.
+    # A reference of only adapters is applied to the policy's base.
     return {**base, **reference} if set(reference) == {LORA} else reference
 
 
 def followed_params(params: Params) -> Params:
-    """The parameters that a following reference is mixed with. Adapters are mixed A with A and B with B: a mixture of
-    their products would have the rank of both together."""
+    """The parameters that the reference is mixed with. Adapters are mixed A with A and B with B: a mixture of their
+    products would have twice the rank."""
     return {LORA: params[LORA]} if has_lora(params) else params
 
 
 def check_followable(reference: Params | None, params: Params) -> None:
-    """Raises ValueError for adapters whose reference is no set of adapters on the same base: it could not follow."""
+    """Raises ValueError for LoRA parameters whose reference is not a set of adapters on the same base."""
     adapters_alone = isinstance(reference, Mapping) and set(reference) == {LORA}
     if has_lora(params) and not adapters_alone:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The jitted train step of GRPO, RLOO and PPO. It sees a Trajectory and advantages, never the policy that made them.
+"""The jitted train step of GRPO, RLOO and PPO, on a Trajectory and advantages.
 
-once per step:         every term of the objective weighs its tokens                                    `prepare`
+once per step:         every term of the objective weights its tokens                                   `prepare`
 for every microbatch:  learner forward under the mask ─► sum of the terms ─► gradients, summed          `objective`
 once per step:         optimizer ─► new parameters (─► new reference), metrics                          `step`
 """
@@ -40,19 +40,18 @@ def make_update(
 ) -> Update:
     """The jitted step `(state, batch) -> (state, metrics)`; the old state's buffers are donated.
 
-    A batch whose loss or gradient is not finite changes no parameter, see `take_step`; neither does one in which
-    nothing counts, nor one in which sampler and learner differ at a token by more than `max_difference` nats (None: by
-    anything), which makes sense of a rollout's first step alone.
+    A batch changes no parameter if its loss or gradient is not finite (see `take_step`), if it has no counted tokens,
+    or if sampler and learner differ at a token by more than `max_difference` nats. Set that only for a rollout's first
+    step; None disables it.
 
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.devices.sharding`, or without a mesh.
 
-    The returned function raises ValueError for a trajectory whose probabilities no learner can reproduce (greedy
-    sampling), rows that do not divide into microbatches, and what is missing: a reference, or a critic's head or
-    targets.
+    The returned function raises ValueError for a greedily sampled trajectory, rows that do not divide into
+    microbatches, and a missing reference, critic's head or targets.
     """
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        # Structure and static fields alone: these checks run while the step is traced, not at every call.
+        # Checks of structure and static fields, which run at trace time.
         check_replayable(batch.trajectory)
         check_reference(config, state)
 
@@ -66,7 +65,7 @@ def make_update(
 
         return apply_gradients(state, optimizer, config, prepared, (loss, sums, grads, found), max_difference)
 
-    # Donated: parameters and optimizer state of the old step are overwritten, or a model would need twice its memory.
+    # Donated: the new state overwrites the old one, which would otherwise double the memory.
     return jax.jit(update, donate_argnums=0)
 
 
@@ -78,7 +77,7 @@ def apply_gradients(
     result: tuple[Array, Metrics, Params, Found],
     max_difference: float | None,
 ) -> tuple[TrainState, Metrics]:
-    """The optimizer step with the loss, sums, gradients and per-row results of a whole batch; and its metrics.
+    """Takes the optimizer step of a whole batch and returns the state and the metrics.
 
     Args:
       max_difference: as in `make_update`.
@@ -100,7 +99,7 @@ def apply_gradients(
 
 
 def _learner_metrics(prepared: Prepared, found: Found) -> Metrics:
-    """Mean entropy, and how far the learner is from the sampler, also over tokens that a correction rejects."""
+    """Mean entropy and mismatch to the sampler, including tokens that a correction rejects."""
     mask = prepared.mask
     return {
         "entropy": token_mean(found.learner.entropy, mask),

@@ -14,8 +14,8 @@ from smd_jax.metrics import token_mean
 
 @dataclass(frozen=True)
 class ValueTerm(Term):
-    """The critic's loss over all tokens that count, also those that a correction rejects: it learns the returns of what
-    was sampled, and makes no use of a ratio."""
+    """The critic's loss over all counted tokens, including those that a correction rejects: it learns the sampled
+    returns and uses no ratio."""
 
     config: ValueConfig = ValueConfig()
 
@@ -30,7 +30,7 @@ class ValueTerm(Term):
         batch = inputs.batch
         if batch.old_values is None or batch.returns is None:
             raise ValueError(
-                "expected old_values and returns in the batch for the value loss, as PPOLoop puts; got None"
+                "expected old_values and returns in the batch for the value loss, as from PPOLoop; got None"
             )
         assert inputs.values is not None  # it needs them
         loss, clipped = value_loss(inputs.values, batch.old_values, batch.returns, inputs.prepared, self.config)

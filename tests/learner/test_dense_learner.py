@@ -113,5 +113,5 @@ def test_shares_and_corrections_are_checked():
     for share in (0.0, 1.0, 1.5):
         with pytest.raises(ValueError, match=f"expected a share between 0 and 1.*got {share}"):
             smd.learner.DenseLearner(share)
-    with pytest.raises(ValueError, match="got 'dense'. Name what to do about the mismatch"):
+    with pytest.raises(ValueError, match="got 'dense'. Choose another correction"):
         smd.UpdateConfig(dense_learner=smd.learner.DenseLearner(0.5, smd.corrections.Shadow()))

@@ -280,7 +280,7 @@ def test_what_is_rejected_late_weighs_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow.*Naive\(\) ignores it"),
+        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow.*Naive\(\) ignores the mismatch"),
         (
             {"visibility": "dense", "correction": Chain((Shadow(), Veto()))},
             r"expected visibility 'shadow' with the correction Shadow",
@@ -297,7 +297,7 @@ def test_what_is_rejected_late_weighs_nothing():
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
         ({"correction": DPPOTV(), "loss": cispo()}, "expected the plain token ratio.*DPPOTV"),
         ({"correction": DPPOTV(), "loss": LossConfig(ratio_level="geometric")}, "plain token ratio"),
-        ({"correction": QuRL(), "loss": cispo()}, "clips the ratio of single tokens.*QuRL"),
+        ({"correction": QuRL(), "loss": cispo()}, "clips token ratios.*QuRL"),
         ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
     ],
 )

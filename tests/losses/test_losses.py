@@ -214,7 +214,7 @@ def test_delta_bounds_bad_tokens_alone():
 @pytest.mark.parametrize("config", [cispo(), LossConfig(weighting=SequenceMean(), ratio_level="geometric")])
 def test_only_the_ratio_of_a_token_has_a_scaled_bound(config):
     inputs = one_token(1.0, 1.0).replace(high_scale=jnp.ones((1, 1)))
-    with pytest.raises(ValueError, match="expected a loss that clips the ratio of single tokens.*got"):
+    with pytest.raises(ValueError, match="expected a loss that clips token ratios.*got"):
         policy_loss(inputs, config)
 
 
