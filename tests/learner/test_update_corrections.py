@@ -280,7 +280,7 @@ def test_what_is_rejected_late_weighs_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow.*Naive\(\) ignores the mismatch"),
+        ({"visibility": "dense"}, r"expected visibility 'shadow' with the correction Shadow.*Naive\(\) ignores the"),
         (
             {"visibility": "dense", "correction": Chain((Shadow(), Veto()))},
             r"expected visibility 'shadow' with the correction Shadow",
