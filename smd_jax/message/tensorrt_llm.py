@@ -39,7 +39,7 @@ class Round:
       kept: rising ordinals of the keys that stay behind the prompt (`keep_set_selector.keep` of the request): `[keep]`
         in mode "union", `[kv_heads, keep]` in "per_head", `[layers * kv_heads, keep]` in "per_layer_perhead".
       in_flight: queries behind the confirmed ones that still saw every key (`protected_tail`): 1 under the overlap
-        scheduler, otherwise 0.
+        scheduler, otherwise 0. Speculative decoding reserves places in that tail, which are no queries: not covered.
     """
 
     cached: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import H2O, Dense, SnapKV
+from smd_jax.eviction.policies import H2O, Dense, Knorm, SnapKV
 from smd_jax.eviction.wrappers import OnTokens, Protect
 from smd_jax.learner.forward import replay
 from smd_jax.message.masks import NEVER, ShadowMask
@@ -120,6 +121,19 @@ def test_identity(policy: EvictionPolicy, sizes: RolloutConfig):
         np.testing.assert_array_equal(times[:, 0, 0], np.where(np.asarray(trajectory.valid), gone, 0))
     late = np.where(times == gone[:, None, None], np.where(gone < NEVER, gone + 1, NEVER)[:, None, None], times)
     assert gap(trajectory, trajectory.mask.replace(evicted_at=jnp.asarray(late, jnp.int32), segments=())) > 1e-3
+
+
+def test_policies_see_no_holes():
+    """The newest keys lie in the last slots, although spans have gone from between them."""
+    trajectory = sampled(OnTokens(FOLD, inner=Protect(Knorm(), recent=4)))
+    gone, times = expected_spans(FOLD, trajectory), eviction_times(trajectory)
+    holes = 0
+    for row, boundary in itertools.product(range(len(LENGTHS)), range(WIDTH, WIDTH + 41, SIZES.buffer)):
+        there = np.flatnonzero(np.asarray(trajectory.valid)[row, :boundary] & (gone[row, :boundary] > boundary))
+        newest = there[-4:]
+        holes += int(boundary - newest[0] > 4)
+        assert (times[row, :, :, newest] > boundary).all()
+    assert holes > 3, "choose another key"
 
 
 @pytest.mark.slow
