@@ -5,7 +5,8 @@ Question   On SmolLM2: are the kept keys those of a second computation in numpy,
 Command    make smollm2 && python experiments/engine_records.py --model runs/smollm2
 Set-up     One prompt, pinned as in the engine, 96 sampled tokens, 32 kept keys a layer and KV head, a round every 16
            tokens, float32. Query centers of four other texts. The rounds hold ordinals of the compacted cache.
-Result     experiments/results/engine_records.json
+Result     experiments/results/engine_records.json: 270 of 270 kept sets, the same mask, replay off by 2.7e-5 nats at
+           most; a dense learner by 1.1.
 """
 
 from __future__ import annotations
