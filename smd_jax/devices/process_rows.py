@@ -1,16 +1,15 @@
-"""Which rows of a batch a process feeds, and how its rows and the batch on all devices become each other.
+"""Assigns rows of a batch to processes, and converts between a process's rows and the batch on all devices.
 
-A batch is sampled in blocks, one for each place of a mesh on data, fsdp and sequence: devices that share the columns of
-a row in the learner have rows of their own in the sampler, where a token has one column. A process feeds the blocks
-that its devices hold:
+A batch is sampled in blocks, one for each position of the mesh on data, fsdp and sequence. Devices that share the
+columns of a row in the learner sample different rows, because a sampled token has one column. A process feeds the
+blocks that its devices hold:
 
     mesh (data 2, fsdp 2), two processes                rows  0 1 │ 2 3 │ 4 5 │ 6 7
                                                     device  0 │  1  │  2  │  3
                                                    process       0      │      1
 
-It samples those rows on its own devices: no other process is asked for anything while tokens are drawn. Where a tensor
-axis is longer than a process has devices, several processes hold the same blocks; they sample them together, and what
-the first of them says of the rows counts.
+It samples those rows on its own devices, without communication between processes. If the tensor axis is longer than a
+process has devices, several processes hold the same blocks and sample them together; the first of them reports.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from smd_jax.devices.sharding import (
 
 
 class Feeders(NamedTuple):
-    """Who feeds a mesh.
+    """The processes that feed a mesh.
 
     Attributes:
-      teams: of processes that hold the same blocks, in the order of their rows; each has as many blocks.
-      own: place of this process's team.
+      teams: groups of processes that hold the same blocks, in the order of their rows; each has equally many blocks.
+      own: index of this process's group.
     """
 
     teams: tuple[tuple[int, ...], ...]
@@ -53,15 +52,15 @@ class Feeders(NamedTuple):
         return slice(self.own * share, (self.own + 1) * share)
 
     def of_teams(self, by_process: list[Any]) -> list[Any]:
-        """What the first process of every team says, in the order of the rows."""
+        """The values of the first process of every group, in the order of the rows."""
         return [by_process[team[0]] for team in self.teams]
 
 
 def feeders(mesh: Mesh) -> Feeders:
-    """Who feeds this mesh.
+    """The processes that feed this mesh.
 
     Raises:
-      ValueError: processes without a part in it, or whose parts are no blocks of rows next to each other.
+      ValueError: a process without devices in it, or whose blocks of rows are not contiguous.
     """
     blocks = mesh.devices.reshape(sampling_ways(mesh), -1)
     owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
@@ -79,8 +78,8 @@ def feeders(mesh: Mesh) -> Feeders:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process samples its rows of a mesh. Where that is the mesh itself, its methods give back what they are
-    given."""
+    """The devices on which this process samples its rows. If that is the mesh itself, its methods return their
+    arguments."""
 
     mesh: Mesh
 
@@ -91,7 +90,7 @@ class Place:
 
     @cached_property
     def own_mesh(self) -> Mesh:
-        """Where this process samples; `mesh` itself for one process whose devices share no columns."""
+        """The mesh of this process's sampler; `mesh` itself for one process whose devices share no columns."""
         return sampling_mesh(self.mesh)
 
     @property
@@ -104,7 +103,7 @@ class Place:
         return sampling_copy(params, self.mesh, self.own_mesh)
 
     def own(self, tree: Any) -> Any:
-        """The rows of this process; one of several has them on its host."""
+        """The rows of this process; with several processes on the host."""
         return tree if jax.process_count() == 1 else rows_here(tree)
 
     def whole(self, own: Any) -> Any:
@@ -115,7 +114,7 @@ class Place:
 
 
 def check_prompts_divide(prompts: int, who: Feeders) -> None:
-    """Raises ValueError for prompts that do not divide over those that feed them."""
+    """Raises ValueError for prompts that do not divide over the processes that feed them."""
     if prompts % len(who.teams):
         raise ValueError(
             f"expected prompts_per_step that divide over {len(who.teams)} processes, because all completions of a "
@@ -124,8 +123,8 @@ def check_prompts_divide(prompts: int, who: Feeders) -> None:
 
 
 def sampling_mesh(mesh: Mesh) -> Mesh:
-    """Where this process samples: the mesh itself with one process and no sequence axis, else the blocks that it feeds.
-    There the weights are whole but for the tensor axis."""
+    """The mesh of this process's sampler: `mesh` itself with one process and no sequence axis, else the blocks that it
+    feeds, with weights that are split over tensor only."""
     if jax.process_count() == 1 and sequence_ways(mesh) == 1:
         return mesh
     ways = sampling_ways(mesh)
@@ -134,16 +133,16 @@ def sampling_mesh(mesh: Mesh) -> Mesh:
 
 
 def sampling_copy(params: Any, mesh: Mesh, onto: Mesh) -> Any:
-    """Parameters that lie on `mesh` as they lie on a process's `sampling_mesh`: gathered from fsdp, once a rollout and
-    not at every token. All processes must call it.
+    """Copies parameters from `mesh` to a process's `sampling_mesh`, gathered from fsdp once per rollout. All processes
+    must call it.
 
-    Bytes that a device receives: (fsdp - 1) / fsdp of the matrices' part that the tensor axis leaves it.
+    Each device receives (fsdp - 1) / fsdp of its tensor part of the matrices.
     """
     if mesh is onto:
         return params
 
     def here(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-        # The same buffers, as an array that knows nothing of other processes' devices.
+        # The same buffers, as an array of this process's devices only.
         parts = [shard.data for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(onto, sharding.spec), parts)
 
@@ -152,7 +151,7 @@ def sampling_copy(params: Any, mesh: Mesh, onto: Mesh) -> Any:
 
 
 def rows_here(tree: Any) -> Any:
-    """Arrays `[rows, ...]`, on the host, with those rows alone that lie on this process's devices."""
+    """The rows of arrays `[rows, ...]` on this process's devices, on the host."""
     return jax.tree.map(_rows_here, tree)
 
 
@@ -167,7 +166,7 @@ def _rows_here(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def to_batch(tree: Any, mesh: Mesh) -> Any:
-    """Arrays `[rows of this process, ...]` on the host to the batch `[rows, ...]` on the mesh.
+    """Converts arrays `[rows of this process, ...]` on the host to the batch `[rows, ...]` on the mesh.
 
     Raises:
       ValueError: rows that do not divide over the blocks of this process.
@@ -178,13 +177,13 @@ def to_batch(tree: Any, mesh: Mesh) -> Any:
         rows = x.shape[0] * teams
         check_rows(rows, mesh)
         sampled = jax.make_array_from_process_local_data(sampled_sharding(mesh), x, (rows, *x.shape[1:]))
-        # What devices that share columns have sampled apart goes to all of them.
+        # Devices that share columns in the learner need each other's sampled rows.
         return jax.device_put(sampled, batch_sharding(mesh)) if sequence_ways(mesh) > 1 else sampled
 
     return jax.tree.map(whole, tree)
 
 
 def local_key(key: jax.Array) -> jax.Array:
-    """A key that lies on all devices of a mesh, for programs of this process alone."""
+    """A PRNG key that is replicated over a mesh, for programs of this process only."""
     data = jnp.asarray(np.asarray(jax.random.key_data(key)))
     return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(key)))

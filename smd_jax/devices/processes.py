@@ -1,9 +1,9 @@
-"""Several processes that train one model: joining them, and what they say to each other beside the compiled programs.
+"""Processes that train one model together: how they join, and how they exchange data outside compiled programs.
 
     every process       join(...) ─► check_same(settings) ─► loop.step(state) ─► loop.step(state) ─► …
 
-JAX's own runtime does the work (`jax.distributed`): after `join`, `jax.devices()` are those of all processes, and every
-process must start the same programs in the same order. With one process nothing here talks to anybody.
+Uses `jax.distributed`: after `join`, `jax.devices()` lists the devices of all processes, and every process must start
+the same programs in the same order. With one process, nothing here communicates.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# What computes, and what builds the rows and prompts: every process makes those of the whole batch by itself.
+# Packages that compute, or that build rows and prompts: every process builds those of the whole batch.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "tokenizers", "smd_jax")
-# Of extras, which need not be installed.
+# Optional packages.
 EXTRAS = ("datasets", "reasoning-gym")
 
 
 class OtherProcessError(RuntimeError):
-    """A process cannot take part: it has other settings or versions, or it has stopped."""
+    """Another process has other settings or versions, or has failed."""
 
 
 def join(coordinator: str | None = None, count: int | None = None, index: int | None = None) -> None:
-    """Makes this process one of several. Call it before anything asks JAX for its devices.
+    """Joins this process to the others. Call it before anything asks JAX for its devices.
 
     Args:
-      coordinator: `host:port` of the process with index 0, as all can reach it. None: what surrounds the process tells
-        (TPU pods, SLURM, GKE, Open MPI), and then the other two are not needed either.
-      count: how many processes there are. index: which one this is, from 0.
+      coordinator: `host:port` of the process with index 0, reachable by all. None: JAX detects all three arguments (TPU
+        pods, SLURM, GKE, Open MPI).
+      count: number of processes. index: of this process, from 0.
 
     Raises:
-      ValueError: only a part of the three, or an index that is not below the count.
-      RuntimeError: JAX found no coordinator, or not all processes came within its time.
+      ValueError: some but not all of the arguments, or an index that is not below the count.
+      RuntimeError: JAX found no coordinator, or not all processes joined in time.
     """
     given = (coordinator, count, index)
     if any(x is None for x in given) and not all(x is None for x in given):
@@ -49,20 +49,20 @@ def join(coordinator: str | None = None, count: int | None = None, index: int | 
         )
     if count is not None and index is not None and not 0 <= index < count:
         raise ValueError(f"expected the index of a process from 0 to {count - 1}, of {count} processes; got {index}")
-    # How CPUs of several processes add up; other platforms have their own ways and don't look at it.
+    # Collectives of CPUs; other platforms ignore this setting.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # And one program after the other: two at once would wait for each other's threads.
+    # Two CPU programs at once would wait for each other's threads.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # It would take SIGTERM away from whoever listens to it, and a process that nobody listens in would not end.
+    # Its SIGTERM handler would replace ours, and a process without ours would not end.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(coordinator, count, index)
-    except ValueError as error:  # JAX's, where nothing around the process names a coordinator
+    except ValueError as error:  # JAX detected no coordinator
         raise RuntimeError(f"expected a TPU pod, SLURM, GKE or Open MPI to name the processes; got: {error}") from error
 
 
 def is_first() -> bool:
-    """Whether this process writes what is written once: metrics, completions, the trained model."""
+    """Whether this process writes the shared files: metrics, completions, the trained model."""
     return jax.process_index() == 0
 
 
@@ -79,22 +79,23 @@ def gather_texts(text: str) -> list[str]:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """`gather_texts` of JSON values, in which NaN and infinities may be."""
+    """`gather_texts` of JSON values, including NaN and infinities."""
     return [json.loads(text) for text in gather_texts(json.dumps(value))]
 
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """What fails in one process ends all of them, where otherwise they would wait for it: whatever the body raises is
-    raised, and OtherProcessError in the processes where it went well. All must come here; nobody leaves before the
-    others have come. In the body nothing may wait for another process, unless that wait has a limit of its own.
+    """A failure of the body in one process stops all processes, which would otherwise hang.
+
+    All processes must enter and wait for each other at the exit. The process that failed raises its error, and the
+    others raise OtherProcessError. The body must not wait for another process without a time limit.
     """
     went_well = False
     try:
         yield
         went_well = True
     finally:
-        # Where the body went well, it is one that the caller is handling, if there is any.
+        # After a success, `sys.exception` may be an error that the caller handles.
         error = None if went_well else sys.exception()
         ended = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     for process, other in enumerate(ended):
@@ -103,7 +104,7 @@ def all_or_none() -> Iterator[None]:
 
 
 def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
-    """The values of an array that may lie on several processes' devices; then all must call it."""
+    """The values of an array. If it is spread over several processes, all must call this."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)
@@ -112,7 +113,7 @@ def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
 def on_first_host(tree: Any) -> Any:
     """The tree with its arrays on the host of the first process, leaf by leaf; None in the others. All must call it."""
     leaves, structure = jax.tree.flatten(tree)
-    # The others keep nothing: their hosts need not have room for a whole model.
+    # Other hosts need no room for a whole model.
     kept = [on_host(leaf) if is_first() else _taken_part(leaf) for leaf in leaves]
     return structure.unflatten(kept) if is_first() else None
 
@@ -122,7 +123,7 @@ def _taken_part(x: jax.Array | np.ndarray) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers of a run; those of extras, where they are installed."""
+    """Versions of the packages that decide the numbers of a run, including installed optional ones."""
     return {name: metadata.version(name) for name in (*PACKAGES, *filter(_is_installed, EXTRAS))}
 
 
@@ -135,8 +136,7 @@ def _is_installed(name: str) -> bool:
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
-    """Refuses to begin where a process has other settings than the first, or other versions of the libraries; in every
-    process, so that none waits for another.
+    """Compares the settings and package versions of all processes with those of the first; all raise together.
 
     Args:
       settings: JSON values by name; objects in them are compared field by field.
@@ -154,13 +154,13 @@ def check_same(settings: Mapping[str, Any]) -> None:
 
 
 def differences(expected: Any, got: Any, name: str = "") -> list[str]:
-    """One line a field in which two JSON values differ."""
+    """One line per field in which two JSON values differ."""
     if isinstance(expected, dict) and isinstance(got, dict):
         inner = [
             differences(expected.get(key, "(absent)"), got.get(key, "(absent)"), f"{name}.{key}" if name else key)
             for key in expected | got
         ]
         return [line for lines in inner for line in lines]
-    # As text: NaN is NaN there.
+    # Compared as text, in which NaN equals NaN.
     left, right = json.dumps(expected), json.dumps(got)
     return [] if left == right else [f"{name}: expected {left}, got {right}"]

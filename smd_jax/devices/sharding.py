@@ -1,9 +1,9 @@
-"""Sharding: a mesh with axes data, fsdp, sequence and tensor, and the one table that says what lies on which.
+"""Sharding: a mesh with axes data, fsdp, sequence and tensor, and the table of parameters by axis.
 
     data       rows of the batch
     fsdp       rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
-    sequence   columns of the learner's rows; where they attend, heads in their place (as DeepSpeed-Ulysses does,
-               arXiv:2309.14509), so that every device has all keys of its heads
+    sequence   columns of the learner's rows; in attention, heads instead (DeepSpeed-Ulysses, arXiv:2309.14509), so that
+               every device has all keys of its heads
     tensor     attention heads, the width of the MLP, the vocabulary
 
 Nothing else in the library names a mesh axis.
@@ -24,10 +24,10 @@ from jaxtyping import Array
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
-HEADS = (("tensor", "sequence"), ("tensor",))  # what heads lie on: the first that divides them
+HEADS = (("tensor", "sequence"), ("tensor",))  # axes of heads: the first that divides them
 
-# Parameter name -> spec of its kernel; the last two names of the path decide. These are the Decoder's. Matrices of
-# other models have names that nobody knows: they are split over fsdp alone, see `param_spec`.
+# Last two names of a parameter's path -> its spec, for the Decoder. Matrices of other models are split over fsdp only,
+# see `param_spec`.
 RULES: dict[tuple[str, str], P] = {
     ("embed", "embedding"): P("tensor", "fsdp"),
     ("lm_head", "kernel"): P("fsdp", "tensor"),
@@ -39,7 +39,7 @@ RULES: dict[tuple[str, str], P] = {
     ("up_proj", "kernel"): P("fsdp", "tensor"),
     ("down_proj", "kernel"): P("tensor", "fsdp"),
 }
-# Adapters are split like the matrix that they stand beside; their rank, which is small, is whole everywhere.
+# Adapters are split like their matrix; their small rank is replicated.
 _KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel"}
 RULES |= {(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()}
 RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
@@ -48,14 +48,13 @@ RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh over the first `data * fsdp * sequence * tensor` devices, those of a process next to each other.
+    """A mesh over the first `data * fsdp * sequence * tensor` devices; those of a process are contiguous.
 
     Raises:
-      ValueError: for an axis below 1; if there are fewer devices; or more, with several processes, because each has a
-        part in it.
+      ValueError: for an axis below 1; if there are fewer devices; with several processes also if there are more.
     """
     for axis, size in (("data", data), ("fsdp", fsdp), ("tensor", tensor), ("sequence", sequence)):
-        # Two negative ones would multiply to a number of devices that there may be.
+        # The product of two negative sizes is positive.
         if size < 1:
             raise ValueError(f"expected at least 1 device on the {axis} axis; got {size}")
     available = list(jax.devices() if devices is None else devices)
@@ -67,19 +66,19 @@ def make_mesh(
             f"expected {needed} devices, the product of data axis {data}, fsdp axis {fsdp}, sequence axis {sequence} "
             f"and tensor axis {tensor}; got {len(available)}{where}"
         )
-    # Tensor, the last axis, talks most, and rows of one process are to lie side by side.
+    # Tensor, the last axis, communicates most, and rows of one process must be contiguous.
     available.sort(key=lambda device: device.process_index)
     grid = np.asarray(available[:needed]).reshape(data, fsdp, sequence, tensor)
-    # Auto: the compiler spreads shardings from the few places that pin them.
+    # Auto: the compiler propagates shardings from the few places that pin them.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
     """The spec of one parameter (or of optimizer state of its shape). Axes that do not divide a side are left out.
 
-    What the table does not name, and has at least two sides longer than 1, lies on fsdp with its longest side that fsdp
-    divides, the first of equals: right for any model, because parameters are gathered where they are used. The tensor
-    axis has to know what a matrix does; without a name in the table it holds copies.
+    A parameter outside the table with at least two sides longer than 1 is split over fsdp along its longest side that
+    fsdp divides, the first of equals. That is correct for any model, because parameters are gathered where they are
+    used. It is replicated over the tensor axis.
     """
     if len(shape) == 2 and len(path) > 1 and (path[-2], path[-1]) in RULES:
         rule = RULES[path[-2], path[-1]]
@@ -103,8 +102,7 @@ def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
-    """Puts a pytree with parameters in it onto the mesh; with several processes, what is not there already must be the
-    same in all."""
+    """Puts a pytree with parameters in it onto the mesh. With several processes, host arrays must be equal in all."""
     return _put(tree, tree_shardings(tree, mesh), mesh)
 
 
@@ -119,7 +117,7 @@ def sampled_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def row_ways(mesh: Mesh | AbstractMesh | None) -> int:
-    """Devices that have rows of a batch of their own."""
+    """Number of devices that have different rows of a batch."""
     return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
 
 
@@ -127,7 +125,7 @@ def check_rows(rows: int, mesh: Mesh, what: str = "a batch") -> None:
     """Raises ValueError if `rows` do not divide over the data and fsdp axes.
 
     Args:
-      what: has these rows; with the options that decide how many there are, which are to be changed.
+      what: the array with these rows, and the options that decide their number, for the message.
     """
     ways = row_ways(mesh)
     if rows % ways:
@@ -155,9 +153,9 @@ def _put(tree: Any, shardings: Any, mesh: Mesh) -> Any:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             # `device_put` takes no random keys there, and those stay where they are.
             return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
-        # Each process takes its devices' parts of what all have. `device_put` would send it around, to compare it.
+        # Each process takes its devices' parts; `device_put` would communicate to compare the values.
         if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            return jax.make_array_from_callback(np.shape(x), sharding, lambda index: x)  # which nothing splits
+            return jax.make_array_from_callback(np.shape(x), sharding, lambda index: x)  # keys are never split
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -175,7 +173,7 @@ def sequence_ways(mesh: Mesh | AbstractMesh | None) -> int:
 
 
 def sampling_ways(mesh: Mesh | AbstractMesh | None) -> int:
-    """Devices that have rows of their own while tokens are drawn: there is no column to share."""
+    """Number of devices that sample different rows: a sampled token has no columns to share."""
     return row_ways(mesh) * sequence_ways(mesh)
 
 
@@ -205,15 +203,15 @@ def check_sequence(columns: int, heads: int, mesh: Mesh) -> None:
 
 
 def columns_apart() -> bool:
-    """Whether the mesh in `jax.set_mesh` has the columns of a row on several devices."""
+    """Whether the mesh in `jax.set_mesh` splits the columns of a row."""
     return sequence_ways(_mesh()) > 1
 
 
 def constrain_tokens(x: Array, axis: int = 1) -> Array:
     """Pins `[batch, ...]` activations that have tokens on `axis`: rows to the batch axes, tokens to the sequence axis.
-    Behind the tokens nothing is split, of what is between them and the rows (heads) the compiler knows best.
 
-    Tokens that the sequence axis does not divide stay whole. Without a mesh this does nothing.
+    Axes after the tokens are not split, and the compiler decides about axes between rows and tokens (heads). Tokens
+    that the sequence axis does not divide are not split. Without a mesh this does nothing.
     """
     mesh = _mesh()
     ways = sequence_ways(mesh)
@@ -224,8 +222,7 @@ def constrain_tokens(x: Array, axis: int = 1) -> Array:
 
 
 def constrain_blocks(x: Array) -> Array:
-    """Pins blocks `[blocks, batch, tokens, ...]` of activations as `constrain_tokens` does one of them, where columns
-    are apart; else does nothing."""
+    """`constrain_tokens` for blocks `[blocks, batch, tokens, ...]`; does nothing if columns are not split."""
     mesh = _mesh()
     if mesh is None or not columns_apart():
         return x
@@ -233,15 +230,14 @@ def constrain_blocks(x: Array) -> Array:
 
 
 def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
-    """`f` of arrays `[batch, heads, ...]`, each device with its own rows and heads and nothing sent between them; or of
-    pytrees of such arrays. Heads lie on the tensor axis and, where columns would, on the sequence axis.
+    """Runs `f` on arrays or pytrees of arrays `[batch, heads, ...]`, on each device for its own rows and heads, without
+    communication. Heads are split over the tensor axis, and over the sequence axis instead of columns.
 
-    The compiler cannot look into a kernel to split it, and would gather its inputs; so it does with `lax.top_k` and
-    other sorts (jax 0.10.2, openxla/xla#49006). Axes that do not divide every array stay whole: every device then does
-    all of them. Without a mesh in `jax.set_mesh` this is `f(*arrays)`.
+    The compiler cannot split a kernel and would gather its inputs, as it does for `lax.top_k` and other sorts (jax
+    0.10.2, openxla/xla#49006). Axes that do not divide every array are not split, so every device does all of that
+    work. Without a mesh in `jax.set_mesh` this is `f(*arrays)`.
     """
     mesh = _mesh()
-    # On one device there is nothing to keep apart.
     if mesh is None or mesh.size == 1:
         return f(*arrays)
     leaves = jax.tree.leaves(arrays)
@@ -250,8 +246,8 @@ def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
-    """`f` of arrays `[rows, ...]`, or of pytrees of such arrays, each device with its own rows; as `over_heads`, for
-    what has no heads. Devices of the tensor axis do the same work: whatever else was split over them is gathered."""
+    """`over_heads` for arrays `[rows, ...]` without heads. Devices of the tensor axis do the same work: arrays
+    that were split over them are gathered."""
     mesh = _mesh()
     if mesh is None or mesh.size == 1:
         return f(*arrays)
@@ -259,7 +255,7 @@ def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def _rows_axes(leaves: Sequence[Array], mesh: AbstractMesh) -> tuple[str, ...] | None:
-    """What the first axis of all these arrays lies on, None if it does not divide."""
+    """The mesh axes of the first axis of all these arrays; None if it does not divide."""
     return BATCH if all(x.shape[0] % row_ways(mesh) == 0 for x in leaves) else None
 
 
@@ -268,23 +264,22 @@ def _apart(f: Callable[..., Any], spec: P, arrays: tuple[Any, ...]) -> Any:
 
 
 def split_heads(x: Array, heads: int) -> Array:
-    """KV heads `[batch, kv_heads, ...]`, repeated so that the axes that heads lie on divide them, if they divide the
-    query heads.
+    """Repeats KV heads `[batch, kv_heads, ...]` so that the axes of heads divide them, if they divide the query heads.
 
-    Without this, every device would attend with all heads. The groups of query heads become smaller by as much.
+    Otherwise every device would attend with all heads. The groups of query heads become smaller accordingly.
     """
     mesh = _mesh()
     if mesh is None:
         return x
     kv_heads = x.shape[1]
     ways = next((n for n in (_ways(axes, mesh) for axes in HEADS) if heads % n == 0), 1)
-    # Both divide the query heads, and so does their least common multiple.
+    # Both divide the query heads, so their least common multiple does.
     times = math.lcm(ways, kv_heads) // kv_heads
     return x if times == 1 else jnp.repeat(x, times, axis=1)
 
 
 def gathered_embedding(table: Array) -> Array:
-    """The embedding table with its rows still sharded, its columns gathered from fsdp: ready to be looked up."""
+    """The embedding table for a lookup: columns gathered from fsdp, rows still sharded."""
     mesh = _mesh()
     if mesh is None:
         return table
@@ -293,8 +288,8 @@ def gathered_embedding(table: Array) -> Array:
 
 
 def gathered_tree(tree: Any) -> Any:
-    """A pytree with parameters in it, gathered from fsdp and still split over tensor; without a mesh does nothing. For
-    what a loop uses in every round."""
+    """Gathers a pytree with parameters from fsdp, still split over tensor, for use in a loop. Without a mesh does
+    nothing."""
     mesh = _mesh()
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, gathered_shardings(tree, mesh))
 
@@ -310,7 +305,7 @@ def gathered_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 class Parts(NamedTuple):
-    """In how many parts a mesh cuts what the learner works on."""
+    """Number of parts into which a mesh splits the learner's arrays."""
 
     rows: int
     columns: int
@@ -318,7 +313,7 @@ class Parts(NamedTuple):
 
 
 def parts() -> Parts:
-    """Of the mesh in `jax.set_mesh`; without a mesh nothing is cut."""
+    """The parts for the mesh in `jax.set_mesh`; all 1 without a mesh."""
     mesh = _mesh()
     return Parts(1, 1, 1) if mesh is None else Parts(row_ways(mesh), sequence_ways(mesh), mesh.shape["tensor"])
 
@@ -328,14 +323,14 @@ def _ways(axes: Sequence[str], mesh: AbstractMesh) -> int:
 
 
 def _mesh() -> AbstractMesh | None:
-    """The mesh in `jax.set_mesh` if it is one of ours (`make_mesh`); somebody else's is left to the compiler."""
+    """The mesh in `jax.set_mesh` if `make_mesh` made it; another mesh is left to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
     ours = set(AXES) <= set(mesh.axis_names) and all(kind == AxisType.Auto for kind in mesh.axis_types)
     return mesh if ours else None
 
 
 def constrain_tree(tree: Any) -> Any:
-    """Pins a pytree with parameters in it to its table; without a mesh does nothing."""
+    """Pins a pytree with parameters in it to the shardings of the table; without a mesh does nothing."""
     mesh = _mesh()
     if mesh is None:
         return tree
@@ -345,8 +340,8 @@ def constrain_tree(tree: Any) -> Any:
 
 
 def constrain_rows(tree: Any) -> Any:
-    """Pins arrays `[rows, ...]` of a sampler's state to the batch axes, those of its cache `[rows, heads, ...]` to the
-    tensor axis too; scalars aside. Without a mesh does nothing."""
+    """Pins arrays `[rows, ...]` of a sampler's state to the batch axes, and those of its cache `[rows, heads, ...]`
+    also to the tensor axis. Scalars are ignored. Without a mesh does nothing."""
     mesh = _mesh()
     if mesh is None:
         return tree
@@ -354,7 +349,7 @@ def constrain_rows(tree: Any) -> Any:
     def pin(x: Array) -> Array:
         if x.ndim < 3:
             return constrain(x) if x.ndim else x
-        # Heads that the tensor axis does not divide stay whole on every device.
+        # Heads that the tensor axis does not divide are replicated.
         heads = "tensor" if x.shape[1] % mesh.shape["tensor"] == 0 else None
         return jax.lax.with_sharding_constraint(x, P(BATCH, heads))
 
