@@ -184,6 +184,51 @@ class LongRope:
 RopeScaling = LinearRope | Llama3Rope | YarnRope | DynamicRope | LongRope
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP: every token goes to the `per_token` experts whose gates are largest.
+
+    Attributes:
+      count: experts of a layer. per_token: of them that a token goes to.
+      intermediate_size: width of an expert.
+      layers: for each layer, whether it is a mixture; empty: all are.
+      normalised: whether the gates of a token's experts sum to one; else they are shares among all experts.
+      bias: biases on the router and on the experts' projections (gpt-oss).
+      clamp: gpt-oss' activation, gate * sigmoid(1.702 gate) * (up + 1) with gate <= clamp and |up| <= clamp; None: as
+        ModelConfig says.
+      balance_coef: weight of the load-balancing loss that the family trains with.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: for sizes below 1, more experts of a token than there are, or a clamp or coefficient out of range.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    layers: tuple[bool, ...] = ()
+    normalised: bool = True
+    bias: bool = False
+    clamp: float | None = None
+    balance_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("count", "per_token", "intermediate_size"):
+            check_whole(name, getattr(self, name), 1)
+        if self.per_token > self.count:
+            raise ValueError(f"expected per_token <= count {self.count}; got {self.per_token}")
+        if self.count > MOST_EXPERTS:
+            raise ValueError(f"expected count <= {MOST_EXPERTS}; got {self.count}")
+        if self.clamp is not None:
+            _check_positive(self, "clamp")
+        if not 0 <= self.balance_coef < math.inf:
+            raise ValueError(f"expected a finite balance_coef >= 0; got {self.balance_coef}")
+
+
+MOST_EXPERTS = 2**15 - 1  # routing is recorded in at most 16 bits
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelConfig(WrittenRepr):
     """Shape of a decoder of one of the families in `smd_jax.model.families`: a field for each difference.
@@ -221,6 +266,7 @@ class ModelConfig(WrittenRepr):
       logit_softcap: so are the logits (Gemma 2).
       attention_sinks: every head has a learnt score that takes part in its softmax, and whose weight is dropped
         (gpt-oss).
+      experts: a mixture of experts in place of the MLP; None: no layer has one.
       gated_mlp: the MLP has a gate; without one it is down(activation(up(x))) (Arcee).
       dtype: compute dtype of matrix products and of cached keys and values. Scores, softmax, norms and logits are
         computed in float32 or wider whatever this is.
@@ -263,6 +309,7 @@ class ModelConfig(WrittenRepr):
     attention_softcap: float | None = added(None)
     logit_softcap: float | None = added(None)
     attention_sinks: bool = added(False)
+    experts: Experts | None = added(None)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -282,6 +329,7 @@ class ModelConfig(WrittenRepr):
             )
         self._check_rope()
         self._check_multipliers()
+        self._check_experts()
 
     def _check_rope(self) -> None:
         if self.rope_layers and len(self.rope_layers) != self.num_layers:
@@ -300,6 +348,13 @@ class ModelConfig(WrittenRepr):
                 f"expected a factor of LongRope for each of {pairs} frequencies; got {len(scaling.short_factor)}"
             )
 
+    def _check_experts(self) -> None:
+        if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
+            raise ValueError(
+                f"expected layers of experts with a boolean for each of {self.num_layers} layers; got "
+                f"{len(self.experts.layers)}"
+            )
+
     def _check_multipliers(self) -> None:
         _check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_divisor")
         for name in ("attention_softcap", "logit_softcap"):
@@ -312,6 +367,10 @@ class ModelConfig(WrittenRepr):
                     "expected attention_multiplier or query_pre_attn_scalar, because both scale scores; got "
                     f"{self.attention_multiplier} and {self.query_pre_attn_scalar}"
                 )
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has experts in place of an MLP."""
+        return self.experts is not None and (self.experts.layers[layer] if self.experts.layers else True)
 
     @property
     def rotated(self) -> int:

@@ -2,9 +2,8 @@
 
     data       rows of the batch
     fsdp       rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
-    sequence   columns of the learner's rows; in attention, heads instead (DeepSpeed-Ulysses, arXiv:2309.14509), so that
-               every device has all keys of its heads
-    tensor     attention heads, the width of the MLP, the vocabulary
+# Adapters are split like their matrix; their small rank is replicated.
+_KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel" and name != "router"}
 
 Nothing else in the library names a mesh axis.
 """
@@ -38,9 +37,21 @@ RULES: dict[tuple[str, str], P] = {
     ("gate_proj", "kernel"): P("fsdp", "tensor"),
     ("up_proj", "kernel"): P("fsdp", "tensor"),
     ("down_proj", "kernel"): P("tensor", "fsdp"),
+    ("router", "kernel"): P("fsdp", None),
+    ("experts", "gate_proj"): P("tensor", "fsdp", None),
+    ("experts", "up_proj"): P("tensor", "fsdp", None),
+    ("experts", "down_proj"): P("tensor", None, "fsdp"),
+    ("experts", "gate_bias"): P("tensor", None),
+    ("experts", "up_bias"): P("tensor", None),
+    ("experts", "down_bias"): P("tensor", None),
 }
+<<<<<<< HEAD
 # Adapters are split like their matrix; their small rank is replicated.
 _KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel"}
+=======
+# Adapters are split like the matrix that they stand beside; their rank, which is small, is whole everywhere.
+_KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel" and name != "router"}
+>>>>>>> 03be709 (Mixtral, Qwen3-MoE and gpt-oss: experts through ragged_dot, shared by the tensor axis)
 RULES |= {(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()}
 RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
 
@@ -80,8 +91,8 @@ def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractM
     fsdp divides, the first of equals. That is correct for any model, because parameters are gathered where they are
     used. It is replicated over the tensor axis.
     """
-    if len(shape) == 2 and len(path) > 1 and (path[-2], path[-1]) in RULES:
-        rule = RULES[path[-2], path[-1]]
+    rule = RULES.get((path[-2], path[-1])) if len(path) > 1 else None
+    if rule is not None and len(rule) == len(shape):
         return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
     divided = [i for i, side in enumerate(shape) if side > 1 and side % mesh.shape["fsdp"] == 0]
     if not divided or sum(side > 1 for side in shape) < 2:
@@ -243,6 +254,32 @@ def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
     leaves = jax.tree.leaves(arrays)
     heads = next((axes for axes in HEADS if all(x.shape[1] % _ways(axes, mesh) == 0 for x in leaves)), None)
     return _apart(f, P(_rows_axes(leaves, mesh), heads), arrays)
+
+
+def over_experts(
+    f: Callable[..., Array], count: int, weights: dict[str, Array], x: Array, chosen: Array, gates: Array
+) -> Array:
+    """`f(weights, first, x, chosen, gates)`, the sum over a token's experts, where each device of the tensor axis has
+    the weights of some of `count` experts, from number `first` on, and all tokens of its rows and columns.
+
+    Experts that the tensor axis does not divide are on every device. Without a mesh `first` is 0.
+    """
+    mesh = _mesh()
+    if mesh is None or mesh.size == 1:
+        return f(weights, 0, x, chosen, gates)
+    ways = mesh.shape["tensor"]
+    axis = "tensor" if count % ways == 0 else None
+    columns = "sequence" if x.shape[1] % mesh.shape["sequence"] == 0 else None
+    tokens = P(_rows_axes([x], mesh), columns)
+
+    def of_device(weights: dict[str, Array], x: Array, chosen: Array, gates: Array) -> Array:
+        if axis is None:
+            return f(weights, 0, x, chosen, gates)
+        first = jax.lax.axis_index(axis) * (count // ways)
+        return jax.lax.psum(f(weights, first, x, chosen, gates), axis)
+
+    specs = (P(axis), tokens, tokens, tokens)
+    return jax.shard_map(of_device, in_specs=specs, out_specs=tokens, check_vma=False)(weights, x, chosen, gates)
 
 
 def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:

@@ -24,6 +24,7 @@ parameters with adapters, see `smd_jax.model.lora`. The parameters:
     layers_0/mlp/{gate_proj,up_proj}/kernel                  [hidden, intermediate]                     gate: gated_mlp
     layers_0/mlp/down_proj/kernel                            [intermediate, hidden]
     layers_0/mlp/{gate_proj,up_proj,down_proj}/bias          [intermediate], …                          with mlp_bias
+    layers_0/mlp/{router,experts}/…                          see `smd_jax.model.mixture`                with experts
     layers_0/mlp_post_norm/scale                             [hidden]                                   with post_norms
     layers_1/…
     norm/scale                                               [hidden]
@@ -46,8 +47,9 @@ from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_e
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
 from smd_jax.model.lora import LORA, variables_of
+from smd_jax.model.mixture import Mixture, Routing
 from smd_jax.model.projection import Projection
-from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
+from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, Routed, RoutingShape
 from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 from smd_kernels.reference import product_precision, soft_capped
@@ -185,9 +187,14 @@ def activated(x: Array, activation: Activation) -> Array:
 
 
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer.
+
+    Attributes:
+      mixture: whether it has experts in place of an MLP.
+    """
 
     config: ModelConfig
+    mixture: bool = False
 
     def setup(self) -> None:
         c = self.config
@@ -195,7 +202,7 @@ class Layer(nn.Module):
             self.attention_norm = norm_of(c)
             self.mlp_norm = norm_of(c)
         self.attention = Attention(c)
-        self.mlp = MLP(c)
+        self.mlp = Mixture(c) if self.mixture else MLP(c)
         if c.post_norms:
             self.attention_post_norm = norm_of(c)
             self.mlp_post_norm = norm_of(c)
@@ -203,11 +210,15 @@ class Layer(nn.Module):
     def __call__(self, x: Array, rope: Rope | None, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
         """The residual stream behind this layer, and the layer's new state."""
         c = self.config
-        out, layer = self.attention(self.attention_norm(x) if c.pre_norms else x, rope, attend, layer)
+        routed = isinstance(layer, Routed)
+        given = layer.experts if routed else None
+        state = layer.state if routed else layer
+        out, state = self.attention(self.attention_norm(x) if c.pre_norms else x, rope, attend, state)
         x = x + _times(self.attention_post_norm(out) if c.post_norms else out, c.residual_multiplier)
-        out = self.mlp(self.mlp_norm(x) if c.pre_norms else x)
+        read = self.mlp_norm(x) if c.pre_norms else x
+        out, routing = self.mlp(read, given) if self.mixture else (self.mlp(read), Routing(None, None))
         x = x + _times(self.mlp_post_norm(out) if c.post_norms else out, c.residual_multiplier)
-        return constrain_tokens(x), layer
+        return constrain_tokens(x), Routed(state, *routing) if routed else state
 
 
 # What a layer keeps for the backward pass: everything; its input alone; or its input and the results of products with
@@ -234,6 +245,13 @@ class Head(nn.Module):
     @nn.compact
     def __call__(self) -> Float[Array, "hidden vocab"]:
         return self.param("kernel", nn.initializers.lecun_normal(), (self.hidden_size, self.vocab_size))
+
+
+def _routing_shape(config: ModelConfig) -> RoutingShape | None:
+    layers = tuple(layer for layer in range(config.num_layers) if config.is_mixture(layer))
+    if config.experts is None or not layers:
+        return None
+    return RoutingShape(layers=layers, count=config.experts.count, per_token=config.experts.per_token)
 
 
 class Decoder(nn.Module):
@@ -266,7 +284,7 @@ class Decoder(nn.Module):
         if self.is_initializing():
             layer = Layer  # under nn.jit, Flax would derive other keys: a seed's parameters would be others
         self.embed = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
-        self.layers = [layer(c) for _ in range(c.num_layers)]
+        self.layers = [layer(c, c.is_mixture(index)) for index in range(c.num_layers)]
         self.norm = norm_of(c)
         if not c.tie_embeddings:
             self.lm_head = Head(c.hidden_size, c.vocab_size)
@@ -345,6 +363,7 @@ class Decoder(nn.Module):
             attention=AttentionConfig(
                 impl=self.impl, sizes=self.sizes, decode_impl=self.decode_impl, softcap=c.attention_softcap
             ),
+            routing=_routing_shape(c),
         )
 
     @nn.nowrap

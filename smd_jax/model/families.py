@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smd_jax.config import ModelConfig
+from smd_jax.model.mixture import ALPHA
 from smd_jax.model.tensor_table import Layout
 
 ModelType = Literal[
@@ -30,6 +31,9 @@ ModelType = Literal[
     "seed_oss",
     "gemma",
     "gemma2",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
 ]
 
 
@@ -70,6 +74,26 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class ExpertKeys:
+    """Where config.json says what the experts are.
+
+    Attributes:
+      count: key of their number, and the value of an absent key. per_token: value of an absent num_experts_per_tok.
+      size: key of their width, and the value of an absent key.
+      normalised: value of an absent norm_topk_prob; None: no key, the gates always sum to one.
+      some_layers: whether `decoder_sparse_step` and `mlp_only_layers` leave layers with an MLP (Qwen3).
+      clamped: whether they are gpt-oss': biases, and `swiglu_limit`.
+    """
+
+    count: tuple[str, int]
+    per_token: int
+    size: tuple[str, int]
+    normalised: bool | None = None
+    some_layers: bool = False
+    clamped: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """What a model type of transformers fixes, and what it leaves to config.json.
 
@@ -84,7 +108,9 @@ class Family:
       local_rope: RoPE parameters of layers with a window, if they have any of their own (Gemma 3, OLMo 3).
       rope_layers: whether config.json may name layers without RoPE (SmolLM3).
       partial_rope: whether config.json may rotate a part of the channels only (Phi).
+      experts: of a family whose layers have experts; else None.
       layout: of the tensors in a checkpoint.
+      rope: transformers' RoPE parameters of a file that has none.
       rope_theta, norm_eps, tie_embeddings: where config.json says nothing.
       num_kv_heads: the default of an absent num_key_value_heads; None: num_attention_heads.
       null_kv_heads: whether a num_key_value_heads of null means num_attention_heads.
@@ -105,7 +131,9 @@ class Family:
     local_rope: LocalRope | None = None
     rope_layers: bool = False
     partial_rope: bool = False
+    experts: ExpertKeys | None = None
     layout: Layout = "split"
+    rope: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -301,8 +329,51 @@ FAMILIES: dict[ModelType, Family] = {
         only={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)},
         whole_heads=True,
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _sizes(32_000, 4096, 14_336, 32, 32, 131_072),
+        windows=Windows("all", default=None),
+        experts=ExpertKeys(("num_local_experts", 8), 2, ("intermediate_size", 14_336)),
+        layout="mixtral",
+        rope_theta=1e6,
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        only={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _sizes(151_936, 2048, 6144, 24, 32, 32_768),
+        {"qk_norm": True},
+        biases=ATTENTION_BIASES,
+        windows=Windows("all", flag=True),
+        experts=ExpertKeys(("num_experts", 128), 8, ("moe_intermediate_size", 768), normalised=False, some_layers=True),
+        num_kv_heads=4,
+        null_kv_heads=False,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _sizes(201_088, 2880, 2880, 36, 64, 131_072),
+        {"attention_sinks": True},
+        biases=ATTENTION_BIASES,
+        flags={"attention_bias": True},
+        windows=Windows("some", default=128, pattern=2),
+        experts=ExpertKeys(("num_local_experts", 128), 4, ("intermediate_size", 2880), clamped=True),
+        layout="gpt_oss",
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        rope_theta=150_000.0,
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=64,
+        only={"hidden_act": ("silu",), "swiglu_alpha": (ALPHA,)},
+    ),
 }
-
 
 # Fields of ModelConfig that make one family differ from another, as they are in a family that doesn't speak of them.
 NEUTRAL: dict[str, Any] = {
@@ -355,7 +426,12 @@ def model_type_of(config: ModelConfig, prefer: str | None = None) -> ModelType:
 
 def _reasons(config: ModelConfig, family: Family) -> list[str]:
     """Why no config.json of this family says `config`; empty if one does."""
-    several = _why_not_biases(config, family), _why_not_windows(config, family), _why_not_sizes(config, family)
+    several = (
+        _why_not_biases(config, family),
+        _why_not_windows(config, family),
+        _why_not_sizes(config, family),
+        _why_not_experts(config, family),
+    )
     return [*_differing_fields(config, family), *(reason for reason in several if reason is not None)]
 
 
@@ -405,4 +481,19 @@ def _why_not_sizes(config: ModelConfig, family: Family) -> str | None:
         return f"has a hidden_size that is a multiple of num_heads; got {config.hidden_size} and {heads}"
     if not family.own_head_dim and config.head_dim * heads != config.hidden_size:
         return f"has head_dim = hidden_size / num_heads; got {config.head_dim}, {config.hidden_size} and {heads}"
+    return None
+
+
+def _why_not_experts(config: ModelConfig, family: Family) -> str | None:
+    experts, keys = config.experts, family.experts
+    if experts is None or keys is None:
+        return None if experts is None and keys is None else f"has {'no ' * (keys is None)}experts; got {experts}"
+    if keys.clamped != (experts.clamp is not None) or keys.clamped != experts.bias:
+        return f"has a clamp and biases of experts: {keys.clamped}; got clamp={experts.clamp}, bias={experts.bias}"
+    if keys.normalised is None and not experts.normalised:
+        return "has gates that sum to one; got normalised=False"
+    if experts.layers and not keys.some_layers:
+        return f"has experts in every layer; got {experts.layers}"
+    if keys.size[0] == "intermediate_size" and experts.intermediate_size != config.intermediate_size:
+        return f"has experts of intermediate_size {config.intermediate_size}; got {experts.intermediate_size}"
     return None

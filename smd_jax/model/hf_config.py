@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from smd_jax.config import FloatName, LongRope, ModelConfig, RopeScaling, YarnRope
 from smd_jax.model.families import FAMILIES, Family, ModelType, model_type_of
+from smd_jax.model.hf_experts import EXPERT_KEYS, experts_to_hf, read_experts
 from smd_jax.model.hf_fields import LARGEST, flag, number, shown, whole
 from smd_jax.model.hf_rope import read_rope, rope_to_hf, stretched_positions
 from smd_jax.model.hf_windows import read_windows, windows_to_hf
@@ -25,11 +26,6 @@ _FLOAT_NAMES: dict[str, FloatName] = {
 }
 
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "num_experts": (None,),
-    "num_local_experts": (None,),
-}
 _MOST_LAYERS = 4096
 
 
@@ -91,6 +87,7 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
         sliding_windows=windows,
         tie_embeddings=flag(config, "tie_word_embeddings", family.tie_embeddings),
         dtype=dtype,
+        experts=None if family.experts is None else read_experts(config, family.experts, _num_layers(config)),
         **{**family.always, **biases, **_numbers(config, family, head_dim)},
     )
 
@@ -128,7 +125,9 @@ def _model_type(config: dict[str, Any]) -> ModelType:
 
 
 def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
-    supported = {**_UNSUPPORTED, **family.only}
+    supported: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), **family.only}
+    if family.experts is None:
+        supported |= dict.fromkeys(EXPERT_KEYS, (None,))
     for key in ("attention_bias", "mlp_bias"):
         # Qwen2's biases are fixed, and it does not read the key.
         if key not in family.biases.values() and "qkv_bias" not in family.always:
@@ -276,4 +275,4 @@ def _family_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         keys[key] = value
     if family.rope_layers:
         keys["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.num_layers)]
-    return keys | windows_to_hf(config, family)
+    return keys | windows_to_hf(config, family) | experts_to_hf(config, family)

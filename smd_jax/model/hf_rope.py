@@ -54,7 +54,7 @@ def read_rope(config: Mapping[str, Any], family: Family) -> RopeFields:
     """
     local = family.local_rope
     if local is None:
-        rope = mapping(config, "rope_scaling") or mapping(config, "rope_parameters")
+        rope = mapping(config, "rope_scaling") or mapping(config, "rope_parameters") or family.rope
         theta, scaling, rotated = _parse(rope, config, "rope_theta", family.rope_theta)
         return RopeFields(theta, scaling, None, rotated)
     given = mapping(config, "rope_parameters")

@@ -35,6 +35,7 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRICES = ("lora_A", "lora_B")
+ATTENTION_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 # PEFT's options that do not change what trained adapters compute on their base. `init_lora_weights` decides whether the
 # configuration of an initialisation (EVA, CorDA, …) applies.
@@ -70,11 +71,17 @@ def save_peft(
       dtype: how the adapters are stored.
 
     Raises:
-      ValueError: if there are no adapters, or they belong to another decoder.
+      ValueError: if there are no adapters, they belong to another decoder, or PEFT cannot express them.
     """
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
     adapters: Adapters = params[LORA]
+    mlp = [target for target in adapters.config.targets if target not in ATTENTION_TARGETS]
+    if config.experts is not None and mlp:
+        raise ValueError(
+            f"expected adapters of {', '.join(ATTENTION_TARGETS)} alone in a model with experts, because PEFT takes "
+            f"those of an MLP for adapters of experts; got also {', '.join(mlp)}"
+        )
     layout = _layout_of(config, base_model)
     modules = _modules(config, adapters.config, layout)
     pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
@@ -150,7 +157,7 @@ def _modules(config: ModelConfig, lora: LoraConfig, layout: Layout) -> dict[str,
     return {
         name.removesuffix(".weight"): tensor
         for name, tensor in tensor_table(config, layout).items()
-        if tensor.transposed and _module(tensor.leaves[0]).split("/")[-1] in lora.targets
+        if tensor.transposed and tensor.expert is None and _module(tensor.leaves[0]).split("/")[-1] in lora.targets
     }
 
 
@@ -170,7 +177,7 @@ def _tensor_name(module: str, matrix: str) -> str:
     return f"{_PREFIX}{module}.{matrix}.weight"
 
 
-def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout) -> dict[str, Any]:
+def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout, targets: list[str]) -> dict[str, Any]:
     # PEFT's own alpha is an integer in its annotations, and any number where it computes.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     fused = fused_targets(lora) if layout == "fused" else {}

@@ -22,13 +22,14 @@ configuration: a frozen dataclass is. It holds no arrays; those are in `params`,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from smd_jax.config import FloatName, check_model_sizes, check_windows
 from smd_jax.model.attention import AttentionConfig
+from smd_jax.pytrees import any_leaves
 
 Params = Any  # any pytree of arrays
 EncodedPositions = Any  # any pytree of arrays [batch, tokens, ...]
@@ -62,6 +63,39 @@ class Attend(Protocol):
         ...
 
 
+@any_leaves
+class Routed(NamedTuple):
+    """A layer's state where the library records or replays which experts its tokens go to.
+
+    A model that gets one replaces `state` as ever, and returns the other two of a layer with experts; of a layer
+    without, None.
+
+    Attributes:
+      state: of the attention.
+      experts: given: the experts of each token, a negative one for a token that chooses itself; None: all choose. Came
+        back: those that the tokens went to, int32.
+      logits: came back: of the router.
+    """
+
+    state: LayerState
+    experts: Int[Array, "batch tokens per_token"] | None = None
+    logits: Float[Array, "batch tokens count"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingShape:
+    """The experts of a model.
+
+    Attributes:
+      layers: numbers of the layers that have experts.
+      count: experts of a layer. per_token: of them that a token goes to.
+    """
+
+    layers: tuple[int, ...]
+    count: int
+    per_token: int
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What the library has to know of a model before anything runs.
@@ -73,6 +107,7 @@ class ModelShape:
       windows: for each layer, how many of the newest keys a query may see, itself included; None: all of them.
         Empty: no layer has a window. The library applies them; the model doesn't.
       attention: how to attend, where there is a choice.
+      routing: of a model with experts; None: the model has none, or the library does not see them.
     """
 
     num_layers: int
@@ -85,6 +120,7 @@ class ModelShape:
     dtype: FloatName = "float32"
     windows: tuple[int | None, ...] = ()
     attention: AttentionConfig = AttentionConfig()
+    routing: RoutingShape | None = None
 
     def __post_init__(self) -> None:
         check_model_sizes(vars(self))

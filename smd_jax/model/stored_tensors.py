@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -215,17 +215,26 @@ def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> N
 # Parts of tensors
 
 
-def load_parameter(
-    content: Any, tensor: StoredTensor, leaf: Leaf, dtype: FloatName, sharding: Sharding | None
-) -> jax.Array:
+class Holder(NamedTuple):
+    """An opened tensor that holds a parameter, or a part of it.
+
+    Attributes:
+      content: what `safe_open(...).get_slice(name)` gives.
+    """
+
+    content: Any
+    tensor: StoredTensor
+
+
+def load_parameter(holders: Sequence[Holder], leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
     """A parameter on the devices of this process, whose parts are read one after the other.
 
     Args:
-      content: what `safe_open(...).get_slice(name)` gives, of the tensor that holds it.
+      holders: the tensors that hold it, one or, of experts, several.
       sharding: where the parts belong; None: the whole, uncommitted, on JAX's default device.
     """
     if sharding is None:
-        whole = read_part(content, tensor, leaf, tuple((0, side) for side in leaf.shape), dtype)
+        whole = read_part(holders, leaf, tuple((0, side) for side in leaf.shape), dtype)
         (array,) = _put(whole, [None])
         del whole
         jax.device_put(np.int8(0))  # see below
@@ -237,38 +246,56 @@ def load_parameter(
         devices_of.setdefault(tuple((begin, end) for begin, end, _ in ends), []).append(device)
     arrays: list[jax.Array] = []
     for bounds, devices in devices_of.items():
-        arrays += _put(read_part(content, tensor, leaf, bounds, dtype), devices)
+        arrays += _put(read_part(holders, leaf, bounds, dtype), devices)
         # JAX lets go of what it has copied at its next call: here, and not when another part was read already.
         jax.device_put(np.int8(0), devices[0])
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
 
-def read_part(content: Any, tensor: StoredTensor, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
+def read_part(holders: Sequence[Holder], leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
     """A part of a parameter, converted; of what is stored no more than a block exists besides.
 
     Args:
-      content: as in `load_parameter`.
+      holders: as in `load_parameter`.
       bounds: of the part, in the parameter's own order of axes.
 
     Raises:
       ValueError: NaN or infinity among the numbers, or beyond the range of the dtype.
     """
     part = host_array(tuple(end - begin for begin, end in bounds), dtype)
+    block = min(BLOCK_BYTES, part.nbytes // 32)
+    for holder in holders:
+        expert = holder.tensor.expert
+        if expert is None:
+            _fill(part, holder, leaf, bounds, block)
+        elif bounds[0][0] <= expert < bounds[0][1]:
+            _fill(part[expert - bounds[0][0]], holder, leaf, bounds[1:], block)
+    return part
+
+
+def _fill(part: np.ndarray, holder: Holder, leaf: Leaf, bounds: Bounds, block: int) -> None:
+    """Reads a tensor's share of a part, `block` bytes at a time."""
+    tensor = holder.tensor
     # In the order of the file, a view into the part.
     there = part.T if tensor.transposed else part
-    # Parameters lie one behind the other along the last axis.
-    shift = tensor.begin(leaf)
     *before, (begin, end) = bounds
-    moved = (*before, (begin + shift, end + shift))
+    # Parameters lie one behind the other along the last axis, or take turns there.
+    turns = len(tensor.leaves) if tensor.in_turns else 1
+    if tensor.in_turns:
+        place = tensor.leaves.index(leaf)
+        begin, end = place + turns * begin, place + turns * (end - 1) + 1
+    else:
+        begin, end = begin + tensor.begin(leaf), end + tensor.begin(leaf)
+    moved = (*before, (begin, end))
     (first, last), *others = moved[::-1] if tensor.transposed else moved
     rest = tuple(slice(begin, end) for begin, end in others)
-    step = max(min(BLOCK_BYTES, part.nbytes // 32) * len(there) // max(part.nbytes, 1), 1)
+    step = max(block * len(there) // max(part.nbytes, 1), 1)
     for begin in range(first, last, step):
         end = min(begin + step, last)
         with np.errstate(over="ignore"):  # found below, with the tensor's name
-            there[begin - first : end - first] = content[(slice(begin, end), *rest)]
+            read = holder.content[(slice(begin, end), *rest)]
+            there[begin - first : end - first] = read[..., ::turns] if turns > 1 else read
         check_finite_weights(leaf.path, there[begin - first : end - first])
-    return part
 
 
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}  # all these bits are set in NaN and infinity alone

@@ -8,13 +8,14 @@ both sides, so no head is permuted, and Gemma's norms are stored less one on bot
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from smd_jax.config import ModelConfig
 
-# "fused": q, k and v are one tensor, and gate and up another.
-Layout = Literal["split", "fused"]
+# "fused": q, k and v are one tensor, and gate and up another. "mixtral": experts have Mixtral's names. "gpt_oss": all
+# experts are one tensor, gate and up in turns.
+Layout = Literal["split", "fused", "mixtral", "gpt_oss"]
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
@@ -34,15 +35,20 @@ class StoredTensor:
     Attributes:
       leaves: the parameters in it, one behind the other along their last axis; mostly one.
       transposed: whether it is stored as the transpose.
+      expert: it holds this entry of the parameters' first axis; None: all of the parameters.
+      in_turns: whether the parameters take turns along their last axis, in place of one behind the other.
     """
 
     leaves: tuple[Leaf, ...]
     transposed: bool = False
+    expert: int | None = None
+    in_turns: bool = False
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Its shape in the file."""
-        shape = (*self.leaves[0].shape[:-1], sum(leaf.shape[-1] for leaf in self.leaves))
+        shape = self.leaves[0].shape if self.expert is None else self.leaves[0].shape[1:]
+        shape = (*shape[:-1], sum(leaf.shape[-1] for leaf in self.leaves))
         return shape[::-1] if self.transposed else shape
 
     def begin(self, leaf: Leaf) -> int:
@@ -55,11 +61,12 @@ def tensor_table(config: ModelConfig, layout: Layout = "split") -> dict[str, Sto
     hidden = config.hidden_size
     table = {EMBEDDING: _plain("embed/embedding", config.vocab_size, hidden)}
     fused = layout == "fused"
-    layer = {**_attention(config, fused), **_norms(config), **_mlp(config, fused)}
+    before = {**_attention(config, fused), **_norms(config)}
+    dense, mixture = _mlp(config, fused), _mixture(config, layout)
     for n in range(config.num_layers):
-        for name, tensor in layer.items():
+        for name, tensor in {**before, **(mixture if config.is_mixture(n) else dense)}.items():
             leaves = tuple(Leaf(f"layers_{n}/{leaf.path}", leaf.shape) for leaf in tensor.leaves)
-            table[f"model.layers.{n}.{name}"] = StoredTensor(leaves, tensor.transposed)
+            table[f"model.layers.{n}.{name}"] = replace(tensor, leaves=leaves)
     table["model.norm.weight"] = _plain("norm/scale", hidden)
     if not config.tie_embeddings:
         table[OUTPUT] = _kernel({"lm_head/kernel": config.vocab_size}, hidden)
@@ -98,6 +105,8 @@ def _attention(config: ModelConfig, fused: bool) -> dict[str, StoredTensor]:
         tensors |= {f"self_attn.{name}.bias": _plain(f"attention/{name}/bias", width) for name, width in widths.items()}
     if config.o_bias:
         tensors["self_attn.o_proj.bias"] = _plain("attention/o_proj/bias", hidden)
+    if config.attention_sinks:
+        tensors["self_attn.sinks"] = _plain("attention/sinks", config.num_heads)
     if config.qk_norm:
         over_all = config.qk_norm_over == "all"
         for name, width in (("q_norm", q), ("k_norm", kv)):
@@ -128,4 +137,39 @@ def _mlp(config: ModelConfig, fused: bool) -> dict[str, StoredTensor]:
     if config.mlp_bias:
         widths = {**dict.fromkeys(wide, ffn), "down_proj": hidden}
         tensors |= {f"mlp.{name}.bias": _plain(f"mlp/{name}/bias", width) for name, width in widths.items()}
+    return tensors
+
+
+# Mixtral's names of an expert's matrices.
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def _mixture(config: ModelConfig, layout: Layout) -> dict[str, StoredTensor]:
+    """Tensors of the experts of a layer; empty for a model without."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    hidden, width = config.hidden_size, experts.intermediate_size
+    shapes = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+    leaves = {name: Leaf(f"mlp/experts/{name}", (experts.count, *shape)) for name, shape in shapes.items()}
+    router = _kernel({"mlp/router/kernel": experts.count}, hidden)
+    if layout == "gpt_oss":
+        biases = {
+            name: Leaf(f"mlp/experts/{name.replace('proj', 'bias')}", (experts.count, shape[1]))
+            for name, shape in shapes.items()
+        }
+        return {
+            "mlp.router.weight": router,
+            "mlp.router.bias": _plain("mlp/router/bias", experts.count),
+            "mlp.experts.gate_up_proj": StoredTensor((leaves["gate_proj"], leaves["up_proj"]), in_turns=True),
+            "mlp.experts.gate_up_proj_bias": StoredTensor((biases["gate_proj"], biases["up_proj"]), in_turns=True),
+            "mlp.experts.down_proj": StoredTensor((leaves["down_proj"],)),
+            "mlp.experts.down_proj_bias": StoredTensor((biases["down_proj"],)),
+        }
+    block = "block_sparse_moe" if layout == "mixtral" else "mlp"
+    tensors = {f"{block}.gate.weight": router}
+    for expert in range(experts.count):
+        for name, leaf in leaves.items():
+            there = _MIXTRAL[name] if layout == "mixtral" else name
+            tensors[f"{block}.experts.{expert}.{there}.weight"] = StoredTensor((leaf,), True, expert)
     return tensors

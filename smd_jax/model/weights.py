@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from smd_jax.model.lora import LORA
 from smd_jax.model.stored_tensors import (
     INDEX_FILE,
     SINGLE_FILE,
+    Holder,
     check_names,
     load_parameter,
     match_tensors,
@@ -78,14 +79,17 @@ def load_checkpoint(
     name = float_name(dtype)
     config, layout = _parsed_config(directory, name)
     tensors = match_tensors(config, tensor_files(directory), str(directory), layout)
-    flat: dict[str, Any] = {}
-    # File by file, so that each is opened once.
-    for file in sorted({stored.file for _, stored in tensors.values()}):
-        with safe_open(file, framework="numpy") as opened:
-            for n, (tensor, stored) in tensors.items():
-                for leaf in tensor.leaves if stored.file == file else ():
-                    sharding = _sharding(leaf, mesh)
-                    flat[leaf.path] = load_parameter(opened.get_slice(n), tensor, leaf, name, sharding)
+    holders: dict[Leaf, list[Holder]] = {}
+    with ExitStack() as stack:
+        files = {
+            file: stack.enter_context(safe_open(file, framework="numpy"))
+            for file in sorted({stored.file for _, stored in tensors.values()})
+        }
+        for tensor_name, (tensor, stored) in tensors.items():
+            for leaf in tensor.leaves:
+                holder = Holder(files[stored.file].get_slice(tensor_name), tensor)
+                holders.setdefault(leaf, []).append(holder)
+        flat = {leaf.path: load_parameter(of, leaf, name, _sharding(leaf, mesh)) for leaf, of in holders.items()}
     return config, unflatten_dict(flat, sep="/")
 
 
@@ -229,8 +233,12 @@ def _check_params(table: dict[str, StoredTensor], flat: Mapping[str, Any]) -> No
 
 def _to_stored(flat: Mapping[str, Any], tensor: StoredTensor, dtype: FloatName) -> np.ndarray:
     # NumPy has no bfloat16 of its own; JAX's dtype brings it along.
-    parts = [np.asarray(flat[leaf.path]).astype(jnp.dtype(dtype)) for leaf in tensor.leaves]
-    array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    whole = [flat[leaf.path] if tensor.expert is None else flat[leaf.path][tensor.expert] for leaf in tensor.leaves]
+    parts = [np.asarray(part).astype(jnp.dtype(dtype)) for part in whole]
+    if tensor.in_turns:
+        array = np.stack(parts, axis=-1).reshape(tensor.hf_shape)
+    else:
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     # safetensors writes the buffer and ignores strides.
     return np.ascontiguousarray(array.T if tensor.transposed else array)
 

@@ -114,6 +114,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 6,
         },
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "head_dim": 8,
+        },
+    ),
+    "qwen3_moe_shares": (
+        "qwen3_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "mlp_only_layers": [0],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.5,
+            "head_dim": 8,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "llama_dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
 }
 # Gemma's norms multiply by one more than what is stored.

@@ -19,7 +19,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import TARGETS, LoraConfig, base_params, merge_lora
-from smd_jax.model.peft_format import load_peft, save_peft
+from smd_jax.model.peft_format import ATTENTION_TARGETS, load_peft, save_peft
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from tests import paths
@@ -77,7 +77,8 @@ def test_an_export_is_the_same_model(name: str, tmp_path: Path):
 def with_adapters(name: str) -> Any:
     _, params = opened(name)
     kernels = {path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"}
-    targets = tuple(target for target in TARGETS if target in kernels)
+    allowed = ATTENTION_TARGETS if opened(name)[0].experts is not None else TARGETS
+    targets = tuple(target for target in allowed if target in kernels)
     return adapted(params, LoraConfig(rank=2, alpha=3.0, targets=targets, rank_stabilised=True), size=0.5)
 
 
@@ -91,6 +92,12 @@ def test_adapters(name: str, tmp_path: Path):
     assert np.abs(found - logits(config, base_params(params), batch)).max() > 0.05
     save_peft(tmp_path, params, config, base_model=GOLDEN / name)
     assert_bitwise_equal(load_peft(tmp_path, base_params(params), config), params)
+
+
+def test_what_peft_cannot_express(tmp_path: Path):
+    config, params = opened("qwen3_moe_shares")
+    with pytest.raises(ValueError, match="expected adapters of q_proj.*alone in a model with.*got also up_proj"):
+        save_peft(tmp_path, adapted(params, LoraConfig(targets=("q_proj", "up_proj"))), config)
 
 
 @every_family

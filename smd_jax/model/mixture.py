@@ -1,0 +1,181 @@
+"""A mixture of experts in place of an MLP: a router chooses a few experts for every token.
+
+    router logits ─► top k ─► gates (softmax of the chosen logits)        x ─► experts ─► sum of gate * expert(x)
+
+Tokens are sorted by expert, so that each expert multiplies its own in one piece (`jax.lax.ragged_dot`). No token is
+dropped.
+The choice can be given: then only the gates are computed, from the logits of the experts that are named. On a mesh the
+tensor axis shares the experts as it shares attention's heads: each device has some of them, and adds what they give.
+
+    layers_0/mlp/router/kernel                      [hidden, experts]
+    layers_0/mlp/experts/{gate_proj,up_proj}        [experts, hidden, width]
+    layers_0/mlp/experts/down_proj                  [experts, width, hidden]
+    layers_0/mlp/experts/{gate_bias,up_bias,down_bias}, layers_0/mlp/router/bias           with Experts.bias
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from smd_jax.config import Activation, Experts, ModelConfig
+from smd_jax.devices.sharding import over_experts
+from smd_jax.pytrees import any_leaves
+from smd_kernels.reference import product_precision
+
+ALPHA = 1.702  # of the sigmoid in gpt-oss' activation
+
+
+@any_leaves
+class Routing(NamedTuple):
+    """Where tokens went.
+
+    Attributes:
+      experts: `[..., per_token]` the chosen experts, the largest gate first where the router chose them. None: of a
+        layer without experts.
+      logits: `[..., count]` of the router, float32 or wider.
+    """
+
+    experts: Int[Array, "*tokens per_token"] | None
+    logits: Float[Array, "*tokens count"] | None
+
+
+class Router(nn.Module):
+    """Router logits in float32 or wider."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*tokens hidden"]) -> Float[Array, "*tokens count"]:
+        experts = _experts_of(self.config)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], experts.count))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        precision = product_precision(x.dtype)
+        logits = jnp.matmul(x, kernel.astype(x.dtype), precision=precision, preferred_element_type=wide)
+        if experts.bias:
+            bias = self.param("bias", nn.initializers.zeros, (experts.count,))
+            logits = logits + bias.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))
+        return logits
+
+
+class ExpertWeights(nn.Module):
+    """The matrices of all experts of a layer, by name."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        c, experts = self.config, _experts_of(self.config)
+        count, hidden, width = experts.count, c.hidden_size, experts.intermediate_size
+        shapes = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+        fresh = nn.initializers.lecun_normal(batch_axis=0)
+        weights = {name: self.param(name, fresh, (count, *shape)) for name, shape in shapes.items()}
+        if experts.bias:
+            for name, (_, out) in shapes.items():
+                bias = name.replace("proj", "bias")
+                weights[bias] = self.param(bias, nn.initializers.zeros, (count, out))
+        return weights
+
+
+class Mixture(nn.Module):
+    """The layer's part behind attention: router and experts."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        self.router = Router(self.config)
+        self.experts = ExpertWeights(self.config)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], given: Int[Array, "batch tokens per_token"] | None
+    ) -> tuple[Float[Array, "batch tokens hidden"], Routing]:
+        """The experts' sum, and where the tokens went.
+
+        Args:
+          given: the experts of each token; a token with a negative one, and all where it is None, chooses itself.
+        """
+        experts = _experts_of(self.config)
+        logits = self.router(x)
+        chosen = jax.lax.top_k(logits, experts.per_token)[1].astype(jnp.int32)
+        if given is not None:
+            known = jnp.all(given >= 0, axis=-1, keepdims=True)
+            chosen = jnp.where(known, given.astype(jnp.int32), chosen)
+        gates = gates_of(logits, chosen, experts)
+        weights = {name: weight.astype(x.dtype) for name, weight in self.experts().items()}
+        run = partial(expert_sum, experts, self.config.activation)
+        return over_experts(run, experts.count, weights, x, chosen, gates).astype(x.dtype), Routing(chosen, logits)
+
+
+def _experts_of(config: ModelConfig) -> Experts:
+    assert config.experts is not None, "the layer is a mixture"
+    return config.experts
+
+
+def gates_of(
+    logits: Float[Array, "*tokens count"], chosen: Int[Array, "*tokens per_token"], experts: Experts
+) -> Float[Array, "*tokens per_token"]:
+    """The gates of chosen experts: softmax among all experts, or among the chosen."""
+    found = jnp.take_along_axis(logits, chosen, axis=-1)
+    if experts.normalised:
+        return jax.nn.softmax(found, axis=-1)
+    return jnp.exp(found - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def expert_sum(
+    experts: Experts,
+    activation: Activation,
+    weights: dict[str, Array],
+    first: Int[Array, ""] | int,
+    x: Float[Array, "batch tokens hidden"],
+    chosen: Int[Array, "batch tokens per_token"],
+    gates: Float[Array, "batch tokens per_token"],
+) -> Float[Array, "batch tokens hidden"]:
+    """Sum of gate * expert(x) over a token's experts among those in `weights`, float32 or wider.
+
+    Args:
+      weights: of experts `first`, `first + 1`, …; others are left out.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    per_token = chosen.shape[-1]
+    count = weights["gate_proj"].shape[0]
+    local = chosen.reshape(-1) - first
+    # Experts of other devices come last, behind all groups.
+    local = jnp.where((local >= 0) & (local < count), local, count)
+    order = jnp.argsort(local, stable=True)
+    sizes = jnp.bincount(local, length=count + 1)[:count].astype(jnp.int32)
+    sorted_experts = local[order]
+    there = (sorted_experts < count)[:, None]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    product = partial(jax.lax.ragged_dot, precision=product_precision(x.dtype), preferred_element_type=wide)
+
+    def projected(rows: Array, name: str) -> Array:
+        out = product(rows, weights[f"{name}_proj"], sizes)
+        if experts.bias:
+            out = out + weights[f"{name}_bias"][jnp.minimum(sorted_experts, count - 1)].astype(wide)
+        return out
+
+    rows = flat[order // per_token]
+    inner = activated_pair(projected(rows, "gate"), projected(rows, "up"), experts, activation).astype(x.dtype)
+    out = jnp.where(there, projected(inner, "down"), 0)
+    # Back in the order of tokens: the sum over a token's experts has a fixed order on any machine.
+    by_token = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, per_token, x.shape[-1])
+    return (by_token * gates.reshape(-1, per_token, 1).astype(wide)).sum(1).reshape(x.shape)
+
+
+def activated_pair(gate: Array, up: Array, experts: Experts, activation: Activation) -> Array:
+    """What the down projection of an expert reads."""
+    if experts.clamp is None:
+        return (nn.silu(gate) if activation == "silu" else nn.gelu(gate, approximate=True)) * up
+    gate = jnp.minimum(gate, experts.clamp)
+    up = jnp.clip(up, -experts.clamp, experts.clamp)
+    return gate * nn.sigmoid(ALPHA * gate) * (up + 1)
+
+
+def routing_dtype(count: int) -> Any:
+    """The smallest integers that hold so many experts, and -1 for none."""
+    return jnp.int8 if count <= 2**7 else jnp.int16
