@@ -90,7 +90,7 @@ def test_yarn_lengthens_the_context(given: int, expected: int):
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "only quantization_config=None"),
         ({"model_type": "gpt_oss", "swiglu_limit": -1}, "expected swiglu_limit as a finite number > 0; got -1"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "expected no_rope_layers for each of 2 layers; got 1"),
-        ({"model_type": "phi3", "partial_rotary_factor": 0.3}, "expected rotary_dim as an even number"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "expected rotary_dim as an even number"),
         (
             {"model_type": "gemma2", "attn_logit_softcapping": 0},
             "expected attn_logit_softcapping as a finite .*; got 0",
