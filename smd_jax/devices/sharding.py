@@ -2,8 +2,9 @@
 
     data       rows of the batch
     fsdp       rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
-# Adapters are split like their matrix; their small rank is replicated.
-_KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel" and name != "router"}
+    sequence   columns of the learner's rows; in attention, heads instead (DeepSpeed-Ulysses, arXiv:2309.14509), so that
+               every device has all keys of its heads
+    tensor     attention heads, the width of the MLP, experts, the vocabulary
 
 Nothing else in the library names a mesh axis.
 """
@@ -45,13 +46,8 @@ RULES: dict[tuple[str, str], P] = {
     ("experts", "up_bias"): P("tensor", None),
     ("experts", "down_bias"): P("tensor", None),
 }
-<<<<<<< HEAD
 # Adapters are split like their matrix; their small rank is replicated.
-_KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel"}
-=======
-# Adapters are split like the matrix that they stand beside; their rank, which is small, is whole everywhere.
 _KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel" and name != "router"}
->>>>>>> 03be709 (Mixtral, Qwen3-MoE and gpt-oss: experts through ragged_dot, shared by the tensor axis)
 RULES |= {(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()}
 RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
 
