@@ -109,7 +109,7 @@ def begin_conversations(
     Args:
       prompts: `[prompts, P]`; the rows of a prompt are contiguous.
       keys: of the rows. prompt_keys: with which policies that draw read the prompts.
-      limit: `[rows]` tokens of the first turn at most.
+      limit: `[rows]` tokens of the first turn at most; 0 for rows without a conversation.
     """
     prefilled = prefill(sampler, params, prompts, prompt_keys)
     count, response = keys.shape[0], sampler.config.max_new_tokens
@@ -119,7 +119,7 @@ def begin_conversations(
     numbers = jnp.zeros((count, response), jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
     form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
     return Conversations(
-        rows=begin(prefilled, keys, limit),
+        rows=begin(prefilled, keys, limit).replace(done=limit <= 0),
         read=jnp.zeros((count,), jnp.int32),
         tokens=jnp.full((count, response), sampler.config.pad_token_id, jnp.int32),
         logprobs=numbers,

@@ -48,6 +48,7 @@ from smd_jax.typed_fields import check_types
 TURNS = "turns"  # the last turn that it may have was answered
 LENGTH = "length"  # a turn reached its limit before it ended
 ROOM = "room"  # the answer is longer than the room that is left
+ABSENT = "absent"  # there is no such conversation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +138,12 @@ def converse(
     conversation: ConversationConfig = ConversationConfig(),
     group_size: int = 1,
     stop: StopTable | None = None,
+    active: Bool[np.ndarray, " rows"] | None = None,
 ) -> Conversed:
     """Samples `group_size` conversations per prompt; arguments as in `smd_jax.rollout`.
+
+    Args:
+      active: conversations that there are; the others sample nothing. None: all.
 
     `config.eos_token_id` and `stop` end a turn, and `config.max_new_tokens` counts all tokens after the prompt. An
     answer is read in chunks of `config.buffer` tokens, and the cache is compressed after each.
@@ -154,7 +159,9 @@ def converse(
     if stop is None and config.eos_token_id is None:
         raise ValueError("expected an eos_token_id or stop strings, one of which ends a turn; got neither")
     sampler = conversation_sampler(model, policy, config, prompts.tokens.shape[1])
-    loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop)
+    rows = len(prompts.tokens) * group_size
+    active = np.ones(rows, bool) if active is None else active
+    loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop, active)
     loop.run()
     return loop.result()
 
@@ -184,6 +191,7 @@ class _Loop:
         conversation: ConversationConfig,
         group_size: int,
         stop: StopTable | None,
+        active: Bool[np.ndarray, " rows"],
     ) -> None:
         rows = len(prompts.tokens) * group_size
         self.sampler = sampler
@@ -197,13 +205,13 @@ class _Loop:
         self.begins = np.zeros(rows, np.int32)
         self.last = np.zeros(rows, np.int32)
         self.turn = np.ones(rows, np.int32)
-        self.live = np.ones(rows, bool)
+        self.live = active.copy()
         self.unread: dict[int, list[int]] = {}
-        self.endings: list[str | None] = [None] * rows
+        self.endings: list[str | None] = [None if each else ABSENT for each in active.tolist()]
         self.steps = self.sampled = self.read = self.segments = self.chunks = 0
         self.waited = 0.0
         keys = row_keys(key, rows)
-        limit = jnp.asarray(self._limits(self.drawn), jnp.int32)
+        limit = jnp.asarray(np.where(active, self._limits(self.drawn), 0), jnp.int32)
         self.state = _begin(sampler, self.params, prompts, keys, prompt_keys(keys, group_size), limit)
 
     def run(self) -> None:
@@ -217,7 +225,7 @@ class _Loop:
 
     def result(self) -> Conversed:
         """The conversations; the state is given up."""
-        own = {TURNS, LENGTH, ROOM}
+        own = {TURNS, LENGTH, ROOM, ABSENT}
         endings = [str(ending) for ending in self.endings]
         terminated = jnp.asarray([ending not in own for ending in endings])
         trajectory = _finish(self.sampler, self.prompts, self.state, terminated)

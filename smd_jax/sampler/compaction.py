@@ -1,0 +1,161 @@
+"""Text-level compaction: when a context is full, the policy summarises it, and goes on in a new context that reads the
+summary.
+
+    context 1   prompt ─► turn ─► answer ─► turn ─► ask ─► summary         sampled: turns and the summary
+    context 2   prompt + summary + answer ─► turn ─► …                     the summary is read, in a new cache
+
+A context is a row of the trajectory. All contexts of a conversation begin with its prompt, so they are branches of one
+tree (`smd_jax.message.tree`): `make_packed_update(…, share_beginnings=True)` reads the shared beginning once.
+
+Two linearisations are wrong. Contexts one after another in one row let the second see the first. The last context alone
+leaves out that the summary was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Key
+
+from smd_jax.config import check_whole
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.sampler.conversation_loop import ABSENT, Conversed, Reply, Respondent
+from smd_jax.sampler.keys import row_keys
+from smd_jax.text.prompts import PromptBatch, pad_left
+from smd_jax.typed_fields import check_types
+
+COMPACTED = "compacted"  # the ending of a context that another one follows
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactionConfig:
+    """When and how contexts are compacted; static.
+
+    Attributes:
+      contexts: of a conversation at most.
+      after_tokens: tokens after the prompt from which a context is summarised, when a turn has ended.
+      ask: tokens that the policy reads before it writes the summary; with a chat template those of
+        `Dialogue.answer("Summarise …", last)`.
+      heading: tokens between the prompt and the summary in the next context.
+
+    Raises:
+      ValueError: fewer than two contexts, no `ask`.
+    """
+
+    contexts: int = 2
+    after_tokens: int
+    ask: tuple[int, ...]
+    heading: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_whole("contexts", self.contexts, 2)
+        check_whole("after_tokens", self.after_tokens, 1)
+        if not self.ask:  # without any token, the summary would look like a part of the turn before it
+            raise ValueError("expected at least one token in ask; got ()")
+
+
+@dataclass
+class CompactingRespondent:
+    """Asks for a summary in place of another respondent's answer, where a context is full.
+
+    Attributes:
+      inner: answers the turns.
+      prompts: tokens of each conversation's own prompt. prompt_width: tokens of a prompt at most.
+      next_prompts: prompts of contexts that follow, by conversation.
+    """
+
+    inner: Respondent
+    config: CompactionConfig
+    prompts: list[list[int]]
+    prompt_width: int
+    next_prompts: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._context = 1
+        self._lengths = np.zeros(len(self.prompts), np.int64)
+        self._answers: dict[int, list[int]] = {}  # of conversations that write a summary, what they did not read yet
+        self._summarised: list[tuple[int, Reply]] = []
+
+    def begin_context(self, number: int) -> None:
+        """Begins context `number`, from 1, of every conversation that goes on."""
+        self._context = number
+        self._lengths[:] = 0
+        self.next_prompts = {}
+
+    def send(self, row: int, tokens: list[int]) -> None:
+        self._lengths[row] += len(tokens)
+        if row not in self._answers:
+            self.inner.send(row, tokens)
+            return
+        prompt = [*self.prompts[row], *self.config.heading, *tokens, *self._answers.pop(row)]
+        fits = len(prompt) <= self.prompt_width
+        if fits:
+            self.next_prompts[row] = prompt
+        reason = COMPACTED if fits else f"summary: expected a prompt of at most {self.prompt_width} tokens"
+        self._summarised.append((row, Reply([], reason)))
+
+    def receive(self, wait: bool) -> list[tuple[int, Reply]]:
+        replies, self._summarised = self._summarised, []
+        for row, reply in self.inner.receive(wait and not replies):
+            full = self._lengths[row] + len(reply.tokens) > self.config.after_tokens
+            if reply.ending is None and full and self._context < self.config.contexts:
+                self._answers[row] = reply.tokens
+                reply = Reply(list(self.config.ask))
+            self._lengths[row] += len(reply.tokens)
+            replies.append((row, reply))
+        return replies
+
+
+class Compacted(NamedTuple):
+    """Conversations of several contexts.
+
+    Attributes:
+      trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side.
+      present: of its rows, which are contexts that there were.
+      endings: of the conversations. contexts: what each `converse` gave.
+    """
+
+    trajectory: Trajectory
+    present: Bool[np.ndarray, " rows"]
+    endings: list[str]
+    contexts: list[Conversed]
+
+
+def converse_compacting(
+    sample: Callable[[PromptBatch, Any, Respondent, Bool[np.ndarray, " rows"]], Conversed],
+    respondent: CompactingRespondent,
+    key: Key[Array, ""],
+    pad_token_id: int,
+) -> Compacted:
+    """Samples conversations whose contexts are compacted; conversations wait for each other between two contexts.
+
+    Args:
+      sample: `(prompts, key, respondent, active) -> Conversed`, a call of `converse` with one prompt per conversation.
+      key: consumed. pad_token_id: fills prompts of conversations that have ended.
+    """
+    count = len(respondent.prompts)
+    prompts, active = dict(enumerate(respondent.prompts)), np.ones(count, bool)
+    endings, contexts, present = [ABSENT] * count, list[Conversed](), list[np.ndarray]()
+    for number in range(1, respondent.config.contexts + 1):
+        respondent.begin_context(number)
+        rows = [prompts.get(row) or [pad_token_id] for row in range(count)]
+        batch = pad_left(rows, respondent.prompt_width, pad_token_id)
+        conversed = sample(batch, row_keys(jax.random.fold_in(key, number), count), respondent, active)
+        contexts.append(conversed)
+        present.append(active)
+        for row in np.flatnonzero(active).tolist():
+            endings[row] = conversed.endings[row]
+        prompts = respondent.next_prompts
+        active = np.array([row in prompts for row in range(count)])
+
+    def side_by_side(*parts: Array) -> Array:
+        return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    trajectory = jax.tree.map(side_by_side, *(each.trajectory for each in contexts))
+    return Compacted(trajectory, np.stack(present, axis=1).reshape(-1), endings, contexts)

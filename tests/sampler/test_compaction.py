@@ -1,0 +1,138 @@
+"""Contexts that are summarised and read again: each exact, and together branches of one tree."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.message import tree
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.compaction import (
+    COMPACTED,
+    Compacted,
+    CompactingRespondent,
+    CompactionConfig,
+    converse_compacting,
+)
+from smd_jax.sampler.conversation_loop import ConversationConfig, converse
+from tests.sampler.test_conversation import CONFIG, SHAPE, Scripted, gap
+from tests.under_test import POLICIES, make_params
+
+WIDTH = 48
+PROMPTS = [[12, 13, 14, 15, 16], [12, 13, 14, 15, 16], [20, 21, 22]]
+COMPACTION = CompactionConfig(contexts=3, after_tokens=20, ask=(55, 56), heading=(57,))
+
+
+@cache
+def compacted(name: str = "SnapKV") -> Compacted:
+    respondent = CompactingRespondent(
+        Scripted(ending=lambda row, turn: "done" if turn == 5 else None),
+        COMPACTION,
+        PROMPTS,
+        WIDTH,
+    )
+
+    def sample(prompts: Any, keys: Any, respondent: Any, active: np.ndarray) -> Any:
+        return converse(
+            Decoder(SHAPE),
+            make_params(SHAPE),
+            prompts,
+            keys,
+            respondent,
+            policy=POLICIES[name],
+            config=CONFIG,
+            conversation=ConversationConfig(turns=8, turn_tokens=30),
+            active=active,
+        )
+
+    return converse_compacting(sample, respondent, jax.random.key(7), 0)
+
+
+def branches(name: str = "SnapKV") -> list[tree.Branch]:
+    """The contexts, without padding."""
+    trajectory, found = compacted(name).trajectory, []
+    for row in np.flatnonzero(compacted(name).present):
+        valid = np.asarray(trajectory.valid[row])
+        sampled = np.concatenate([np.zeros(WIDTH, bool), np.asarray(trajectory.response_mask[row])])
+        logprobs = np.concatenate([np.zeros(WIDTH), np.asarray(trajectory.logprobs[row])])
+        found.append(tree.Branch(np.asarray(trajectory.tokens[row])[valid], sampled[valid], logprobs[valid]))
+    return found
+
+
+def test_each_context_is_exact_and_begins_with_prompt_and_summary():
+    result = compacted()
+    assert result.present.sum() > 4 and gap(result.trajectory).max() <= 2e-5
+    assert COMPACTED in result.contexts[0].endings
+    said = branches()
+    index = -1
+    for row in np.flatnonzero(result.present):
+        conversation, number = divmod(int(row), 3)
+        index += 1
+        tokens = said[index].tokens.tolist()
+        assert tokens[: len(PROMPTS[conversation])] == PROMPTS[conversation]
+        if number == 0:
+            continue
+        before, sampled = said[index - 1].tokens, np.asarray(said[index - 1].sampled)
+        summary = before[np.flatnonzero(~sampled)[-1] + 1 :].tolist()
+        begins = len(PROMPTS[conversation]) + 1
+        assert before[np.flatnonzero(~sampled)[-2:]].tolist() == [55, 56]
+        assert tokens[begins - 1] == 57 and tokens[begins : begins + len(summary)] == summary
+        assert not np.asarray(said[index].sampled)[: begins + len(summary)].any()
+
+
+def test_contexts_are_branches_of_one_tree():
+    of_one = [branch for branch in branches() if branch.tokens[0] == 20]
+    whole = tree.Tree.from_branches(of_one)
+    assert len(of_one) > 1 and len(whole.leaves) == len(of_one)
+    assert tree.pack([whole]).tokens.size == sum(len(x.tokens) for x in of_one) - (len(of_one) - 1) * 3 - shared(of_one)
+
+
+def shared(of_one: list[tree.Branch]) -> int:
+    """Tokens behind the prompt that a context shares with one before it."""
+    seen, count = list[list[int]](), 0
+    for branch in of_one:
+        tokens = np.asarray(branch.tokens).tolist()
+        same = [next((i for i, (a, b) in enumerate(zip(tokens, x, strict=False)) if a != b), len(x)) for x in seen]
+        count += max(max(same, default=3) - 3, 0)
+        seen.append(tokens)
+    return count
+
+
+def trained(make: Any, config: UpdateConfig) -> tuple[Any, dict[str, float]]:
+    result = compacted()
+    model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
+    state = init_state(jax.tree.map(jnp.copy, make_params(SHAPE)), optimizer, jax.random.key(0))
+    advantages = jnp.linspace(-1, 1, len(result.present))
+    batch = TrainBatch(result.trajectory, advantages, None, jnp.asarray(result.present))
+    state, metrics = make(model, optimizer, config)(state, batch)
+    return state.params, {name: float(value) for name, value in metrics.items()}
+
+
+def test_contexts_train_as_one_tree():
+    """The update that reads shared beginnings once is that of separate rows."""
+    rows, metrics = trained(make_update, UpdateConfig())
+    packed = UpdateConfig(microbatch_size=2, pack_columns=160)
+    whole, shared = trained(partial(make_packed_update, share_beginnings=True), packed)
+    assert shared["update/shared"] > 0 and np.isclose(shared["loss"], metrics["loss"], atol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), rows, whole)
+
+
+def test_contexts_in_one_row_are_wrong():
+    """One after another without a boundary, the second context sees the first, and positions go on."""
+    of_one = [branch for branch in branches("Dense") if branch.tokens[0] == 20][:2]
+    joined = tree.Branch(*(np.concatenate([getattr(x, n) for x in of_one]) for n in ("tokens", "sampled", "logprobs")))
+
+    def missed(*parts: tree.Branch) -> float:
+        return float(gap(tree.to_trajectory(parts, layers=2, kv_heads=2, temperature=0.9)).max())
+
+    assert missed(*of_one) <= 2e-5
+    assert missed(joined) > 0.1
