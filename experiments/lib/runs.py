@@ -18,6 +18,7 @@ import optax
 import smd_jax as smd
 from lib.arms import Arm
 from lib.files import Row, fingerprint, number, read_kept, write_kept
+from lib.lookup import Lookup, LookupEvaluator
 from lib.problems import Problem, Split, tokenizer
 from lib.provenance import clean_commit, commit, provenance
 from lib.samplers import FULL_CACHE, Sampler
@@ -240,7 +241,8 @@ def make_loop(job: Job) -> smd.GRPOLoop:
         seed=job.seed,
     )
     parts = smd.Decoder(job.problem.model_config()), job.problem.rows("train"), tokens, make_optimizer(job), config
-    return smd.GRPOLoop(*parts)
+    environment = job.problem.environment() if isinstance(job.problem, Lookup) else None
+    return smd.GRPOLoop(*parts, environment=environment)
 
 
 def make_optimizer(job: Job) -> optax.GradientTransformation:
@@ -255,7 +257,9 @@ def make_optimizer(job: Job) -> optax.GradientTransformation:
     return job.arm.optimizer(adam)
 
 
-def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split: Split, rows: int) -> Evaluator:
+def make_evaluator(
+    loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split: Split, rows: int
+) -> Evaluator | LookupEvaluator:
     """Evaluates under the budget and with the full cache, at the sampler's temperature and greedily."""
     greedy = SamplingConfig(temperature=0.0)
     decodes = (
@@ -267,13 +271,16 @@ def make_evaluator(loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split
     if isinstance(sampler.eviction, LearnedGate):
         # Tokens and evictions without chance; only in the curve.
         decodes += (Decode("sparse_decided", replace(sampler.eviction, greedy=True), sampling=greedy),)
+    if isinstance(problem, Lookup):
+        parts = loop.model, problem, problem.rows(split, rows), loop.tokenizer, loop.config.rollout, decodes
+        return LookupEvaluator(*parts)
     config = EvaluationConfig(
         decodes=decodes, rollout=loop.config.rollout, prompt_width=problem.prompt_width, rows=rows, seed=7
     )
     return Evaluator(loop.model, problem.rows(split, rows), loop.tokenizer, config)
 
 
-def evaluated(evaluator: Evaluator, params: Any) -> dict[str, float]:
+def evaluated(evaluator: Evaluator | LookupEvaluator, params: Any) -> dict[str, float]:
     """Decoding -> mean reward."""
     return {result.name: result.reward for result in evaluator.run(params)}
 

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 import smd_jax as smd
 from lib.files import ROOT, Row
+from lib.lookup import Lookup, LookupEvaluator, examples_of_lookup
 from lib.problems import Problem, tokenizer
 from lib.samplers import FULL_CACHE
 from smd_jax.message.sampling import SamplingConfig
@@ -143,6 +144,8 @@ def examples_of(problem: Problem, step: int, seed: int, tokens: Tokenizer) -> Ex
     rows = lesson.rows("train")
     # Other rows than those of the first rollouts, which use the seed itself.
     batch = [rows[int(i)] for i in batch_indices(len(rows), size, step, 10_000 + seed)]
+    if isinstance(lesson, Lookup):
+        return examples_of_lookup(lesson, batch, tokens)
     pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
     examples = encode_examples(tokens, *pairs, width=lesson.prompt_width + lesson.response_width)
     if lesson.length == problem.length:
@@ -180,7 +183,9 @@ def _trained(problem: Problem, seed: int, level: StartLevel, unfinished: Path) -
     )
 
 
-def _evaluator(model: smd.Decoder, problem: Problem, level: StartLevel, tokens: Tokenizer) -> Evaluator:
+def _evaluator(
+    model: smd.Decoder, problem: Problem, level: StartLevel, tokens: Tokenizer
+) -> Evaluator | LookupEvaluator:
     """On validation rows, with the full cache."""
     rollout = smd.RolloutConfig(
         max_new_tokens=problem.response_width,
@@ -190,6 +195,8 @@ def _evaluator(model: smd.Decoder, problem: Problem, level: StartLevel, tokens: 
         pad_token_id=pad_token_id(tokens),
     )
     decode = Decode("dense", FULL_CACHE, sampling=SamplingConfig(temperature=0.0) if level.greedy else None)
+    if isinstance(problem, Lookup):
+        return LookupEvaluator(model, problem, problem.rows("validation", level.rows), tokens, rollout, (decode,))
     config = EvaluationConfig(
         decodes=(decode,), rollout=rollout, prompt_width=problem.prompt_width, rows=level.rows, seed=7
     )

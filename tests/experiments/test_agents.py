@@ -1,0 +1,50 @@
+"""The task of the study of agents: a conversation without a mistake has reward 1, and is what the start imitates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lib import runs
+from lib.arms import arms_of
+from lib.command import QUICK
+from lib.lookup import NOISE_LENGTH, Lookup, Shelf, encoded
+from lib.problems import problem_of, tokenizer
+from lib.runs import Job
+from lib.samplers import sampler_of
+
+
+def test_a_conversation_without_a_mistake():
+    problem = Lookup(4)
+    assert problem_of(problem.label) == problem
+    for row in (problem.rows("train")[index] for index in (0, 1, 77)):
+        shelf, letters, answer = Shelf(), row["prompt"][:-1], row["answer"]
+        text = shelf.reset(row)
+        for turn, letter in enumerate(letters):
+            said, reward, done = shelf.step(answer[:turn] + letter)
+            assert (said[0], len(said), reward, done) == (answer[turn], 1 + NOISE_LENGTH, 0.0, False)
+            text += f"{answer[:turn]}{letter}|{said}"
+        assert shelf.step(answer) == ("", 1.0, True)
+        ids, targets = encoded(row, tokenizer())
+        assert tokenizer().decode(ids).replace("<end>", "|") == f"{text}{answer}|"
+        assert sum(targets) == 4 + 6 + 4 + 5 and len(ids) <= problem.prompt_width + problem.response_width
+        assert max(len(answer) + 2, 5) == problem.turn_tokens
+
+
+@pytest.mark.parametrize(("said", "reward"), [("", 0.0), ("21", 0.0), ("19", 0.5), ("123", 1.0)])
+def test_the_last_turn_is_graded(said: str, reward: float):
+    shelf = Shelf()
+    shelf.reset({"prompt": "ab=", "answer": "12", "values": "12345678", "noise": ["qr", "st"]})
+    assert shelf.step("c") == ("3qr", 0.0, False)
+    assert shelf.step("=") == ("=st", 0.0, False)
+    assert shelf.step(said) == ("", reward, True)
+
+
+@pytest.mark.slow
+def test_a_run(tmp_path: Path):
+    sizes = replace(QUICK, start=replace(QUICK.start, reward=0.0))
+    job = Job(Lookup(2), sampler_of("snapkv:8+4"), arms_of(("shadow",))[0], 1e-3, 3, False, sizes)
+    row = runs.execute(job, tmp_path / "runs")
+    assert 0 <= row["sparse"] <= 1 and row["mismatch_kl"] <= runs.MAX_MISMATCH_KL and row["task"] == "lookup-2"
