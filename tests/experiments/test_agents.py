@@ -28,7 +28,7 @@ def test_a_conversation_without_a_mistake():
             text += f"{answer[:turn]}{letter}|{said}"
         assert shelf.step(answer) == ("", 1.0, True)
         ids, targets = encoded(row, tokenizer())
-        assert tokenizer().decode(ids).replace("<end>", "|") == f"{text}{answer}|"
+        assert str(tokenizer().decode(ids)).replace("<end>", "|") == f"{text}{answer}|"
         assert sum(targets) == 4 + 6 + 4 + 5 and len(ids) <= problem.prompt_width + problem.response_width
         assert max(len(answer) + 2, 5) == problem.turn_tokens
 

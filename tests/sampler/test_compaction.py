@@ -77,11 +77,11 @@ def test_each_context_is_exact_and_begins_with_prompt_and_summary():
     for row in np.flatnonzero(result.present):
         conversation, number = divmod(int(row), 3)
         index += 1
-        tokens = said[index].tokens.tolist()
+        tokens = np.asarray(said[index].tokens).tolist()
         assert tokens[: len(PROMPTS[conversation])] == PROMPTS[conversation]
         if number == 0:
             continue
-        before, sampled = said[index - 1].tokens, np.asarray(said[index - 1].sampled)
+        before, sampled = np.asarray(said[index - 1].tokens), np.asarray(said[index - 1].sampled)
         summary = before[np.flatnonzero(~sampled)[-1] + 1 :].tolist()
         begins = len(PROMPTS[conversation]) + 1
         assert before[np.flatnonzero(~sampled)[-2:]].tolist() == [55, 56]

@@ -137,12 +137,14 @@ def test_tokens_that_were_read_have_no_loss():
     sampled = np.asarray(trajectory.response_mask)
     read = np.asarray(trajectory.valid)[:, trajectory.prompt_width :] & ~sampled
     assert read.sum() > 30 and sampled.sum() > 30
+    assert trajectory.entropy is not None
     other = trajectory.replace(
         logprobs=jnp.where(sampled, trajectory.logprobs, -7.0), entropy=jnp.where(sampled, trajectory.entropy, 9.0)
     )
     states = [loop.learn(new_state(), samples._replace(trajectory=each))[0] for each in (trajectory, other)]
     assert_bitwise_equal(*states)
-    assert not np.array_equal(*(np.asarray(jax.tree.leaves(x.params)[0]) for x in (states[0], new_state())))
+    moved, first = (np.asarray(jax.tree.leaves(x.params)[0]) for x in (states[0], new_state()))
+    assert not np.array_equal(moved, first)
 
 
 @pytest.mark.slow
