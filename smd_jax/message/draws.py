@@ -1,11 +1,12 @@
-"""Evictions as draws: what a sampler records of them beside the mask, and their log-probability.
+"""Sampled evictions: their record in addition to the mask, and their log-probability.
 
-The keys that go at a compression are drawn one after the other without replacement, a key with logit x with a
-probability in proportion to exp(-x) among those that are left (Plackett-Luce). Of a, b, c, d two go, c first, then a:
+At a compression, keys are evicted one by one without replacement; a key with logit x is chosen with probability
+proportional to exp(-x) among the remaining keys (Plackett-Luce). Of a, b, c, d two are evicted, c first, then a:
 
     log p  =  log  e^-c / (e^-a + e^-b + e^-c + e^-d)  +  log  e^-a / (e^-a + e^-b + e^-d)
 
-`evicted_at` of the mask says which keys went when, so one more integer per key is all there is to record: their order.
+The mask's `evicted_at` records which keys were evicted when, so the only extra record is their order, one integer per
+key.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from smd_jax.message.masks import NEVER, record_evictions
 from smd_jax.pytrees import any_leaves
 
 STAYED = -1  # order of a key that no draw has evicted
-NO_WEIGHT = -1e30  # in place of log 0
+NO_WEIGHT = -1e30  # finite substitute for log 0
 
 
 @any_leaves
 class EvictionDraws(struct.PyTreeNode):
-    """The draws of a rollout. Compression i comes after the query of column `first + i * length - 1`: its keys are gone
-    for the query of the next column.
+    """The draws of a rollout. Compression i comes after the query of column `first + i * length - 1`; the query of the
+    next column does not see its keys.
 
     Attributes:
-      order: `[batch, layers, kv_heads, T]` keys that went at the same compression are numbered in the order in which
-        they were drawn, ascending, not always from 0 on; -1: not drawn (kept, padding, behind the end of the row).
-      logprobs: `[batch, layers, kv_heads, compressions]` the sampler's, in nats; 0 where nothing went or counts.
-      gate: of whose logits these are draws. Static.
-      first: column of the first query that the first compression concerns, the prompt's width. Static.
+      order: `[batch, layers, kv_heads, T]` ascending sampling order of the keys evicted at the same compression, not
+        always from 0 on; -1: not sampled (kept, padding, after the end of the row).
+      logprobs: `[batch, layers, kv_heads, compressions]` of the sampler, in nats; 0 without a counted draw.
+      gate: the gate whose logits were sampled. Static.
+      first: column of the first query after the first compression, the prompt's width. Static.
       length: columns between two compressions, the buffer. Static.
-      group_size: consecutive rows that share a prompt, and so the draw at its end. Static.
+      group_size: consecutive rows that share a prompt, and therefore the draw at its end. Static.
     """
 
     order: Int[Array, "batch layers kv_heads T"]
@@ -49,22 +50,22 @@ class EvictionDraws(struct.PyTreeNode):
 
     @property
     def boundaries(self) -> Int[Array, " compressions"]:
-        """The first column whose query did not see what went, for every compression."""
+        """The first column whose query did not see the evicted keys, for every compression."""
         return self.first + self.length * jnp.arange(self.logprobs.shape[-1], dtype=jnp.int32)
 
     def first_columns(self, columns: int) -> EvictionDraws:
-        """The draws within the first `columns` columns alone."""
+        """The draws within the first `columns` columns."""
         count = boundary_count(self.first, self.length, columns)
         return self.replace(order=self.order[..., :columns], logprobs=self.logprobs[..., :count])
 
     def counted(self, valid: Bool[Array, "batch T"]) -> Bool[Array, "batch compressions"]:
-        """Compressions that a later token of the row was drawn after. (The token of column c is drawn from the hidden
-        state of column c - 1, so a compression before column c concerns tokens from c + 1 on.)"""
+        """Compressions before a later token of the row. (The token of column c is sampled from the hidden state of
+        column c - 1, so a compression before column c affects tokens from c + 1 on.)"""
         after = self.first + valid[:, self.first :].sum(axis=1, dtype=jnp.int32)  # column behind a row's last token
         return self.boundaries[None] + 1 < after[:, None]
 
     def trained(self, valid: Bool[Array, "batch T"]) -> Bool[Array, "batch compressions"]:
-        """Counted compressions that are draws of their own row, which is what a row's advantage can judge.
+        """Counted compressions that were sampled for a single row, so that the row's advantage applies.
 
         At the prompt's end a group of several rows shares one draw z. Its score-function gradient is
         (R - b) ∇ log p(z) with the group's mean reward R and a baseline b that does not depend on z. The baseline of a
@@ -75,14 +76,14 @@ class EvictionDraws(struct.PyTreeNode):
 
 
 def boundary_count(first: int, length: int, columns: int) -> int:
-    """Compressions before the last column: one after the prompt, one after each segment that has a query behind it."""
+    """Compressions before the last column: one after the prompt, one after each segment with a later query."""
     return 1 + max(columns - 1 - first, 0) // length
 
 
 def record_order(
     order: Int[Array, "batch kv_heads columns"], dropped: Int[Array, "batch kv_heads compressions rest"]
 ) -> Int[Array, "batch kv_heads columns"]:
-    """Numbers the keys of the columns that each compression `dropped` in their order; negative columns note nothing."""
+    """Numbers the keys that each compression `dropped`, in order; negative columns are ignored."""
     numbers = jnp.broadcast_to(jnp.arange(dropped.shape[-1], dtype=jnp.int32), dropped.shape)
     flat = (*dropped.shape[:2], -1)
     return record_evictions(order, dropped.reshape(flat), numbers.reshape(flat))
@@ -93,10 +94,10 @@ def candidates(
     order: Int[Array, "batch kv_heads T"],
     boundaries: Int[Array, " compressions"],
 ) -> tuple[Bool[Array, "batch kv_heads compressions T"], Bool[Array, "batch kv_heads compressions T"]]:
-    """Which keys were in a layer's cache at each compression, and which of them it took."""
+    """The keys in a layer's cache at each compression, and those that it evicted."""
     boundary = boundaries[None, None, :, None]
     columns = jnp.arange(evicted_at.shape[-1], dtype=jnp.int32)
-    # A key whose window ends here was not there to be drawn: it has no order.
+    # A key outside the sliding window could not be sampled and has no order.
     goes = (evicted_at[:, :, None] == boundary) & (order[:, :, None] != STAYED)
     stays = (columns[None, None, None] < boundary) & (evicted_at[:, :, None] > boundary)
     return goes | stays, goes
@@ -108,13 +109,14 @@ def ordered_logprob(
     candidate: Bool[Array, "*draws keys"],
     goes: Bool[Array, "*draws keys"],
 ) -> Float[Array, "*draws"]:
-    """log p that, of the candidates, those that go were drawn in this order, see above; 0 where none goes.
+    """log p of evicting these candidates in this order, see above; 0 without evictions.
 
     Args:
-      logits: what keys are worth, higher = keep. order: of those that go, ascending; others' are not read.
+      logits: worth of the keys, higher = keep.
+      order: ascending order of the evicted keys; other values are ignored.
     """
-    # Those that go in their order, then those that stay, then what is no candidate and has no weight. A finite number:
-    # a sum over nothing but -inf would be NaN.
+    # Evicted keys in their order, then kept keys, then others without weight. Finite, because a sum over only -inf is
+    # NaN.
     weights = jnp.where(candidate, -logits, NO_WEIGHT)
     place = jnp.where(goes, order, jnp.where(candidate, NEVER - 1, NEVER))
     by_place = jnp.argsort(place, axis=-1)
@@ -123,7 +125,7 @@ def ordered_logprob(
 
 @jax.custom_jvp
 def _log_choices(weights: Float[Array, "*draws keys"], drawn: Bool[Array, "*draws keys"]) -> Float[Array, "*draws"]:
-    """log p of choosing one key after the other, from the left, of exp(weights) among itself and all behind it."""
+    """log p of choosing keys from left to right, each with weight exp(weights) among itself and all later keys."""
     return jnp.where(drawn, weights - _behind(weights), 0.0).sum(axis=-1)
 
 
@@ -133,9 +135,9 @@ def _behind(weights: Float[Array, "*draws keys"]) -> Float[Array, "*draws keys"]
 
 @_log_choices.defjvp
 def _log_choices_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    """By hand, because a derivative of cumulative sums of exponentials is a program several times as long.
+    """Written by hand: the automatic derivative of cumulative sums of exponentials is several times as long.
 
-    Key j was there to be chosen in every draw i up to its own, with probability exp(weight j - sum behind i):
+    Key j could be chosen in every draw i up to its own, with probability exp(weight j - sum behind i):
 
         d log p / d weight j  =  [j drawn] - sum over drawn i <= j of exp(weight j - behind i)
     """

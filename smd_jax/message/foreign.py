@@ -1,7 +1,7 @@
-"""Which keys the queries of somebody else's sampler saw: from what it reports of each row to a shadow mask.
+"""Converts the eviction records of another engine to a shadow mask.
 
-Rows come without padding, and every number that names a token is its position in its own row: prompt 0 … p-1, response
-p … n-1. One layer and KV head of a row with a prompt of 4 and a response of 5:
+Rows have no padding, and tokens are numbered by their position in their own row: prompt 0 … p-1, response p … n-1. One
+layer and KV head of a row with a prompt of 4 and a response of 5:
 
     position          0 1 2 3 | 4 5 6 7 8
     after query 5     1 1 . 1   1 .            kept: (5, [0, 1, 3, 4])   or dropped: (5, [2, 5])
@@ -9,9 +9,9 @@ p … n-1. One layer and KV head of a row with a prompt of 4 and a response of 5
     after query 7     . 1 . 1   . . 1 1        kept: (7, [1, 3, 6, 7])   or dropped: (7, [0, 4])
     query 8 sees      . 1 . 1   . . 1 1 1
 
-The token 8 was drawn from what query 7 gave. Whether its own key ever entered a cache doesn't matter: no query follows.
+Token 8 was sampled from the output of query 7. Whether its key entered the cache does not matter: no query follows.
 
-Numpy only: nothing here is traced. `Trajectory.from_records` says what may be reported and what is refused.
+NumPy only, nothing is traced. `Trajectory.from_records` documents the accepted records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from smd_jax.message.foreign_tokens import Ints, PaddedRows, whole_numbers
 from smd_jax.message.masks import NEVER, intervals
 
-# The position of the last query that saw what was dropped, and positions of keys, `[layer][kv_head][…]`.
+# The position of the last query that saw the dropped keys, and positions of keys, `[layer][kv_head][…]`.
 Compression = tuple[SupportsIndex, Sequence[Sequence[Ints]] | np.ndarray]
 
 
@@ -38,10 +38,10 @@ def evicted_by_row(
     evicted_at: Sequence[np.ndarray] | None,
     visible: Sequence[np.ndarray] | None,
 ) -> list[np.ndarray]:
-    """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from whichever record there is.
+    """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from the given record.
 
     Args:
-      lengths: `[batch]` tokens of each row. The others: see `Trajectory.from_records`.
+      lengths: `[batch]` tokens of each row. For the others see `Trajectory.from_records`.
     """
     if layers < 1 or kv_heads < 1:
         raise ValueError(f"expected layers >= 1 and kv_heads >= 1; got {layers} and {kv_heads}")
@@ -69,8 +69,8 @@ def evicted_by_row(
 def to_columns(by_row: Sequence[np.ndarray], rows: PaddedRows) -> np.ndarray:
     """`evicted_at [batch, layers, kv_heads, T]` by columns, from `[layers, kv_heads, tokens]` by positions.
 
-    A row has no query behind its last token: where padding follows, whatever was left goes there, so that padding sees
-    nothing and a row that ended early keeps to its segments like any other.
+    A row has no query after its last token. If padding follows, all remaining keys are evicted there, so that padding
+    sees nothing and a row that ended early respects its segments.
     """
     columns = rows.tokens.shape[1]
     found = np.zeros((len(by_row), *by_row[0].shape[:2], columns), np.int32)  # padding: never seen
@@ -86,7 +86,7 @@ def to_columns(by_row: Sequence[np.ndarray], rows: PaddedRows) -> np.ndarray:
 
 
 class _Sizes(NamedTuple):
-    """Of one row: its number in the batch, for messages, its tokens, and the model's layers and KV heads."""
+    """A row's number in the batch, for messages, its tokens, and the model's layers and KV heads."""
 
     row: int
     tokens: int
@@ -97,7 +97,7 @@ class _Sizes(NamedTuple):
 def _from_compressions(
     compressions: Sequence[Compression], kind: Literal["kept", "dropped"], sizes: _Sizes
 ) -> np.ndarray:
-    """From compressions in the order of time, of which two may follow the same query."""
+    """Reads compressions in time order; two may follow the same query."""
     row, tokens, layers, kv_heads = sizes
     evicted_at = np.full((layers, kv_heads, tokens), NEVER, np.int32)
     before = 0
@@ -111,7 +111,7 @@ def _from_compressions(
             )
         before = last
         named, there = _rectangle(keys, layers, kv_heads, where)
-        there_were = evicted_at[:, :, : last + 1]  # a view: what is written below lands in `evicted_at`
+        there_were = evicted_at[:, :, : last + 1]  # a view: writes below change `evicted_at`
         marked = _marked(named, there, there_were, kind, f"{where} after query {last}")
         alive = there_were == NEVER
         there_were[alive & (~marked if kind == "kept" else marked)] = last + 1
@@ -121,7 +121,7 @@ def _from_compressions(
 def _rectangle(
     keys: Sequence[Sequence[Ints]] | np.ndarray, layers: int, kv_heads: int, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions `[layers, kv_heads, most]`, and where there is one: heads may name different numbers of keys."""
+    """Positions `[layers, kv_heads, most]` and a mask of them, because heads may name different numbers of keys."""
     if len(keys) != layers:
         raise ValueError(f"expected keys of {layers} layers; got {len(keys)} ({where})")
     for layer, heads in enumerate(keys):
@@ -141,13 +141,14 @@ def _rectangle(
 def _marked(
     named: np.ndarray, there: np.ndarray, evicted_at: np.ndarray, kind: Literal["kept", "dropped"], where: str
 ) -> np.ndarray:
-    """`[layers, kv_heads, keys]` booleans of the keys that are named, each of which must be in the cache, and once.
+    """`[layers, kv_heads, keys]` booleans of the named keys; each must be in the cache and be named once.
 
     Args:
-      named, there: of `_rectangle`. evicted_at: `[layers, kv_heads, keys]` of the keys that there were so far.
+      named, there: from `_rectangle`.
+      evicted_at: `[layers, kv_heads, keys]` of the keys so far.
     """
     keys = evicted_at.shape[-1]
-    # Loops over `[:1]`, here and below: the first place where something is wrong, if there is one.
+    # Loops over `[:1]`, here and below, report the first error.
     for layer, head, place in np.argwhere(there & ((named < 0) | (named >= keys)))[:1]:
         raise ValueError(
             f"expected {kind} keys from 0 to {keys - 1}, those that the query could see; got "
@@ -169,7 +170,7 @@ def _marked(
 
 
 def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
-    """The same, spread out over layers and heads."""
+    """Checks `evicted_at` and broadcasts it over layers and heads."""
     row, tokens, layers, kv_heads = sizes
     found = np.asarray(evicted_at)
     _check_shape("evicted_at", found.shape, (layers, kv_heads, tokens), row)
@@ -184,7 +185,7 @@ def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
 
 
 def _from_visible(visible: np.ndarray, sizes: _Sizes) -> np.ndarray:
-    """From booleans, query before key."""
+    """Reads booleans, query before key."""
     row, tokens, layers, kv_heads = sizes
     found = np.asarray(visible)
     _check_shape("visible", found.shape, (layers, kv_heads, tokens, tokens), row)
@@ -194,7 +195,7 @@ def _from_visible(visible: np.ndarray, sizes: _Sizes) -> np.ndarray:
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], row: int) -> None:
-    """Layers and KV heads may be 1, for what all of them share."""
+    """Raises ValueError for a wrong shape. Layers and KV heads may be 1 if all share the record."""
     fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape[:2], expected, strict=False))
     if not fits or shape[2:] != expected[2:]:
         raise ValueError(

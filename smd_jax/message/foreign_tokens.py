@@ -1,6 +1,6 @@
-"""Tokens and log-probabilities of somebody else's sampler: checked, and padded as a Trajectory has them.
+"""Checks and pads tokens and log-probabilities of another engine.
 
-`smd_jax.message.foreign` reads the other half, which keys the queries saw. `Trajectory.from_records` joins both.
+`smd_jax.message.foreign` reads the evictions. `Trajectory.from_records` joins both.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import numpy as np
 Ints = Sequence[SupportsIndex] | np.ndarray
 Floats = Sequence[SupportsFloat] | np.ndarray
 
-ROUNDING = 1e-4  # nats above 0 that a log-probability may have where it is a difference of float32 numbers
+ROUNDING = 1e-4  # nats above 0 that a log-probability may reach by float32 rounding
 MOST_IDS = np.iinfo(np.int32).max
 
 
 class PaddedRows(NamedTuple):
-    """Tokens of a batch as a Trajectory has them: prompts end at column P - 1, responses begin at P.
+    """Tokens of a batch in a Trajectory's layout: prompts end at column P - 1, responses begin at P.
 
     Attributes:
-      tokens, valid: `[batch, T]`. logprobs: `[batch, R]` float32, 0 behind the end of a row.
-      start: `[batch]` column of each row's position 0. lengths: `[batch]` its tokens.
+      tokens, valid: `[batch, T]`.
+      logprobs: `[batch, R]` float32, 0 after the end of a row.
+      start: `[batch]` column of each row's position 0.
+      lengths: `[batch]` tokens of each row.
     """
 
     tokens: np.ndarray
@@ -33,13 +35,14 @@ class PaddedRows(NamedTuple):
 
 
 def unpad(padded: np.ndarray, valid: np.ndarray) -> list[np.ndarray]:
-    """Rows without their padding, from arrays as most engines have them.
+    """Removes the padding of rows.
 
     Args:
-      padded: `[batch, width]` tokens or log-probabilities. valid: `[batch, width]` booleans, or ones and zeros.
+      padded: `[batch, width]` tokens or log-probabilities.
+      valid: `[batch, width]` booleans, or ones and zeros.
 
     Raises:
-      ValueError: two shapes, or `valid` is no mask.
+      ValueError: different shapes, or `valid` is not a mask.
     """
     padded, valid = np.asarray(padded), np.asarray(valid)
     if padded.ndim != 2 or padded.shape != valid.shape:
@@ -59,7 +62,7 @@ def pad_tokens(
     response_width: int | None,
     pad_token_id: int,
 ) -> PaddedRows:
-    """The rows in one array, prompts padded on the left, responses on the right; see `Trajectory.from_records`."""
+    """Pads prompts on the left and responses on the right; see `Trajectory.from_records`."""
     if not len(prompts) == len(responses) == len(logprobs) or not len(prompts):
         raise ValueError(
             "expected as many prompts, responses and rows of log-probabilities, and at least one; got "
@@ -95,7 +98,7 @@ def _tokens(row: Ints, index: int, what: str, vocab_size: int | None) -> np.ndar
 
 
 def _vocabulary(size: int | None) -> int:
-    """As large as int32 can number them where nobody says."""
+    """Vocabulary size; the int32 maximum if unknown."""
     return MOST_IDS if size is None else size
 
 
@@ -130,7 +133,7 @@ def _width(name: str, asked: int | None, rows: list[np.ndarray]) -> int:
 
 
 def whole_numbers(numbers: Ints, where: str) -> np.ndarray:
-    """One-dimensional and of whole numbers; an empty list is one, too."""
+    """Checks for a one-dimensional array of whole numbers, which may be empty."""
     found = np.asarray(numbers)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise ValueError(

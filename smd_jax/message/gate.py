@@ -1,11 +1,11 @@
-"""A gate says how much each key is worth, from what sampler and learner both have: the key itself, its value, its age.
+"""Eviction gates, which compute the worth of each key from the key, its value, its position and its age.
 
     params    embed … norm      eviction_gate/layers_0, layers_1, …
               └─ the model ─┘   └─ a pytree of the gate's for every layer ─┘
 
-Its parameters lie beside the model's, under a name that no model looks at: optimizer, sharding and checkpoints carry
-them along. A sampler that evicts by draws from a gate's logits (`smd_jax.eviction.learned.LearnedGate`) is a policy
-over keys as well as over tokens, and the learner can recompute the probabilities of both.
+The gate's parameters are stored with the model's under a name that models ignore, so optimizer, sharding and
+checkpoints include them. A sampler that samples evictions from a gate's logits (`smd_jax.eviction.learned.LearnedGate`)
+is a policy over keys and tokens, and the learner can recompute both probabilities.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from jaxtyping import Array, Float, Int
 from smd_jax.typed_fields import check_types
 
 EVICTION_GATE = "eviction_gate"
-KEPT = 1e9  # logit of a key that no draw takes; finite, because differences of infinities would be NaN
+KEPT = 1e9  # logit of a protected key; finite, because differences of infinities are NaN
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Base of all gates: a frozen dataclass, hashable, because it is a static argument. To add one: a class of your own
-    with these two methods, in any file."""
+    """Base of all gates: a frozen, hashable dataclass, usable as a static argument. A subclass defines `init` and
+    `logits`."""
 
     @property
     def protected(self) -> int:
-        """Keys that no draw takes; the budget must hold them."""
+        """Number of keys that are never evicted; the budget must hold them."""
         return 0
 
     @abstractmethod
     def init(self, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Any:
-        """Fresh parameters of one layer, a mapping of arrays."""
+        """Initial parameters of one layer, a mapping of arrays."""
 
     @abstractmethod
     def logits(
@@ -48,32 +48,31 @@ class Gate:
         positions: Int[Array, "batch heads_or_one keys"],
         newest: Int[Array, "batch compressions"],
     ) -> Float[Array, "batch kv_heads compressions keys"]:
-        """What each key is worth at each compression, higher = keep, in float32 or wider; defined, but meaningless,
-        for places without a key (negative positions) and for keys that come later than the compression.
+        """Worth of each key at each compression, higher = keep, in float32 or wider. Values for empty slots (negative
+        positions) and for keys after the compression are ignored.
 
-        The sampler asks for one compression and the keys that are in the cache, the learner for all of them at once.
-        The two must agree, so nothing but the arguments may enter: no mean over the keys, for example, because the
-        learner's are others.
+        The sampler passes one compression and the cached keys, the learner all compressions and keys. Both must agree,
+        so a key's logit may not depend on the other keys.
 
         Args:
-          parameters: of the layer.
-          keys, values: keys after RoPE, as they are cached.
-          positions: of the keys in their own sequence. newest: position of the newest query at each compression.
+          parameters: parameters of the layer.
+          keys, values: as cached, keys after RoPE.
+          positions: positions of the keys in their own sequence.
+          newest: position of the newest query at each compression.
         """
 
 
 @dataclass(frozen=True)
 class LinearGate(Gate):
-    """A key's worth, linear in its features, and how that changes with its age:
+    """Worth that is linear in the key's features, and changes with its age:
 
         logit = a(x) + b(x) log(1 + age)        x = (key, value, 1, log(1 + position)), age = newest - position
 
-    `a` and `b` are linear, each KV head has its own. Zeros at first: every key is worth the same, and a draw is that of
-    `Random`.
+    `a` and `b` are linear, per KV head, and start at zero: all keys have the same worth, as in `Random`.
 
     Attributes:
-      sinks: first keys of a sequence that never go. Pretrained models need them (arXiv:2309.17453), and would need
-        them while a fresh gate still learns that.
+      sinks: number of first keys of a sequence that are never evicted. Pretrained models need them (arXiv:2309.17453),
+        also before the gate has learned it.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
@@ -103,11 +102,11 @@ class LinearGate(Gate):
         newest: Int[Array, "batch compressions"],
     ) -> Float[Array, "batch kv_heads compressions keys"]:
         wide = jnp.promote_types(keys.dtype, jnp.float32)
-        # In the compute dtype first: the sampler converts its parameters once, the learner doesn't.
+        # Cast to the compute dtype first, because the sampler casts its parameters and the learner does not.
         kernel = parameters["kernel"].astype(keys.dtype).astype(wide)
         places = jnp.broadcast_to(positions[..., None], (*keys.shape[:3], 1))
         features = [keys.astype(wide), values.astype(wide), jnp.ones(places.shape, wide), _log1p(places, wide)]
-        # A product of a few numbers for each key. The default on accelerators is not float32's.
+        # A small product per key. Accelerators multiply float32 in fewer bits by default.
         worth = jnp.einsum("bhsf,hfo->bhso", jnp.concatenate(features, axis=-1), kernel, precision="highest")
         ages = _log1p(newest[:, None, :, None] - positions[:, :, None], wide)
         logits = worth[:, :, None, :, 0] + worth[:, :, None, :, 1] * ages
@@ -115,7 +114,7 @@ class LinearGate(Gate):
 
 
 def _log1p(count: Int[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    # Places without a key have negative positions, and keys to come negative ages.
+    # Empty slots have negative positions, and later keys negative ages.
     return jnp.log1p(jnp.maximum(count, 0).astype(dtype))
 
 
@@ -128,14 +127,15 @@ def add_gate(
     head_dim: int,
     dtype: DTypeLike = jnp.float32,
 ) -> dict[str, Any]:
-    """The parameters with a fresh gate beside the model's.
+    """Adds an untrained gate to the parameters.
 
     Args:
-      params: of the policy, a mapping; its leaves stay the same objects.
-      num_layers, num_kv_heads, head_dim: of the model. dtype: of the gate's parameters, float32 or wider.
+      params: parameters of the policy, a mapping; its leaves stay the same objects.
+      num_layers, num_kv_heads, head_dim: of the model.
+      dtype: dtype of the gate's parameters, float32 or wider.
 
     Raises:
-      ValueError: if there is a gate already.
+      ValueError: if the parameters already have a gate.
     """
     if EVICTION_GATE in params:
         raise ValueError(f"expected parameters without a gate, which would be lost; got {sorted(params)}")
@@ -144,7 +144,7 @@ def add_gate(
 
 
 def drop_gate(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the model alone, for `save_checkpoint`; of a model without a gate the same."""
+    """The parameters without the gate, for `save_checkpoint`."""
     return {name: leaf for name, leaf in params.items() if name != EVICTION_GATE}
 
 

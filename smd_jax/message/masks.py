@@ -1,7 +1,7 @@
-"""Attention masks: the one place that builds, stores and converts them.
+"""Builds, stores and converts attention masks.
 
 Columns number the tokens of a left-padded batch: prompt 0 … P-1, response P … T-1. An evicted key never comes back, so
-what query t may see is an interval per key, and one integer per key says it all:
+each key is visible for an interval of queries, and one integer per key describes the mask:
 
     visible[b, l, h, t, s]  =  (s <= t)  and  (t < evicted_at[b, l, h, s])
 
@@ -53,15 +53,15 @@ class KeyInterval(struct.PyTreeNode):
 
 @any_leaves
 class ShadowMask(struct.PyTreeNode):
-    """Which keys every query of a rollout could see, per layer and KV head, in one integer per key.
+    """The keys that each query of a rollout could see, per layer and KV head, as one integer per key.
 
     Attributes:
       evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
-        for a key that was never evicted. The layer and head axes may be 1, for a mask that all share.
-      segments: one for every layer, or one for all: where the sampler compressed its cache, and to how many keys. With
-        it the learner's attention need not look at every key. Static. It is a promise, which `with_segments` checks:
-        whoever changes `evicted_at` by hand sets `segments=()`, or else attention may leave out keys that are visible.
-      quantized: how a key of a quantised cache looks to queries that come after its segment; None: as it is.
+        for a key that was never evicted. The layer and head axes may be 1, for a shared mask.
+      segments: per layer, or one for all layers: where the sampler compressed its cache, and to how many keys. It lets
+        the learner's attention skip keys. Static. `with_segments` checks it. If you change `evicted_at`, set
+        `segments=()`; otherwise attention may skip visible keys.
+      quantized: description of the quantised cache, whose keys later segments see quantised; None: full precision.
     """
 
     evicted_at: Int[Array, "batch layers kv_heads keys"]
@@ -70,22 +70,22 @@ class ShadowMask(struct.PyTreeNode):
 
     def layer(self, index: int) -> KeyInterval:
         """The mask of one layer."""
-        # Where there is one entry, it stands for all layers.
+        # A single entry is shared by all layers.
         segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
         quantized = None if self.quantized is None else self.quantized.layer(index)
         return KeyInterval(self.evicted_at[:, min(index, self.evicted_at.shape[1] - 1)], segments, quantized)
 
     def first_columns(self, columns: int) -> ShadowMask:
-        """The mask of the first `columns` columns alone, as if nothing had followed them."""
+        """The mask of the first `columns` columns."""
         quantized = None if self.quantized is None else self.quantized.first_columns(columns)
         return self.replace(evicted_at=self.evicted_at[..., :columns], quantized=quantized)
 
     def with_segments(self, segments: tuple[Segments, ...]) -> ShadowMask:
-        """The same mask, promised to keep to these segments; reads the values, so it cannot run under jit.
+        """The same mask with these segments, after a check of its values; cannot run under jit.
 
         Raises:
-          ValueError: if at a boundary more keys are visible than its budget, or there are segments for neither one
-            nor all layers.
+          ValueError: if more keys than the budget are visible at a boundary, or the number of segments is neither one
+            nor the number of layers.
         """
         layers = self.evicted_at.shape[1]
         if len(segments) not in (1, layers):
@@ -105,11 +105,11 @@ class ShadowMask(struct.PyTreeNode):
 
     @classmethod
     def from_boolean(cls, mask: Bool[Array, "batch layers kv_heads queries keys"]) -> ShadowMask:
-        """Compresses an explicit mask of the eviction kind; reads the values, so it cannot run under jit.
+        """Converts an explicit boolean mask; reads its values, so it cannot run under jit.
 
         Raises:
-          ValueError: if a query sees a later key, or an evicted key comes back: such a mask has no interval form, and
-            only the explicit boolean form can carry it.
+          ValueError: if a query sees a later key, or an evicted key comes back. Such a mask has no interval form and
+            must stay boolean.
         """
         visible = np.asarray(mask)
         queries, keys = visible.shape[-2:]
@@ -127,14 +127,14 @@ def intervals(visible: np.ndarray, first_row: int = 0) -> np.ndarray:
     has as many queries as keys.
 
     Args:
-      first_row: what messages call the first row of the batch.
+      first_row: number of the first row in messages.
 
     Raises:
       ValueError: see `ShadowMask.from_boolean`.
     """
     queries, keys = visible.shape[-2:]
-    # Without gaps, the queries that see a key follow on its own: its column plus their number is the first that does
-    # not. Whether there are gaps shows when the mask is rebuilt from it.
+    # Without gaps, the key's column plus the number of queries that see it is the first that does not. Rebuilding the
+    # mask reveals gaps.
     evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
     evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
     query = np.arange(queries)[:, None]
@@ -144,7 +144,7 @@ def intervals(visible: np.ndarray, first_row: int = 0) -> np.ndarray:
 
 
 def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray, first_row: int) -> None:
-    """Raises where `given` is not what its interval form would replay."""
+    """Raises ValueError if `given` differs from the mask rebuilt from its intervals."""
     wrong = np.argwhere(given != rebuilt)
     if not len(wrong):
         return
@@ -160,10 +160,9 @@ def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray, first_row: int) -> N
 
 
 def _check_segments(evicted_at: np.ndarray, segments: Segments, layer: int) -> None:
-    """Raises where more keys than the budget are visible across a boundary."""
+    """Raises ValueError if more keys than the budget are visible across a boundary."""
     for column in range(segments.first, evicted_at.shape[-1], segments.length):
-        # The query at the boundary sees a key only if `column < evicted_at`: a key that goes right there does not
-        # count.
+        # The query at the boundary sees a key only if `column < evicted_at`: keys evicted there do not count.
         visible = (evicted_at[..., :column] > column).sum(-1)
         if (visible > segments.budget).any():
             batch, head = np.argwhere(visible > segments.budget)[0]
@@ -189,8 +188,8 @@ def record_evictions(
     dropped: Int[Array, "batch kv_heads slots"],
     now: Int[Array, "#batch #kv_heads #slots"],
 ) -> Int[Array, "batch kv_heads columns"]:
-    """Notes in a layer's shadow mask that the keys of the columns `dropped` are invisible from column `now` on; a
-    negative column notes nothing."""
+    """Records in a layer's shadow mask that the keys of the columns `dropped` are invisible from column `now` on;
+    negative columns are ignored."""
     outside = evicted_at.shape[-1]  # where scattered numbers are dropped
     target = jnp.where(dropped < 0, outside, dropped)
     batch, kv_heads, _ = target.shape
@@ -207,13 +206,15 @@ def layer_mask(mask: Mask, index: int) -> LayerMask:
 
 
 def windowed(mask: LayerMask, window: int | None) -> LayerMask:
-    """One layer's mask, of which every query sees the `window` newest columns alone, its own included; None: all.
+    """Restricts a layer's mask to a sliding window: each query sees only the `window` newest columns, including its
+    own.
+    None: no window.
 
-    A sliding window is an eviction known in advance, and has the same form: `evicted_at <= s + window`. So whatever
-    attends under a mask honours windows, too. To apply the same window twice changes nothing.
+    A sliding window is an eviction known in advance, `evicted_at <= s + window`, so all implementations of attention
+    support it. Applying a window twice has no effect.
 
     Raises:
-      ValueError: for a window that does not even hold the query's own key.
+      ValueError: for a window below 1.
     """
     if window is None:
         return mask
@@ -223,12 +224,11 @@ def windowed(mask: LayerMask, window: int | None) -> LayerMask:
     if not isinstance(mask, KeyInterval):
         query = jnp.arange(mask.shape[-2], dtype=jnp.int32)
         return mask & (query[None, None, :, None] < key[None, None, None] + window)
-    # Padding stays 0. At a boundary a window shows fewer than `window` earlier keys: segments may be promised less.
+    # Padding stays 0. At a boundary a window shows fewer than `window` earlier keys, so budgets may shrink.
     segments = mask.segments
     if segments is not None:
         segments = dataclasses.replace(segments, budget=min(segments.budget, window))
-    # A window alone makes segments of its own. Not where the cache was quantised: its copies have segments already, and
-    # attention takes one set.
+    # A window without segments defines segments, except for a quantised cache, which already has some.
     elif mask.quantized is None:
         segments = Segments(first=window, length=window, budget=window)
     evicted_at = jnp.minimum(mask.evicted_at, key[None, None] + window)
@@ -243,12 +243,12 @@ def to_visible(mask: LayerMask) -> Bool[Array, "#batch #kv_heads queries keys"]:
 def head_mask(mask: Mask, layer: int, num_heads: int) -> Bool[Array, "#batch heads queries keys"]:
     """One layer's mask in the layout of other libraries' attention: one boolean per query head, query and key.
 
-    `jax.nn.dot_product_attention` and `flax.nnx.MultiHeadAttention` take it as it is; `equinox.nn.MultiheadAttention`
-    takes it under a `jax.vmap` over the batch. It holds `queries * keys` booleans per head; `attend` needs none. These
-    functions give a query that sees no key, such as padding, the mean of all values or NaN, where `attend` gives zero.
+    `jax.nn.dot_product_attention` and `flax.nnx.MultiHeadAttention` take it directly; `equinox.nn.MultiheadAttention`
+    takes it under a `jax.vmap` over the batch. It holds `queries * keys` booleans per head; `attend` needs none. For a
+    query that sees no key, such as padding, these functions return the mean of all values or NaN; `attend` returns 0.
 
     Raises:
-      ValueError: num_heads is no multiple of the mask's KV heads.
+      ValueError: num_heads is not a multiple of the mask's KV heads.
     """
     visible = to_visible(layer_mask(mask, layer))
     kv_heads = visible.shape[1]
@@ -278,8 +278,8 @@ def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: i
 
 
 def positions(valid: Bool[Array, "batch columns"]) -> Int[Array, "batch columns"]:
-    """Position of each token in its own sequence: the first valid column of a row is 0, padding before it too."""
-    # argmax of booleans is the first true one.
+    """Position of each token in its own sequence: 0 for the first valid column of a row and for padding before it."""
+    # argmax of booleans returns the first true index.
     start = jnp.argmax(valid, axis=-1, keepdims=True)
     column = jnp.arange(valid.shape[-1], dtype=jnp.int32)[None]
     return jnp.maximum(column - start.astype(jnp.int32), 0)

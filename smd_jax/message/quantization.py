@@ -1,6 +1,6 @@
-"""Keys and values in few bits, after KIVI (arXiv 2402.02750): the arithmetic, and what a learner needs to repeat it.
+"""Quantisation of keys and values after KIVI (arXiv 2402.02750), and its replay in the learner.
 
-A group of numbers with the range [low, high] becomes integers from 0 to `2**bits - 1`, low being 0 and high the last:
+A group of numbers with the range [low, high] becomes integers from 0 (low) to `2**bits - 1` (high):
 
     code = round((x - low) / scale)      scale = (high - low) / (2**bits - 1)      x is then read as low + code * scale
 
@@ -10,11 +10,11 @@ values by token, over `value_group` channels. Groups of keys end at the prompt's
     columns   . 0 1 2 3 | 4 5 6 7 8 9      prompt of 4 and a column of padding, `group` 3
     group     0 0 1 1 1 | 2 2 2 3 3 3
 
-Rounding is a decision. A learner computes the same keys but for the last bits, and where one of them lies halfway
-between two codes it would decide otherwise: at 2 bits that is a third of the range. So the sampler records one bit an
-element, its code's parity, and the learner takes the nearest code of that parity. The sampler's quotient is within half
-of its code; a learner whose quotient is off by less than another half is nearer to that code than to the next of its
-parity, which is 2 away. So it finds the same code, at any number of bits.
+The learner's keys differ from the sampler's in the last bits, so an element halfway between two codes could round the
+other way; at 2 bits this is a third of the range. So the sampler records one bit per element, the parity of its code,
+and the learner takes the nearest code of that parity. The sampler's quotient is within 0.5 of its code, and the next
+code of the same parity is 2 away. So a learner whose quotient differs by less than 0.5 finds the same code, at any
+number of bits.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class QuantConfig:
     Attributes:
       bits: size of a code: 8, 4 or 2.
       group: columns that share a key channel's range; must divide the rollout's buffer.
-      value_group: channels that share a token's range; must divide head_dim, or be larger: then all channels do.
-      record_parity: the sampler records one bit per element of keys and values. Without, the learner rounds by itself
-        and errs where an element lies halfway between two codes.
+      value_group: channels that share a token's range; must divide head_dim, or be larger to include all channels.
+      record_parity: the sampler records one bit per element of keys and values. Without it the learner rounds by
+        itself, with errors for elements halfway between two codes.
     """
 
     bits: Bits
@@ -80,16 +80,16 @@ class QuantConfig:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Bytes of so many codes."""
+    """Bytes of `count` codes."""
     return -(-count * bits // BYTE)
 
 
 def pack(codes: UInt8[Array, "*lead count"], bits: int) -> UInt8[Array, "*lead bytes"]:
-    """Codes of 1, 2, 4 or 8 bits side by side, the first in a byte's lowest bits; zeros fill the last byte."""
+    """Packs codes of 1, 2, 4 or 8 bits, the first in a byte's lowest bits; zeros fill the last byte."""
     each = BYTE // bits
     codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % each)])
     parts = codes.reshape(*codes.shape[:-1], -1, each) << _shifts(bits, codes.ndim)
-    # Shifted codes share no bits, so their sum is their union.
+    # Shifted codes share no bits, so their sum is their bitwise or.
     return jnp.sum(parts, axis=-1, dtype=jnp.uint8)
 
 
@@ -99,10 +99,11 @@ def _shifts(bits: int, ndim: int) -> UInt8[Array, ...]:
 
 @any_leaves
 class Ranges(struct.PyTreeNode):
-    """Ranges of groups of keys or values, in their dtype: code c stands for `low + c * scale`.
+    """Ranges of groups of keys or values, in their dtype: code c means `low + c * scale`.
 
     Attributes:
-      low: the least of a group. scale: between two codes, 0 if all of a group are equal.
+      low: minimum of a group.
+      scale: step between two codes, 0 if all elements of a group are equal.
     """
 
     low: Float[Array, "batch kv_heads rows channels"]
@@ -118,11 +119,11 @@ def key_ranges(
     """The range of every channel of every group of columns, `[batch, kv_heads, groups, head_dim]`.
 
     Args:
-      valid: false for columns without a key, which belong to no group. A group without any has the range [0, 0].
+      valid: false for columns without a key, which are ignored. A group without keys has the range [0, 0].
       first: a column at which a group begins, such as the prompt's width.
     """
     grouped, real = (by_group(x, first, config.group) for x in (keys, valid[..., None]))
-    # Columns without a key must not widen a range: they are replaced by what a minimum or maximum never takes.
+    # Columns without a key must not widen a range: infinities are neutral for minimum and maximum.
     low = jnp.min(jnp.where(real, grouped, jnp.inf), axis=3)
     high = jnp.max(jnp.where(real, grouped, -jnp.inf), axis=3)
     some = real.any(axis=3)
@@ -131,8 +132,8 @@ def key_ranges(
 
 
 def by_group(x: Array, first: int, group: int) -> Array:
-    """`[batch, kv_heads, columns, ...]` -> `[batch, kv_heads, groups, group, ...]`; zeros where there is no column."""
-    # Columns are added before the first, too, so that a group begins at `first`.
+    """`[batch, kv_heads, columns, ...]` -> `[batch, kv_heads, groups, group, ...]`; zeros for missing columns."""
+    # Columns are also added at the left, so that a group begins at `first`.
     sides = (-first % group, -(x.shape[2] - first) % group)
     x = jnp.pad(x, [(0, 0), (0, 0), sides, *[(0, 0)] * (x.ndim - 3)])
     return x.reshape(*x.shape[:2], -1, group, *x.shape[3:])
@@ -145,13 +146,13 @@ def value_ranges(values: Float[Array, "batch kv_heads tokens head_dim"], config:
 
 
 def _ranges(low: Array, high: Array, config: QuantConfig) -> Ranges:
-    # The difference is taken in float32 or wider; the scale alone is rounded to the dtype of the keys.
+    # The difference is computed in float32 or wider; only the scale is rounded to the dtype of the keys.
     return Ranges(low, ((_wide(high) - _wide(low)) / config.highest).astype(low.dtype))
 
 
 def of_columns(ranges: Ranges, first: int, columns: int, config: QuantConfig) -> Ranges:
     """Key ranges of groups -> of columns, `[batch, kv_heads, columns, head_dim]`; `first` as in `key_ranges`."""
-    # The first group may begin before column 0, with columns that `by_group` added.
+    # The first group may begin with columns that `by_group` added.
     before = -first % config.group
     return jax.tree.map(lambda x: jnp.repeat(x, config.group, axis=2)[:, :, before : before + columns], ranges)
 
@@ -170,11 +171,11 @@ def quantize(
     """The code of every element.
 
     Args:
-      ranges: those of every element. parity: 0 or 1; the nearest code of this parity is taken, in place of the nearest.
+      ranges: per element.
+      parity: 0 or 1; rounds to the nearest code of this parity.
     """
     scale = _wide(ranges.scale)
-    # A group of equal elements has scale 0, and a subnormal scale counts as 0. The inner `where` keeps both away from
-    # the division.
+    # A group of equal elements has scale 0, and a subnormal scale counts as 0. The inner `where` avoids dividing by it.
     flat = scale < jnp.finfo(scale.dtype).tiny
     quotient = jnp.where(flat, 0.0, (_wide(x) - _wide(ranges.low)) / jnp.where(flat, 1.0, scale))
     if parity is None:
@@ -188,7 +189,7 @@ def quantize(
 def dequantize(
     codes: UInt8[Array, "batch kv_heads rows head_dim"], ranges: Ranges
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
-    """What codes stand for, in the dtype of the ranges; computed in float32 or wider."""
+    """The values of codes, in the dtype of the ranges; computed in float32 or wider."""
     return codes_to_numbers(codes, ranges.low, ranges.scale)
 
 
@@ -198,7 +199,7 @@ def _wide(x: Array) -> Array:
 
 @any_leaves
 class Parity(struct.PyTreeNode):
-    """One bit of every code, 8 to a byte; with an axis of layers after the batch, or of one layer without.
+    """The lowest bit of every code, 8 per byte; of one layer, or with an axis of layers after the batch.
 
     Attributes:
       keys, values: uint8 `[batch, (layers,) kv_heads, columns, head_dim / 8 rounded up]`.
@@ -210,13 +211,14 @@ class Parity(struct.PyTreeNode):
 
 @any_leaves
 class QuantizedReplay(struct.PyTreeNode):
-    """How a sampler quantised its cache: what a learner needs to do the same to its own keys and values.
+    """The sampler's quantisation, for replay in the learner.
 
     A segment's keys and values are quantised when it ends, the prompt's when the response begins.
 
     Attributes:
-      parity: the last bit of each of the sampler's codes; None if not recorded.
-      config: static. first: column where the first segment begins, the prompt's width. Static.
+      parity: the lowest bit of each of the sampler's codes; None if not recorded.
+      config: static.
+      first: first column of the first segment, the prompt's width. Static.
       length: columns of a segment, the rollout's buffer. Static.
     """
 
@@ -230,11 +232,11 @@ class QuantizedReplay(struct.PyTreeNode):
         return self.replace(parity=jax.tree.map(lambda x: x[:, index], self.parity))
 
     def first_columns(self, columns: int) -> QuantizedReplay:
-        """The same for the first `columns` columns alone. A segment that is cut has no later query to see its codes."""
+        """The same for the first `columns` columns. No later query sees the codes of a segment that is cut."""
         return self.replace(parity=jax.tree.map(lambda x: x[:, :, :, :columns], self.parity))
 
     def check_segments(self, segments: tuple[Segments, ...]) -> None:
-        """Raises ValueError for segments by which the cache was not quantised."""
+        """Raises ValueError if the segments are not those of the quantisation."""
         for given in segments:
             if (given.first, given.length) != (self.first, self.length):
                 raise ValueError(
@@ -248,15 +250,15 @@ class QuantizedReplay(struct.PyTreeNode):
         v: Float[Array, "batch kv_heads columns head_dim"],
         valid: Bool[Array, "#batch #kv_heads columns"],
     ) -> Copies:
-        """What later segments see of one layer's keys and values, without gradients. Columns that are not `valid` give
-        numbers without a meaning."""
+        """One layer's quantised keys and values, as later segments see them, without gradients. Values of columns that
+        are not `valid` are arbitrary."""
         columns, head_dim = k.shape[2:]
-        # A copy has no gradient of its own: what belongs to it goes to its key (`smd_kernels.copies`).
+        # A copy has no gradient: its gradient goes to its key (`smd_kernels.copies`).
         k, v = jax.lax.stop_gradient((k, v))
         key_bits = value_bits = None
         if self.parity is not None:
             key_bits, value_bits = (unpack(x, 1, head_dim) for x in (self.parity.keys, self.parity.values))
-        # All columns at once: no group crosses the end of a segment, so each is as it was in the sampler.
+        # All columns at once: no group crosses the end of a segment, so groups equal the sampler's.
         of_keys = of_columns(key_ranges(k, valid, self.first, self.config), self.first, columns, self.config)
         of_values = of_channels(value_ranges(v, self.config), head_dim, self.config)
         keys = dequantize(quantize(k, of_keys, self.config, key_bits), of_keys)

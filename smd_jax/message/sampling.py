@@ -1,19 +1,19 @@
-"""From logits to a token, the log-probability under which it was drawn, and the set that it was drawn from.
+"""Samples tokens from logits, with log-probability, entropy and the set of drawable tokens.
 
-One uniform number a row decides, by the inverse of the cumulated weights `exp(x - max)`, in two levels of cheap sums:
+One uniform number per row inverts the cumulative sum of the weights `exp(x - max)`, in two levels:
 
     weights of the vocabulary    ▁▂▁▁ | ▁▁▂▁ | ▂█▁▁ | ▁▁▁▁      blocks of BLOCK tokens
-    1. sums of the blocks, cumulated: which block holds `uniform * total`?
-    2. the weights of that block alone, cumulated: which token does?
+    1. cumulative sums of the blocks: the block that holds `uniform * total`
+    2. cumulative weights within that block: the token
 
-The same weights give the log-probability, `x[token] - max - log(total)`, and the entropy: no second softmax, and no
-random numbers but one. Of V tokens only BLOCK a row are ever gathered.
+The same weights give the log-probability, `x[token] - max - log(total)`, and the entropy, without a second softmax.
+Only BLOCK tokens per row are gathered.
 
-Filters are those of transformers (generation/logits_process.py: TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-and in its order: temperature, top-k, top-p of what top-k left, min-p. vLLM has the same definitions, but takes min-p
-first, so that its top-p is a share of what min-p left (vllm/v1/sample/sampler.py). Where tokens are equally likely,
-top-k leaves exactly k, those with the lowest ids, for its set must have a fixed size; top-p leaves all or none of them.
-transformers and vLLM leave more than k in the first case, and tear them apart in the second.
+Filters are those of transformers (generation/logits_process.py: TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+in its order: temperature, top-k, top-p of the remaining tokens, min-p. vLLM has the same definitions, but applies min-p
+before top-p (vllm/v1/sample/sampler.py). Among equally likely tokens, top-k keeps exactly k, those with the lowest ids,
+because its set has a fixed size; top-p keeps all or none of them. transformers and vLLM keep more than k in the first
+case, and only some of them in the second.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from smd_jax.message.quantization import pack, packed_size
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
-# Tokens whose weights are summed together: see the picture above.
+# Tokens per block, see above.
 BLOCK = 128
 ID_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How tokens are drawn.
+    """Temperature and filters of sampling.
 
     Attributes:
-      temperature: divides the logits; 0 takes the most likely token, whatever the filters.
-      top_k: leave this many tokens of highest probability; 0 leaves all.
-      top_p: leave the smallest set of most likely tokens whose probability reaches this; 1.0 leaves all.
-      min_p: leave tokens at least this many times as probable as the most likely one; 0.0 leaves all.
+      temperature: divides the logits; 0 is greedy and ignores the filters.
+      top_k: keep this many most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of most likely tokens whose probability reaches this; 1.0 keeps all.
+      min_p: keep tokens at least this many times as probable as the most likely one; 0.0 keeps all.
     """
 
     temperature: float = 1.0
@@ -68,30 +68,29 @@ class SamplingConfig:
 
     @property
     def trainable(self) -> bool:
-        """Whether a learner can reproduce the probabilities: at any temperature but 0, whose choices have none."""
+        """Whether a learner can reproduce the probabilities, which needs a temperature above 0."""
         return self.temperature > 0
 
     def left_by_top_k(self, vocab: int) -> int:
-        """How many tokens top-k leaves; 0 if it leaves all."""
+        """Number of tokens that top-k keeps; 0 if it keeps all."""
         return self.top_k if self.top_k < vocab else 0
 
     def filters(self, vocab: int) -> bool:
-        """Whether some tokens of the vocabulary may be left out."""
+        """Whether filters may remove tokens of the vocabulary."""
         return self.trainable and (self.left_by_top_k(vocab) > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @any_leaves
 class Sampled(struct.PyTreeNode):
-    """One token a row.
+    """One token per row.
 
     Attributes:
       tokens: `[batch]` ids.
-      logprobs: `[batch]` those of the tokens, under the distribution that they were drawn from (temperature and filters
-        applied; greedy decoding reports those at temperature 1, without filters).
+      logprobs: `[batch]` log-probabilities of the tokens after temperature and filters; greedy decoding reports those
+        at temperature 1 without filters.
       entropy: `[batch]` entropy of that distribution, in nats.
-      drawable: the tokens that could have been drawn, in the form that `drawable_form` tells: int32 ids `[batch, k]`,
-        the most likely first, -1 where there are fewer; or bits, uint8 `[batch, ceil(vocab / 8)]`. None without
-        filters.
+      drawable: the drawable tokens in the form of `drawable_form`: int32 ids `[batch, k]`, the most likely first,
+        filled with -1; or bits, uint8 `[batch, ceil(vocab / 8)]`. None without filters.
     """
 
     tokens: Int[Array, " batch"]
@@ -101,10 +100,10 @@ class Sampled(struct.PyTreeNode):
 
 
 def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"], config: SamplingConfig) -> Sampled:
-    """Draws one token a row, from its own logits and its own uniform number alone.
+    """Samples one token per row from that row's logits and uniform number.
 
     Args:
-      logits: in float32 or wider; -inf for tokens that must not be drawn, of which a row may have all but one.
+      logits: in float32 or wider; -inf for forbidden tokens, of which a row may have all but one.
       uniforms: in [0, 1). Their resolution, 2**-23 in float32, is that of the frequencies of very rare tokens. Greedy
         decoding ignores them.
     """
@@ -114,14 +113,14 @@ def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"]
     vocab = logits.shape[-1]
     ids = None
     if config.left_by_top_k(vocab):
-        # By each device for its own rows: left alone, the compiler gathers all rows on every device to sort them
+        # Per device for its own rows: otherwise the compiler gathers all rows on every device to sort them
         # (openxla/xla#49006).
         logits, ids = over_rows(partial(jax.lax.top_k, k=config.left_by_top_k(vocab)), logits)
-    # Relative to the largest logit: no weight exceeds 1, and exp cannot overflow.
+    # Relative to the largest logit, so that exp cannot overflow.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = _filtered(jnp.exp(shifted), config, in_order=ids is not None)
     places = inverse_cdf(weights, uniforms)
-    # After top-k, places count in its order, from the most likely token on; `ids` leads back to the vocabulary.
+    # After top-k, indices are in its order, the most likely token first; `ids` maps them to the vocabulary.
     tokens = places if ids is None else _pick(ids, places)
     return Sampled(tokens, *_logprobs_and_entropy(shifted, weights, places), _drawable(weights, ids, config, vocab))
 
@@ -137,13 +136,13 @@ def _greedy(logits: Float[Array, "batch vocab"]) -> Sampled:
 def forbid(
     logits: Float[Array, "batch vocab"], token_ids: int | tuple[int, ...], where: Bool[Array, " batch"]
 ) -> Float[Array, "batch vocab"]:
-    """-inf for a token, or several, in the rows `where`: what ends a response, before the minimum length."""
+    """Sets tokens to -inf in the rows `where`: end tokens before the minimum length."""
     here = is_one_of(jnp.arange(logits.shape[-1])[None], token_ids)
     return jnp.where(where[:, None] & here, -jnp.inf, logits)
 
 
 def is_one_of(tokens: Int[Array, "*shape"], token_ids: int | tuple[int, ...]) -> Bool[Array, "*shape"]:
-    """Which tokens are this one, or one of these."""
+    """Whether each token is this id, or one of these ids."""
     ids = token_ids if isinstance(token_ids, tuple) else (token_ids,)
     return functools.reduce(operator.or_, [tokens == token_id for token_id in ids])
 
@@ -157,7 +156,7 @@ def token_logprobs(logits: Float[Array, "... vocab"], tokens: Int[Array, ...], t
 def _logprobs_and_entropy(
     shifted: Float[Array, "batch count"], weights: Float[Array, "batch count"], places: Int[Array, " batch"]
 ) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:
-    """`x - max` of the places less log(total), and log(total) - sum(w (x - max)) / total."""
+    """`x - max` of the places minus log(total), and log(total) - sum(w (x - max)) / total."""
     total = jnp.sum(weights, axis=-1)
     inside = jnp.sum(jnp.where(weights > 0, weights * shifted, 0.0), axis=-1)  # 0 * -inf would be NaN
     return _pick(shifted, places) - jnp.log(total), jnp.log(total) - inside / total
@@ -174,8 +173,8 @@ def _pick(x: Array, places: Int[Array, " batch"]) -> Array:
 def inverse_cdf(weights: Float[Array, "batch count"], uniforms: Float[Array, " batch"]) -> Int[Array, " batch"]:
     """int32: the first index at which the running sum of a row exceeds `uniform * total`.
 
-    Rounding never leads to an index of weight zero, as long as a row has one that is positive. A row without any (its
-    logits hold NaN) gets some index, which means nothing, but is one: its log-probability is NaN and tells.
+    Rounding never selects an index of weight zero if the row has a positive weight. A row without one (its logits hold
+    NaN) gets an arbitrary valid index; its log-probability is NaN.
     """
     batch, count = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -count % BLOCK))).reshape(batch, -1, BLOCK)
@@ -192,8 +191,8 @@ def _first_beyond(
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
     """The first index whose running sum exceeds the target, and the running sum before it.
 
-    Only positive weights are looked at: the running sum is made in a tree, and may move where nothing is added. The
-    last of them is taken where no sum exceeds the target, which rounding may have put there.
+    Only positive weights are considered: the running sum is computed in a tree and may change where nothing is added.
+    If rounding leaves no sum above the target, the last positive weight is taken.
     """
     sums = jnp.cumsum(weights, axis=-1)
     positive = weights > 0
@@ -208,7 +207,7 @@ def _first_beyond(
 
 
 def _filtered(weights: Float[Array, "batch count"], config: SamplingConfig, *, in_order: bool) -> Array:
-    """0 where top-p and min-p drop a token; the weights `exp(x - max)`, `in_order` if the largest come first."""
+    """Applies top-p and min-p: sets dropped weights `exp(x - max)` to 0. `in_order`: the largest come first."""
     if config.top_p < 1:
         least = _least_in_order(weights, config.top_p) if in_order else _least(weights, config.top_p)
         weights = jnp.where(weights >= least[:, None], weights, 0.0)
@@ -218,26 +217,26 @@ def _filtered(weights: Float[Array, "batch count"], config: SamplingConfig, *, i
 
 
 def _least_in_order(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, " batch"]:
-    """`_least` of weights from the largest to the smallest."""
+    """`_least` for weights sorted from the largest to the smallest."""
     before = jnp.cumsum(weights, axis=-1) - weights
     inside = before < top_p * jnp.sum(weights, axis=-1, keepdims=True)
-    # The largest is always inside: rounding may leave a little more than nothing before it.
+    # The largest is always inside: by rounding, slightly more than 0 may precede it.
     return jnp.minimum(weights[:, 0], jnp.min(jnp.where(inside, weights, jnp.inf), axis=-1))
 
 
 def _least(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, " batch"]:
-    """The smallest weight of top-p's set: the least w for which what is larger weighs less than `top_p` of all.
+    """The smallest weight of top-p's set: the least w such that larger weights sum to less than `top_p` of the total.
 
-    Instead of a sort, bisection: "what is larger than w" falls with w, and positive floats are in the order of their
-    bits. 1 bounds the weights, so 30 sums of a row find the last bit in float32 (62 in float64).
+    Bisection instead of a sort: the sum of weights above w falls with w, and positive floats are ordered like their
+    bits. Weights are at most 1, so 30 sums per row find the last bit in float32 (62 in float64).
     """
-    # An integer as wide as the weights: both are read as the same bits.
+    # An integer of the same width, to reinterpret the bits.
     kind = jnp.int64 if weights.dtype == jnp.float64 else jnp.int32
     enough = top_p * jnp.sum(weights, axis=-1)
 
     def halve(_: Int[Array, ""], bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        # What is larger than `inside` weighs less than `enough`, what is larger than `outside` does not: true of 1 and
-        # 0 at the start, and after every round.
+        # Invariant: weights above `inside` sum to less than `enough`, weights above `outside` do not. It holds for 1
+        # and 0 at the start.
         outside, inside = bounds
         middle = (outside + inside) // 2
         bound = jax.lax.bitcast_convert_type(middle, weights.dtype)
@@ -256,7 +255,7 @@ def _least(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, "
 def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | None:
     """Shape (of one row, one step) and dtype of `Sampled.drawable`; None without filters.
 
-    Ids of top-k, or a bit for each token of the vocabulary, whichever takes fewer bytes. Every token drawn has such a
+    Ids of top-k, or one bit per token of the vocabulary, whichever takes fewer bytes. Every sampled token has such a
     set: with a vocabulary of 151,936 it takes 19 KB without top-k, and 200 bytes with top_k=50.
     """
     if not config.filters(vocab):
@@ -271,7 +270,7 @@ def drawable_form(config: SamplingConfig, vocab: int) -> jax.ShapeDtypeStruct | 
 def _drawable(
     weights: Float[Array, "batch count"], ids: Int[Array, "batch count"] | None, config: SamplingConfig, vocab: int
 ) -> Array | None:
-    """The tokens that have a weight, in the form of `drawable_form`."""
+    """The tokens with a positive weight, in the form of `drawable_form`."""
     form = drawable_form(config, vocab)
     inside = weights > 0
     if form is None:
@@ -279,16 +278,16 @@ def _drawable(
     if ids is not None:
         if form.dtype == jnp.int32:
             return jnp.where(inside, ids, -1)
-        # So many ids that a bit for every token takes fewer bytes.
+        # Bits take fewer bytes than this many ids.
         inside = among(jnp.where(inside, ids, -1), vocab)
     return pack(inside.astype(jnp.uint8), 1)
 
 
 def among(ids: Int[Array, "*lead k"], vocab: int) -> Bool[Array, "*lead {vocab}"]:
-    """Which tokens of the vocabulary are among the ids; negative ones are none."""
+    """Which tokens of the vocabulary are among the ids; negative ids are ignored."""
 
     def of_one(ids: Int[Array, " k"]) -> Bool[Array, " vocab"]:
-        # A negative index would count from the end: it is sent beyond the end, where `drop` leaves it out.
+        # A negative index would count from the end: it is moved beyond the end, where `drop` ignores it.
         return jnp.zeros(vocab, bool).at[jnp.where(ids < 0, vocab, ids)].set(True, mode="drop")
 
     for _ in ids.shape[:-1]:

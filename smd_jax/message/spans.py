@@ -1,11 +1,11 @@
-"""Spans of text that leave the cache when a token is written: a thought once its summary exists, a tool's output once
-its turn is closed.
+"""Spans of text that are evicted when a token is written, such as a thought after its summary, or a tool's output after
+its turn.
 
     column       0    1  2    3     4    5   6   7
     token      open   a  b  close begin  s  end  x        summary=(begin, end): the span goes when `end` is written
     evicted_at        6  6                                query 5 still sees the span, query 6 does not
 
-Which keys go follows from the tokens, so no record is needed. All layers and heads lose the same ones. This is the
+The tokens determine the evicted keys, so no record is needed. All layers and heads lose the same keys. This is the
 eviction of Memento (arXiv:2604.09852, microsoft/memento `block_masking`) for blocks that do not nest.
 """
 
@@ -22,7 +22,7 @@ from smd_jax.message.masks import NEVER
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
-NONE = -1  # in place of a column
+NONE = -1  # no column
 
 
 @any_leaves
@@ -43,19 +43,19 @@ class SpanState(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The tokens that begin and end a span, and the token with which it goes.
+    """The tokens that begin and end a span, and the token that evicts it.
 
-    A span goes with its `close`, or with the end of its summary, before that token's own query. Of several `open` in a
-    row the last counts. A span whose summary has not ended when another is closed is never evicted.
+    Its `close`, or the end of its summary, evicts a span before that token's query. The last of several `open` counts.
+    A span whose summary has not ended when another span is closed is never evicted.
 
     Attributes:
       open, close: ids of the first and the last token of a span.
-      summary: ids of the first and the last token of the text that stands for a span; None: a span goes with `close`.
-      delimiters: whether `open` and `close` go with the text between them. A `close` with which the span itself goes
+      summary: ids of the first and the last token of a span's summary; None: `close` evicts the span.
+      delimiters: whether `open` and `close` are evicted with the text between them. A `close` that evicts the span
         stays, because a query sees its own key.
 
     Raises:
-      TypeError, ValueError: ids that are no whole numbers from 0 on, or not all different.
+      TypeError, ValueError: ids that are not different whole numbers >= 0.
     """
 
     open: int
@@ -70,24 +70,24 @@ class TokenSpans:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens that mean something."""
+        """All ids of delimiters."""
         return (self.open, self.close, *(self.summary or ()))
 
     def begin(self, rows: int) -> SpanState:
-        """Before the first token."""
+        """The state before the first token."""
         none = jnp.full((rows,), NONE, jnp.int32)
         return SpanState(none, none, none, jnp.zeros((rows,), bool))
 
     def advance(
         self, state: SpanState, tokens: Int[Array, " rows"], columns: Int[Array, " rows"]
     ) -> tuple[SpanState, Int[Array, " rows"], Int[Array, " rows"]]:
-        """One more token of every row.
+        """Advances by one token per row.
 
         Args:
-          columns: of the tokens; -1 for rows without one, which stay as they are.
+          columns: columns of the tokens; -1 for rows without one, which do not change.
 
         Returns:
-          The state, and the columns that no query from this token's on sees: from `first` to before `end`.
+          The state, and the range `first` to `end` (exclusive) of columns that are evicted before this token's query.
         """
         there = columns >= 0
         opens = there & (tokens == self.open)
@@ -112,10 +112,11 @@ class TokenSpans:
     def read(
         self, tokens: Int[Array, "rows columns"], valid: Bool[Array, "rows columns"], first_column: int = 0
     ) -> tuple[SpanState, Int[Array, "rows columns"]]:
-        """Consecutive tokens of rows that have none yet.
+        """Reads the first tokens of all rows.
 
         Args:
-          valid: false for padding. first_column: column of the first token, padding or not.
+          valid: false for padding.
+          first_column: column of the first token, including padding.
 
         Returns:
           The state after them, its columns counted with `first_column`; and `evicted_at`, counted without it: `NEVER`
