@@ -37,42 +37,39 @@ TERMS: Mapping[str, type[Term]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
-    """One optimizer step. Fields make the terms of the objective; each term checks its own.
+    """One optimizer step. The fields define the terms of the objective; each term checks its own.
 
     Attributes:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
         full-context policy on the sparse sampler's tokens.
       loss: the policy loss.
-      policy_coef: weight of the policy loss; 0 leaves the other terms alone.
-      entropy_coef: weight of the entropy bonus, `loss -= entropy_coef * mean entropy` in nats, whatever `policy_coef`
-        is. The mean is over the tokens that count, those that a correction rejects included.
-      top_entropy_quantile: share of the tokens that the policy loss learns from, those with the highest entropy
-        (arXiv:2506.01939 has 0.2); 1: all. The KL acts on all tokens, the bonus on the share; denominators stay. The
-        entropies are those that the sampler recorded, if its log-probabilities are used as the learner's
-        (`uses_sampler_logprobs_as_old`); otherwise they cost a forward pass.
-      eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.evictions`), for rollouts whose eviction
-        policy draws from a gate, `smd.eviction.LearnedGate`; 1 weighs what is forgotten as tokens are. 0: the gate has
-        no gradient.
-      correction: what is done about the mismatch between sampler and learner. `Shadow()` is the claim that there is
-        none; every other one runs under either visibility, and has nothing to do under "shadow".
-      distill: distillation, or None. Under "dense" the student sees everything, and its teacher must be another policy:
-        "anchor" or "ema".
-      dense_learner: a dense learner on the same weights, or None; under "shadow" alone. Entropy bonus, distillation and
+      policy_coef: weight of the policy loss; 0 disables it.
+      entropy_coef: weight of the entropy bonus, `loss -= entropy_coef * mean entropy` in nats, independent of
+        `policy_coef`. The mean is over the counted tokens, including those that a correction rejects.
+      top_entropy_quantile: share of tokens with the highest entropy that get the policy loss and the entropy bonus
+        (arXiv:2506.01939: 0.2); 1: all. The KL and the denominators include all tokens. The entropies are the sampler's
+        recorded ones, if its log-probabilities are used as the learner's (`uses_sampler_logprobs_as_old`); otherwise
+        they cost a forward pass.
+      eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.evictions`) sampled by
+        `smd.eviction.LearnedGate`; 1 weights evictions like tokens. 0: the gate has no gradient.
+      correction: correction of the mismatch between sampler and learner. `Shadow()` claims that there is none. All
+        others work under either visibility, and have no effect under "shadow".
+      distill: distillation, or None. Under "dense" the teacher must be another policy: "anchor" or "ema".
+      dense_learner: a dense learner on the same weights, or None; only under "shadow". Entropy bonus, distillation and
         metrics are those of the learner with shadow masks.
-      value: PPO's critic, or None. It judges from the learner's hidden states, so it sees what the learner sees.
-      reference_visibility: what the reference policy of the KL sees; None: what the learner sees.
-      kl_in_reward: whether the KL, times `loss.beta`, is taken off the rewards instead of being added to the loss; see
-        `smd_jax.losses.kl.kl_penalty`. It is then measured once a rollout, before its first step.
-      reference_sync: how the reference follows the policy; None: it is frozen.
-      mask_truncated_completions: leave out responses that the length limit cut off.
-      microbatch_size: rows of one forward and backward pass; gradients are summed over microbatches, in float32 or
-        wider. None: all rows.
+      value: PPO's critic, or None. It uses the learner's hidden states and therefore its mask.
+      reference_visibility: mask of the KL's reference policy; None: the learner's.
+      kl_in_reward: subtract the KL, times `loss.beta`, from the rewards instead of adding it to the loss; see
+        `smd_jax.losses.kl.kl_penalty`. It is then measured once per rollout, before the first step.
+      reference_sync: updates of the reference; None: it is frozen.
+      mask_truncated_completions: leave out truncated responses.
+      microbatch_size: rows per forward and backward pass; gradients are summed in float32 or wider. None: all rows.
       pack_columns: columns of a row that sequences share, see `smd_jax.learner.packed`; it must hold the longest one,
         and a microbatch then has `microbatch_size` such rows. None: one sequence a row, the rest of it padding.
       rows_per_prompt: consecutive rows that have the same prompt, which the model then reads once for all of them, see
         `smd_jax.model.shared_prompt`; it must divide microbatch and group. With `pack_columns`, sequences share equal
         beginnings wherever their masks allow it, see `smd_jax.learner.packs`. 1: every row by itself.
-      terms: further terms of the objective, such as your own, see `smd_jax.learner.terms`.
+      terms: additional terms of the objective, see `smd_jax.learner.terms`.
     """
 
     visibility: Visibility = "shadow"
@@ -177,7 +174,7 @@ class UpdateConfig:
 
     @property
     def needs(self) -> Needs:
-        """What the terms need together."""
+        """The joint needs of all terms."""
         return joint_needs(self.objective)
 
     @property
@@ -187,7 +184,7 @@ class UpdateConfig:
 
 
 def check_reference(config: UpdateConfig, state: TrainState) -> None:
-    """Raises ValueError if the state lacks the reference parameters that the configuration asks for."""
+    """Raises ValueError if the state lacks required reference parameters."""
     if config.needs_reference and reference_params(state) is None:
         raise ValueError(
             "expected reference parameters in the train state (beta > 0, or direction 'anchor' or 'ema'); got None"
@@ -201,7 +198,7 @@ def uses_sampler_logprobs_as_old(config: UpdateConfig) -> bool:
 
 def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
     """Raises ValueError for a minibatch of `rows` responses of `columns` tokens that the configuration cannot split."""
-    # Fractions are shares of a microbatch, because that is what one forward pass of the teacher sees.
+    # Fractions are shares of a microbatch, the rows of one teacher pass.
     part = rows // count_parts(rows, config.microbatch_size)
     if config.distill is not None:
         # Called for their errors: neither a row nor a column is divided.

@@ -1,4 +1,4 @@
-"""The learner's forward pass over a trajectory, under the mask that the sampler had or any other."""
+"""The learner's forward pass over a trajectory, under the sampler's mask or any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
 
-Visibility = Literal["shadow", "dense"]  # what a policy sees: the sampler's mask, or every key
+Visibility = Literal["shadow", "dense"]  # the sampler's mask, or every key
 ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilities [batch, R]
 
 
@@ -30,8 +30,8 @@ class Replay(struct.PyTreeNode):
     drawable tokens.
 
     Attributes:
-      logprobs: `[batch, R]` log p of each response token; defined, but meaningless, where `response_mask` is false.
-      entropy: `[batch, R]` of the distribution that each token was drawn from, in nats.
+      logprobs: `[batch, R]` log p of each response token; arbitrary where `response_mask` is false.
+      entropy: `[batch, R]` entropy of each token's distribution, in nats.
     """
 
     logprobs: Float[Array, "batch R"]
@@ -39,7 +39,7 @@ class Replay(struct.PyTreeNode):
 
 
 def check_replayable(trajectory: Trajectory) -> None:
-    """Raises ValueError for a trajectory whose probabilities a learner cannot reproduce, or that has none."""
+    """Raises ValueError for a greedily sampled trajectory, or one without log-probabilities."""
     if trajectory.logprobs is None:
         raise ValueError(
             "expected the sampler's log-probabilities in the trajectory: without them there is neither a ratio to the "
@@ -55,14 +55,14 @@ def check_replayable(trajectory: Trajectory) -> None:
 def response_hidden(
     model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
 ) -> Float[Array, "batch R hidden"]:
-    """Hidden states from which the response tokens are predicted: those of columns P-1 … T-2."""
+    """Hidden states that predict the response tokens: those of columns P-1 … T-2."""
     packing = trajectory.packing
     longest = None if packing is None else packing.longest
     hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask, longest)
     if packing is not None:
         return jnp.take_along_axis(hidden, packing.sources[..., None], axis=1)
     # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response
-    # token, and what the last column predicts was never drawn.
+    # token, and the prediction of the last column was not sampled.
     return hidden[:, trajectory.prompt_width - 1 : -1]
 
 
@@ -73,25 +73,25 @@ def response_logits(
     trajectory: Trajectory,
     columns: Int[Array, " columns"],
 ) -> Float[Array, "batch columns vocab"]:
-    """Logits of some response tokens, made what the sampler's were: divided by its temperature, and far below all
-    others where it could not draw a token. In float32 or wider.
+    """Logits of response tokens with the sampler's temperature and filters, in float32 or wider. Logits of tokens that
+    were not drawable are far below all others.
 
     Args:
-      columns: columns of the response to which `hidden` belongs.
+      columns: response columns of `hidden`.
     """
     logits = model.logits(params, hidden) / trajectory.temperature
     if trajectory.drawable is None:
         return logits
     drawn = trajectory.response_mask[:, columns]
-    # Padding was not drawn: its token keeps an ordinary, meaningless log-probability.
+    # Padding keeps an arbitrary finite log-probability.
     return jnp.where(drawn[..., None], trajectory.drawable.apply(logits, columns), logits)
 
 
 def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> Replay:
-    """One teacher-forced pass. `mask` None replays what the sampler saw: then its log-probabilities come out again.
+    """One teacher-forced pass. `mask` None replays the sampler's mask and reproduces its log-probabilities.
 
     Raises:
-      ValueError: if the sampler was greedy, which is not replayed.
+      ValueError: if the sampler was greedy.
     """
     check_replayable(trajectory)
     mask = trajectory.mask if mask is None else mask
@@ -105,7 +105,7 @@ def replay_hidden(
     trajectory: Trajectory,
     entropy_gradient: bool = False,
 ) -> Replay:
-    """The replay from hidden states of `response_hidden`. Logits exist for a block of columns at a time; see
+    """The replay from hidden states of `response_hidden`, with logits in blocks of columns; see
     `smd_jax.learner.blocks`.
 
     Args:
@@ -136,13 +136,13 @@ def replay_hidden(
 
 
 def check_reference_visibility(name: str | None) -> None:
-    """Raises ValueError for a name that is no visibility."""
+    """Raises ValueError unless the name is a visibility."""
     if name is not None:
         check_choice("reference_visibility", name, get_args(Visibility))
 
 
 def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:
-    """The mask of the learner's queries: the sampler's own, or one under which nothing is evicted."""
+    """The learner's mask: the sampler's, or one without evictions."""
     return trajectory.mask if visibility == "shadow" else trajectory.dense_mask()
 
 
@@ -154,8 +154,7 @@ def learner_replay(
     microbatch_size: int | None,
     rows_per_prompt: int,
 ) -> Replay:
-    """The learner's replay, in as many passes as there are microbatches, of which each has whole groups of
-    `rows_per_prompt` rows."""
+    """The learner's replay in microbatches with whole groups of `rows_per_prompt` rows."""
 
     def of_part(part: Trajectory) -> Replay:
         return replay(model, params, part, learner_mask(part, visibility))
@@ -166,8 +165,8 @@ def learner_replay(
 def make_replay(
     model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None, rows_per_prompt: int = 1
 ) -> ReplayFunction:
-    """The jitted `(params, trajectory) -> logprobs [batch, R]`: an extra forward pass, for a learner that is not the
-    sampler and takes several steps per rollout. `microbatch_size` and `rows_per_prompt` as in UpdateConfig."""
+    """The jitted `(params, trajectory) -> logprobs [batch, R]`, an extra forward pass for a learner that differs from
+    the sampler and takes several steps per rollout. `microbatch_size` and `rows_per_prompt` as in UpdateConfig."""
 
     def logprobs(params: Params, trajectory: Trajectory) -> Array:
         once = shared_prompt(model, rows_per_prompt, trajectory.prompt_width)

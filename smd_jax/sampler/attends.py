@@ -97,16 +97,17 @@ class PrefillAttend:
 
 @any_leaves
 class DecodeLayer(struct.PyTreeNode):
-    """A layer's cache, and where in it the next tokens go.
+    """A layer's cache, and the slots of the next tokens.
 
     Attributes:
-      cache: of the layer.
-      slot: of the first token's key; the others' follow.
-      columns: `[batch, tokens]` ascending; -1 for tokens that are not there (padding, rows that have ended).
+      cache: the layer's cache.
+      slot: slot of the first token's key; the others follow.
+      columns: `[batch, tokens]` ascending; -1 for missing tokens (padding, finished rows).
       start: `[batch]` column of the first token of each row.
-      number: of the first query, see `Observation.number`.
-      evicted_at: `[batch, T]` first column that does not see a key, where keys go between these tokens; else None.
-      window: newest columns that a query sees, see `ModelShape.windows`. Static.
+      number: number of the first query, see `Observation.number`.
+      evicted_at: `[batch, T]` first column that does not see a key, if keys are evicted between these tokens; else
+        None.
+      window: sliding window in columns, see `ModelShape.windows`. Static.
     """
 
     cache: LayerCache
@@ -120,8 +121,8 @@ class DecodeLayer(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class DecodeAttend:
-    """The attention of a token of a response, or of a chunk of a prompt: it writes the keys to their slots and attends
-    to every live key, those included. A layer's state is a DecodeLayer, and becomes its LayerCache."""
+    """Attention of response tokens or of a prompt's chunk: writes the keys to their slots and attends to every live
+    key, including the new ones. A layer's state is a DecodeLayer; the new state is its LayerCache."""
 
     attention: AttentionConfig
 
@@ -134,14 +135,14 @@ class DecodeAttend:
         /,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
-        # Before the attention, because a query sees its own key. Compression comes after it, at the segment's end.
+        # Before attention, because a query sees its own key. Compression follows at the segment's end.
         softcap = self.attention.softcap
         cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
-        # Of a quantised cache nobody but a statistic that asks for keys reads these: else the compiler drops them.
+        # For a quantised cache only statistics that need keys read these; otherwise the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
         if q.shape[2] == 1:
-            # No key is newer than the query, so no causal mask is needed. A token that is not there sees nothing: the
-            # keys of a row that waits must not receive attention from it.
+            # No key is newer than the query, so no causal mask is needed. A missing token sees nothing, so that the
+            # keys of a waiting row receive no attention from it.
             valid = cache.valid & (layer.columns[:, None] != kv_cache.EMPTY)
             if layer.window is not None:
                 # A window counts the query's own column, as in `smd_jax.message.masks.windowed`.
@@ -178,7 +179,7 @@ def decode_layers(
     number: Int[Array, ""],
     evicted_at: Int[Array, "batch T"] | None = None,
 ) -> tuple[DecodeLayer, ...]:
-    """The state of every layer; arguments as DecodeLayer's, `slots` one for each layer."""
+    """The state of every layer; arguments as for DecodeLayer, with one of `slots` per layer."""
     layers = zip(cache, slots, strict=True)
     return tuple(
         DecodeLayer(*layer, columns, start, number, evicted_at, shape.window(index))

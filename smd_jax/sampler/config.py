@@ -1,4 +1,4 @@
-"""Sizes of a rollout, and what follows from them: keys per layer, and bytes of the cache."""
+"""Sizes of a rollout, and the resulting keys per layer and bytes of the cache."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ MaskStorage = Literal["compact", "boolean"]
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Sizes of a rollout, in tokens; static.
+    """Sizes of a rollout, in tokens. Static.
 
     Attributes:
       max_new_tokens: R, columns of the response.
       budget: keys kept per layer and KV head at a compression. Ignored by a policy that never evicts.
       buffer: queries between two compressions; the cache has `budget + buffer` slots.
-      eos_token_id: ends a response; of several ids each does, None never does. pad_token_id: fills what follows.
-      min_new_tokens: tokens of a response before its end may come; stop strings count from there on.
-      prefill_chunk: columns of a prompt that are read at once. After each chunk the cache is compressed, so that the
-        memory of a prompt does not depend on its length; the mask records it. None reads prompts whole and densely.
+      eos_token_id: id or ids that end a response; None: only the length limit does.
+      pad_token_id: fills the columns after a response.
+      min_new_tokens: shortest response; stop strings are matched from there on.
+      prefill_chunk: columns of a prompt that are read at once. The cache is compressed after each chunk, so memory does
+        not depend on the prompt's length; the mask records it. None reads prompts whole and densely.
       sampling: temperature and filters.
       mask_storage: "compact" stores one integer per key, "boolean" the explicit T × T masks.
-      quant: keeps keys and values in few bits once their segment of `buffer` tokens has ended, the prompt's at once;
-        also under a policy that never evicts. None keeps all in full precision.
+      quant: quantises keys and values when their segment of `buffer` tokens ends, and those of the prompt at once; also
+        without eviction. None keeps full precision.
     """
 
     max_new_tokens: int
@@ -94,17 +95,17 @@ def plan(
         check_budget(policy, config.budget, num_layers)
         return policy.layer_budgets(config.budget, num_layers), config.buffer
     if config.quant is None:
-        # Nothing is ever compressed: prompt and buffer together are the ring of P + R slots.
+        # Without compression, prompt and buffer form the ring of P + R slots.
         return (prompt_width,) * num_layers, config.max_new_tokens
-    # Every segment is quantised as a whole, so there is room for whole ones beside the buffer.
+    # Segments are quantised as a whole, so there is room for whole segments in addition to the buffer.
     return (prompt_width + whole_segments(config),) * num_layers, config.buffer
 
 
 def check_limits(
     limits: Int[Array, " rows"] | Int[np.ndarray, " rows"], rows: int, config: RolloutConfig
 ) -> Int[np.ndarray, " rows"]:
-    """The limits on the host, int32; raises ValueError unless there is a whole number from 1 to `max_new_tokens` for
-    every row."""
+    """Returns the limits on the host, int32. Raises ValueError unless each row has a whole number from 1 to
+    `max_new_tokens`."""
     given = np.asarray(limits)
     most = config.max_new_tokens
     if not np.issubdtype(given.dtype, np.integer):
@@ -118,7 +119,7 @@ def check_limits(
 
 
 def whole_segments(config: RolloutConfig) -> int:
-    """Columns of a response, up to a whole number of segments."""
+    """Columns of a response, rounded up to whole segments."""
     return -(-config.max_new_tokens // config.buffer) * config.buffer
 
 
@@ -135,6 +136,6 @@ def cache_bytes(
     if quant is not None:
         kept = slot_bytes(model.head_dim, itemsize, quant)
         table = table_bytes(prompt_width, whole_segments(config), model.head_dim, itemsize, quant)
-    # Of a quantised cache only the buffer is in full precision.
+    # In a quantised cache only the buffer is in full precision.
     each = sum(budget * kept + buffer * precise + table for budget in budgets)
     return each * model.num_kv_heads * rows

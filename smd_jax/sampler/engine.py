@@ -1,17 +1,16 @@
-"""The engine: many prompts through a cache of few rows. Rows that end make room for prompts that wait.
+"""The engine: continuous batching of many prompts in a cache of few rows.
 
               ┌─ seat: prefilled prompts take the free rows ◄── prefill: the next prompts, each read once for its group
-    rows ─► segment of `buffer` steps ─► records to the host ─► rows that ended are free again ─┐
+    rows ─► segment of `buffer` steps ─► records to the host ─► finished rows are free again ───┐
               ▲                                                                                 │
               └─────────────────────────────────────────────────────────────────────────────────┘
 
-A loop on the host around three programs: prefill (compiled for a few widths), seat and segment (compiled once). What
-waits is in `smd_jax.sampler.prompt_queue`, what came back in `smd_jax.sampler.host_records`.
+A host loop runs three programs: prefill (compiled for a few widths), seat and segment (compiled once).
+`smd_jax.sampler.prompt_queue` holds waiting prompts, `smd_jax.sampler.host_records` the records.
 
-Caches are donated: the state is updated where it lies. The tokens of a row and its evictions do not depend on its place
-or on its neighbours. Records go to the host while the next segment runs, and the trajectory is put together there: the
-device never holds more than the rows that are decoded and, at the end, the trajectory, with the rows in the prompts'
-order.
+Caches are donated and updated in place. A row's tokens and evictions do not depend on its index or on other rows.
+Records are copied to the host while the next segment runs, and the host assembles the trajectory in the prompts' order.
+So the device only holds the decoded rows and, at the end, the trajectory.
 """
 
 from __future__ import annotations
@@ -47,18 +46,22 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 
-PACE = 8  # segments from which the time left is estimated
+PACE = 8  # newest segments, from which the remaining time is estimated
 
 
 class Progress(NamedTuple):
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-      tokens: drawn so far. seconds: since the run began.
-      live: rows that were not done at the start of the last segment. decode_rows: rows of the cache.
-      finished: responses that have ended. rows: responses of the run.
-      eta_seconds: until the end, at the pace of the newest segments, if rows become as long as those that have ended;
-        rows that are longer already count up to their limit. None after the first segment, which had to be compiled.
+      tokens: tokens sampled so far.
+      seconds: since the run began.
+      live: unfinished rows at the start of the last segment.
+      decode_rows: rows of the cache.
+      finished: finished responses.
+      rows: responses of the run.
+      eta_seconds: estimated remaining seconds at the pace of the newest segments. Rows are assumed to reach the mean
+        length of finished rows, or their limit if they are already longer. None after the first segment, which
+        includes compilation.
     """
 
     tokens: int
@@ -71,12 +74,15 @@ class Progress(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What a run took.
+    """Statistics of a run.
 
     Attributes:
-      tokens: drawn. steps: of the decode loop. segments: of up to `buffer` steps. prefills: batches of prompts read.
-      seconds: of the whole run, compilation included.
-      utilisation: live rows / decode rows, the mean over all steps.
+      tokens: sampled tokens.
+      steps: steps of the decode loop.
+      segments: segments of up to `buffer` steps.
+      prefills: batches of prompts.
+      seconds: time of the whole run, including compilation.
+      utilisation: live rows / decode rows, mean over all steps.
     """
 
     tokens: int
@@ -88,7 +94,7 @@ class Stats(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A trajectory in the order of the prompts, and what it took."""
+    """A trajectory in the order of the prompts, and its statistics."""
 
     trajectory: Trajectory
     stats: Stats
@@ -98,8 +104,8 @@ class SegmentProgram(NamedTuple):
     """The compiler's input for one segment.
 
     Attributes:
-      lowered: its `compile().memory_analysis()` says what a segment takes.
-      waiting: shapes of a batch of prompts that was read and waits for decode rows, which lives beside it.
+      lowered: `lowered.compile().memory_analysis()` gives the memory of a segment.
+      waiting: shapes of a prefilled batch of prompts that waits for decode rows and is in memory at the same time.
     """
 
     lowered: jax.stages.Lowered
@@ -108,12 +114,12 @@ class SegmentProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """What does not change from run to run.
+    """Continuous-batching sampler with static sizes.
 
     Attributes:
-      decode_rows: rows that are decoded at the same time. With `config.budget` and `config.buffer` they make the cache.
-      prefill_rows: prompts that are read at the same time.
-      mesh: where rows lie, of devices of this process; None takes the default device.
+      decode_rows: rows decoded at the same time. With `config.budget` and `config.buffer` they determine the cache.
+      prefill_rows: prompts read at the same time.
+      mesh: mesh of this process's devices over which rows are sharded; None is the default device.
     """
 
     model: LanguageModel
@@ -147,15 +153,15 @@ class Engine:
         limits: Int[np.ndarray, " rows"] | None = None,
         report: Callable[[Progress], None] | None = None,
     ) -> Rollout:
-        """Samples `group_size` responses per prompt; arguments as in `smd_jax.rollout`, which gives the same tokens
-        for the same keys, but for what rounding decides.
+        """Samples `group_size` responses per prompt. Arguments as in `smd_jax.rollout`, which gives the same tokens for
+        the same keys, up to rounding.
 
         Args:
           report: called after every segment.
 
         Raises:
-          ValueError: for prompts that are empty or not left-padded, limits outside 1 … max_new_tokens, and what
-            `rollout` raises.
+          ValueError: for prompts that are empty or not left-padded, limits outside 1 … max_new_tokens, and as
+            `rollout`.
         """
         check_whole("group_size", group_size, 1)
         check_prompts(prompts, self.model.shape.vocab_size)
@@ -169,7 +175,7 @@ class Engine:
             steps = loop.steps
             segments = loop.segments
             prefills = loop.prefills
-            del loop  # and its caches: the device needs the room for the trajectory
+            del loop  # frees its caches for the trajectory
         trajectory = self._place(records.trajectory())
         tokens = int(records.drawn.sum())
         seconds = time.perf_counter() - began
@@ -177,7 +183,7 @@ class Engine:
         return Rollout(trajectory, stats)
 
     def segment_program(self, params: Params, prompt_width: int) -> SegmentProgram:
-        """The program that a run spends its time in, for prompts of this width; nothing is computed or allocated.
+        """The segment program for prompts of this width. Computes and allocates nothing.
 
         Args:
           params: arrays or their shapes.
@@ -195,22 +201,22 @@ class Engine:
             return SegmentProgram(_segment.lower(sampler, params, state, None), prefilled)
 
     def _place(self, trajectory: Trajectory) -> Trajectory:
-        """Moves the trajectory from the host to where the learner wants it: rows over the mesh, if they divide."""
+        """Moves the trajectory from the host to the learner's sharding: rows over the mesh, if they divide."""
         rows = trajectory.terminated.shape[0]
         if self.mesh is None:
             # Where JAX puts a new array: the default device, whichever the user chose.
             return jax.device_put(trajectory, jnp.zeros(()).sharding)
-        # Rows that do not divide evenly over the devices are copied whole to each of them.
+        # Rows that do not divide over the devices are replicated.
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.device_put(trajectory, whole if rows % row_ways(self.mesh) else batch_sharding(self.mesh))
 
 
 @dataclass
 class _ReadPrompts:
-    """A batch of prompts on the device, and the rows that are still to go on from it.
+    """A prefilled batch of prompts on the device, and the rows that wait for it.
 
     Attributes:
-      rows: (prompt's place in the batch, row of the trajectory).
+      rows: (index of the prompt in the batch, row of the trajectory).
     """
 
     prefilled: Prefilled
@@ -218,14 +224,16 @@ class _ReadPrompts:
 
 
 class _Loop:
-    """The loop on the host. It knows which row of the trajectory each decode row holds; the rest is in its parts.
+    """The host loop. It tracks which row of the trajectory each decode row holds.
 
     Attributes:
-      queue: prompts that wait. read: batches that were read and have rows without a seat: one, or none.
-      records: what is known of every row. seated: `[decode_rows]` the row that sits there, -1: free.
-      state: on the device. It is donated to every program that changes it, so that caches are updated where they lie;
-        what was `state` before such a call must not be read after it.
-      steps, segments, prefills: how many there were.
+      queue: waiting prompts.
+      read: prefilled batches with waiting rows: one, or none.
+      records: records of every row.
+      seated: `[decode_rows]` the row of the trajectory in each decode row, -1: free.
+      state: on the device. Every program that changes it donates it, so that caches are updated in place; do not read
+        the old `state` after such a call.
+      steps, segments, prefills: counts so far.
     """
 
     def __init__(
@@ -251,7 +259,7 @@ class _Loop:
         self.keys = row_keys(key, rows)
         most = np.full(rows, config.max_new_tokens, np.int32)
         self.limits = most if limits is None else check_limits(limits, rows, config)
-        # A batch of prompts is never larger than all prompts, up to what divides over the devices.
+        # A batch is at most all prompts, rounded up to divide over the devices.
         ways = row_ways(engine.mesh)
         self.prefill_rows = min(engine.prefill_rows, -(-count // ways) * ways)
         self.queue = PromptQueue.of(self.prompts.valid.sum(axis=1), width, config.prefill_chunk)
@@ -259,24 +267,24 @@ class _Loop:
         self.steps = 0
         self.segments = 0
         self.prefills = 0
-        # The first prompts say what shapes a cache has, and what there will be to record.
+        # The first prompts determine the shapes of caches and records.
         to_read = self.queue.next(self.prefill_rows)
         first = self.prefill(to_read)
         self.read = deque([first])
         self.state = _empty(first.prefilled, engine.decode_rows)
-        # Shapes alone: the program is traced, nothing is computed and the state is not donated.
+        # Only shapes: nothing is computed and the state is not donated.
         like_segment = jax.eval_shape(partial(_segment, self.sampler), self.params, self.state, stop)[1]
         self.records = HostRecords(self.sampler, self.prompts, group_size, first.prefilled.records, like_segment)
         self.records.leave_prompts(to_read.prompts, first.prefilled.records)
 
     def run(self, report: Callable[[Progress], None] | None) -> None:
-        """Seats and decodes until all rows have ended."""
+        """Seats and decodes until all rows are finished."""
         pace = _Pace(self.began, self.records, self.limits, self.engine.decode_rows)
         while not self.records.ended.all():
             self.fill()
             live = int((self.seated >= 0).sum())
-            # Calls return before the device has done anything: while it works on this segment, the records of the one
-            # before it come to the host. Only then does `harvest` wait for how far the rows have come.
+            # Calls are asynchronous: while the device runs this segment, the records of the previous one are copied to
+            # the host. Then `harvest` waits for the rows' progress.
             self.state, record = _segment(self.sampler, self.params, self.state, self.stop)
             self.records.fetch()
             self.harvest(record)
@@ -286,7 +294,7 @@ class _Loop:
         self.records.fetch()
 
     def fill(self) -> None:
-        """Seats prompts in the free decode rows, as long as there are both."""
+        """Seats prompts in free decode rows, as long as there are both."""
         while (free := np.flatnonzero(self.seated < 0)).size and (self.read or self.queue):
             if not self.read:
                 to_read = self.queue.next(self.prefill_rows)
@@ -294,13 +302,13 @@ class _Loop:
                 self.records.leave_prompts(to_read.prompts, self.read[0].prefilled.records)
             self.seat(free, self.read[0])
             if not self.read[0].rows:
-                self.read.popleft()  # the memory of its caches is free again
+                self.read.popleft()  # frees the memory of its caches
 
     def prefill(self, to_read: PromptsToRead) -> _ReadPrompts:
         """Reads a batch of prompts, each once for all rows of its group."""
         prompts, width = to_read
-        # Another size of the batch would be another program to compile.
-        padded = np.resize(prompts, self.prefill_rows)  # repeats some; nobody goes on from those
+        # Another batch size would compile another program.
+        padded = np.resize(prompts, self.prefill_rows)  # repeats some, which are not used
         # Prompts are padded at the left, so their tokens are in the last columns of the batch.
         part = PromptBatch(self.prompts.tokens[padded, -width:], self.prompts.valid[padded, -width:])
         keys = prompt_keys(self.keys, self.group_size)[padded]
@@ -319,32 +327,32 @@ class _Loop:
         places, rows = (np.array(x, np.int32) for x in zip(*taken, strict=True))
         decode_rows = free[: len(rows)]
         self.seated[decode_rows] = rows
-        # Arrays over all decode rows, however few begin: `_seat` is compiled for one shape.
+        # Arrays over all decode rows, so that `_seat` is compiled for one shape.
         source = np.full(self.engine.decode_rows, -1, np.int32)
         source[decode_rows] = places
         limit = np.zeros(self.engine.decode_rows, np.int32)
         limit[decode_rows] = self.limits[rows]
-        # A free row (-1) gets some row's key here. Nobody draws from it, because `source` leaves the row as it is.
+        # A free row (-1) gets an arbitrary key, which is not used, because `source` leaves the row unchanged.
         seats = Seats(jnp.asarray(source), self.keys[np.maximum(self.seated, 0)], jnp.asarray(limit))
         self.state = _seat(self.sampler, self.state, read.prefilled, seats)
 
     def harvest(self, record: SegmentRecord) -> None:
-        """Notes how far the seated rows have come, and frees the decode rows of those that ended."""
+        """Records the progress of the seated rows, and frees the decode rows of finished ones."""
         decode_rows = np.flatnonzero(self.seated >= 0)
         rows = self.seated[decode_rows]
         self.records.leave_segment(decode_rows, rows, record)
-        # A few numbers, copied before the next call takes the state. Here the host waits for the segment's end.
+        # A few numbers, copied before the next call donates the state. The host waits here for the segment's end.
         progress = (self.state.cache_steps, self.state.drawn, self.state.done, self.state.terminated)
         steps, drawn, done, terminated = jax.device_get(progress)
         self.steps = int(steps)
         self.segments += 1
         self.records.note(rows, drawn[decode_rows], done[decode_rows], terminated[decode_rows])
-        # `done` has an entry for every decode row; those without a seat are done as well, and are left out here.
+        # Free decode rows are `done` as well and are left out here.
         self.seated[decode_rows[done[decode_rows]]] = -1
 
 
 class _Pace:
-    """How fast a run is, from its newest segments."""
+    """Estimates the pace of a run from its newest segments."""
 
     def __init__(self, began: float, records: HostRecords, limits: Int[np.ndarray, " rows"], decode_rows: int) -> None:
         self.began = began
@@ -375,10 +383,9 @@ class _Pace:
         )
 
     def steps_left(self) -> float:
-        """Steps of the decode loop until the decode rows have drawn all that is expected, or the longest row has.
+        """Expected remaining steps of the decode loop.
 
-        A row is expected to become as long as the mean of those that ended; one that is longer already, as long as it
-        may.
+        A row is expected to reach the mean length of finished rows, or its limit if it is already longer.
         """
         drawn = self.records.drawn
         ended = self.records.ended
@@ -387,13 +394,13 @@ class _Pace:
             mean = drawn[ended].mean()
             expected = np.where(drawn < mean, np.minimum(expected, mean), expected)
         left = np.maximum(expected - drawn, 0)[~ended]
-        # Work spread evenly over the decode rows is the least it can take; one row's own tokens cannot be spread.
+        # At least the work spread evenly over the decode rows, and at least the longest row.
         return float(max(left.sum() / self.decode_rows, left.max(initial=0)))
 
 
 @partial(jax.jit, static_argnames="model")
 def _cast(model: LanguageModel, params: Params) -> Params:
-    return gathered_tree(sampler_params(model, params))  # here, or every step of a segment would gather them
+    return gathered_tree(sampler_params(model, params))  # gathered here, not in every step of a segment
 
 
 @partial(jax.jit, static_argnames="sampler")
@@ -406,8 +413,8 @@ def _empty(prefilled: Prefilled, decode_rows: int) -> SamplerState:
     return constrain_rows(empty(prefilled, decode_rows))
 
 
-# The state is donated to both programs that change it: without that, old and new caches would exist side by side, and
-# the caches are what fills the device. The prompts that were read are not: other rows may go on from them later.
+# Both programs donate the state: otherwise old and new caches, which fill the device, would exist at the same time.
+# Prefilled prompts are not donated, because other rows may use them later.
 @partial(jax.jit, static_argnames="sampler", donate_argnames="state")
 def _seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Seats) -> SamplerState:
     return constrain_rows(seat(sampler, state, prefilled, seats))

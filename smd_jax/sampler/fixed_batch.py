@@ -1,4 +1,4 @@
-"""The rollout of a fixed batch, in one jitted program: prompts are read, segments follow until every row is done.
+"""The rollout of a fixed batch in one jitted program: prefill, then segments until every row is done.
 
     prompts ─► prefill ─► segment ─► segment ─► … ─► Trajectory          steps and segments: `smd_jax.sampler.static`
 
@@ -48,21 +48,20 @@ def rollout(
     limits: Int[Array, " rows"] | Int[np.ndarray, " rows"] | None = None,
     prompt_copies: int = 1,
 ) -> Trajectory:
-    """Samples `group_size` responses per prompt with a KV cache of fixed size.
+    """Samples `group_size` responses per prompt with a fixed-size KV cache.
 
     Args:
       model, policy, config, group_size: static; equal ones compile once.
       params: parameters of `model`.
       prompts: left-padded, `[prompts, P]`. Each is read once; its responses are contiguous rows of the trajectory.
-      key: random number generator state, consumed: one for all, of which row i has `fold_in(key, i)`, or one per row.
-        A row draws from its own key alone: its tokens are the same in any batch, but for rounding, which depends on the
-        sizes of a batch and may decide between keys of nearly equal score or tokens at the edge of a draw. What an
-        eviction policy draws while it reads a prompt is shared by the prompt's group, and comes from its first row's
-        key.
+      key: PRNG key, consumed: one per row, or one for all, from which row i gets `fold_in(key, i)`. A row samples from
+        its own key, so its tokens are the same in any batch up to rounding. Rounding depends on the batch size and may
+        decide between nearly tied tokens or evictions. Evictions sampled while a prompt is read are shared by its group
+        and use the key of its first row.
       stop: strings that end a response, see `smd_jax.text.stop_strings`.
-      limits: tokens of each response at most, if fewer than `config.max_new_tokens`.
-      prompt_copies: consecutive prompts that are copies of one, so that they divide over a mesh. Their responses are
-        one group: a policy that draws evicts the same keys of each copy. Static.
+      limits: longest length of each response, at most `config.max_new_tokens`.
+      prompt_copies: number of consecutive copies of each prompt, to divide prompts over a mesh. Their responses are one
+        group: random policies evict the same keys of each copy. Static.
 
     Raises:
       ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
@@ -72,13 +71,13 @@ def rollout(
       NonFiniteLogitsError: if the model's logits were NaN or infinite, see `smd_jax.message.trajectory.check_finite`.
         The call waits for the result.
 
-    Inside a jitted function there are no values to look at: prompts, limits and logits are not checked there.
+    Inside a jitted function the values of prompts, limits and logits are not checked.
     """
     check_whole("group_size", group_size, 1)
     check_whole("prompt_copies", prompt_copies, 1)
     if prompts.tokens.shape[0] % prompt_copies:
         raise ValueError(f"expected prompt_copies that divide {prompts.tokens.shape[0]} prompts; got {prompt_copies}")
-    # Inside a jitted function there are no values to look at.
+    # Inside a jitted function values cannot be checked.
     if not isinstance(prompts.valid, Tracer):
         check_prompts(prompts, model.shape.vocab_size)
     if limits is not None and not isinstance(limits, Tracer):
@@ -116,18 +115,18 @@ def rollout_program(
     limits: Int[Array, " rows"] | Int[np.ndarray, " rows"] | None = None,
     prompt_copies: int = 1,
 ) -> Trajectory:
-    """`rollout` without the check of its prompts: to be lowered, compiled, or called by jitted functions.
+    """`rollout` without the check of its prompts, for lowering, compiling, or calls from jitted functions.
 
-    Its arguments are those of `rollout` once more, by name and type, so that both are checked and shown by editors.
+    Its arguments are those of `rollout`, repeated for type checkers and editors.
     """
     count, width = prompts.tokens.shape
     rows = count * group_size
     sampler = Sampler(model, policy, config, width)
-    params = gathered_tree(sampler_params(model, params))  # here, or every step of the loop would gather them
+    params = gathered_tree(sampler_params(model, params))  # gathered here, not in every step of the loop
     keys = row_keys(key, rows)
     prefilled = prefill(sampler, params, prompts, prompt_keys(keys, group_size, prompt_copies))
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)
-    # Under a trace nobody has checked the limits, and the records have room for `max_new_tokens`.
+    # Under a trace the limits are unchecked, and records hold `max_new_tokens`.
     limit = most if limits is None else jnp.minimum(jnp.asarray(limits, jnp.int32), most)
     state = begin(prefilled, keys, limit)
 
@@ -137,11 +136,11 @@ def rollout_program(
     def segment(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
         state, records, index = carry
         state, record = run_segment(sampler, params, state, stop)
-        # All rows begin together, so a segment's number is the same for all: one slice, updated where it lies.
+        # All rows begin together, so a segment has the same number in all: an in-place update of one slice.
         records = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), records, record)
         return state, records, index + 1
 
-    # Shapes of one record, for the loop's carry: the segment itself is compiled once, within the loop.
+    # Shapes of one record, for the loop's carry.
     like = jax.eval_shape(lambda: run_segment(sampler, params, state, stop)[1])
     carry = (state, no_records(sampler, like), jnp.zeros((), jnp.int32))
     state, records, _ = jax.lax.while_loop(unfinished, segment, carry)

@@ -1,8 +1,8 @@
-"""What came back from the device: how far every row is, and its records, in the memory of the host.
+"""Progress and records of all rows, in host memory.
 
-Two kinds of things come at different times. How far rows are is a few numbers, needed at once: the engine must know
-which rows have ended before it can seat others. Records (tokens, log-probabilities, evictions) are large and needed at
-the end only. They are left on the device when a program has made them, and fetched after the next one was started:
+Progress is a few numbers and needed at once, because the engine must know which rows are finished before it seats
+others. Records (tokens, log-probabilities, evictions) are large and needed only at the end. They stay on the device
+until the next program was started, and are then fetched:
 
     device    segment 1 │ segment 2              │ segment 3
     host                │ fetches records of 1   │ fetches records of 2
@@ -27,7 +27,7 @@ from smd_jax.text.prompts import PromptBatch, repeat_prompts
 
 
 class _PromptsOnDevice(NamedTuple):
-    """Records of prompts that have been read: entry i belongs to prompt `prompts[i]`; what follows is filling."""
+    """Records of prefilled prompts: entry i belongs to prompt `prompts[i]`; the rest is padding."""
 
     prompts: list[int]
     records: tuple[PromptRecord, ...]
@@ -42,11 +42,12 @@ class _SegmentOnDevice(NamedTuple):
 
 
 class HostRecords:
-    """Everything that a run knows of its rows.
+    """Progress and records of a run's rows.
 
     Attributes:
-      drawn: int32 `[rows]` tokens so far. ended, terminated: `[rows]` rows that draw no more, and those that ended by
-        themselves.
+      drawn: int32 `[rows]` tokens so far.
+      ended: `[rows]` finished rows.
+      terminated: `[rows]` rows that ended before the length limit.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class HostRecords:
         like_prompts: tuple[PromptRecord, ...],
         like_segment: SegmentRecord,
     ) -> None:
-        """Room for all records.
+        """Allocates all records.
 
         Args:
-          prompts: all of the run, numpy arrays.
-          like_prompts, like_segment: what `prefill` and `run_segment` give, arrays or their shapes, of any rows.
+          prompts: all prompts of the run, NumPy arrays.
+          like_prompts, like_segment: outputs of `prefill` and `run_segment`, arrays or their shapes, for any rows.
         """
         count = len(prompts.valid)
         rows = count * group_size
@@ -76,24 +77,23 @@ class HostRecords:
         self._on_device: list[_PromptsOnDevice | _SegmentOnDevice] = []
 
     def note(self, rows: np.ndarray, drawn: np.ndarray, ended: np.ndarray, terminated: np.ndarray) -> None:
-        """How far these rows are after a segment."""
+        """Updates the progress of these rows after a segment."""
         self.drawn[rows] = drawn
         self.ended[rows] = ended
         self.terminated[rows] = terminated
 
     def leave_prompts(self, prompts: list[int], records: tuple[PromptRecord, ...]) -> None:
-        """Records that a prefill will have made, to be fetched later."""
+        """Queues the records of a prefill for a later `fetch`."""
         self._on_device.append(_PromptsOnDevice(prompts, records))
 
     def leave_segment(self, decode_rows: np.ndarray, rows: np.ndarray, record: SegmentRecord) -> None:
-        """The record that a segment will have made, to be fetched later; its way to the host begins now."""
+        """Queues the record of a segment for a later `fetch`, and starts its copy to the host."""
         for leaf in jax.tree.leaves(record):
             leaf.copy_to_host_async()
         self._on_device.append(_SegmentOnDevice(decode_rows, rows, record))
 
     def fetch(self) -> None:
-        """Takes to the host what was left on the device, in the order in which it was made. It waits for the programs
-        that make it, so the next one should have been started before."""
+        """Copies queued records to the host, in order. It waits for their programs, so start the next program first."""
         for left in self._on_device:
             if isinstance(left, _PromptsOnDevice):
                 self._keep_prompts(left)
@@ -107,34 +107,34 @@ class HostRecords:
             room[left.prompts] = leaf[: len(left.prompts)]
 
     def _keep_segment(self, left: _SegmentOnDevice) -> None:
-        """A segment that began `first` tokens into a row's response is the row's number `first / buffer`, whenever it
-        ran: a row is seated between segments, so that its own begin at multiples of the buffer."""
+        """Stores a segment that began `first` tokens into a row's response as the row's segment `first / buffer`. Rows
+        are seated between segments, so their segments begin at multiples of the buffer."""
         new = jax.device_get(left.record)
-        # Here, because this is the first place where the host sees the values.
+        # The first place where the host has the values.
         check_finite(new.logprobs[left.decode_rows])
         segment = new.first[left.decode_rows] // self._sampler.config.buffer
         for room, leaf in zip(jax.tree.leaves(self._segment_records), jax.tree.leaves(new), strict=True):
             room[segment, left.rows] = leaf[left.decode_rows]
 
     def trajectory(self) -> Trajectory:
-        """Put together on the host, with the rows in the prompts' order. All must have been fetched."""
+        """Assembles the trajectory on the host, in the prompts' order, after all records were fetched."""
         with jax.default_device(_host()):
             records = (self._prompts, self._prompt_records, self._segment_records, self.terminated)
             return _finish(self._sampler, self._group_size, *jax.tree.map(jnp.asarray, records))
 
 
 def _room(sampler: Sampler, like: SegmentRecord, rows: int) -> SegmentRecord:
-    """Numpy arrays for the records of all rows."""
+    """NumPy arrays for the records of all rows."""
     with jax.default_device(_host()):
-        # The segment has the decode rows, and the records have all rows of the run.
+        # The segment has the decode rows, the records have all rows of the run.
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like)
-        # Copies, because NumPy's view of a JAX array cannot be written to.
+        # Copies, because NumPy's view of a JAX array is read-only.
         return jax.tree.map(np.array, no_records(sampler, one))
 
 
 def _host() -> Any:
-    """The CPU as a device, whose memory is the host's; the default one, if JAX was told to leave the CPU alone."""
-    platforms = jax.config.values["jax_platforms"]  # None: all that there are
+    """The CPU device; the default device if `jax_platforms` excludes the CPU."""
+    platforms = jax.config.values["jax_platforms"]  # None: all platforms
     return jax.local_devices(backend="cpu" if not platforms or "cpu" in platforms else None)[0]
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of a row: they come from its own key alone, whatever batch it is in and wherever it lies in it."""
+"""PRNG keys per row, so that a row's random numbers do not depend on its batch or index."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 
 def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array, " rows"]:
-    """A key for every row: its own, or `fold_in(key, row)`.
+    """One key per row: the given keys, or `fold_in(key, row)`.
 
     Raises:
-      ValueError: for anything but typed threefry keys, `jax.random.key(seed)`. Those of other generators would give a
-        row other numbers in another batch (`vmap` of "rbg" is not the same as one by one).
+      ValueError: for anything but typed threefry keys, `jax.random.key(seed)`. With other generators a row's numbers
+        depend on the batch (`vmap` of "rbg" differs from single calls).
     """
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed or str(jax.random.key_impl(key)) != "threefry2x32":
@@ -26,26 +26,26 @@ def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array,
 
 
 def prompt_keys(keys: Key[Array, " rows"], group_size: int, copies: int = 1) -> Key[Array, " prompts"]:
-    """The keys for eviction policies that draw while prompts are read: each prompt has that of its first row.
+    """The keys of prompts for random eviction policies: each prompt has the key of its first row.
 
-    A prompt is read once for its group, so all rows of the group share what it loses. The first row's key differs
-    between rollouts, so a prompt loses other keys in each; and it is the same in any batch, engine and mesh.
+    A prompt is read once for its group, so all rows of the group share its evictions. The first row's key differs
+    between rollouts, and is the same in any batch, engine and mesh.
 
     Args:
-      keys: of all rows, see `row_keys`; the rows of a group lie side by side.
+      keys: keys of all rows, see `row_keys`; the rows of a group are adjacent.
       group_size: rows of each prompt.
-      copies: consecutive prompts that are copies of one, and draw the same numbers.
+      copies: number of consecutive copies of each prompt, which get the same key.
     """
     first = keys[:: group_size * copies]
     return first if copies == 1 else jnp.repeat(first, copies, axis=0)
 
 
 def token_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:
-    """The keys from which the tokens of a response are drawn."""
-    # Apart from those of evictions: what a policy draws does not move the tokens' numbers.
+    """The keys for sampling tokens."""
+    # Different from the eviction keys, so that a random policy does not change the tokens' random numbers.
     return jax.vmap(lambda key: jax.random.fold_in(key, 0))(keys)
 
 
 def eviction_keys(keys: Key[Array, " rows"]) -> Key[Array, " rows"]:
-    """The keys for eviction policies that draw."""
+    """The keys for random eviction policies."""
     return jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)

@@ -1,8 +1,8 @@
-"""Reading prompts: whole and densely, or in chunks with evictions between them.
+"""Prefill: reads prompts whole and densely, or in chunks with evictions in between.
 
 whole       every token of the prompt sees all before it; then the cache is compressed:     evicted_at = P
 in chunks   [. . a b] ─► compress ─► [c d e f] ─► compress ─► …     evicted_at = the column after a chunk
-            sees what was kept of the chunks before it, and its own past; memory does not depend on the length
+            sees the kept keys of earlier chunks and its own past; memory does not depend on the length
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from smd_jax.text.prompts import PromptBatch
 
 @any_leaves
 class PromptRecord(struct.PyTreeNode):
-    """What the learner will have to know of how one layer read the prompts.
+    """The learner's record of one layer's prefill.
 
     Attributes:
       evicted_at: `[prompts, kv_heads, P]` of the shadow mask.
-      parity: of a quantised cache, `[prompts, kv_heads, P, bytes]`; None without one.
-      order, logprob: `[prompts, kv_heads, P]` and `[prompts, kv_heads]`, of the draws that evicted keys, see
-        `smd_jax.message.draws`; None where evictions are none.
+      parity: parity of a quantised cache, `[prompts, kv_heads, P, bytes]`; else None.
+      order, logprob: `[prompts, kv_heads, P]` and `[prompts, kv_heads]` of sampled evictions, see
+        `smd_jax.message.draws`; else None.
     """
 
     evicted_at: Int[Array, "prompts kv_heads P"]
@@ -53,12 +53,13 @@ class PromptRecord(struct.PyTreeNode):
 
 @any_leaves
 class Prefilled(struct.PyTreeNode):
-    """Prompts that have been read: any number of rows may go on from each.
+    """Prefilled prompts, each for any number of rows.
 
     Attributes:
-      hidden: `[prompts, hidden]` of the last token. start: `[prompts]` column of the first.
+      hidden: `[prompts, hidden]` of the last token.
+      start: `[prompts]` column of the first token.
       cache, records: per layer.
-      spans: of a policy that evicts spans when a token is written; else None.
+      spans: state of the token-triggered spans; else None.
     """
 
     hidden: Float[Array, "prompts hidden"]
@@ -68,7 +69,7 @@ class Prefilled(struct.PyTreeNode):
     spans: SpanState | None = None
 
 
-@jax.named_scope("prefill")  # profiles and experiments/hlo.py tell its operations from those of decoding by this
+@jax.named_scope("prefill")  # profiles and experiments/lib/hlo.py distinguish it from decoding by this name
 def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Array, " prompts"]) -> Prefilled:
     """Reads prompts `[prompts, P or fewer]`, which end at column P, and compresses every layer to its budget."""
     if sampler.config.prefill_chunk is not None:
@@ -92,7 +93,7 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
         layers = tuple(kv_cache.drop(layer, (gone < NEVER)[:, None] & layer.valid) for layer in layers)
     caches = [_from_prompt(sampler, layer, first) for layer in layers]
     progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
-    # Padding says NEVER here, too. `smd_jax.sampler.records` puts its 0 in, where it knows the columns of the response.
+    # Padding is also NEVER here; `smd_jax.sampler.records` sets it to 0.
     evicted_at = jnp.full((*caches[0].columns.shape[:2], sampler.prompt_width), NEVER, jnp.int32)
     compressed = [
         _compress_prompt(sampler, params, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)
@@ -104,7 +105,7 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
 def _read_spans(
     sampler: Sampler, prompts: PromptBatch
 ) -> tuple[SpanState | None, Int[Array, "prompts P_or_fewer"] | None]:
-    """The state of the spans after the prompts, and the first of the batch's columns that does not see a key."""
+    """The state of the spans after the prompts, and the first column that does not see each key."""
     if sampler.policy.spans is None:
         return None, None
     first = sampler.prompt_width - prompts.tokens.shape[1]
@@ -113,14 +114,16 @@ def _read_spans(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the columns of a batch are cut into chunks: from the prompts' end, so that only the first holds padding.
+    """Chunks of a batch's columns, counted from the prompts' end, so that only the first holds padding.
 
     P 37, chunks of 8, `-3` because the first begins three columns before the prompt does:
 
         column   -3 …… 4 | 5 …… 12 | 13 …… 20 | 21 …… 28 | 29 …… 36 | response
 
     Attributes:
-      length: columns of a chunk. count: of chunks. first: column of the first one's first token.
+      length: columns of a chunk.
+      count: number of chunks.
+      first: first column of the first chunk.
     """
 
     length: int
@@ -129,22 +132,24 @@ class _Chunks:
 
     @classmethod
     def of(cls, sampler: Sampler, width: int, chunk: int) -> _Chunks:
-        """The chunks of prompts in the last `width` columns before the response. No chunk is longer than they."""
+        """The chunks of prompts in the last `width` columns before the response. No chunk is longer than these."""
         length = min(chunk, width)
         count = -(-width // length)
-        # Counted back from the prompt's end, hence below 0 where whole chunks hold more columns than the prompt.
+        # Counted back from the prompt's end, so negative if whole chunks hold more columns than the prompt.
         return cls(length, count, sampler.prompt_width - count * length)
 
     def columns(self, index: Array) -> Int[Array, " length"]:
-        """Columns of the tokens of a chunk; negative where they lie before the prompt."""
+        """Columns of a chunk's tokens; negative before the prompt."""
         return self.first + index * self.length + jnp.arange(self.length, dtype=jnp.int32)
 
 
 class _Reading(NamedTuple):
-    """What the loop over chunks carries.
+    """Carry of the loop over chunks.
 
     Attributes:
-      cache: per layer. evicted_at: per layer, as in PromptRecord. hidden: `[prompts, hidden]` of the newest token.
+      cache: per layer.
+      evicted_at: per layer, as in PromptRecord.
+      hidden: `[prompts, hidden]` of the newest token.
     """
 
     cache: KVCache
@@ -155,7 +160,7 @@ class _Reading(NamedTuple):
 def _prefill_chunks(
     sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Array, " prompts"], chunk: int
 ) -> Prefilled:
-    """Reads prompts `chunk` columns at a time, and compresses the cache after each."""
+    """Reads prompts `chunk` columns at a time, and compresses the cache after each chunk."""
     rows, width = prompts.tokens.shape
     chunks = _Chunks.of(sampler, width, chunk)
     missing = chunks.count * chunks.length - width
@@ -170,12 +175,12 @@ def _prefill_chunks(
         reading = _read_chunk(sampler, params, padded, start, chunks, index, reading, gone)
         if not sampler.policy.evicts:
             return reading
-        # The first column whose query does not see what goes here: the chunk's last query still does.
+        # The first column whose query does not see the keys evicted here; the chunk's last query still does.
         boundary = chunks.columns(index)[-1] + 1
         progress = _progress(sampler, prompts, rng, boundary)
         return _compress_chunk(sampler, params, chunks, progress, boundary, reading)
 
-    # Chunks in which every row is padding are not read.
+    # Skips chunks in which every row is padding.
     first_chunk = (jnp.min(start) - chunks.first) // chunks.length
     reading = jax.lax.fori_loop(first_chunk, chunks.count, one, _nothing_read(sampler, rows, chunks))
     records = tuple(PromptRecord(x, None) for x in reading.evicted_at)
@@ -184,11 +189,11 @@ def _prefill_chunks(
 
 
 def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
-    """Before the first chunk: empty caches of a budget and a chunk; without evictions, of all that there will be."""
+    """The initial carry: empty caches with slots for the budget and a chunk, or for all columns without evictions."""
     shape = sampler.model.shape
     whole = chunks.count * chunks.length
-    # Without evictions a row of the rollout has `budget` slots for the prompt. A narrow batch needs fewer for its
-    # chunks, but `_to_rows` cuts that many from the right.
+    # Without evictions a row has `budget` slots for the prompt. A narrow batch needs fewer for its chunks, but
+    # `_to_rows` takes that many from the right.
     slots = [budget + chunks.length if sampler.policy.evicts else max(whole, budget) for budget in sampler.budgets]
     never = jnp.full((rows, shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
     return _Reading(
@@ -208,7 +213,7 @@ def _read_chunk(
     reading: _Reading,
     gone: Int[Array, "prompts P"] | None,
 ) -> _Reading:
-    """Reads chunk number `index` of prompts padded to whole chunks; keys go behind those that were kept.
+    """Reads chunk number `index` of prompts padded to whole chunks; its keys go after the kept ones.
 
     Args:
       gone: `evicted_at` of spans; None without any.
@@ -218,13 +223,13 @@ def _read_chunk(
         for x in (padded.tokens, padded.valid)
     )
     column = chunks.columns(index)[None]
-    # Padding lies before a row's start; it gets position 0, because a model may not know negative ones.
+    # Padding before a row's start gets position 0, because a model may not support negative positions.
     places = sampler.model.encode_positions(jnp.maximum(column - start[:, None], 0))
     columns = jnp.where(there, column, EMPTY)
     if sampler.policy.evicts:
-        # Behind the kept keys, in the slots that are empty after every compression.
+        # After the kept keys, in the slots that every compression leaves empty.
         slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
-    else:  # the last token of the last chunk comes to lie in the last slot
+    else:  # the last token of the last chunk goes into the last slot
         left = (chunks.count - index) * chunks.length
         slots = tuple(cache.columns.shape[2] - left for cache in reading.cache)
     layers = decode_layers(sampler.model.shape, reading.cache, slots, columns, start, column[0, 0], gone)
@@ -244,7 +249,7 @@ def _compress_chunk(
     boundary: Int[Array, ""],
     reading: _Reading,
 ) -> _Reading:
-    """Compresses every layer to its budget, and notes that what went is invisible from column `boundary` on."""
+    """Compresses every layer to its budget, and records that evicted keys are invisible from column `boundary` on."""
     cache = []
     noted = []
     layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
@@ -258,7 +263,7 @@ def _compress_chunk(
 
 
 def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompts"]:
-    # Columns are those of the widest prompt, wherever a narrower batch was cut from.
+    # Columns are those of the widest prompt, also for a narrower batch.
     missing = sampler.prompt_width - prompts.valid.shape[1]
     return missing + jnp.argmax(prompts.valid, axis=1).astype(jnp.int32)
 
@@ -266,16 +271,16 @@ def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompt
 def _progress(
     sampler: Sampler, prompts: PromptBatch, rng: Key[Array, " prompts"], boundary: Int[Array, ""]
 ) -> RowProgress:
-    """How far all rows are at a compression within the prompt, or at its end; `boundary` is the column after it."""
+    """Progress of all rows at a compression within or at the end of the prompt; `boundary` is the column after it."""
     start = _first_column(sampler, prompts)
     everywhere = jnp.broadcast_to(boundary, start.shape)
     step = everywhere - sampler.prompt_width
-    # Prompts are read together, so all rows are at the same column; the prompt counts as one segment, from column 0 on.
+    # All rows are at the same column; the prompt counts as one segment from column 0 on.
     return RowProgress(start, everywhere - 1, jnp.zeros_like(start), step, eviction_keys(rng))
 
 
 def _from_prompt(sampler: Sampler, cache: LayerCache, missing: int) -> LayerCache:
-    """A prompt's cache, ready to be quantised if it is to be; `missing` columns of the prompt have no slot yet."""
+    """A prompt's cache before quantisation, if any; `missing` columns of the prompt have no slot yet."""
     quant = sampler.config.quant
     if quant is None:
         return cache
@@ -290,28 +295,28 @@ def _compress_prompt(
     cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1), params)
     order = logprob = None
     if sampler.policy.gate is not None:
-        # Also where there was room for all: batches of narrower prompts have the same records.
+        # Also if all keys fit, so that batches of narrower prompts have the same records.
         order = jnp.full_like(evicted_at, STAYED)
         logprob = jnp.zeros(evicted_at.shape[:2], jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
     if order is not None and gone.dropped is not None:
         order = record_order(order, gone.dropped[:, :, None])
         logprob = gone.logprob
     if gone.dropped is not None:
-        # Every query of the prompt still sees it, and none of the response does.
+        # Queries of the prompt see these keys, queries of the response do not.
         evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
     return cache, PromptRecord(evicted_at, gone.parity, order, logprob)
 
 
 def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
-    """A layer's cache before anything was read."""
+    """An empty cache of a layer."""
     c = sampler.model.shape
     shape = CacheShape(rows, c.num_heads, c.num_kv_heads, slots, c.head_dim, c.dtype)
     return kv_cache.no_keys(sampler.policy.statistics, shape)
 
 
 def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:
-    """Moves the kept keys of a cache that chunks were read into to the slots of a row's cache."""
-    # A compression leaves the kept keys at the left; without any, the newest are at the right.
+    """Moves the kept keys after chunked prefill to the slots of a row's cache."""
+    # A compression leaves the kept keys at the left; without compression the newest are at the right.
     first = 0 if sampler.policy.evicts else cache.columns.shape[2] - budget
     kept = jnp.broadcast_to(jnp.arange(first, first + budget), (*cache.columns.shape[:2], budget))
     return kv_cache.gather(cache, kept, sampler.row_buffer)

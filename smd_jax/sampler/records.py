@@ -1,7 +1,7 @@
-"""Puts the trajectory together from the records of a rollout's segments.
+"""Assembles the trajectory from the records of a rollout's segments.
 
-Records are kept by segment and row, `[segments, rows, …]`: segment i of a row began at column P + i · buffer, whenever
-and in whatever place of the cache it ran.
+Records are stored by segment and row, `[segments, rows, …]`: segment i of a row began at column P + i · buffer,
+independent of when and in which cache row it ran.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def segment_count(sampler: Sampler) -> int:
 
 
 def no_records(sampler: Sampler, like: SegmentRecord) -> SegmentRecord:
-    """Room for the records of all segments, `[segments, rows, …]`; `like` has the shapes of one."""
+    """Empty records of all segments, `[segments, rows, …]`; `like` has the shapes of one segment."""
     count = segment_count(sampler)
     records = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
     if records.gone is None:
         return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id))
-    # A segment that never runs must drop nothing, and a 0 would be the key of column 0.
+    # A segment that never runs must drop nothing, and 0 would be the key of column 0.
     gone = tuple(x if x.dropped is None else x.replace(dropped=jnp.full_like(x.dropped, EMPTY)) for x in records.gone)
     return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id), gone=gone)
 
@@ -54,16 +54,18 @@ def to_trajectory(
     """The trajectory of rows with these prompts.
 
     Args:
-      prompts, prompt_records: `[rows, …]` each row's prompt, and per layer what reading it left.
-      records: `[segments, rows, …]`. terminated: rows that ended by themselves.
-      group_size: consecutive rows that share a prompt, and what was drawn while it was read.
+      prompts: `[rows, …]` each row's prompt.
+      prompt_records: `[rows, …]` per layer, from the prefill.
+      records: `[segments, rows, …]`.
+      terminated: rows that ended before the length limit.
+      group_size: consecutive rows that share a prompt, and the evictions sampled while it was read.
     """
     config = sampler.config
     response = sampler.config.max_new_tokens
 
     def by_row(x: Array) -> Array:
         """`[segments, rows, buffer, …]` to `[rows, R, …]`."""
-        # The last segment may reach beyond R: the segments are whole ones.
+        # The last segment may reach beyond R, because segments are whole.
         return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :response]
 
     emitted = by_row(records.emitted)
@@ -72,7 +74,7 @@ def to_trajectory(
     tokens = jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1)
     evicted_at = _evicted_at(sampler, valid, prompt_records, records)
     if sampler.policy.spans is not None:
-        # In no record, because they follow from the tokens.
+        # Not in a record, because the tokens determine them.
         _, gone = sampler.policy.spans.read(tokens, valid)
         evicted_at = jnp.minimum(evicted_at, gone[:, None, None])
     mask = ShadowMask(evicted_at, segments, _replay(sampler, prompt_records, records))
@@ -91,7 +93,7 @@ def to_trajectory(
 
 
 def _drawable(sampler: Sampler, sets: Array | None) -> DrawableTokens | None:
-    """Which tokens could be drawn; None if all could, always."""
+    """The drawable tokens; None without filters."""
     end = sampler.config.eos_token_id
     shortest = 0 if end is None else sampler.config.min_new_tokens
     return None if sets is None and not shortest else DrawableTokens(sets, shortest, end)
@@ -110,19 +112,18 @@ def _evicted_at(
             return evicted_at
         dropped = jnp.moveaxis(gone.dropped, 0, 2)  # [rows, kv_heads, segments, buffer]
         segments, rest = dropped.shape[2:]
-        # Segment i is compressed after its last query, so its keys are gone for the first query of segment i + 1.
+        # Segment i is compressed after its last query; the first query of segment i + 1 does not see the evicted keys.
         boundary = sampler.prompt_width + (1 + jnp.arange(segments, dtype=jnp.int32)) * sampler.config.buffer
-        # No query is left behind the last column: what goes there is not recorded.
+        # No query follows the last column, so evictions there are not recorded.
         dropped = jnp.where((boundary < sampler.columns)[None, None, :, None], dropped, EMPTY)
         now = jnp.repeat(boundary, rest)[None, None]
         return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
 
     layers = [one(*layer) for layer in zip(prompt_records, gone, strict=True)]
-    # A window's evictions are in no record, because they follow from the columns. The mask holds them all the same, so
-    # that it says what each query saw.
+    # Sliding windows are not in a record, because the columns determine them. The mask includes them.
     layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(layers)]
     evicted_at = jnp.stack(layers, axis=1)
-    # After the evictions, so that columns without a token are never seen, whatever was noted of them.
+    # After the evictions, so that columns without a token are never visible.
     evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
     return _without_last(sampler, evicted_at, valid) if sampler.policy.evicts else evicted_at
 
@@ -134,7 +135,7 @@ def _evictions(
     records: SegmentRecord,
     group_size: int,
 ) -> EvictionDraws | None:
-    """The draws by which keys went; None where they are no draws."""
+    """The sampled evictions; None without them."""
     gate = sampler.policy.gate
     if gate is None or records.gone is None:
         return None
@@ -150,7 +151,7 @@ def _evictions(
         logprobs.append(jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(gone.logprob, 0, -1)], axis=-1))
     order, logprob = jnp.stack(orders, axis=1), jnp.stack(logprobs, axis=1)[..., :count]
     draws = EvictionDraws(order, logprob, gate, first, length, group_size)
-    # Rows that had ended went on dropping what they had.
+    # Finished rows continued to evict.
     counted = draws.counted(valid)[:, None, None]
     return draws.replace(
         order=jnp.where(valid[:, None, None], draws.order, STAYED), logprobs=jnp.where(counted, draws.logprobs, 0.0)
@@ -164,10 +165,10 @@ def _within_window(evicted_at: Int[Array, "rows kv_heads T"], window: int | None
 
 
 def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows T"]) -> Array:
-    """The mask in which nothing but itself sees a row's last token: it was drawn, but never entered the cache."""
+    """Hides a row's last token from all other queries: it was sampled but never entered the cache."""
     column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
     width = sampler.prompt_width
-    # A response has no gaps, so its number of tokens says where it ends.
+    # A response has no gaps, so its number of tokens gives its end.
     after = width + valid[:, width:].sum(axis=1, keepdims=True, dtype=jnp.int32)
     last = (column == after - 1) & (after < sampler.columns)
     return jnp.where(last[:, None, None], after[:, None, None], evicted_at)
@@ -176,15 +177,15 @@ def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows 
 def segments_of(
     policy: EvictionPolicy, config: RolloutConfig, num_layers: int, prompt_width: int
 ) -> tuple[Segments, ...]:
-    """Where the cache of every layer was compressed, for the learner's attention; empty if it never was.
+    """Compressions of every layer's cache, for the learner's attention; empty without compressions.
 
-    Each layer takes the cheaper of two descriptions, both of which are true of the same mask:
+    Each layer takes the cheaper of two valid descriptions of the mask:
 
-        response    columns of the prompt attend to all before them; then segments of `buffer`
-        merged      chunks of the prompt, too, are segments: all of one length, the longer of chunk and buffer
+        response    columns of the prompt attend densely; then segments of `buffer`
+        merged      chunks of the prompt are segments as well, all of the longer length of chunk and buffer
 
-    Merged ones are possible where every boundary of the longer is one of the shorter, too. They cost less where the
-    prompt is long, but every query of the response then looks at a whole chunk.
+    Merging needs every boundary of the longer length to be a boundary of the shorter. It is cheaper for long prompts,
+    but every query of the response then reads a whole chunk.
     """
     if not policy.evicts:
         return ()
@@ -197,7 +198,7 @@ def segments_of(
 
 
 def _descriptions(config: RolloutConfig, prompt_width: int, budget: int) -> list[Segments]:
-    """The ways in which one layer's segments can be described."""
+    """The possible descriptions of one layer's segments."""
     buffer = config.buffer
     chunk = config.prefill_chunk
     found = [Segments(prompt_width, buffer, budget)]
@@ -213,7 +214,7 @@ def _descriptions(config: RolloutConfig, prompt_width: int, budget: int) -> list
 def _replay(
     sampler: Sampler, prompt_records: tuple[PromptRecord, ...], records: SegmentRecord
 ) -> QuantizedReplay | None:
-    """How the cache was quantised."""
+    """The record of the cache's quantisation."""
     config = sampler.config
     if config.quant is None or records.gone is None:
         return None

@@ -1,4 +1,4 @@
-"""Rows of a cache: prompts that have been read take their places, all at once or where a row is free."""
+"""Assigns prefilled prompts to rows of a cache, all at once or when a row is free."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from smd_jax.sampler.static import Sampler
 
 @any_leaves
 class Seats(struct.PyTreeNode):
-    """Rows that are to begin.
+    """Rows to begin.
 
     Attributes:
-      source: `[rows]` which of the prefilled prompts a row goes on from; -1 leaves the row as it is.
-      rng: `[rows]` a key for each row, from which it draws alone.
-      limit: `[rows]` tokens at most.
+      source: `[rows]` index of the row's prefilled prompt; -1 leaves the row unchanged.
+      rng: `[rows]` one PRNG key per row.
+      limit: `[rows]` longest response.
     """
 
     source: Int[Array, " rows"]
@@ -34,17 +34,20 @@ class Seats(struct.PyTreeNode):
 
 @any_leaves
 class SamplerState(struct.PyTreeNode):
-    """All that a segment needs; every leaf but `cache_steps` has the rows first.
+    """The sampler's state between segments; every leaf but `cache_steps` has the rows first.
 
     Attributes:
       cache_steps: steps of the decode loop since the cache was made; see the timeline in `smd_jax.sampler.static`.
-      drawn: `[rows]` tokens of each row's response so far. limit: `[rows]` tokens at most.
-      done: `[rows]` rows that draw no more. terminated: `[rows]` those that ended by themselves.
+      drawn: `[rows]` tokens of each row's response so far.
+      limit: `[rows]` longest response.
+      done: `[rows]` finished rows.
+      terminated: `[rows]` rows that ended before the length limit.
       stop: `[rows]` state of the search for stop strings.
       start: `[rows]` column of the first token.
-      rng: `[rows]` keys. hidden: `[rows, hidden]` of the newest token.
+      rng: `[rows]` PRNG keys.
+      hidden: `[rows, hidden]` of the newest token.
       cache: per layer.
-      spans: of a policy that evicts spans when a token is written; else None.
+      spans: state of the token-triggered spans; else None.
     """
 
     cache_steps: Int[Array, ""]
@@ -61,21 +64,21 @@ class SamplerState(struct.PyTreeNode):
 
 
 def empty(prefilled: Prefilled, rows: int) -> SamplerState:
-    """Rows without a prompt, with caches like those of `prefilled` (arrays or their shapes)."""
+    """Free rows, with caches like those of `prefilled` (arrays or their shapes)."""
 
     def zeros_like(x: Any) -> Array:
         return jnp.zeros((rows, *x.shape[1:]), x.dtype)
 
     zeros = jnp.zeros((rows,), jnp.int32)
     cache = jax.tree.map(zeros_like, prefilled.cache)
-    # Nobody draws from these keys. They are threefry's, whatever JAX's default is, because those that take their place
-    # are (see `row_keys`), and a state keeps its types.
+    # Unused keys. They are threefry keys, because the keys that replace them are (see `row_keys`), and a state keeps
+    # its types.
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), rows)
     return SamplerState(
         cache_steps=jnp.zeros((), jnp.int32),
         drawn=zeros,
         limit=zeros,
-        # Nobody sits there: such a row draws nothing, and its steps leave empty slots.
+        # A free row samples nothing, and its steps leave empty slots.
         done=jnp.ones((rows,), bool),
         terminated=jnp.zeros((rows,), bool),
         stop=zeros,
@@ -88,11 +91,11 @@ def empty(prefilled: Prefilled, rows: int) -> SamplerState:
 
 
 def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Seats) -> SamplerState:
-    """Begins new rows; all others stay as they are."""
+    """Begins new rows; all others are unchanged."""
     new = seats.source >= 0
 
     def choose(old: Array, prompts: Array) -> Array:
-        # -1 would be the last prompt. Any will do where the old row stays.
+        # -1 would index the last prompt. Any index is fine for unchanged rows.
         chosen = prompts[jnp.maximum(seats.source, 0)]
         return jnp.where(new.reshape(-1, *(1,) * (old.ndim - 1)), chosen, old)
 
@@ -106,18 +109,17 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
         start=choose(state.start, prefilled.start),
         rng=jnp.where(new, seats.rng, state.rng),
         hidden=choose(state.hidden, prefilled.hidden),
-        # All slots of a new row, empty ones too: nothing of the row before it stays.
+        # All slots of a new row, including empty ones, so that nothing of the previous row remains.
         cache=jax.tree.map(choose, state.cache, turned),
         spans=jax.tree.map(choose, state.spans, prefilled.spans),
     )
 
 
 def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " rows"]) -> SamplerState:
-    """A batch in which every row begins, the rows of a prompt side by side: `seat` on empty rows, without what it needs
-    for rows that come later.
+    """A batch in which all rows begin, those of a prompt adjacent: `seat` on free rows, without a gather.
 
-    `seat` gathers, because its sources are known only when it runs, and over a mesh a gather brings all caches to every
-    device. Here row i goes on from prompt `i // group`: a repetition, which each device makes of its own prompts.
+    The sources of `seat` are dynamic, and over a mesh its gather copies all caches to every device. Here row i has
+    prompt `i // group`, a repetition that each device computes from its own prompts.
     """
     rows = rng.shape[0]
     group = rows // prefilled.start.shape[0]
@@ -138,10 +140,10 @@ def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " ro
 
 
 def _turn(sampler: Sampler, cache: KVCache, cache_steps: Int[Array, ""]) -> KVCache:
-    """Prefilled caches, as if they had been made `cache_steps` later than they were.
+    """Shifts prefilled caches as if they had been made `cache_steps` later.
 
-    All rows of a cache share its clock, and a prompt was read as if that stood at 0. What lies where the clock says is
-    turned to where it stands now: statistics that keep queries by their number, and the slots of a ring (a cache that
-    is never compressed). See the timeline in `smd_jax.sampler.static`.
+    All rows of a cache share its step count, and prompts are read at count 0. Statistics that store queries by number,
+    and the slots of a ring (a cache that is never compressed), are rotated to the current count. See the timeline in
+    `smd_jax.sampler.static`.
     """
     return tuple(kv_cache.turn(layer, cache_steps, ring=not sampler.compresses) for layer in cache)

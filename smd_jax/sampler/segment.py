@@ -1,4 +1,4 @@
-"""A segment: `buffer` steps in which every live row draws a token and reads it, and the compression that follows."""
+"""A segment: `buffer` steps that sample and read one token per live row, and the compression after them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from smd_jax.text.stop_strings import StopTable, advance
 
 @any_leaves
 class SegmentRecord(struct.PyTreeNode):
-    """The record of one segment, which began `first` tokens into a row's response.
+    """The record of one segment.
 
     Attributes:
-      first: `[rows]`. tokens, logprobs, entropy: `[rows, buffer]`. emitted: `[rows, buffer]` tokens that belong to the
-        response. drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
-      gone: per layer, of the compression at its end; None where nothing goes.
+      first: `[rows]` response tokens before the segment.
+      tokens, logprobs, entropy: `[rows, buffer]`.
+      emitted: `[rows, buffer]` tokens that belong to the response.
+      drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
+      gone: per layer, record of the compression at its end; None without evictions.
     """
 
     first: Int[Array, " rows"]
@@ -41,22 +43,21 @@ class SegmentRecord(struct.PyTreeNode):
     gone: tuple[CompressionRecord, ...] | None
 
 
-# Jitted for its cache alone: who asks for the shapes of a segment before running it in a loop traces it once. Inlined
-# into the program around it, which is what is compiled.
+# Jitted only to cache the trace, which `jax.eval_shape` and the loop share. Inlined into the surrounding program.
 @partial(jax.jit, static_argnames="sampler", inline=True)
 def run_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord]:
-    """Draws and reads `buffer` tokens a row, fewer when all rows are done, and compresses every layer."""
+    """Samples and reads `buffer` tokens per row, fewer when all rows are done, and compresses every layer."""
     state, record, segment_steps = draw_segment(sampler, params, state, stop)
     if not sampler.compresses:
         return state, record
     progress = RowProgress(
         start=state.start,
-        # A row that ended within the segment is told later columns than it has. Nobody reads what it keeps.
+        # For a row that ended within the segment this is too large; its cache is not read again.
         newest=sampler.prompt_width + record.first + segment_steps - 1,
         segment_start=sampler.prompt_width + record.first,
-        # The whole segment, even where all rows ended early: random numbers go by the boundary alone.
+        # The whole segment, even if all rows ended early: random numbers depend only on the boundary.
         step=record.first + sampler.config.buffer,
         rng=eviction_keys(state.rng),
     )
@@ -73,8 +74,7 @@ def draw_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord, Int[Array, ""]]:
     """`run_segment` without the compression at its end; also the number of steps."""
-    # Both hold for every row that is still live at a step: such a row has drawn a token at each step before it. What
-    # they say of rows that ended on the way is not used.
+    # Valid for rows that are live at a step, which sampled a token at each step before it; not used for finished rows.
     with jax.named_scope("draw"):
         uniforms = _uniforms(sampler, state)
     places = _positions(sampler, state)
@@ -82,7 +82,7 @@ def draw_segment(
 
     def going_on(carry: tuple[SamplerState, SegmentRecord, Array]) -> Bool[Array, ""]:
         state, _, segment_step = carry
-        # The steps that are left when all rows have ended would only write empty slots.
+        # When all rows are done, the remaining steps would only write empty slots.
         return (segment_step < sampler.config.buffer) & ~jnp.all(state.done)
 
     def step(carry: tuple[SamplerState, SegmentRecord, Array]) -> tuple[SamplerState, SegmentRecord, Array]:
@@ -93,16 +93,16 @@ def draw_segment(
 
     begin = (state, record, jnp.zeros((), jnp.int32))
     state, record, segment_steps = jax.lax.while_loop(going_on, step, begin)
-    # Added after the loop alone: within the segment, every step is at `cache_steps + segment_step`.
+    # Added after the loop: within the segment, every step is at `cache_steps + segment_step`.
     state = state.replace(cache_steps=state.cache_steps + segment_steps)
     return state, record, segment_steps
 
 
 def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffer"]:
-    """One number for every token, from its row's key and its place in the response alone; the same in any precision."""
+    """One number per token, from its row's key and its index in the response; the same in any precision."""
 
     def draw(key: Key[Array, ""], index: Int[Array, ""]) -> Float[Array, ""]:
-        # float32 by name: with 64-bit numbers enabled, JAX's default would be other numbers.
+        # Explicit float32: with 64-bit numbers enabled, JAX's default dtype gives other numbers.
         return jax.random.uniform(jax.random.fold_in(key, index), (), jnp.float32)
 
     place = state.drawn[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
@@ -110,9 +110,8 @@ def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffe
 
 
 def _positions(sampler: Sampler, state: SamplerState) -> EncodedPositions:
-    """The encoded positions of every token that the segment may read, arrays `[rows, buffer, ...]`, made before its
-    loop begins."""
-    # Column less the column of the row's first token: the position in its own sequence.
+    """The encoded positions of all tokens of the segment, arrays `[rows, buffer, ...]`, computed before the loop."""
+    # Column minus the column of the row's first token: the position in its own sequence.
     first = sampler.prompt_width + state.drawn - state.start
     places = first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
     return sampler.model.encode_positions(places)
@@ -143,11 +142,11 @@ def _draw(
     uniforms: Float[Array, " rows"],
     stop: StopTable | None,
 ) -> tuple[SamplerState, SegmentRecord, Int[Array, " rows"]]:
-    """Draws the next token of the rows that are not done, and notes it at `segment_step`."""
+    """Samples the next token of unfinished rows, and records it at `segment_step`."""
     config = sampler.config
     live = ~state.done
     logits = sampler.model.logits(params, state.hidden[:, None])[:, 0]
-    # Before this draw: the end token itself is not among the `min_new_tokens`.
+    # Counted before this draw: the end token is not among the `min_new_tokens`.
     may_end = state.drawn >= config.min_new_tokens
     if config.eos_token_id is not None and config.min_new_tokens:
         logits = forbid(logits, config.eos_token_id, ~may_end)
@@ -156,12 +155,12 @@ def _draw(
     ended = jnp.zeros_like(live) if config.eos_token_id is None else is_one_of(token, config.eos_token_id)
     if stop is not None:
         found, stopped = advance(stop, state.stop, token)
-        # Back to the start until then, so that no stop string begins among the tokens that have to come.
+        # Reset until then, so that no stop string begins within the minimum length.
         state = state.replace(stop=jnp.where(may_end, found, 0))
         ended = ended | (stopped & may_end)
 
     def put(x: Array, new: Array) -> Array:
-        # Zeros for rows that have ended: their logits are of padding, and may be anything.
+        # Zeros for finished rows, whose logits are of padding and arbitrary.
         new = jnp.where(live.reshape(-1, *(1,) * (new.ndim - 1)), new, 0).astype(x.dtype)
         return jax.lax.dynamic_update_index_in_dim(x, new, segment_step, axis=1)
 
@@ -175,7 +174,7 @@ def _draw(
     drawn = state.drawn + live
     state = state.replace(
         drawn=drawn,
-        # `ended` may be true of a row that was done before: its padding may be the end token.
+        # `ended` may be true for a row that was done before, because its padding may be the end token.
         terminated=state.terminated | (live & ended),
         done=state.done | ended | (drawn >= state.limit),
     )
@@ -190,16 +189,16 @@ def _encode(
     place: EncodedPositions,
     segment_step: Int[Array, ""],
 ) -> SamplerState:
-    """Brings the newest token of the rows that go on into the cache, and its hidden state into the state."""
+    """Writes the newest token of unfinished rows to the cache, and its hidden state to the state."""
     query_number = sampler.prompt_width + state.cache_steps + segment_step
     if sampler.compresses:
         # The buffer begins behind the kept keys, and every segment fills it anew.
         slots = tuple(budget + segment_step for budget in sampler.budgets)
     else:
-        # A ring, because a row may begin at any step. It has slots for a whole prompt and response: a row never comes
-        # round to its own first key, only to those of the row before it, which `seat` has replaced.
+        # A ring, because a row may begin at any step. It has slots for a whole prompt and response, so a row never
+        # overwrites its own first key, only those of the previous row, which `seat` has replaced.
         slots = tuple(query_number % layer.columns.shape[2] for layer in state.cache)
-    column = sampler.prompt_width + state.drawn - 1  # of the token that `_draw` has just counted
+    column = sampler.prompt_width + state.drawn - 1  # column of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
     state = _evict_spans(sampler, state, token, columns[:, 0])
     layers = decode_layers(sampler.model.shape, state.cache, slots, columns, state.start, query_number)
@@ -211,7 +210,7 @@ def _encode(
 def _evict_spans(
     sampler: Sampler, state: SamplerState, token: Int[Array, " rows"], columns: Int[Array, " rows"]
 ) -> SamplerState:
-    """Empties the slots of spans that go with this token, before its query."""
+    """Empties the slots of spans that this token evicts, before its query."""
     if sampler.policy.spans is None:
         return state
     assert state.spans is not None, "prefill made it"

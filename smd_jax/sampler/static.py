@@ -1,15 +1,16 @@
-"""The sampler: prompts are read, then segments of `buffer` tokens are drawn and read, with a compression after each.
+"""The sampler: prefill, then segments of `buffer` sampled tokens, with a compression after each.
 
     prefill ─► compress ─► [draw, read] × buffer ─► compress ─► [draw, read] × buffer ─► compress ─► …
                evicted_at = P                        evicted_at = P + buffer            evicted_at = P + 2 buffer
 
-A step draws a token from the newest hidden state of every row, writes its key, attends to every live key, and so comes
-to the next hidden state. After a segment each layer and KV head keeps its `budget` best keys. All rows of a cache write
-the same slot at the same step, but each counts its own columns: between two segments another prompt may take a row.
+A step samples a token from the newest hidden state of every row, writes its key, attends to every live key, and
+computes the next hidden state. After a segment each layer and KV head keeps its `budget` best keys. All rows of a cache
+write the same slot at the same step, but each row has its own columns, because another prompt may take a row between
+two segments.
 
-One timeline, four clocks. Prompts of P columns, a buffer of 4, a budget of b keys; row B is seated after the first
-segment, when the cache is four steps old. (A row's first token is drawn from the prompt's last hidden state, and
-enters the cache in the same step.)
+The timeline has four counters. Prompts of P columns, a buffer of 4, a budget of b keys; row B is seated after the first
+segment, at cache step four. (A row's first token is sampled from the prompt's last hidden state, and enters the cache
+in the same step.)
 
     cache_steps + segment_step    0     1     2     3   │  4     5     6     7   │  8  …     one for all rows of a cache
     segment_step                  0     1     2     3   │  0     1     2     3   │  0  …     begins anew every segment
@@ -20,18 +21,17 @@ enters the cache in the same step.)
     row B   drawn before                        seated ►│  0     1     2     3   │  4  …
             column                                      │ P+0   P+1   P+2   P+3  │ P+4 …
 
-Columns are what the learner knows, and what masks and positions are made of. Slots and query numbers are the cache's.
+Masks and positions in the learner use columns. Slots and query numbers exist only in the cache.
 
-Without compression (Dense), a cache is a ring of P + R slots, and a token's slot is `query_number % (P + R)`. A row
-that is seated late finds its prompt turned by as many slots as the cache has steps, so that its response follows its
-prompt whatever the clock says. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
+Without compression (Dense), a cache is a ring of P + R slots, and a token's slot is `query_number % (P + R)`. When a
+row is seated late, its prompt is rotated by as many slots as the cache has steps, so that its response follows its
+prompt. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
 
     slot       0    1    2    3    4    5
     row A     p0   p1   r0   r1   r2   r3        r0 is written to slot 2, when query_number is 2
     row B     r1   r2   r3   p0   p1   r0        r0 to slot 5, then round the ring
 
-`Sampler` holds what does not change from rollout to rollout. The parts are pure functions of it, of parameters and of a
-state:
+`Sampler` holds the static parts. The rest are pure functions of it, the parameters and a state:
 
     smd_jax.sampler.prefill     prompts ─► Prefilled
     smd_jax.sampler.seats       Prefilled ─► rows of a SamplerState
@@ -55,7 +55,7 @@ from smd_jax.sampler.config import RolloutConfig, plan
 
 @dataclass(frozen=True)
 class Sampler:
-    """What does not change from rollout to rollout; static.
+    """The static parts of a rollout: model, policy, config, prompt width.
 
     Attributes:
       prompt_width: P, columns of the prompt; the response begins at column P.
@@ -72,7 +72,7 @@ class Sampler:
     prompt_width: int
 
     def __post_init__(self) -> None:
-        # Called for its check of the budgets alone.
+        # Called only for its check of the budgets.
         plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)
         if self.prompt_width + self.config.max_new_tokens > self.model.shape.max_positions:
             raise ValueError(
@@ -93,7 +93,7 @@ class Sampler:
                 raise ValueError(f"expected {name} from 0 to {vocab_size - 1}, the model's vocabulary; got {token}")
 
     def _check_recordable(self) -> None:
-        """Raises where the draws of a gate could not be recomputed from what a trajectory holds."""
+        """Raises ValueError if a gate's draws could not be recomputed from the trajectory."""
         config = self.config
         rest = f"with {type(self.policy).__name__}, whose draws the learner recomputes"
         if config.quant is not None:
@@ -104,7 +104,7 @@ class Sampler:
             raise ValueError(f"expected prefill_chunk None {rest} after whole prompts; got {config.prefill_chunk}")
 
     def _check_spans(self, spans: TokenSpans) -> None:
-        """Raises where spans of text cannot go when a token is written."""
+        """Raises ValueError if token-triggered spans are not supported with these settings."""
         vocab_size = self.model.shape.vocab_size
         if max(spans.ids) >= vocab_size:
             raise ValueError(f"expected token ids below {vocab_size}, the model's vocabulary; got {spans}")
@@ -116,21 +116,21 @@ class Sampler:
 
     @property
     def columns(self) -> int:
-        """T, of prompt and response."""
+        """T, the columns of prompt and response."""
         return self.prompt_width + self.config.max_new_tokens
 
     @property
     def compresses(self) -> bool:
-        """Whether anything happens to the cache between segments."""
+        """Whether the cache changes between segments."""
         return self.policy.evicts or self.config.quant is not None
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Slots of each layer at the left of the buffer."""
+        """Slots of each layer, without the buffer."""
         return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[0]
 
     def compressions(self, buffer: int) -> tuple[Compression, ...]:
-        """The compression of every layer, which leaves so many empty slots beside the budget."""
+        """The compression of every layer, which appends `buffer` empty slots to the budget."""
         quant = self.config.quant
         record_parity = quant is not None and quant.record_parity
         window = self.model.shape.window
@@ -141,5 +141,5 @@ class Sampler:
 
     @property
     def row_buffer(self) -> int:
-        """Slots of each layer at the right of the budget."""
+        """Slots of each layer's buffer."""
         return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[1]
