@@ -1,19 +1,19 @@
-"""`attend`: one entry to masked attention, whichever implementation does it.
+"""`attend`: the entry point of masked attention.
 
-    impl          takes                        what it does
-    reference     any mask                     everything in float32: the definition
-    xla           any mask                     scores and mask of T × T, matrices multiplied in the dtype of the inputs
+    impl          mask                         method
+    reference     any                          everything in float32: the definition
+    xla           any                          scores and mask of T × T, products in the dtype of the inputs
     interval      a KeyInterval                scores tile by tile, in plain JAX: memory O(T)
-    segments      a KeyInterval with segments  gathers what each segment could see: time O(T · budget), memory O(T)
-    portable      a KeyInterval                `segments` where gathering pays, else `interval`
-    mosaic_gpu    a KeyInterval                a Pallas kernel for Hopper GPUs, over segments where gathering pays
-    mosaic_tpu    a KeyInterval                a Pallas kernel for TPUs, over segments where gathering pays
+    segments      a KeyInterval with segments  gathers the visible keys of each segment: time O(T · budget), memory O(T)
+    portable      a KeyInterval                `segments` or `interval`, whichever is cheaper
+    mosaic_gpu    a KeyInterval                a Pallas kernel for Hopper GPUs, over segments if cheaper
+    mosaic_tpu    a KeyInterval                a Pallas kernel for TPUs, over segments if cheaper
 
 Shapes and the convention for queries that see nothing are those of `smd_kernels.reference`.
 
-On a Hopper GPU or a TPU, `impl=None` takes the Mosaic kernels wherever they say that they can run. They were compiled
-for these machines ahead of time and checked in JAX's interpreters; they have never run on the hardware itself. Name
-another implementation ("portable", "xla") to stay with what XLA compiles.
+On a Hopper GPU or a TPU, `impl=None` uses the Mosaic kernels if they support the inputs. They were compiled ahead of
+time and checked in JAX's interpreters; not yet run on the hardware. Name another implementation ("portable", "xla") to
+avoid them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from smd_kernels.observed import attend_and_observe
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 
-# What a score over gathered keys costs beside one of the causal triangle, from the break-even of
-# experiments/results/attention_cpu_budgets.json; on GPU and TPU not measured.
+# Cost of a score over gathered keys relative to one of the causal triangle, from the break-even in
+# experiments/results/attention_cpu_budgets.json; not measured on GPU and TPU.
 GATHERED_SCORE = 1.6
 
 Implementation = Literal["reference", "xla", "interval", "segments", "portable", "mosaic_gpu", "mosaic_tpu"]
@@ -54,12 +54,12 @@ Implementation = Literal["reference", "xla", "interval", "segments", "portable",
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """How to attend, where there is a choice; static.
+    """Implementations of attention. Static.
 
     Attributes:
       impl, sizes: implementation of the teacher-forced pass and of prefill, and its block sizes, see `attend`.
-      decode_impl: implementation of decoding, see `decode`. None takes the best that can run, everywhere.
-      softcap: scores are squeezed into ±softcap by tanh before the softmax (Gemma 2); None: they are not.
+      decode_impl: implementation of decoding, see `decode`. None chooses the fastest that can run.
+      softcap: soft cap of the scores by tanh (Gemma 2); None: no cap.
     """
 
     impl: Implementation | None = None
@@ -68,7 +68,7 @@ class AttentionConfig:
     softcap: float | None = None
 
     def attend(self, q: Array, k: Array, v: Array, mask: LayerMask, sinks: Array | None = None) -> Array:
-        """`attend` as configured here."""
+        """`attend` with this configuration."""
         return attend(q, k, v, mask, self.impl, self.sizes, self.softcap, sinks)
 
 
@@ -86,17 +86,17 @@ def attend(
 
     Args:
       mask: booleans `[batch, kv_heads, queries, keys]`, or a KeyInterval over as many keys as queries.
-      impl: see above. None takes the fastest that can run here, by platform, dtype, length and budget; on GPU and TPU
-        these are kernels that never ran on hardware. Static.
-      sizes: of the tiles; None takes the defaults of the implementation. "reference" and "xla" have none. Static.
+      impl: see above. None chooses the fastest by platform, dtype, length and budget; on GPU and TPU these are kernels
+        that have not run on hardware yet. Static.
+      sizes: tile sizes; None is the implementation's default. "reference" and "xla" have none. Static.
       softcap: see AttentionConfig; "mosaic_gpu" has none. Static.
-      sinks: a score of each head that takes part in its softmax, and whose weight is dropped (gpt-oss).
+      sinks: one extra score per head in the softmax, whose weight is dropped (gpt-oss).
 
-    All but "reference" and "xla" bring their own backward pass: for forward-mode or second derivatives take "xla".
-    Inside a `jax.shard_map` of your own they need `check_vma=False`.
+    All but "reference" and "xla" define their own backward pass: for forward-mode or second derivatives use "xla".
+    Inside your own `jax.shard_map` they need `check_vma=False`.
 
     Raises:
-      ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
+      ValueError: for an unknown implementation, or one that cannot run these inputs, with the reason.
     """
     if impl is None:
         impl = best(q, k, mask, softcap)
@@ -104,23 +104,23 @@ def attend(
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
     copies = None
     if isinstance(mask, KeyInterval) and mask.quantized is not None:
-        # Padding alone has an `evicted_at` of 0.
+        # Only padding has an `evicted_at` of 0.
         copies = mask.quantized.copies(k, v, mask.evicted_at > 0)
     if impl in ("reference", "xla") or not isinstance(mask, KeyInterval):
         visible = to_visible(mask)
         if copies is not None:
-            # A quantised key is a second key beside the precise one, and the mask says which of them a query sees.
+            # A quantised key is appended as a second key, and the mask selects which of the two a query sees.
             k, v, visible = append_copies(k, v, visible, copies)
         if impl == "reference":
             return reference.attention(q, k, v, visible, softcap, sinks)
         return attend_and_observe(q, k, v, visible, softcap, sinks)[0]
-    # A mask may have a single row or head for all; the kernels read an interval for every key.
+    # A mask may be shared by rows or heads; the kernels need an interval for every key.
     arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies
     arrays = jax.tree.map(lambda x: split_heads(x, q.shape[1]), arrays)
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks[None], q.shape[:2])
     kernel, blocks_at_once = _kernel(impl, sizes, softcap)
-    # "interval" and "segments" do what they are named for; the others choose what is cheaper here.
+    # "interval" and "segments" are explicit; the others choose the cheaper of both.
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
     if segments is None:
         return over_heads(partial(_intervals, kernel), q, *arrays, sinks)
@@ -154,9 +154,8 @@ def _segments(
 
 
 def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> Implementation:
-    """The implementation that `impl=None` takes, also where it is a kernel that never ran on hardware. Where there is a
-    kernel for the device that has no soft cap, it warns once."""
-    # Only intervals have tiles that can be skipped unseen; any other mask is read as a whole.
+    """The implementation for `impl=None`. Warns once if the device's kernel does not support the soft cap."""
+    # Only interval masks allow skipping tiles; any other mask is read as a whole.
     if not isinstance(mask, KeyInterval) or why_not("interval", q, k, mask) is not None:
         return "xla"
     for impl in ("mosaic_gpu", "mosaic_tpu"):
@@ -169,7 +168,7 @@ def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> I
 
 
 def why_not(impl: str, q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> str | None:
-    """Why an implementation cannot attend to these inputs on this machine, or None if it can."""
+    """The reason why an implementation cannot run these inputs on this machine, or None."""
     if impl not in get_args(Implementation):
         return f"expected one of {', '.join(get_args(Implementation))}"
     if impl in ("reference", "xla"):
@@ -192,10 +191,10 @@ def pays(segments: Segments | None, tokens: int) -> bool:
 
 
 def cost(segments: Segments | None, tokens: int) -> float:
-    """What attention over so many tokens costs, in scores of a row and head: over segments, or as a causal triangle.
+    """Cost of attention in scores per row and head, over segments or as a causal triangle.
 
-    The columns before the first segment are a triangle of their own; every later query has a score for each of the
-    `budget + length` keys that were gathered for its segment, seen or not.
+    The columns before the first segment are a causal triangle; every later query has a score for each of the
+    `budget + length` gathered keys of its segment, visible or not.
     """
     if segments is None:
         # Half of the square, because tiles of queries before their keys are skipped.
@@ -206,7 +205,7 @@ def cost(segments: Segments | None, tokens: int) -> float:
 
 
 def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
-    """Why a kernel cannot run on the device that JAX computes on, or None if it can."""
+    """The reason why a kernel cannot run on JAX's device, or None."""
     found = _platform()
     needed = "gpu" if impl == "mosaic_gpu" else "tpu"
     if found != needed:
@@ -218,7 +217,7 @@ def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
 
 
 def _platform() -> str:
-    """That of `jax.default_device`, or else of JAX's default backend."""
+    """The platform of `jax.default_device`, or of JAX's default backend."""
     device = jax.config.values["jax_default_device"]
     if device is None:
         return jax.default_backend()
@@ -226,7 +225,7 @@ def _platform() -> str:
 
 
 def _kernel(impl: Implementation, sizes: BlockSizes | None, softcap: float | None) -> tuple[BlockKernel, int]:
-    """What does the arithmetic, and how many blocks are gathered at once."""
+    """The kernel, and the number of blocks gathered at once."""
     # Imported here, because Pallas' compilers take longer to import than the rest of the library.
     if impl == "mosaic_gpu":
         from smd_kernels.gpu import MosaicGpuKernel
@@ -254,19 +253,19 @@ def decode(
     """One query per row against the slots of a cache, and the attention that each slot received from the group.
 
     Args:
-      impl: see `smd_kernels.decode`. None takes a kernel where one can run, by platform, dtype and sizes, else "xla";
-        the kernels never ran on hardware, as those of `attend`.
+      impl: see `smd_kernels.decode`. None uses a kernel if one can run, by platform, dtype and sizes, else "xla"; the
+        kernels have not run on hardware yet.
       softcap, sinks: as in `attend`; the kernels have neither.
 
     Raises:
-      ValueError: for an implementation that does not exist, or cannot run these inputs here; it says why.
+      ValueError: for an unknown implementation, or one that cannot run these inputs, with the reason.
     """
     extras = softcap is not None or sinks is not None
     why_not = partial(why_not_decode, q=q, k=k, extras=extras)
     impl = _best_decode(why_not) if impl is None else impl
     _refuse(impl, why_not(impl))
     if impl == "xla":
-        # Plain products, which the compiler splits over a mesh by itself.
+        # Plain products, which the compiler shards by itself.
         return decode_attention(q, k, v, valid, impl, softcap, sinks)
     return over_heads(partial(decode_attention, impl=impl), q, k, v, valid)
 
@@ -281,7 +280,7 @@ def decode_codes(
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """`decode` over a quantised cache: slots of codes, and right of them slots in full precision.
+    """`decode` over a quantised cache: slots of codes, followed by slots in full precision.
 
     Args:
       impl: see `smd_kernels.decode_codes`; None as in `decode`.
@@ -306,8 +305,8 @@ def _refuse(impl: str, reason: str | None) -> None:
 
 
 def best_decode(q: Array, k: Array) -> DecodeImplementation:
-    """The implementation that `decode` takes for `impl=None`. Where there is a kernel for the device, but not for these
-    inputs, it warns: once for each reason, because every layer and program asks."""
+    """The implementation of `decode` for `impl=None`. Warns once per reason if the device's kernel does not support
+    these inputs."""
     return _best_decode(partial(why_not_decode, q=q, k=k))
 
 
@@ -327,7 +326,7 @@ def _warn_once(message: str) -> None:
 
 
 def why_not_decode(impl: str, q: Array, k: Array, *, extras: bool = False) -> str | None:
-    """Why an implementation of `decode` cannot run these inputs here, or None if it can.
+    """The reason why an implementation of `decode` cannot run these inputs, or None.
 
     Args:
       extras: whether there is a softcap, or sinks.
@@ -341,7 +340,7 @@ def why_not_decode(impl: str, q: Array, k: Array, *, extras: bool = False) -> st
 
 
 def why_not_decode_codes(impl: str, q: Array, codes: Codes, k: Array, *, extras: bool = False) -> str | None:
-    """Why an implementation of `decode_codes` cannot run these inputs here, or None if it can; `extras` as above."""
+    """The reason why an implementation of `decode_codes` cannot run these inputs, or None; `extras` as above."""
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":
         if extras:
             return wrong_device(impl) or NO_CAPS_OR_SINKS

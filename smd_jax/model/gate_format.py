@@ -1,4 +1,4 @@
-"""A trained gate of evictions in a file of its own, beside a model that knows nothing of it.
+"""File format of a trained eviction gate, separate from the model's checkpoint.
 
 eviction_gate.safetensors    layers_0.kernel [kv_heads, features, 2], layers_1.kernel, …; float32
                              metadata: {"gate": "LinearGate", "sinks": "4"}
@@ -25,10 +25,10 @@ _KIND = LinearGate.__name__
 
 
 def save_gate(directory: str | Path, params: Mapping[str, Any], gate: Gate) -> None:
-    """Writes the gate's parameters, for `load_gate`. Other files in `directory` stay.
+    """Writes the gate's parameters for `load_gate`. Does not change other files in `directory`.
 
     Raises:
-      ValueError: if the parameters have no gate, or one that is no LinearGate.
+      ValueError: if the parameters have no LinearGate.
     """
     if not isinstance(gate, LinearGate):
         raise ValueError(f"expected a {_KIND}, the gate that a file can hold; got {gate}")
@@ -45,14 +45,14 @@ def save_gate(directory: str | Path, params: Mapping[str, Any], gate: Gate) -> N
 
 
 def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[dict[str, Any], LinearGate]:
-    """What was saved: the parameters of a gate, for `params | {EVICTION_GATE: …}`, and the gate, for `LearnedGate`.
+    """Loads a gate: its parameters, for `params | {EVICTION_GATE: …}`, and the gate, for `LearnedGate`.
 
     Args:
-      shape: of the model that the gate was trained with.
+      shape: shape of the model that the gate was trained with.
 
     Raises:
-      FileNotFoundError: no file of a gate there.
-      ValueError: a file that cannot be read, of another kind of gate, or for a model of another shape.
+      FileNotFoundError: no gate file in the directory.
+      ValueError: an unreadable file, another kind of gate, or another model shape.
     """
     file = Path(directory) / GATE_FILE
     if not file.is_file():

@@ -1,18 +1,18 @@
-"""LoRA: adapters of low rank beside frozen matrices (https://arxiv.org/abs/2106.09685).
+"""LoRA: low-rank adapters of frozen matrices (https://arxiv.org/abs/2106.09685).
 
-    x W   becomes   x W + scale * (x A) B            A [in, rank] random, B [rank, out] zeros at first
+    x W   becomes   x W + scale * (x A) B            A [in, rank] random, B [rank, out] initially zero
 
-The adapters lie in the parameters, under a name beside the model's own:
+The adapters are stored in the parameters:
 
-    embed, layers_0, …, norm                                  the base, which nothing changes
+    embed, layers_0, …, norm                                  the frozen base
     lora/matrices/layers_0/attention/q_proj/lora_A            [hidden, rank]
     lora/matrices/layers_0/attention/q_proj/lora_B            [rank, heads * head_dim]
 
-The scale travels with them. So one model is the policy of parameters with adapters and the base of the same parameters
-without them: the base is the reference policy and the frozen teacher, and there is one copy of it.
+The scale is stored with them. The same model is the policy with adapters and the base without them. So the base is the
+reference policy and the frozen teacher, without a copy.
 
-Sampler and learner multiply with the same two thin matrices. Merged weights would be another function in 16 bits, where
-most of what a small adapter adds is rounded away, and a second copy of the model.
+Sampler and learner use the same adapters. Merged weights would be a second copy of the model and, in 16 bits, a
+different function, because rounding removes most of a small adapter.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which matrices have adapters, and of which size; the defaults of rank and alpha are TRL's.
+    """Targets and sizes of adapters; rank and alpha have TRL's defaults.
 
-    There is no dropout: sampler and learner would be two policies.
+    There is no dropout, because sampler and learner would be two policies.
 
     Attributes:
-      rank: of A and B.
-      alpha: what the adapters add is scaled by alpha / rank, so that another rank needs no other learning rate.
-      targets: projections of every layer that have adapters.
-      rank_stabilised: scaled by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
+      rank: rank of A and B.
+      alpha: the scale is alpha / rank, so that the learning rate does not depend on the rank.
+      targets: projections of every layer with adapters.
+      rank_stabilised: use the scale alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
     """
 
     rank: int = 16
@@ -67,7 +67,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied with."""
+        """The factor of the product of A and B."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
@@ -76,9 +76,8 @@ class Adapters(struct.PyTreeNode):
     """The adapters of a model.
 
     Attributes:
-      matrices: `lora_A` `[in, rank]` and `lora_B` `[rank, out]`, float32 or wider, at the paths of the modules that
-        they belong to.
-      config: no array. Two trees with other scales are other trees, to JAX as well.
+      matrices: `lora_A` `[in, rank]` and `lora_B` `[rank, out]`, float32 or wider, at the paths of their modules.
+      config: static, so trees with different scales have different structures in JAX.
     """
 
     matrices: dict[str, Any]
@@ -86,20 +85,21 @@ class Adapters(struct.PyTreeNode):
 
 
 def has_lora(params: Any) -> bool:
-    """Whether there are adapters in these parameters; in those that are no mapping there are none."""
+    """Whether these parameters have adapters; false for parameters that are not a mapping."""
     return isinstance(params, Mapping) and LORA in params
 
 
 def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""]) -> dict[str, Any]:
-    """The parameters with fresh adapters, under which the model is what it was.
+    """Adds new adapters, which do not change the model's function.
 
-    A is uniform in ±1 / sqrt(in), as PEFT draws it, and B zero. Adapters are in float32, or wider where the matrix is.
+    A is uniform in ±1 / sqrt(in), as in PEFT, and B zero. Adapters are in float32, or wider if the matrix is.
 
     Args:
-      params: of the policy, a mapping; its leaves stay the same objects. key: consumed.
+      params: parameters of the policy, a mapping; its leaves stay the same objects.
+      key: consumed.
 
     Raises:
-      ValueError: if there are adapters already, or a target that no layer has.
+      ValueError: if there are adapters already, or no layer has a target.
     """
     if has_lora(params):
         raise ValueError("expected parameters without adapters, which would be lost: merge_lora(params) keeps them")
@@ -108,7 +108,7 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
         width_in, width_out = kernel.shape
         dtype = jnp.promote_types(kernel.dtype, jnp.float32)
         bound = width_in**-0.5
-        # Every matrix draws by its own name: whatever else has adapters, it starts alike.
+        # The key depends on the matrix's name, so that its initial adapter does not depend on the other targets.
         own = jax.random.fold_in(key, crc32("/".join(path).encode()))
         drawn = jax.random.uniform(own, (width_in, config.rank), dtype, -bound, bound)
         matrices[path] = {"lora_A": drawn, "lora_B": jnp.zeros((config.rank, width_out), dtype)}
@@ -121,8 +121,8 @@ def base_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_lora(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters with the adapters in their matrices, W + scale * A B, for `save_checkpoint`; a copy of those
-    matrices. Parameters without adapters stay as they are.
+    """Merges adapters into copies of their matrices, W + scale * A B, for `save_checkpoint`. Parameters without
+    adapters are unchanged.
 
     Summed in float32 or wider, then rounded to the dtype of W.
     """
@@ -146,18 +146,18 @@ def by_module(adapters: Adapters) -> dict[tuple[str, ...], dict[str, Array]]:
 
 
 def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What Flax's `apply` takes for these parameters: adapters are a collection of their own, which
+    """The variables for Flax's `apply`, with adapters as a separate collection, which
     `smd_jax.model.projection.Projection` reads."""
     if not has_lora(params):
         return {"params": params}
     adapters: Adapters = params[LORA]
-    # The scale goes along as an array, because the layers are traced once for all and take no static arguments here.
+    # The scale is an array, because layers share one trace and have no static arguments here.
     scaled = {path: pair | {"scale": _scale(adapters, pair)} for path, pair in by_module(adapters).items()}
     return {"params": base_params(params), LORA: unflatten_dict(scaled)}
 
 
 def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, ...], Any]:
-    """Path of every module that is to have adapters -> its kernel."""
+    """Path of every targeted module -> its kernel."""
     found = {path[:-1]: leaf for path, leaf in flatten_dict(dict(params)).items() if path[-1] == "kernel"}
     kernels = {path: kernel for path, kernel in found.items() if path[-1] in config.targets}
     missing = set(config.targets) - {path[-1] for path in kernels}
@@ -168,7 +168,7 @@ def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, .
 
 
 def _scale(adapters: Adapters, pair: Mapping[str, Array]) -> Float[Array, ""]:
-    # Not in the adapters' own dtype: a copy of them in 16 bits must have the same scale.
+    # Float32 or wider, so that a 16-bit copy of the adapters has the same scale.
     return jnp.asarray(adapters.config.scale, jnp.promote_types(pair["lora_A"].dtype, jnp.float32))
 
 

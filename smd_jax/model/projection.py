@@ -1,4 +1,4 @@
-"""A matrix product with an adapter beside it, where there is one."""
+"""Dense layer with an optional LoRA adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Projection(nn.Dense):
     """`nn.Dense`; and with `lora_A`, `lora_B` and `scale` in Flax's collection "lora" (`variables_of`), plus
     scale * (x A) B.
 
-    Whether there is an adapter is a matter of the variables: the same module is the base and the policy.
+    The variables determine whether there is an adapter: the same module is the base and the policy.
     """
 
     def __call__(self, inputs: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
@@ -24,7 +24,7 @@ class Projection(nn.Dense):
         if not self.has_variable(LORA, "lora_A"):
             return out
         a, b = (self.get_variable(LORA, name).astype(out.dtype) for name in ("lora_A", "lora_B"))
-        # The thin side is scaled, in float32: a scale in 16 bits would not be the one of the merged matrix.
+        # Scales the narrow product in float32, so that the scale equals that of a merged matrix.
         wide = jnp.promote_types(out.dtype, jnp.float32)
         thin = jnp.matmul(inputs.astype(out.dtype), a, precision=self.precision, preferred_element_type=wide)
         thin = (self.get_variable(LORA, "scale") * thin).astype(out.dtype)

@@ -17,9 +17,9 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[np
     """Inverse frequencies `[rotated / 2]` and the factor on cos and sin (transformers `modeling_rope_utils`).
 
     Args:
-      local: those of layers with a sliding window, where these have a base of their own.
+      local: for layers with a sliding window, which may have another base.
     """
-    # In float64 on the host: sizes are static, and the result is a constant of the program.
+    # In float64 on the host: the result is a constant of the program.
     half = np.arange(0, config.rotated, 2, dtype=np.float64) / config.rotated
     if local and config.local_rope_theta is not None:
         return 1.0 / config.local_rope_theta**half, 1.0
@@ -37,8 +37,8 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[np
 
 
 def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
-    # Full turns of each frequency within the original context. Frequencies with many turns stay as they are, those with
-    # few are divided by the factor, and those between are mixed.
+    # Full turns of each frequency within the original context. Frequencies with many turns are unchanged, those with
+    # few are divided by the factor, and those in between are mixed.
     turns = scaling.original_max_positions * plain / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
@@ -54,12 +54,12 @@ def _longrope_frequencies(plain: np.ndarray, scaling: LongRope, config: ModelCon
 
 
 def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig) -> tuple[np.ndarray, float]:
-    # The index of the frequency that makes so many turns within the original context; no whole number.
+    # The (fractional) index of the frequency with this many turns within the original context.
     def dimension(rotations: float) -> float:
         length = scaling.original_max_positions / (rotations * 2 * math.pi)
         return config.rotated * math.log(length) / (2 * math.log(config.rope_theta))
 
-    # More turns than beta_fast: untouched; fewer than beta_slow: stretched by the whole factor.
+    # More turns than beta_fast: unchanged; fewer than beta_slow: stretched by the whole factor.
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -76,9 +76,9 @@ def rope_tables(config: ModelConfig, positions: Int[Array, "batch tokens"], *, l
     """cos and sin of every token's angles, `[batch, tokens, rotated / 2]` in float32 or wider; `local` as above."""
     frequencies, factor = inverse_frequencies(config, local=local)
     wide = jnp.promote_types(config.dtype, jnp.float32)
-    # Whatever the compute dtype: bfloat16 does not tell all positions above 256 apart.
+    # At least float32: bfloat16 cannot represent all positions above 256.
     angles = positions[:, :, None].astype(wide) * jnp.asarray(frequencies, wide)[None, None]
-    # The factor on queries and keys alike: their product, the score, is scaled by its square.
+    # The factor is on queries and keys, so the score is scaled by its square.
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

@@ -1,16 +1,16 @@
-"""Rows that share a prompt: a model reads it once.
+"""Shared prompts: the model reads the common prompt of several rows once.
 
     rows of a batch                            one row of the model
     [prompt | response a]
     [prompt | response b]        ─►            [prompt | response a | response b | response c]
     [prompt | response c]
 
-Projections, norms and MLP, nearly all of a model's work, look at single tokens: `P + rows * R` of them in place of
-`rows * (P + R)`. Attention is the library's own. Its queries, keys and values are put together again as the batch has
-them, so every row attends under its own mask, by whatever implementation, and gradients of the shared keys add up.
+Projections, norms and MLP, most of a model's work, then process `P + rows * R` tokens instead of `rows * (P + R)`. For
+attention, queries, keys and values are rearranged into the batch's rows, so every row attends under its own mask with
+any implementation, and gradients of the shared keys add up.
 
-It is right where a prompt's tokens see the same in all of its rows: under masks of a rollout, which reads every prompt
-once. Of the prompt's states those of the first row are taken.
+It requires that a prompt's tokens have the same mask in all of its rows, as in a rollout, which reads every prompt
+once. The prompt's states are those of the first row.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from smd_jax.model.protocol import Attend, EncodedPositions, LanguageModel, Laye
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """`model` over a batch in which `rows` rows after one another have the same prompt; a LanguageModel. It gives the
-    hidden states that `model` gives, up to rounding.
+    """A LanguageModel for batches in which `rows` consecutive rows have the same prompt. Its hidden states equal those
+    of `model` up to rounding.
 
     Attributes:
-      rows: that share a prompt.
-      columns: P, of the prompt, padding included.
+      rows: rows per prompt.
+      columns: P, columns of the prompt, including padding.
 
     Raises:
-      ValueError: of `hidden`, for a batch that is no multiple of `rows`.
+      ValueError: in `hidden`, for a batch that is not a multiple of `rows`.
     """
 
     model: LanguageModel
@@ -77,7 +77,7 @@ class SharedPrompt:
 
 @dataclass(frozen=True)
 class SharedAttend:
-    """`attend` of the rows, for a model that has them in one."""
+    """`attend` of separate rows, for a model that has them in one row."""
 
     attend: Attend
     rows: int
@@ -116,5 +116,5 @@ def _over_tokens(f: Callable[[Array], Array], x: Float[Array, "rows heads tokens
 
 
 def shared_prompt(model: LanguageModel, rows: int, columns: int) -> LanguageModel:
-    """The model over rows of which `rows` after one another share their prompt of `columns` columns; of one, itself."""
+    """The model for `rows` consecutive rows per prompt of `columns` columns; for one row, the model itself."""
     return model if rows == 1 else SharedPrompt(model, rows, columns)

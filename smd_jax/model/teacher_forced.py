@@ -1,4 +1,4 @@
-"""The teacher-forced pass of any model: all tokens of a sequence at once, under an explicit mask."""
+"""Teacher-forced forward passes of any model under an explicit mask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smd_jax.model.protocol import LanguageModel, ModelShape, Params
 
 @dataclass(frozen=True)
 class TeacherForced:
-    """The attention of a teacher-forced pass; a layer's state is its mask, and nothing comes of it."""
+    """Attention of a teacher-forced pass. A layer's state is its mask; the new state is None."""
 
     attention: AttentionConfig
 
@@ -32,20 +32,20 @@ class TeacherForced:
 def layer_masks(
     shape: ModelShape, tokens: Int[Array, "batch tokens"], mask: Mask, longest: int | None = None
 ) -> tuple[LayerMask, ...]:
-    """What the queries of each layer see: the mask, within the layer's window.
+    """The mask of each layer, restricted to the layer's sliding window.
 
     Args:
-      longest: most tokens of a sequence, where several share a row; None: all columns are one sequence.
+      longest: longest sequence in tokens, if several share a row; None: all columns are one sequence.
 
     Raises:
-      ValueError: if the mask has another shape, or a sequence may have more tokens than the model has positions.
+      ValueError: if the mask has a wrong shape, or a sequence may be longer than the model's context.
     """
     rows, columns = tokens.shape
     longest = columns if longest is None else longest
     if longest > shape.max_positions:
         raise ValueError(f"expected at most {shape.max_positions} tokens (the model's context); got {longest}")
     check_mask(mask, batch=rows, layers=shape.num_layers, kv_heads=shape.num_kv_heads, columns=columns)
-    # Here for prompts and learner alike, so that a window is the same for both.
+    # Used for prompts and by the learner, so that both have the same windows.
     return tuple(windowed(layer_mask(mask, index), shape.window(index)) for index in range(shape.num_layers))
 
 
@@ -57,10 +57,11 @@ def hidden_states(
     mask: Mask,
     longest: int | None = None,
 ) -> Float[Array, "batch tokens hidden"]:
-    """The hidden state from which each token's successor is predicted.
+    """The hidden state that predicts each token's successor.
 
     Args:
-      tokens: ids. positions: place of each token in its own sequence, see `smd_jax.message.masks.positions`.
+      tokens: ids.
+      positions: position of each token in its own sequence, see `smd_jax.message.masks.positions`.
       mask: a ShadowMask, or booleans of any pattern that broadcast to `[batch, layers, kv_heads, queries, keys]`.
       longest: as in `layer_masks`.
 

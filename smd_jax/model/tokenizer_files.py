@@ -1,8 +1,7 @@
 """Tokenizer, chat template and generation files of an exported checkpoint.
 
-The tokens that ended responses in training are written to config.json and generation_config.json, so that other
-libraries stop where the rollouts stopped. Everything else comes from the source: its tokenizer, its chat templates and
-its sampling defaults.
+The end tokens of the training run are written to config.json and generation_config.json, so that other libraries stop
+at the same tokens. Tokenizer, chat templates and sampling defaults come from the source.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-TEMPLATES = "additional_chat_templates"  # a folder with a file for each named template
+TEMPLATES = "additional_chat_templates"  # folder with one file per named template
 GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # transformers 5 writes the first of these; 4 and 5 read the second.
@@ -47,8 +46,8 @@ def write_tokenizer(
       The ids of special tokens for config.json.
 
     Raises:
-      FileNotFoundError: neither a tokenizer nor one in `source`.
-      ValueError: a file of `source` that links elsewhere, or is no JSON.
+      FileNotFoundError: no tokenizer, also not in `source`.
+      ValueError: a file of `source` that links elsewhere or is not JSON.
     """
     config, generation = _source_of_ids(source)
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
@@ -70,7 +69,7 @@ def write_tokenizer(
     _make_portable(target / "tokenizer_config.json")
     if end_token_ids:
         known = token_ids(generation, "eos_token_id", GENERATION)
-        # In the order of the source, if it names the same tokens.
+        # Keeps the order of the source if it names the same tokens.
         ends = known if sorted(known) == sorted(end_token_ids) else list(end_token_ids)
         ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
         generation |= {key: value for key, value in ids.items() if value is not None}
@@ -80,7 +79,7 @@ def write_tokenizer(
 
 
 def check_tokenizer(source: Path | None, tokenizer: Any) -> None:
-    """Raises what `write_tokenizer` would raise with these sources, and leaves no files."""
+    """Raises the errors of `write_tokenizer` for these sources, without writing files."""
     _source_of_ids(source)
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -104,10 +103,10 @@ def tokenizer_files(source: Path) -> list[str]:
 
 
 def own_file(directory: Path, name: str) -> Path:
-    """A file of a checkpoint, which a link must not lead out of: exported files may be shared with others.
+    """A file of a checkpoint. Links out of the checkpoint are refused, because exported files may be shared.
 
     Raises:
-      ValueError: a link to elsewhere.
+      ValueError: a link that leads out of the checkpoint.
     """
     directory, file = directory.resolve(), (directory / name).resolve()
     # The Hub's cache has its files in blobs/ and links in snapshots/REVISION/.
@@ -121,10 +120,10 @@ def own_file(directory: Path, name: str) -> Path:
 
 
 def token_ids(content: Mapping[str, Any], key: str, file: str | Path) -> list[int]:
-    """The ids under `key` in a configuration: an id, a list of ids, or none for null, -1 and an absent key.
+    """The ids under `key` in a configuration: an id or a list of ids; none for null, -1 and an absent key.
 
     Args:
-      file: where the configuration was read, for the error.
+      file: path of the configuration, for the error.
 
     Raises:
       ValueError: any other value.
@@ -132,7 +131,7 @@ def token_ids(content: Mapping[str, Any], key: str, file: str | Path) -> list[in
     value = content.get(key)
     ids = list[int]()
     for item in value if isinstance(value, list) else [] if value is None else [value]:
-        # True and False are integers to Python.
+        # bool is a subclass of int.
         if isinstance(item, bool) or not isinstance(item, int) or item < -1:
             raise ValueError(f"expected {key} in {file} as an id, or a list of ids; got {shown(value)}")
         ids += [item] if item >= 0 else []
@@ -140,7 +139,7 @@ def token_ids(content: Mapping[str, Any], key: str, file: str | Path) -> list[in
 
 
 def _source_of_ids(source: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json of a checkpoint; empty where there is none."""
+    """config.json and generation_config.json of a checkpoint; empty if missing."""
     found = []
     for name in ("config.json", GENERATION):
         there = source is not None and (source / name).is_file()
@@ -149,7 +148,7 @@ def _source_of_ids(source: Path | None) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _make_portable(file: Path) -> None:
-    """Rewrites what transformers 4 cannot read in a tokenizer_config.json of transformers 5."""
+    """Rewrites fields of transformers 5's tokenizer_config.json that transformers 4 cannot read."""
     if not file.is_file():
         return
     config = read_json(file)

@@ -1,8 +1,8 @@
-"""PPO's critic: a linear head on the policy's own hidden states. Its loss is in `smd_jax.losses.value`.
+"""PPO's critic: a linear head on the policy's hidden states. For its loss see `smd_jax.losses.value`.
 
-The head lies in the parameters, under a name that no model looks at: optimizer, sharding and checkpoints
-carry it along. The hidden states are those of the learner under its mask, so with shadow masks the critic judges a
-token by what the sampler could still see when it drew that token.
+The head is stored in the parameters under a name that models ignore, so optimizer, sharding and checkpoints include it.
+The hidden states are those of the learner under its mask, so with shadow masks the critic sees the same keys as the
+sampler.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ VALUE_HEAD = "value_head"
 
 
 def add_value_head(params: Mapping[str, Any], config: ModelConfig | ModelShape) -> dict[str, Any]:
-    """The parameters with a value head: `kernel` `[hidden, 1]` and `bias` `[1]`, float32 or wider, all zeros.
+    """Adds a value head: `kernel` `[hidden, 1]` and `bias` `[1]`, float32 or wider, initially zero.
 
-    A critic that has seen no reward had better say 0 everywhere than something random: the first advantages are then
-    discounted returns, without noise from the head, and the first gradient of the value loss moves the head alone, not
-    the layers that it shares with the policy. One output has no symmetry that zeros would have to break.
+    With a zero head the first advantages are discounted returns without noise, and the first gradient of the value loss
+    changes only the head, not the layers shared with the policy.
 
     Args:
-      params: of the policy, a mapping. config: of the model, `model.config` or `model.shape`: its hidden size is used.
+      params: parameters of the policy, a mapping.
+      config: `model.config` or `model.shape`, for the hidden size.
 
     Raises:
       ValueError: if there is a value head already.
@@ -40,7 +40,7 @@ def add_value_head(params: Mapping[str, Any], config: ModelConfig | ModelShape) 
 
 
 def drop_value_head(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the policy alone, for `save_checkpoint`."""
+    """The parameters without the value head, for `save_checkpoint`."""
     return {name: leaf for name, leaf in params.items() if name != VALUE_HEAD}
 
 
@@ -54,10 +54,10 @@ def check_value_head(params: Mapping[str, Any]) -> None:
 
 
 def values(params: Mapping[str, Any], hidden: Float[Array, "batch R hidden"]) -> Float[Array, "batch R"]:
-    """The critic's estimate of the return from each response token on, before that token is drawn.
+    """The critic's estimate of the return from each response token on, before that token is sampled.
 
     Args:
-      hidden: from which the tokens are predicted, see `smd_jax.learner.forward.response_hidden`.
+      hidden: states that predict the tokens, see `smd_jax.learner.forward.response_hidden`.
 
     Returns:
       float32 or wider.
@@ -68,5 +68,5 @@ def values(params: Mapping[str, Any], hidden: Float[Array, "batch R hidden"]) ->
     check_value_head(params)
     head = params[VALUE_HEAD]
     wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-    # One output: the precision of the product costs nothing, and the default on accelerators is not float32's.
+    # "highest": accelerators multiply float32 in fewer bits by default, and one output costs little.
     return (jnp.matmul(wide, head["kernel"], precision="highest") + head["bias"][None, None])[..., 0]
