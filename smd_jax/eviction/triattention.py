@@ -1,4 +1,4 @@
-"""TriAttention: keys are scored by what the queries to come are expected to look for, at their distances."""
+"""TriAttention: scores keys by their expected attention from future queries."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, at_least_fl
 from smd_jax.message.query_centers import QueryCenters
 from smd_jax.typed_fields import check_types
 
-LEAST_DEVIATION = 1e-6  # of scores over the keys of a head, below which they are not scaled up
+LEAST_DEVIATION = 1e-6  # smallest standard deviation by which a head's scores are divided
 
 
 @dataclass(frozen=True)
 class TriAttention(EvictionPolicy):
     """TriAttention (arXiv:2604.04921; WeianMao/triattention `pruning_utils.py`), in the mode that TensorRT-LLM calls
-    `per_layer_perhead`: every KV head of every layer keeps keys of its own.
+    `per_layer_perhead`: every KV head of every layer chooses its keys.
 
     With E the mean query before RoPE and k a key before RoPE, as complex numbers of each frequency w:
 
@@ -28,12 +28,12 @@ class TriAttention(EvictionPolicy):
     t is the position of the next query, d = 1, 2, 4, … up to `longest`. Scores of a query head are normalised over the
     keys (mean 0, variance 1), and a KV head takes the maximum over its query heads.
 
-    There is no window of newest keys: `Protect(..., recent=n)` adds one. TensorRT-LLM never evicts the prompt and has a
-    budget for what follows. `sinks` as long as the prompts, and a budget larger by as much, do the same.
+    There is no window of newest keys: `Protect(..., recent=n)` adds one. TensorRT-LLM never evicts the prompt, and its
+    budget is for the response. To do the same, set `sinks` to the prompt length and increase the budget by as much.
 
     Attributes:
-      centers: of the model's queries, see `smd_jax.model.query_centers`.
-      sinks: first keys, which are kept and left out of the normalisation.
+      centers: query centers of the model, see `smd_jax.model.query_centers`.
+      sinks: number of first keys, which are kept and left out of the normalisation.
       longest: the largest d.
 
     Raises:
@@ -54,7 +54,7 @@ class TriAttention(EvictionPolicy):
         return self.sinks
 
     def parameters(self, params: Any, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Real and imaginary part of the mean query, turned as the mean over d; the weight of |k|; the frequencies.
+        """Real and imaginary part of the mean query, rotated and averaged over d; the weight of |k|; the frequencies.
 
         Raises:
           ValueError: the centers have fewer layers.
@@ -92,7 +92,7 @@ class TriAttention(EvictionPolicy):
                 f"expected query centers of a multiple of {kv_heads} heads and {half} frequencies; got {heads} and "
                 f"{frequency_count}"
             )
-        # A cached key is turned to its own position, so the distance needs no position of the key.
+        # A cached key is already rotated to its position, so only the query's position is needed.
         angles = (view.newest[:, None] + 1).astype(keys.dtype) * frequencies[None]
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         real, imaginary = real[None], imaginary[None]
@@ -100,6 +100,6 @@ class TriAttention(EvictionPolicy):
         grouped = turned.reshape(len(turned), kv_heads, -1, 2 * half)
         lengths = jnp.sqrt(keys[..., :half] ** 2 + keys[..., half:] ** 2)
         weights = weight.reshape(kv_heads, -1, half)
-        # The default precision of products on accelerators is not float32's.
+        # Accelerators multiply float32 in fewer bits by default.
         expected = jnp.einsum("bhgd,bhsd->bhgs", grouped, keys, precision="highest")
         return expected + jnp.einsum("hgf,bhsf->bhgs", weights, lengths, precision="highest")

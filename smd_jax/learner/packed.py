@@ -1,4 +1,4 @@
-"""The train step with several sequences in a row: the same loss, gradients and metrics, with little padding.
+"""The train step with packed rows: the same loss, gradients and metrics, with little padding.
 
 once per step:        weights and corrections of the whole batch, one sequence a row         `prepare`
 on the host:          which sequences share a row                                            `packs.pack`
@@ -6,12 +6,10 @@ for every microbatch: its tokens, consecutive ─► loss ─► gradients, adde
                       terms of every token ─► back into their place in the batch
 once per step:        optimizer, metrics
 
-Sequences with equal beginnings, such as the completions of a prompt or the branches of a tree, can share them: the
-model reads them once. The loss is prepared, and its terms come back, one sequence a row: so it is that of separate
-rows.
+The model can read equal beginnings once, such as the completions of a prompt or the branches of a tree. The loss is
+prepared, and its terms come back, with one sequence per row, so it equals that of separate rows.
 
-The number of microbatches follows from the lengths, so the loop over them is one of the host; each program is compiled
-once.
+The number of microbatches depends on the lengths, so the host loops over them; each program is compiled once.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from smd_jax.message.packing import Packing
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, ModelShape
 
-# On the host, and on devices once a program has them.
+# Arrays of the host, or of a device inside a program.
 Numbers = Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"]
 
 
@@ -62,20 +60,19 @@ def make_packed_update(
     *,
     share_beginnings: bool = False,
 ) -> Update:
-    """The step `(state, batch) -> (state, metrics)` of `make_update`, over rows of `config.pack_columns` columns that
-    sequences share; `config.microbatch_size` counts such rows. `update/padding` is the share of their columns without a
-    token. The old state's buffers are donated.
+    """The step `(state, batch) -> (state, metrics)` of `make_update`, over packed rows of `config.pack_columns`
+    columns; `config.microbatch_size` counts such rows. `update/padding` is the share of their columns without a token.
+    The old state's buffers are donated.
 
     Args:
-      share_beginnings: whether sequences share equal beginnings as far as `smd_jax.message.beginnings` allows;
-        `config.rows_per_prompt` above 1 says so, too. `update/shared` is the share of the batch's tokens that were not
-        read again.
+      share_beginnings: share equal beginnings as far as `smd_jax.message.beginnings` allows; `config.rows_per_prompt`
+        above 1 also enables it. `update/shared` is the share of the batch's tokens that were not read again.
 
-    The returned function raises ValueError as that of `make_update` does, and for what cannot be packed: boolean masks,
-    quantised caches, draws of evictions, a minimum length.
+    The returned function raises ValueError as that of `make_update`, and for boolean masks, quantised caches, sampled
+    evictions and a minimum length, which cannot be packed.
 
     Raises:
-      ValueError: for a model with sliding windows that is to share beginnings.
+      ValueError: for shared beginnings with sliding windows shorter than a row.
     """
     share = share_beginnings or config.rows_per_prompt > 1
     if share:
@@ -95,7 +92,7 @@ def make_packed_update(
 
     @jax.jit
     def nothing(state: TrainState, prepared: Prepared, places: Packs) -> Any:
-        """What the sums begin with. Shapes alone are looked at."""
+        """Zeros of the sums' shapes."""
         loss, sums, grads, terms = jax.eval_shape(of_part, state, prepared, places)
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, grads))
         shape = prepared.mask.shape
@@ -105,7 +102,7 @@ def make_packed_update(
         loss, sums, grads, terms = of_part(state, prepared, places)
         *numbers, all_grads, all_terms = so_far
         numbers = jax.tree.map(jnp.add, tuple(numbers), (loss, sums))
-        # A sum in 16 bits would lose small summands, so it is wider.
+        # In 16 bits, sums would lose small addends.
         all_grads = constrain_tree(jax.tree.map(jnp.add, all_grads, grads))
         return *numbers, all_grads, jax.tree.map(lambda whole, x: _put_back(whole, x, places), all_terms, terms)
 
@@ -135,7 +132,7 @@ def make_packed_update(
 
 
 def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: bool = False) -> Packs:
-    """Reads the lengths, so it cannot run under jit; all processes must call it.
+    """Packs a trajectory. Reads its lengths, so it cannot run under jit; all processes must call it.
 
     Args:
       share_beginnings: as in `make_packed_update`; reads tokens and masks.
@@ -147,20 +144,20 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
     sequences = Sequences(valid[:, :prompt].sum(1), valid[:, prompt:], counted, prompt)
     if share_beginnings:
         assert isinstance(trajectory.mask, ShadowMask), "checked before"
-        # A token that branches share has a place for each of them: a row may have more places than columns.
+        # A shared token has an entry per branch, so a row may have more entries than columns.
         sizes = PackSizes(config.microbatch_size, config.pack_columns, max(int(counted.sum()), 1))
         tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
         packs = trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes)))
-        # Filters may have left each branch its own tokens to draw from.
+        # With filters, branches may have different drawable tokens.
         return packs if trajectory.drawable is not None else with_distinct(packs)
-    # Three quarters suffice where responses are as long as three prompts; with longer ones some columns stay empty.
+    # Three quarters are enough if responses are as long as three prompts; with longer ones some columns stay empty.
     room = max(response, -(-3 * config.pack_columns // 4))
     return pack(sequences, PackSizes(config.microbatch_size, config.pack_columns, min(room, config.pack_columns)))
 
 
 def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
-    """Raises ValueError where a window could hide a shared beginning: windows count columns, and branches that come
-    later in a row are further from it than their positions say."""
+    """Raises ValueError if a window could hide a shared beginning: windows count columns, and later branches of a row
+    are further from it than their positions."""
     windows = [shape.window(layer) for layer in range(shape.num_layers)]
     short = [window for window in windows if window is not None and window < (config.pack_columns or 0)]
     if short:
@@ -171,7 +168,7 @@ def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
 
 
 def check_packable(trajectory: Trajectory) -> None:
-    """Raises ValueError for a rollout whose mask or draws name columns in a way that packing cannot move."""
+    """Raises ValueError for a rollout whose mask or sampled evictions cannot be packed."""
     mask = trajectory.mask
     if not isinstance(mask, ShadowMask) or mask.quantized is not None:
         kind = "a quantised cache" if isinstance(mask, ShadowMask) else "a boolean mask"
@@ -184,10 +181,10 @@ def check_packable(trajectory: Trajectory) -> None:
 
 
 def packed_part(prepared: Prepared, places: Packs) -> Prepared:
-    """The tokens of one microbatch, sequences one behind the other; every array of `[batch, R]` becomes `[rows, K]`.
+    """Packs one microbatch; every array `[batch, R]` becomes `[rows, K]`.
 
     Raises:
-      ValueError: for a term that prepared an array of another shape.
+      ValueError: if a term prepared an array of another shape.
     """
 
     def take(x: Any) -> Any:
@@ -204,7 +201,7 @@ def packed_part(prepared: Prepared, places: Packs) -> Prepared:
         advantages = jnp.broadcast_to(advantages[:, None], prepared.mask.shape)
     of_tokens = (advantages, batch.old_logprobs, batch.old_values, batch.returns, batch.dense_old_logprobs)
     advantages, old, old_values, returns, dense_old = jax.tree.map(take, of_tokens)
-    # Rows are left out by their tokens, which count for nothing.
+    # Left-out rows have no counted tokens.
     return Prepared(
         TrainBatch(packed_trajectory(batch.trajectory, places), advantages, old, None, old_values, returns, dense_old),
         take(prepared.mask),
@@ -213,7 +210,7 @@ def packed_part(prepared: Prepared, places: Packs) -> Prepared:
 
 
 def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
-    """The tokens of some sequences in rows that they share, under the mask that each of them had."""
+    """Packs the tokens of sequences, each under its own mask."""
     there = jnp.asarray(places.tokens != ABSENT)
     mask = trajectory.mask
     assert isinstance(mask, ShadowMask), "checked before"
@@ -244,27 +241,27 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
 
 
 def packed_mask(mask: ShadowMask, prompt_width: int, places: Packs) -> ShadowMask:
-    """The intervals of the tokens, moved with them; each ends with its sequence, or its subtree, at the latest."""
+    """Moves the tokens' intervals; each ends at the latest with its sequence or subtree."""
     width = mask.evicted_at.shape[-1]
     columns = places.tokens.shape[1]
     moved = jnp.arange(columns)[None] - places.tokens % width
     by_token = jnp.moveaxis(mask.evicted_at, -1, 1)  # [batch, T, layers, kv_heads]
-    # NEVER is the largest number there is, and nothing may be added to it.
+    # NEVER is the largest int32, so nothing may be added to it.
     evicted_at = jnp.minimum(_take(by_token, places.tokens), width) + moved[..., None, None]
-    # A key that stayed in its own sequence stays for all that share it.
+    # A key that was never evicted stays for all sequences that share it.
     stops, ends = places.stops[..., None, None], places.ends[..., None, None]
     evicted_at = jnp.where(evicted_at >= stops, ends, evicted_at)
     evicted_at = jnp.where((places.tokens != ABSENT)[..., None, None], evicted_at, 0)
     segments = [packed_segments(one, prompt_width, columns) for one in mask.segments]
     known = tuple(one for one in segments if one is not None)
-    # One entry a layer, or none: where it would not pay for every layer, each looks at all keys.
+    # One entry per layer, or none: unless it saves work in every layer, all keys are read.
     return ShadowMask(jnp.moveaxis(evicted_at, 1, -1), known if len(known) == len(segments) else ())
 
 
 def packed_segments(segments: Segments, prompt_width: int, columns: int) -> Segments | None:
-    """Boundaries at every `length` columns, wherever sequences begin; None where that saves nothing.
+    """Boundaries at every `length` columns, independent of where sequences begin; None if that saves nothing.
 
-    Between two compressions a query sees up to `budget + length` keys, within its prompt all of it.
+    Between two compressions a query sees up to `budget + length` keys, within its prompt the whole prompt.
     """
     budget = max(segments.budget + segments.length, prompt_width)
     if 2 * (budget + segments.length) > columns:
@@ -273,15 +270,15 @@ def packed_segments(segments: Segments, prompt_width: int, columns: int) -> Segm
 
 
 def _take(x: Array, places: Numbers) -> Array:
-    """`x [batch, columns, ...]` at flattened places, 0 where there is none."""
+    """`x [batch, columns, ...]` at flattened indices, 0 for ABSENT."""
     taken = x.reshape(-1, *x.shape[2:])[jnp.maximum(places, 0)]
     there = jnp.asarray(places != ABSENT).reshape(places.shape + (1,) * (x.ndim - 2))
-    # Each device works on its rows.
+    # Each device computes its rows.
     return constrain(jnp.where(there, taken, jnp.zeros((), x.dtype)))
 
 
 def _put_back(whole: Array, part: Array, places: Packs) -> Array:
-    """`part [rows, K]` in its places of `whole [batch, R]`."""
+    """Writes `part [rows, K]` to its indices in `whole [batch, R]`."""
     outside = whole.size  # where scattered numbers are dropped
     at = jnp.where(places.responses == ABSENT, outside, places.responses)
     return whole.reshape(-1).at[at.reshape(-1)].set(part.reshape(-1), mode="drop").reshape(whole.shape)

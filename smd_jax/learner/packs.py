@@ -1,7 +1,7 @@
 """Packs sequences into rows on the host: the longest first, each into the first row with room.
 
-Sequences with equal beginnings can share them. Then they are the branches of a tree (`smd_jax.message.tree`), and what
-is packed is chains of them in depth-first order:
+Sequences with equal beginnings can share them. They are then branches of a tree (`smd_jax.message.tree`), packed as
+chains in depth-first order:
 
     sequences        [p p p a a]  [p p p b]  [q q c c c]
     chains           [p p p a a | b]         [q q c c c]        the second sequence adds the tokens after the beginning
@@ -27,12 +27,12 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class PackSizes:
-    """One microbatch of packed rows.
+    """Sizes of a microbatch of packed rows.
 
     Attributes:
-      rows: of a microbatch.
-      columns: T, tokens of a row.
-      responses: K, tokens of the responses in it.
+      rows: rows of a microbatch.
+      columns: T, columns of a row.
+      responses: K, response tokens of a row.
     """
 
     rows: int
@@ -41,8 +41,8 @@ class PackSizes:
 
 
 def rows_at_once(rows: int, config: UpdateConfig) -> int:
-    """Rows of a separate forward pass over `rows` with one sequence each: a microbatch, or with packing the most up to
-    it that divide `rows`."""
+    """Rows per forward pass over `rows` unpacked rows: a microbatch, or with packing the largest divisor of `rows` up
+    to a microbatch."""
     size = config.microbatch_size or rows
     if config.pack_columns is None:
         return size
@@ -51,14 +51,14 @@ def rows_at_once(rows: int, config: UpdateConfig) -> int:
 
 @any_leaves
 class Packs(struct.PyTreeNode):
-    """Place of every token: of all microbatches with a leading axis, or of one.
+    """Index of every token, for one microbatch or for all with a leading axis.
 
     Attributes:
-      tokens: int32 `[…, rows, T]` place of each token in the flattened `[batch * T_of_rollout]`, or ABSENT.
+      tokens: int32 `[…, rows, T]` index of each token in the flattened `[batch * T_of_rollout]`, or ABSENT.
       positions, ends: `[…, rows, T]` as in `smd_jax.message.packing.Packing`.
-      stops: int32 `[…, rows, T]` first column behind the tokens that each token's own sequence added to the row; `ends`
-        where no sequence shares the token.
-      responses: int32 `[…, rows, K]` place of each response token in the flattened `[batch * R]`, or ABSENT.
+      stops: int32 `[…, rows, T]` first column after the tokens that each token's sequence added to the row; `ends` for
+        unshared tokens.
+      responses: int32 `[…, rows, K]` index of each response token in the flattened `[batch * R]`, or ABSENT.
       columns, sources: `[…, rows, K]` as in Packing.
       distinct, same: `[…, rows, U]` and `[…, rows, K]` as in Packing, or None.
     """
@@ -75,7 +75,7 @@ class Packs(struct.PyTreeNode):
 
     @property
     def padding(self) -> float:
-        """Share of the columns without a token."""
+        """Share of columns without a token."""
         return float((self.tokens == ABSENT).mean())
 
 
@@ -83,10 +83,11 @@ def first_fit(lengths: Sequence[int], responses: Sequence[int], sizes: PackSizes
     """The sequences of every row, longest first.
 
     Args:
-      lengths: tokens of each sequence. responses: those of its response.
+      lengths: tokens of each sequence.
+      responses: tokens of each response.
 
     Raises:
-      ValueError: a sequence that is longer than a row.
+      ValueError: a sequence is longer than a row.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []
@@ -108,7 +109,7 @@ def first_fit(lengths: Sequence[int], responses: Sequence[int], sizes: PackSizes
 
 
 def trimmed(packs: Packs) -> Packs:
-    """The same packs with as few places for response tokens as they need."""
+    """Removes unused columns for response tokens."""
     width = few_widths(int((packs.responses != ABSENT).sum(-1).max()), packs.responses.shape[-1])
     return packs.replace(
         responses=packs.responses[..., :width], columns=packs.columns[..., :width], sources=packs.sources[..., :width]
@@ -116,11 +117,11 @@ def trimmed(packs: Packs) -> Packs:
 
 
 def with_distinct(packs: Packs) -> Packs:
-    """The same packs, which say where several places have the same token; unchanged where that saves nothing."""
+    """Adds `distinct` and `same` if several entries have the same token and it saves work."""
     width = packs.responses.shape[-1]
     columns = np.where(packs.responses == ABSENT, ABSENT, packs.columns).reshape(-1, width)
     found = [np.unique(row, return_index=True, return_inverse=True) for row in columns]
-    # Places without a token are one of the found, too, and nobody reads it.
+    # Entries without a token are also one of the distinct ones, which is not used.
     most = few_widths(max(len(first) for _, first, _ in found), width)
     if most == width:
         return packs
@@ -133,7 +134,7 @@ def with_distinct(packs: Packs) -> Packs:
 
 
 def few_widths(needed: int, most: int) -> int:
-    """At least `needed`, at most `most`: one of four widths an octave, because every width is compiled."""
+    """Rounds `needed` up to one of four widths per octave, at most `most`, because every width is compiled."""
     step = 2 ** max(needed.bit_length() - 3, 0)
     return min(-(-max(needed, 1) // step) * step, most)
 
@@ -142,7 +143,8 @@ class Member(NamedTuple):
     """A sequence of a chain.
 
     Attributes:
-      index: of the sequence. shared: tokens at its beginning that the member before it has in the row already.
+      index: index of the sequence.
+      shared: tokens at its beginning that the previous member already has in the row.
     """
 
     index: int
@@ -151,11 +153,11 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a rollout, whose prompts end in column `prompt_width - 1`, where its responses begin.
+    """The sequences of a rollout. Prompts end at column `prompt_width - 1`, responses begin at `prompt_width`.
 
     Attributes:
       prompts: `[batch]` tokens of each prompt.
-      valid: `[batch, R]` columns of each response that hold a token; the first ones.
+      valid: `[batch, R]` columns of each response with a token; the first ones.
       counted: `[batch, R]` response tokens that the policy sampled.
       prompt_width: P.
     """
@@ -188,7 +190,7 @@ def chains(
     """Chains of sequences that share their beginnings, each at most as long as a row.
 
     Args:
-      tokens, evicted_at: of the rollout, by column.
+      tokens, evicted_at: the rollout's, by column.
     """
     lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
     where = [sequences.columns(index) for index in range(len(lengths))]
@@ -196,7 +198,7 @@ def chains(
     gone = [evicted_at[index, ..., columns] - columns.start for index, columns in enumerate(where)]
     found: list[list[Member]] = []
     free = answers = 0
-    # In the order of their tokens, sequences with the longest common beginning are neighbours.
+    # Sorted by tokens, sequences with the longest common beginning are adjacent.
     for index in sorted(range(len(ids)), key=lambda index: (ids[index].astype(">i4").tobytes(), index)):
         shared = 0
         if found:
@@ -211,10 +213,10 @@ def chains(
 
 
 def pack(sequences: Sequences, sizes: PackSizes, together: Sequence[Sequence[Member]] | None = None) -> Packs:
-    """Packs of a rollout.
+    """Packs a rollout.
 
     Args:
-      together: chains that stay together, see `chains`; None: every sequence by itself.
+      together: chains to keep together, see `chains`; None: every sequence by itself.
     """
     lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
     if together is None:

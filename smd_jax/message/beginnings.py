@@ -1,14 +1,14 @@
-"""How many tokens at their beginning two sequences can share in one row, under recorded evictions.
+"""The longest beginning that two sequences can share in one row under recorded evictions.
 
-In depth-first order the branches of a shared key follow one after another. Its interval can end before they part, for
-both, or after the last of them; a key that one branch evicts and the next one sees would come back:
+In depth-first order the branches of a shared key are consecutive. Its interval can end before the branches part, or
+after the last of them. A key that one branch evicts and the next one sees would come back:
 
     p p p a a b b        key 0 of p
     1 1 1 1 1 1 1        stays in both branches: shared
-    1 1 . . . . .        goes before they part: shared
+    1 1 . . . . .        evicted before they part: shared
     1 1 1 1 . 1 1        branch a evicts it, branch b sees it: no interval, so p is in the row twice
 
-Numpy only: nothing here is traced.
+NumPy only, nothing is traced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smd_jax.message.masks import NEVER
 
 
 class Shared(NamedTuple):
-    """Tokens that two sequences share, and why there are not more of them; None where their tokens differ there."""
+    """Number of shared tokens, and the reason why there are not more; None if the next tokens differ."""
 
     tokens: int
     reason: str | None = None
@@ -36,8 +36,9 @@ def shared_beginning(
     """The longest beginning of two sequences that one row can hold once.
 
     Args:
-      left, right: ids. evicted: `evicted_at` of each in positions, any number from its length on for a key that stayed;
-        None where nothing was evicted.
+      left, right: ids.
+      evicted: `evicted_at` of each in positions, its length or more for keys that were never evicted; None without
+        evictions.
     """
     shortest = min(len(left), len(right))
     unequal = np.flatnonzero(left[:shortest] != right[:shortest])
@@ -49,14 +50,14 @@ def shared_beginning(
         for at, tokens in zip(evicted, map(len, (left, right)), strict=True)
     )
     shared, reason = equal, None
-    # A query is shared only where both sequences show it the same keys.
+    # A query can be shared only if it sees the same keys in both sequences.
     parts = np.minimum(first, second)
     differ = np.argwhere((first != second) & (parts <= shared))
     if len(differ):
         layer, head, key = differ[np.argmin(parts[tuple(differ.T)])]
         shared = int(parts[layer, head, key]) - 1
         reason = _reason(first, second, layer, head, key)
-    # A key that goes later goes in one branch while another may still see it.
+    # A key that is evicted later is evicted in one branch while another may still see it.
     last = np.where(parts == NEVER, 0, parts).max(axis=(0, 1))
     while (later := np.flatnonzero(last[:shared] > shared)).size:
         shared = int(later[0])

@@ -1,7 +1,7 @@
-"""Which tokens the sampler could draw at every step: the learner takes its softmax over the same ones.
+"""Drawable tokens: the tokens that the sampler's filters allow at every step, for the learner's softmax.
 
-Filters (top-k, top-p, min-p) and a minimum length take tokens out of the sampler's distribution. What is left depends
-on its logits to the last bit, so it travels in the trajectory instead of being found again.
+Filters (top-k, top-p, min-p) and a minimum length remove tokens from the sampler's distribution. The rest depends on
+its logits to the last bit, so it is recorded in the trajectory instead of recomputed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from smd_jax.message.quantization import packed_size, unpack
 from smd_jax.message.sampling import among, is_one_of
 from smd_jax.pytrees import any_leaves
 
-# In place of -inf, which makes NaN of a difference and of a product with 0. exp() of it is 0 in every dtype.
+# A finite substitute for -inf, which gives NaN in differences and products with 0. exp() of it is 0 in every dtype.
 OUTSIDE = -1e30
 
 
 @any_leaves
 class DrawableTokens(struct.PyTreeNode):
-    """The tokens that could be drawn, for every column of the response.
+    """The drawable tokens of every response column.
 
     Attributes:
-      sets: the tokens that filters left, in the form of `smd_jax.message.sampling.drawable_form`: int32 ids
-        `[batch, R, k]`, -1 where there are fewer; or bits, uint8 `[batch, R, ceil(vocab / 8)]`. None without filters.
-      min_new_tokens: no end token is in the sets of the first so many columns. Static.
+      sets: the tokens that pass the filters, in the form of `smd_jax.message.sampling.drawable_form`: int32 ids
+        `[batch, R, k]`, filled with -1; or bits, uint8 `[batch, R, ceil(vocab / 8)]`. None without filters.
+      min_new_tokens: number of first columns without end tokens. Static.
       eos_token_id: the end token, or several; None without one. Static.
     """
 
@@ -52,11 +52,11 @@ class DrawableTokens(struct.PyTreeNode):
           support: `(token_ids, offsets)` of each row; response token t could be any of
             `token_ids[offsets[t]:offsets[t + 1]]`.
           responses: the sampled ids of each row.
-          response_width: columns R; None: what the longest row needs.
-          vocab_size: of the model; with it, ids are checked, and large sets are stored as bits.
+          response_width: columns R; None: as the longest row needs.
+          vocab_size: vocabulary size; if given, ids are checked, and large sets are stored as bits.
 
         Raises:
-          ValueError: another number of rows or offsets, an empty set, a set without the sampled token, an id outside of
+          ValueError: a wrong number of rows or offsets, an empty set, a set without the sampled token, an id outside
             the vocabulary. The message names the row and the token.
         """
         if len(support) != len(responses):
@@ -79,13 +79,13 @@ class DrawableTokens(struct.PyTreeNode):
         return cls(jnp.asarray(found))
 
     def first_columns(self, columns: int) -> DrawableTokens:
-        """The sets of the first `columns` columns of the response alone."""
+        """The sets of the first `columns` columns of the response."""
         return self.replace(sets=None if self.sets is None else self.sets[:, :columns])
 
     def to_boolean(
         self, vocab: int, columns: Int[Array, " columns"]
     ) -> Bool[Array, "batch columns vocab"] | Bool[Array, "1 columns vocab"]:
-        """The sets of some columns of the response; without filters they are the same in all rows, and come once.
+        """The sets of some response columns. Without filters all rows have the same sets, and the batch axis is 1.
 
         Raises:
           ValueError: if the sets are bits of another vocabulary.
@@ -95,23 +95,23 @@ class DrawableTokens(struct.PyTreeNode):
             drawable = _to_boolean(self.sets[:, columns], vocab)
         if self.eos_token_id is None or self.min_new_tokens == 0:
             return drawable
-        # Without filters there are no sets, and the minimum length is all that takes a token out.
+        # Without filters only the minimum length removes tokens.
         ends = is_one_of(jnp.arange(vocab)[None, None], self.eos_token_id)
         return drawable & ~(ends & (columns < self.min_new_tokens)[None, :, None])
 
     def apply(
         self, logits: Float[Array, "batch columns vocab"], columns: Int[Array, " columns"]
     ) -> Float[Array, "batch columns vocab"]:
-        """The logits, with `OUTSIDE` for tokens that could not be drawn: no probability, and no gradient.
+        """The logits with `OUTSIDE` for tokens that are not drawable, which then have no probability and no gradient.
 
         Args:
-          columns: those of the response to which the logits belong.
+          columns: response columns of the logits.
         """
         return jnp.where(self.to_boolean(logits.shape[-1], columns), logits, OUTSIDE)
 
 
 def _to_boolean(sets: Array, vocab: int) -> Bool[Array, "batch columns vocab"]:
-    # The dtype tells the form: bits are uint8, ids int32.
+    # Bits are uint8, ids int32.
     if sets.dtype != jnp.uint8:
         return among(sets, vocab)
     if sets.shape[-1] != packed_size(vocab, 1):
@@ -125,8 +125,9 @@ def split_support(ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None
     """The set of every sampled token from compressed rows, checked.
 
     Args:
-      ids, offsets: token t could be any of `ids[offsets[t]:offsets[t + 1]]`. tokens: that were sampled.
-      where: of messages, behind "sampling support".
+      ids, offsets: token t could be any of `ids[offsets[t]:offsets[t + 1]]`.
+      tokens: the sampled tokens.
+      where: suffix of "sampling support" in messages.
 
     Raises:
       ValueError: see `DrawableTokens.from_csr`.

@@ -1,4 +1,4 @@
-"""What a rollout hands to the learner. It never says which policy made it: the shadow mask is the whole message."""
+"""The message from sampler to learner. It does not depend on the eviction policy: the mask records the evictions."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ class Trajectory(struct.PyTreeNode):
     """A batch of prompts and responses. Columns: prompt 0 … P-1 (left-padded), response P … T-1.
 
     Attributes:
-      tokens: `[batch, T]` ids; what follows the end of a response is padding.
-      valid: `[batch, T]` true for prompt tokens and for response tokens up to and with the end-of-sequence token.
+      tokens: `[batch, T]` ids, padded after the end of a response.
+      valid: `[batch, T]` true for prompt tokens and for response tokens including the end-of-sequence token.
       logprobs: `[batch, R]` the sampler's log-probabilities of the response tokens, 0 where not valid.
-      terminated: `[batch]` whether the response ended by itself, with an end-of-sequence token or a stop string.
-      mask: what the sampler saw: a ShadowMask, or booleans `[batch, layers, kv_heads, T, T]`.
+      terminated: `[batch]` whether an end token or a stop string ended the response.
+      mask: the sampler's mask: a ShadowMask, or booleans `[batch, layers, kv_heads, T, T]`.
       temperature: the sampler's; the learner divides its logits by it. Static.
       replayable: false if the sampler was greedy, which a learner cannot replay. Static.
-      entropy: `[batch, R]` entropy of the distributions that the tokens were drawn from, in nats, 0 where not valid;
-        None if nobody wrote it down.
-      drawable: which tokens could be drawn, where filters or a minimum length left only some; None: all of them.
-      evictions: the draws by which keys were evicted, where the eviction policy draws from a gate's logits; else None.
-      packing: where the sequences lie, if several of them share a row; then R is its K, and there is no column P. None:
-        one sequence a row.
+      entropy: `[batch, R]` entropy of the tokens' distributions, in nats, 0 where not valid; None if not recorded.
+      drawable: the drawable tokens, with filters or a minimum length; None: all tokens.
+      evictions: the sampled evictions of an eviction policy with a gate; else None.
+      packing: layout of several sequences in a row; then R is its K, and there is no column P. None: one sequence per
+        row.
       sampled: `[batch, R]` which tokens of a response the policy sampled. The others were given, such as the answer of
         a tool: queries see them, and the loss leaves them out. None: all valid ones were sampled.
     """
@@ -74,38 +73,38 @@ class Trajectory(struct.PyTreeNode):
         response_width: int | None = None,
         pad_token_id: int = 0,
     ) -> Trajectory:
-        """What a sampler of any other library reports of a batch, checked. `smd_jax.message.foreign` has a picture.
+        """Builds and checks a trajectory from the records of another sampler. `smd_jax.message.foreign` has an example.
 
-        Rows come without padding (`smd_jax.message.foreign_tokens.unpad` takes it off). Tokens, queries and keys are
-        named by their position in their own row: prompt 0 … p-1, response p … n-1. Of `kept`, `dropped`, `evicted_at`
-        and `visible` exactly one says what was seen, an entry a row. Keys must have been cached after RoPE at these
-        positions, and must not have been changed or merged.
+        Rows have no padding (`smd_jax.message.foreign_tokens.unpad` removes it). Tokens, queries and keys are numbered
+        by their position in their own row: prompt 0 … p-1, response p … n-1. Give exactly one of `kept`, `dropped`,
+        `evicted_at` and `visible`, with one entry per row. Keys must have been cached after RoPE at these positions,
+        and must not have been changed or merged.
 
         Args:
-          prompts, responses: token ids. A response has its end-of-sequence token, if there was one.
+          prompts, responses: token ids. A response includes its end-of-sequence token, if any.
           logprobs: of the response tokens, in nats, at the sampler's temperature, over the whole vocabulary or over
             `support`.
-          terminated: whether each response ended by itself, rather than at a limit of its length.
+          terminated: whether each response ended before the length limit.
           layers, kv_heads: of the model.
-          kept: compressions of each row's cache in the order of time, `(after, keys[layer][kv_head])`: once query
-            `after` had attended, nothing but these keys was left. Heads may have kept different numbers of keys.
-          dropped: as `kept`, with the keys that went.
-          evicted_at: `[layers, kv_heads, n]` first query that did not see a key, any number from n on for a key that
-            stayed. The first two axes may be 1, for what all layers or heads share.
-          visible: `[layers, kv_heads, n, n]` booleans, which query saw which key; axes of 1 as in `evicted_at`.
-          support: the tokens that the sampler's filters left, `(token_ids, offsets)` of each row, see
+          kept: compressions of each row's cache in time order, `(after, keys[layer][kv_head])`: after the attention of
+            query `after`, only these keys were kept. Heads may keep different numbers of keys.
+          dropped: like `kept`, with the evicted keys.
+          evicted_at: `[layers, kv_heads, n]` first query that did not see a key, n or more for a key that was never
+            evicted. The first two axes may be 1 if layers or heads share them.
+          visible: `[layers, kv_heads, n, n]` booleans, query before key; axes of 1 as in `evicted_at`.
+          support: the tokens that pass the sampler's filters, `(token_ids, offsets)` of each row, see
             `smd_jax.message.drawable_tokens.DrawableTokens.from_csr`; None: all tokens.
-          temperature: of the sampler.
-          vocab_size: with it, ids are checked against the vocabulary.
-          prompt_width, response_width: columns P and R of the batch; None: what the longest row needs. The same ones
-            for every batch of a run, and everything jitted compiles once.
-          pad_token_id: fills rows up.
+          temperature: the sampler's temperature.
+          vocab_size: if given, ids are checked against it.
+          prompt_width, response_width: columns P and R of the batch; None: as the longest row needs. With the same
+            values for every batch of a run, jitted functions compile once.
+          pad_token_id: padding.
 
         Raises:
-          ValueError: rows, layers, heads or tokens that don't fit together; a log-probability that is NaN, infinite or
-            positive; a temperature that isn't positive; an id outside of the vocabulary; a compression out of order or
-            after a query that isn't the row's; a key that comes back, goes before its own query saw it, or is named
-            twice. The message names row, layer, head and position.
+          ValueError: rows, layers, heads or tokens that do not fit together; a log-probability that is NaN, infinite or
+            positive; a temperature that is not positive; an id outside the vocabulary; a compression out of order or
+            after a query outside the row; a key that comes back, is evicted before its own query, or is named twice.
+            The message names row, layer, head and position.
         """
         if not 0 < temperature < math.inf:
             raise ValueError(f"expected a temperature > 0, because a greedy choice is no draw; got {temperature}")
@@ -201,7 +200,7 @@ class Trajectory(struct.PyTreeNode):
     @property
     def prompt_width(self) -> int:
         """P, columns of the prompt with its padding."""
-        # Log-probabilities exist for the response alone, so their width tells where it begins.
+        # Log-probabilities have only the response's columns.
         return self.tokens.shape[1] - self.logprobs.shape[1]
 
     @property
@@ -223,12 +222,11 @@ class Trajectory(struct.PyTreeNode):
         return positions(self.valid) if self.packing is None else self.packing.positions
 
     def dense_mask(self) -> ShadowMask:
-        """What a sampler that never evicts would have seen."""
+        """The mask without evictions."""
         return dense_mask(self.valid) if self.packing is None else ShadowMask(self.packing.ends[:, None, None])
 
     def first_columns(self, response_tokens: int) -> Trajectory:
-        """The same rollout with the first so many columns of the response alone. Where what follows them is padding in
-        every row, whoever learns from it does the same with less work."""
+        """The rollout with only the first `response_tokens` columns of the response, to skip columns of padding."""
         columns = self.prompt_width + response_tokens
         mask = self.mask
         return self.replace(
@@ -243,7 +241,7 @@ class Trajectory(struct.PyTreeNode):
         )
 
     def lengths(self) -> Int[Array, " batch"]:
-        """Tokens that the policy sampled, of each row."""
+        """Number of sampled tokens per row."""
         return jnp.sum(self.response_mask, axis=1)
 
     def turns(self) -> Int[Array, "batch R"]:
@@ -253,26 +251,26 @@ class Trajectory(struct.PyTreeNode):
         return jnp.where(mask, jnp.cumsum(begins, axis=1, dtype=jnp.int32), 0)
 
     def columns_after_prompt(self) -> Int[Array, " batch"]:
-        """Tokens of each row after its prompt: those that were sampled, and those that were read between them."""
+        """Number of tokens per row after its prompt, sampled or read."""
         if self.packing is not None:
             return self.lengths()
         return jnp.sum(self.valid[:, self.prompt_width :], axis=1)
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """The model's logits were NaN or infinite, so its tokens were drawn from no distribution."""
+    """The model's logits were NaN or infinite."""
 
 
 def check_finite(logprobs: Float[Array, "rows columns"] | Float[np.ndarray, "rows columns"]) -> None:
-    """Raises NonFiniteLogitsError if a token was drawn from logits that are no numbers: there was no distribution, and
-    the token means nothing. Reads the values, so it cannot run under jit.
+    """Raises NonFiniteLogitsError if a token was sampled from non-finite logits. Reads the values, so it cannot run
+    under jit.
 
     Args:
-      logprobs: those of the drawn tokens, 0 for columns behind the end of a row.
+      logprobs: of the sampled tokens, 0 after the end of a row.
     """
     bad = int(jnp.sum(~jnp.all(jnp.isfinite(jnp.asarray(logprobs)), axis=1)))
     if bad:
         raise NonFiniteLogitsError(
-            f"expected finite logits in the sampler; got NaN or infinity in {bad} of {len(logprobs)} rows. The "
+            f"expected finite logits in the sampler; got NaN or infinity in {bad} of {len(logprobs)} rows. Either the "
             "parameters hold such numbers (a diverged update, a broken checkpoint), or the compute dtype overflows"
         )
