@@ -192,6 +192,13 @@ def _swapped(record: Record, facts: PromptFacts) -> Iterator[Case]:
             yield Case(f"the masks were shifted by {by:+d} KV head", replace(at, evicted_at=rolled))
 
 
+def _routing_ignored(record: Record, facts: PromptFacts) -> Iterator[Case]:
+    if record.routing is not None:
+        yield Case(
+            "tokens went to the experts that the learner's router chooses", replace(Conditions.of(record), routing=None)
+        )
+
+
 SAME_TOKENS = "encode prompts once, and pass token ids to both sides"
 
 CAUSES = (
@@ -202,5 +209,6 @@ CAUSES = (
     Cause("padding attended", "mask the padding, or pass the row's own prompt only", _padding_attended),
     Cause("BOS token", SAME_TOKENS, _bos),
     Cause("chat template", SAME_TOKENS, _template),
+    Cause("expert routing", "record the experts that the sampler chose, and replay them", _routing_ignored),
     Cause("layers or heads swapped", "record evicted_at in the model's order of layers and heads", _swapped),
 )

@@ -19,8 +19,9 @@ One file, `.npz` or `.safetensors`, with these arrays. Rows are padded on the ri
     support_offsets  int    [response tokens + 1]                filters left, for every response token in row order
     top_ids          int    [rows, columns, k]                   the sampler's likeliest tokens in place of token t, and
     top_logprobs     float  [rows, columns, k]                   their log-probabilities, as in logprobs; id -1: none
-    routing          int    [rows, columns, layers, experts]     experts that token t went to, of a model with experts;
-                                                                 -1 for the last token of a row, which was never read
+    routing          int    [rows, columns, layers, experts]     of a model with experts: those that token t went to, in
+                                                                 each layer that has experts; -1 for the last token of a
+                                                                 row, which was never read
     pad_token_id     int    []                                   of the sampler's batch
 
 Numpy only.
@@ -42,6 +43,7 @@ from smd_jax.message.drawable_tokens import split_support
 from smd_jax.message.foreign import evicted_by_row
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.protocol import RoutingShape
 
 REQUIRED = ("tokens", "prompt_lengths", "lengths", "logprobs")
 OPTIONAL = (
@@ -70,7 +72,8 @@ class Record:
       support: ids of the tokens that could be drawn, for every response token in row order; None: all tokens.
       pad_token_id: of the sampler's batch.
       top: the likeliest tokens at every column of a response; None: not recorded.
-      routing: int32 `[rows, columns, layers, experts of a token]`, -1 where there is none; None: not recorded.
+      routing: int32 `[rows, columns, layers with experts, experts of a token]`, -1 for a token that was never read;
+        None: not recorded.
     """
 
     tokens: np.ndarray
@@ -111,11 +114,11 @@ class Record:
         return replace(self, **arrays, support=support, top=top, routing=routing)
 
 
-def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int, experts: int = 0) -> Record:
+def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None) -> Record:
     """Reads and checks a record.
 
     Args:
-      layers, kv_heads, vocab_size: of the model. experts: of each of its layers; 0 for a model without.
+      layers, kv_heads, vocab_size: of the model. experts: of the model; None: it has none.
 
     Raises:
       ValueError: a file that cannot be read, a missing or unknown array, a wrong shape, dtype or value. The message
@@ -193,7 +196,7 @@ def _support_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
 
 
 def check_record(
-    arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, vocab_size: int, experts: int = 0
+    arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None
 ) -> Record:
     """The record of these arrays; arguments and errors as `load_record`."""
     missing = [name for name in REQUIRED if name not in arrays]
@@ -255,7 +258,7 @@ def check_record(
         support=_support(arrays, response, tokens, vocab_size),
         pad_token_id=int(arrays.get("pad_token_id", np.int32(0))),
         top=_top(arrays, response, vocab_size),
-        routing=_routing(arrays, inside, layers, experts),
+        routing=_routing(arrays, inside, experts),
     )
 
 
@@ -356,22 +359,25 @@ def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int
     return Top(ids.astype(np.int32), np.where(there, logprobs, 0))
 
 
-def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, layers: int, experts: int) -> np.ndarray | None:
+def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, experts: RoutingShape | None) -> np.ndarray | None:
     """The experts of every token, checked."""
     if "routing" not in arrays:
         return None
-    if not experts:
+    if experts is None:
         raise ValueError("routing: expected no expert routing, because the model has no experts; got it")
     given = arrays["routing"]
-    if given.ndim != 4 or given.shape[:3] != (*inside.shape, layers):
-        raise ValueError(f"routing: expected {(*inside.shape, layers, 'experts of a token')}; got {given.shape}")
-    wrong = (given < 0) | (given >= experts)
+    shape = (*inside.shape, len(experts.layers), experts.per_token)
+    if given.shape != shape:
+        raise ValueError(
+            f"routing: expected {shape}, rows, columns, layers with experts and experts of a token; got {given.shape}"
+        )
+    wrong = (given < 0) | (given >= experts.count)
     # The last token was never read, so an engine has no routing for it.
     read = inside & np.pad(inside[:, 1:], [(0, 0), (0, 1)])
     for row, column, layer, place in np.argwhere(wrong & read[..., None, None])[:1]:
         raise ValueError(
-            f"routing: expected experts from 0 to {experts - 1}; got {given[row, column, layer, place]} in row {row}, "
-            f"column {column}, layer {layer}"
+            f"routing: expected experts from 0 to {experts.count - 1}; got {given[row, column, layer, place]} in row "
+            f"{row}, column {column}, layer {layer}"
         )
     ordered = np.sort(given, axis=-1)
     for row, column, layer, place in np.argwhere((ordered[..., 1:] == ordered[..., :-1]) & read[..., None, None])[:1]:

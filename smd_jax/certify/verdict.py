@@ -202,12 +202,10 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
       facts: of the tokenizer; None: causes that need one are not tested.
 
     Raises:
-      ValueError: the record has expert routing, which the model cannot replay.
+      ValueError: the record has expert routing, and the model has no experts.
     """
-    if record.routing is not None:
-        raise ValueError(
-            f"routing: expected a model that replays expert routing; got {type(models.model).__name__}, which does not"
-        )
+    if record.routing is not None and models.model.shape.routing is None:
+        raise ValueError(f"routing: expected a model with experts; got {type(models.model).__name__} without any")
     replays = _Replays(models, record)
     stated = Conditions.of(record)
     logits = replays.logits(stated)

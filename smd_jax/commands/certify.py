@@ -75,7 +75,8 @@ def run(args: Args) -> bool:
         raise UserError(f"expected --rows >= 1; got {args.rows}")
     directory = model_directory(args.model)
     config = read_config(directory)
-    record = load_record(args.record, config.num_layers, config.num_kv_heads, config.vocab_size)
+    experts = Decoder(config).shape.routing
+    record = load_record(args.record, config.num_layers, config.num_kv_heads, config.vocab_size, experts)
     facts = prompt_facts(load_tokenizer(directory))
     config, params = load_checkpoint(directory)
     other = "bfloat16" if args.dtype == "float32" else "float32"

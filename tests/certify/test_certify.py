@@ -18,6 +18,7 @@ from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
 from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.certify import main
+from smd_jax.config import Experts
 from smd_jax.message.masks import NEVER
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
 
@@ -157,20 +158,43 @@ def test_top_logprobs_separate_causes(params, arrays):
     assert named(older, checked(given))[1].is_one_policy
 
 
-def test_routing_is_carried_checked_and_refused(params, arrays):
-    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, CONFIG.num_layers, 1))
-    given = {**arrays, "routing": routing}
-    sizes = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
-    record = check_record(given, *sizes, experts=4)
-    assert record.routing is not None and record.first_rows(2).routing is not None
-    with pytest.raises(ValueError, match="routing: expected a model that replays expert routing; got Decoder"):
-        certify(Models(MODEL, params), record)
-    with pytest.raises(ValueError, match="routing: expected experts from 0 to 0; got 1 in row 0, column 0, layer 0"):
-        check_record(given, *sizes, experts=1)
-    with pytest.raises(ValueError, match="expected different experts for a token; got 0 twice in row 0, column 0"):
-        check_record({**given, "routing": 0 * routing}, *sizes, experts=4)
-    with pytest.raises(ValueError, match=r"routing: expected \(4, 44, 3, 'experts of a token'\)"):
-        check_record({**given, "routing": routing[:, :, :2]}, *sizes, experts=4)
+MIXED = dataclasses.replace(
+    CONFIG, experts=Experts(count=4, per_token=2, intermediate_size=16, layers=(True, False, True))
+)
+
+
+def test_expert_routing_is_replayed(arrays):
+    """Of a model with experts in two of three layers: tokens go where the record says, not where the router would."""
+    model, params = smd.Decoder(MIXED), wide_params(MIXED)
+    experts = model.shape.routing
+    assert experts is not None and experts.layers == (0, 2)
+    shape = arrays["tokens"].shape
+    drawn = np.argsort(np.random.default_rng(0).random((*shape, 2, 4)), axis=-1)[..., :2]
+    sizes = (MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, experts)
+    record = check_record({**arrays, "routing": drawn}, *sizes)
+    theirs = sampler_under(params, arrays, Conditions.of(record), model=model).logprobs
+    recorded = check_record({**arrays, "logprobs": theirs, "routing": drawn}, *sizes)
+    assert recorded.first_rows(2).routing is not None
+    assert certify(Models(model, params), recorded, FACTS).is_one_policy
+    without = check_record({**arrays, "logprobs": theirs}, *sizes)
+    assert not certify(Models(model, params), without, FACTS).is_one_policy
+    own = sampler_under(params, arrays, Conditions.of(checked(arrays)), model=model).logprobs
+    verdict = certify(Models(model, params), check_record({**arrays, "logprobs": own, "routing": drawn}, *sizes), FACTS)
+    assert verdict.cause is not None and verdict.cause.cause == "expert routing"
+    with pytest.raises(ValueError, match="routing: expected a model with experts; got Decoder without any"):
+        certify(Models(MODEL, params), recorded)
+
+
+def test_bad_routing_is_refused(arrays):
+    sizes = (MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, smd.Decoder(MIXED).shape.routing)
+    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
+    for given, said in (
+        (routing + 3, "routing: expected experts from 0 to 3; got 4 in row 0, column 0, layer 0"),
+        (0 * routing, "expected different experts for a token; got 0 twice in row 0, column 0"),
+        (routing[:, :, :1], r"routing: expected \(4, 44, 2, 2\), .*; got \(4, 44, 1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_record({**arrays, "routing": given}, *sizes)
 
 
 def test_two_swapped_layers_are_found(params, arrays):
