@@ -54,8 +54,8 @@ class Keys:
 
     attention: AttentionConfig
 
-    def __call__(self, q: Any, k: Any, v: Any, layer: Any, /) -> tuple[Any, Any]:
-        return smd.attend(q, k, v, layer, self.attention.impl, self.attention.sizes), k
+    def __call__(self, q: Any, k: Any, v: Any, layer: Any, /, sinks: Any = None) -> tuple[Any, Any]:
+        return self.attention.attend(q, k, v, layer, sinks), k
 
 
 def main(args: Args) -> None:

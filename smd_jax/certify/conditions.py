@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,7 +70,7 @@ class Conditions:
             moved = np.where((old == NEVER) | (old == 0), old, old + count)
             evicted.append(_shifted(moved, count, np.full((*old.shape[:2], count), NEVER)))
             first.append(self.first[row] + count)
-        return Conditions(*(np.stack(x).astype(np.int32) for x in (tokens, places, evicted, first)), routing)
+        return Conditions(_stacked(tokens), _stacked(places), _stacked(evicted), _stacked(first), routing)
 
     def without_columns(self, starts: np.ndarray, ends: np.ndarray) -> Conditions:
         """The conditions of rows without the columns `starts` to `ends` of the prompt."""
@@ -87,7 +88,7 @@ class Conditions:
             places.append(np.arange(self.tokens.shape[1]))
             evicted.append(np.concatenate([np.delete(moved, gone, -1), np.zeros((*old.shape[:2], cut))], -1))
             first.append(self.first[row] - cut)
-        return Conditions(*(np.stack(x).astype(np.int32) for x in (tokens, places, evicted, first)), routing)
+        return Conditions(_stacked(tokens), _stacked(places), _stacked(evicted), _stacked(first), routing)
 
 
 def _widened(array: np.ndarray, fill: int) -> np.ndarray:
@@ -97,6 +98,10 @@ def _widened(array: np.ndarray, fill: int) -> np.ndarray:
 
 def _padded_columns(routing: np.ndarray) -> np.ndarray:
     return np.pad(routing, [(0, 0), (0, SPARE), (0, 0), (0, 0)], constant_values=-1)
+
+
+def _stacked(rows: Sequence[np.ndarray | int]) -> np.ndarray:
+    return np.stack([np.asarray(row) for row in rows]).astype(np.int32)
 
 
 def _shifted(array: np.ndarray, count: int, front: np.ndarray) -> np.ndarray:

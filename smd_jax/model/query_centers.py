@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_jax.config import ModelConfig
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.message.query_centers import QueryCenters
-from smd_jax.model.attention import AttentionConfig, attend
+from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.model.rope import inverse_frequencies
@@ -63,9 +63,10 @@ class _Collect:
         v: Float[Array, "rows kv_heads tokens head_dim"],
         layer: Any,
         /,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "rows heads tokens head_dim"], tuple[Array, Array, Array]]:
         mask, angles, valid = layer
-        out = attend(q, k, v, mask, self.attention.impl, self.attention.sizes)
+        out = self.attention.attend(q, k, v, mask, sinks)
         first, second = jnp.split(q.astype(jnp.promote_types(q.dtype, jnp.float32)), 2, axis=-1)
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         real, imaginary = first * cos + second * sin, second * cos - first * sin

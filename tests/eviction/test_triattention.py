@@ -74,7 +74,8 @@ def test_refusals():
 
 
 def test_a_layer_without_rope_turns_nothing():
-    config = replace(ONE_LAYER, num_layers=2, rope_layers=(True, False))
+    """Of a model whose attention has sinks of its own."""
+    config = replace(ONE_LAYER, num_layers=2, rope_layers=(True, False), attention_sinks=True)
     prompts = left_padded([9], 9, 8)
     centers = measure_query_centers(Decoder(config), make_params(config), prompts.tokens, prompts.valid)
     assert centers.frequencies[0].all() and not centers.frequencies[1].any()
