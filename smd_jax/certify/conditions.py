@@ -100,7 +100,7 @@ def _padded_columns(routing: np.ndarray) -> np.ndarray:
     return np.pad(routing, [(0, 0), (0, SPARE), (0, 0), (0, 0)], constant_values=-1)
 
 
-def _stacked(rows: Sequence[np.ndarray | int]) -> np.ndarray:
+def _stacked(rows: Sequence[np.ndarray | np.integer | int]) -> np.ndarray:
     return np.stack([np.asarray(row) for row in rows]).astype(np.int32)
 
 
