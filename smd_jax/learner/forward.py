@@ -58,7 +58,7 @@ def response_hidden(
     """Hidden states that predict the response tokens: those of columns P-1 … T-2."""
     packing = trajectory.packing
     longest = None if packing is None else packing.longest
-    hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask, longest)
+    hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask, longest, trajectory.routing)
     if packing is not None:
         return jnp.take_along_axis(hidden, packing.sources[..., None], axis=1)
     # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response

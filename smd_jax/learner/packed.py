@@ -173,6 +173,8 @@ def check_packable(trajectory: Trajectory) -> None:
     if not isinstance(mask, ShadowMask) or mask.quantized is not None:
         kind = "a quantised cache" if isinstance(mask, ShadowMask) else "a boolean mask"
         raise ValueError(f"expected a compact shadow mask of a cache that is not quantised, to be packed; got {kind}")
+    if trajectory.routing is not None:
+        raise ValueError("expected no recorded routing of experts in a rollout to be packed; got some")
     if trajectory.evictions is not None:
         raise ValueError("expected no recorded draws of evictions in a rollout to be packed; got some")
     if trajectory.drawable is not None and trajectory.drawable.min_new_tokens:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.message import foreign, foreign_tokens, tensorrt_llm
+from smd_jax.message import foreign, foreign_routing, foreign_tokens, tensorrt_llm
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.draws import EvictionDraws
 from smd_jax.message.masks import ShadowMask, dense_mask, positions
@@ -37,6 +37,8 @@ class Trajectory(struct.PyTreeNode):
         row.
       sampled: `[batch, R]` which tokens of a response the policy sampled. The others were given, such as the answer of
         a tool: queries see them, and the loss leaves them out. None: all valid ones were sampled.
+      routing: experts that each token went to, of every layer with experts; -1 for a token that was not read. The
+        learner replays them, and recomputes their gates. None: the learner's router chooses.
     """
 
     tokens: Int[Array, "batch T"]
@@ -51,6 +53,7 @@ class Trajectory(struct.PyTreeNode):
     evictions: EvictionDraws | None = None
     packing: Packing | None = None
     sampled: Bool[Array, "batch R"] | None = None
+    routing: Int[Array, "batch T mixtures per_token"] | None = None
 
     @classmethod
     def from_records(
@@ -67,6 +70,8 @@ class Trajectory(struct.PyTreeNode):
         evicted_at: Sequence[np.ndarray] | None = None,
         visible: Sequence[np.ndarray] | None = None,
         support: Sequence[tuple[foreign_tokens.Ints, foreign_tokens.Ints]] | None = None,
+        routed_experts: Sequence[np.ndarray] | None = None,
+        experts: foreign_routing.ExpertSizes | None = None,
         temperature: float = 1.0,
         vocab_size: int | None = None,
         prompt_width: int | None = None,
@@ -94,6 +99,9 @@ class Trajectory(struct.PyTreeNode):
           visible: `[layers, kv_heads, n, n]` booleans, query before key; axes of 1 as in `evicted_at`.
           support: the tokens that pass the sampler's filters, `(token_ids, offsets)` of each row, see
             `smd_jax.message.drawable_tokens.DrawableTokens.from_csr`; None: all tokens.
+          routed_experts: experts that each row's tokens went to, as `smd_jax.message.foreign_routing` describes;
+            None: not recorded, and the learner's router chooses.
+          experts: sizes of the model's experts; required with `routed_experts`.
           temperature: the sampler's temperature.
           vocab_size: if given, ids are checked against it.
           prompt_width, response_width: columns P and R of the batch; None: as the longest row needs. With the same
@@ -128,6 +136,7 @@ class Trajectory(struct.PyTreeNode):
         if support is not None:
             width = rows.logprobs.shape[1]
             drawable = DrawableTokens.from_csr(support, responses, response_width=width, vocab_size=vocab_size)
+        routing = foreign_routing.routing_by_column(routed_experts, rows, experts)
         return cls(
             tokens=jnp.asarray(rows.tokens),
             valid=jnp.asarray(rows.valid),
@@ -136,6 +145,7 @@ class Trajectory(struct.PyTreeNode):
             mask=ShadowMask(jnp.asarray(foreign.to_columns(seen, rows))),
             temperature=temperature,
             drawable=drawable,
+            routing=None if routing is None else jnp.asarray(routing),
         )
 
     @classmethod
@@ -237,6 +247,7 @@ class Trajectory(struct.PyTreeNode):
             entropy=None if self.entropy is None else self.entropy[:, :response_tokens],
             drawable=None if self.drawable is None else self.drawable.first_columns(response_tokens),
             evictions=None if self.evictions is None else self.evictions.first_columns(columns),
+            routing=None if self.routing is None else self.routing[:, :columns],
             sampled=None if self.sampled is None else self.sampled[:, :response_tokens],
         )
 

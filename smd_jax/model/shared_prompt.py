@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smd_jax.model.protocol import Attend, EncodedPositions, LanguageModel, LayerState, ModelShape, Params
+from smd_jax.model.protocol import Attend, EncodedPositions, LanguageModel, LayerState, ModelShape, Params, Routed
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class SharedPrompt:
             )
         once = SharedAttend(attend, self.rows, self.columns)
         positions = jax.tree.map(once.together, positions)
+        layers = tuple(_routed(once.together, layer) for layer in layers)
         hidden, layers = self.model.hidden(params, once.together(tokens), positions, once, layers)
-        return once.apart(hidden), layers
+        return once.apart(hidden), tuple(_routed(once.apart, layer) for layer in layers)
 
     def logits(
         self, params: Params, hidden: Float[Array, "batch tokens hidden_size"]
@@ -109,6 +110,13 @@ class SharedAttend:
         return jnp.concatenate([prompts, responses], axis=2).reshape(
             -1, self.columns + responses.shape[2], *x.shape[2:]
         )
+
+
+def _routed(f: Callable[[Array], Array], layer: LayerState) -> LayerState:
+    """The layer's state with `f` of its routing, if it has one."""
+    if not isinstance(layer, Routed):
+        return layer
+    return Routed(layer.state, *(None if x is None else f(x) for x in (layer.experts, layer.logits)))
 
 
 def _over_tokens(f: Callable[[Array], Array], x: Float[Array, "rows heads tokens head_dim"]) -> Array:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from smd_jax.message.masks import LayerMask, Mask, check_mask, layer_mask, windowed
 from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
+from smd_jax.model.routing import routed_layers
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def hidden_states(
     positions: Int[Array, "batch tokens"],
     mask: Mask,
     longest: int | None = None,
+    routing: Int[Array, "batch tokens mixtures per_token"] | None = None,
 ) -> Float[Array, "batch tokens hidden"]:
     """The hidden state that predicts each token's successor.
 
@@ -64,11 +66,12 @@ def hidden_states(
       positions: position of each token in its own sequence, see `smd_jax.message.masks.positions`.
       mask: a ShadowMask, or booleans of any pattern that broadcast to `[batch, layers, kv_heads, queries, keys]`.
       longest: as in `layer_masks`.
+      routing: experts of each token, see `smd_jax.model.routing`; None: the model's router chooses.
 
     Raises:
-      ValueError: as `layer_masks`.
+      ValueError: as `layer_masks` and `routed_layers`.
     """
-    layers = layer_masks(model.shape, tokens, mask, longest)
+    layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape.attention)
     return model.hidden(params, tokens, model.encode_positions(positions), attention, layers)[0]
 

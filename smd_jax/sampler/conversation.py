@@ -84,10 +84,15 @@ def conversation_sampler(
     A policy that never evicts gets a budget for every token, because rows that wait would waste the slots of a ring.
 
     Raises:
-      ValueError: a quantised cache, boolean masks, and what Sampler raises.
+      ValueError: a model with experts, a quantised cache, boolean masks, and what Sampler raises.
     """
     if config.quant is not None:
         raise ValueError(f"expected quant None in a conversation, whose segments differ in length; got {config.quant}")
+    if model.shape.routing is not None:
+        raise ValueError(
+            f"expected a model without experts in a conversation, which does not record their routing; got "
+            f"{model.shape.routing.count} experts"
+        )
     if config.mask_storage != "compact":
         raise ValueError(f"expected mask_storage 'compact' in a conversation; got {config.mask_storage!r}")
     if not policy.evicts:

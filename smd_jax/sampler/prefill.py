@@ -25,6 +25,7 @@ from smd_jax.message.masks import NEVER, dense_mask, positions, record_evictions
 from smd_jax.message.quantization import Parity
 from smd_jax.message.spans import SpanState
 from smd_jax.model.protocol import Params
+from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.attends import DecodeAttend, PrefillAttend, PromptLayer, decode_layers
@@ -43,12 +44,14 @@ class PromptRecord(struct.PyTreeNode):
       parity: parity of a quantised cache, `[prompts, kv_heads, P, bytes]`; else None.
       order, logprob: `[prompts, kv_heads, P]` and `[prompts, kv_heads]` of sampled evictions, see
         `smd_jax.message.draws`; else None.
+      routing: `[prompts, P, mixtures, per_token]` of all layers, in the first layer's record; None without experts.
     """
 
     evicted_at: Int[Array, "prompts kv_heads P"]
     parity: Parity | None
     order: Int[Array, "prompts kv_heads P"] | None = None
     logprob: Float[Array, "prompts kv_heads"] | None = None
+    routing: Int[Array, "prompts P mixtures per_token"] | None = None
 
 
 @any_leaves
@@ -87,8 +90,9 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
         mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, gone[:, None, None]))
     masks = layer_masks(model.shape, prompts.tokens, mask)
     places = model.encode_positions(positions(prompts.valid))
-    layers = tuple(PromptLayer(mask, columns, start) for mask in masks)
+    layers = recording_layers(model.shape, [PromptLayer(mask, columns, start) for mask in masks])
     hidden, layers = model.hidden(params, prompts.tokens, places, attend, layers)
+    layers, routing = read_routing(model.shape, layers)
     if gone is not None:
         layers = tuple(kv_cache.drop(layer, (gone < NEVER)[:, None] & layer.valid) for layer in layers)
     caches = [_from_prompt(sampler, layer, first) for layer in layers]
@@ -99,7 +103,18 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
         _compress_prompt(sampler, params, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)
     ]
     cache, records = zip(*compressed, strict=True)
-    return Prefilled(hidden[:, -1], start, cache, records, spans)
+    return Prefilled(hidden[:, -1], start, cache, _with_routing(sampler, records, routing), spans)
+
+
+def _with_routing(
+    sampler: Sampler, records: tuple[PromptRecord, ...], routing: Int[Array, "prompts tokens mixtures k"] | None
+) -> tuple[PromptRecord, ...]:
+    """Records with the routing of the last columns of the prompt, in the first layer's."""
+    if routing is None:
+        return records
+    missing = sampler.prompt_width - routing.shape[1]
+    routing = jnp.pad(routing, [(0, 0), (missing, 0), (0, 0), (0, 0)], constant_values=NOT_RECORDED)
+    return records[0].replace(routing=routing), *records[1:]
 
 
 def _read_spans(
@@ -150,11 +165,13 @@ class _Reading(NamedTuple):
       cache: per layer.
       evicted_at: per layer, as in PromptRecord.
       hidden: `[prompts, hidden]` of the newest token.
+      routing: of the columns of all chunks; None without experts.
     """
 
     cache: KVCache
     evicted_at: tuple[Int[Array, "prompts kv_heads P"], ...]
     hidden: Float[Array, "prompts hidden"]
+    routing: Int[Array, "prompts tokens mixtures per_token"] | None
 
 
 def _prefill_chunks(
@@ -183,7 +200,8 @@ def _prefill_chunks(
     # Skips chunks in which every row is padding.
     first_chunk = (jnp.min(start) - chunks.first) // chunks.length
     reading = jax.lax.fori_loop(first_chunk, chunks.count, one, _nothing_read(sampler, rows, chunks))
-    records = tuple(PromptRecord(x, None) for x in reading.evicted_at)
+    routing = None if reading.routing is None else reading.routing[:, -width:]
+    records = _with_routing(sampler, tuple(PromptRecord(x, None) for x in reading.evicted_at), routing)
     layers = zip(reading.cache, sampler.budgets, strict=True)
     return Prefilled(reading.hidden, start, tuple(_to_rows(sampler, *layer) for layer in layers), records, spans)
 
@@ -200,6 +218,7 @@ def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
         cache=tuple(_no_keys(sampler, rows, count) for count in slots),
         evicted_at=(never,) * len(slots),
         hidden=jnp.zeros((rows, shape.hidden_size), shape.dtype),
+        routing=not_recorded(shape, rows, whole),
     )
 
 
@@ -232,13 +251,18 @@ def _read_chunk(
     else:  # the last token of the last chunk goes into the last slot
         left = (chunks.count - index) * chunks.length
         slots = tuple(cache.columns.shape[2] - left for cache in reading.cache)
-    layers = decode_layers(sampler.model.shape, reading.cache, slots, columns, start, column[0, 0], gone)
-    attend = DecodeAttend(sampler.model.shape.attention)
-    hidden, cache = sampler.model.hidden(params, tokens, places, attend, layers)
+    shape = sampler.model.shape
+    layers = decode_layers(shape, reading.cache, slots, columns, start, column[0, 0], gone)
+    attend = DecodeAttend(shape.attention)
+    hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
+    cache, chosen = read_routing(shape, layers)
+    routing = reading.routing
+    if routing is not None:
+        routing = jax.lax.dynamic_update_slice_in_dim(routing, chosen, index * chunks.length, axis=1)
     if gone is not None:
         newest = column[0, -1]
         cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) <= newest) for layer in cache)
-    return reading._replace(cache=cache, hidden=hidden[:, -1])
+    return reading._replace(cache=cache, hidden=hidden[:, -1], routing=routing)
 
 
 def _compress_chunk(

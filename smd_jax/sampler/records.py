@@ -20,6 +20,7 @@ from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, reco
 from smd_jax.message.quantization import Parity, QuantizedReplay
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import cost
+from smd_jax.model.routing import NOT_RECORDED
 from smd_jax.sampler.config import RolloutConfig, plan, whole_segments
 from smd_jax.sampler.prefill import PromptRecord
 from smd_jax.sampler.segment import SegmentRecord
@@ -89,7 +90,19 @@ def to_trajectory(
         evictions=_evictions(sampler, valid, prompt_records, records, group_size),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
+        routing=_routing(valid, prompt_records, None if records.routing is None else by_row(records.routing)),
     )
+
+
+def _routing(
+    valid: Bool[Array, "rows T"], prompt_records: tuple[PromptRecord, ...], response: Array | None
+) -> Int[Array, "rows T mixtures per_token"] | None:
+    """Experts of every token; -1 for columns without one, and for a row's last token, which was never read."""
+    prompt = prompt_records[0].routing
+    if prompt is None or response is None:
+        return None
+    routing = jnp.concatenate([prompt, response], axis=1)
+    return jnp.where(valid[..., None, None], routing, NOT_RECORDED)
 
 
 def _drawable(sampler: Sampler, sets: Array | None) -> DrawableTokens | None:

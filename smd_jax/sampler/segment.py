@@ -14,6 +14,7 @@ from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY
 from smd_jax.message.sampling import drawable_form, forbid, is_one_of, sample
 from smd_jax.model.protocol import EncodedPositions, Params
+from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.keys import eviction_keys, token_keys
@@ -32,6 +33,7 @@ class SegmentRecord(struct.PyTreeNode):
       emitted: `[rows, buffer]` tokens that belong to the response.
       drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
       gone: per layer, record of the compression at its end; None without evictions.
+      routing: `[rows, buffer, mixtures, per_token]` experts of each token, -1 of ended rows; None without experts.
     """
 
     first: Int[Array, " rows"]
@@ -41,6 +43,7 @@ class SegmentRecord(struct.PyTreeNode):
     emitted: Bool[Array, "rows buffer"]
     drawable: Array | None
     gone: tuple[CompressionRecord, ...] | None
+    routing: Int[Array, "rows buffer mixtures per_token"] | None = None
 
 
 # Jitted only to cache the trace, which `jax.eval_shape` and the loop share. Inlined into the surrounding program.
@@ -89,7 +92,11 @@ def draw_segment(
         state, record, segment_step = carry
         state, record, token = _draw(sampler, params, state, record, segment_step, uniforms[:, segment_step], stop)
         place = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, segment_step, 1, axis=1), places)
-        return _encode(sampler, params, state, token, place, segment_step), record, segment_step + 1
+        state, chosen = _encode(sampler, params, state, token, place, segment_step)
+        if chosen is not None:
+            routing = jax.lax.dynamic_update_index_in_dim(record.routing, chosen, segment_step, axis=1)
+            record = record.replace(routing=routing)
+        return state, record, segment_step + 1
 
     begin = (state, record, jnp.zeros((), jnp.int32))
     state, record, segment_steps = jax.lax.while_loop(going_on, step, begin)
@@ -129,6 +136,7 @@ def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
         emitted=jnp.zeros(shape, bool),
         drawable=None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
         gone=None,
+        routing=not_recorded(sampler.model.shape, *shape),
     )
 
 
@@ -188,8 +196,12 @@ def _encode(
     token: Int[Array, " rows"],
     place: EncodedPositions,
     segment_step: Int[Array, ""],
-) -> SamplerState:
-    """Writes the newest token of unfinished rows to the cache, and its hidden state to the state."""
+) -> tuple[SamplerState, Int[Array, "rows mixtures per_token"] | None]:
+    """Writes the newest token of unfinished rows to the cache, and its hidden state to the state.
+
+    Returns:
+      The state, and the experts of the token; None without experts.
+    """
     query_number = sampler.prompt_width + state.cache_steps + segment_step
     if sampler.compresses:
         # The buffer begins behind the kept keys, and every segment fills it anew.
@@ -201,10 +213,15 @@ def _encode(
     column = sampler.prompt_width + state.drawn - 1  # column of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
     state = _evict_spans(sampler, state, token, columns[:, 0])
-    layers = decode_layers(sampler.model.shape, state.cache, slots, columns, state.start, query_number)
-    attend = DecodeAttend(sampler.model.shape.attention)
-    hidden, cache = sampler.model.hidden(params, token[:, None], place, attend, layers)
-    return state.replace(hidden=hidden[:, 0], cache=cache)
+    shape = sampler.model.shape
+    layers = decode_layers(shape, state.cache, slots, columns, state.start, query_number)
+    attend = DecodeAttend(shape.attention)
+    hidden, layers = sampler.model.hidden(params, token[:, None], place, attend, recording_layers(shape, layers))
+    cache, chosen = read_routing(shape, layers)
+    if chosen is not None:
+        # A row that has ended reads padding.
+        chosen = jnp.where(state.done[:, None, None], NOT_RECORDED, chosen[:, 0])
+    return state.replace(hidden=hidden[:, 0], cache=cache), chosen
 
 
 def _evict_spans(

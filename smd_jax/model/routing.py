@@ -1,0 +1,74 @@
+"""Routing of a model with experts, as sampler and learner hand it over: recorded as integers, replayed exactly.
+
+    sampler    layers ─► wrapped without experts ─► model ─► experts that each token went to       int8 or int16
+    learner    layers ─► wrapped with these      ─► model computes the gates alone, with a gradient
+
+A token with -1 was not recorded (padding, a response's last token, what an engine left out): it chooses by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from smd_jax.model.mixture import routing_dtype
+from smd_jax.model.protocol import LayerState, ModelShape, Routed
+
+NOT_RECORDED = -1
+
+
+def routed_layers(
+    shape: ModelShape, layers: Sequence[LayerState], routing: Int[Array, "batch tokens mixtures per_token"] | None
+) -> tuple[LayerState, ...]:
+    """The layers' states, such that their tokens go to these experts; with None they stay as they are.
+
+    Raises:
+      ValueError: the routing is of another number of layers or experts, or the model has no experts.
+    """
+    if routing is None:
+        return tuple(layers)
+    check_routing(shape, routing.shape)
+    assert shape.routing is not None
+    places = {layer: place for place, layer in enumerate(shape.routing.layers)}
+    return tuple(
+        Routed(state, routing[:, :, places[layer]] if layer in places else None) for layer, state in enumerate(layers)
+    )
+
+
+def check_routing(shape: ModelShape, sides: tuple[int, ...]) -> None:
+    """Raises ValueError unless routing `[batch, tokens, mixtures, per_token]` is one of this model's."""
+    if shape.routing is None:
+        raise ValueError(f"expected no routing, because the model has no experts; got one of shape {sides}")
+    expected = (len(shape.routing.layers), shape.routing.per_token)
+    if sides[2:] != expected:
+        raise ValueError(
+            f"expected routing of {expected[0]} layers with experts and {expected[1]} experts of a token; got "
+            f"{sides[2]} and {sides[3]}"
+        )
+
+
+def recording_layers(shape: ModelShape, layers: Sequence[LayerState]) -> tuple[LayerState, ...]:
+    """The layers' states, such that a model with experts says where tokens went; of other models, as they are."""
+    return tuple(layers) if shape.routing is None else tuple(Routed(state) for state in layers)
+
+
+def not_recorded(shape: ModelShape, rows: int, tokens: int) -> Int[Array, "rows tokens mixtures per_token"] | None:
+    """Routing of tokens that are not recorded; None of a model without experts."""
+    if shape.routing is None:
+        return None
+    sides = (rows, tokens, len(shape.routing.layers), shape.routing.per_token)
+    return jnp.full(sides, NOT_RECORDED, routing_dtype(shape.routing.count))
+
+
+def read_routing(
+    shape: ModelShape, layers: Sequence[Any]
+) -> tuple[tuple[LayerState, ...], Int[Array, "batch tokens mixtures per_token"] | None]:
+    """The states that came back from `recording_layers`, and where the tokens went."""
+    if shape.routing is None:
+        return tuple(layers), None
+    chosen = [layers[layer].experts for layer in shape.routing.layers]
+    routing = jnp.stack(chosen, axis=2).astype(routing_dtype(shape.routing.count))
+    return tuple(layer.state for layer in layers), routing
