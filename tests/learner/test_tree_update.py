@@ -17,7 +17,7 @@ from smd_jax.learner.update import make_update
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.weighting import SequenceMean
 from smd_jax.message.masks import NEVER, ShadowMask
-from smd_jax.message.tree import Branch, Node, Tree, to_trajectory
+from smd_jax.message.tree import Branch, Node, Tree, pack, to_trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import tiny_model_config
@@ -220,6 +220,38 @@ def test_training_on_a_tree():
 
     before, after = logprobs(PARAMS), logprobs(state.params)
     assert after[0] > before[0] and after[1] < before[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logprobs_of(impl, tokens, positions, evicted_at):
+    """Log-probabilities of every column's successors, `[columns, vocabulary]`."""
+    mask = ShadowMask(evicted_at[None, None, None])
+    return jax.nn.log_softmax(apply_model(Decoder(CONFIG, impl=impl), PARAMS, tokens[None], positions[None], mask)[0])
+
+
+def logprobs_alone(tokens: np.ndarray, width: int) -> jax.Array:
+    """Those of one sequence in a row of its own."""
+    padded, places = np.pad(tokens, (0, width - len(tokens))).astype(np.int32), np.arange(width, dtype=np.int32)
+    return logprobs_of("xla", padded, places, np.where(places < len(tokens), NEVER, 0).astype(np.int32))[: len(tokens)]
+
+
+def test_compacted_contexts_are_one_tree():
+    """A context is summarised, and the summary is read again behind the task: two branches, and no single sequence."""
+    rng = np.random.default_rng(3)
+    task, turn, summary, rest = (rng.integers(1, 32, n) for n in (6, 9, 4, 5))
+    first, second = np.concatenate([task, turn, summary]), np.concatenate([task, summary, rest])
+    contexts = [Branch(first, np.arange(19) >= 6), Branch(second, np.arange(15) >= 10)]
+    row = pack([Tree.from_branches(contexts)], 30)
+    assert turn[0] != summary[0] and np.count_nonzero(row.evicted_at) == 28 and row.sampled.sum() == 13 + 5
+    alone = [logprobs_alone(ids, 30) for ids in (first, second)]
+    columns = np.arange(19), np.concatenate([np.arange(6), np.arange(19, 28)])
+    for impl in ("xla", "interval"):
+        together = logprobs_of(impl, row.tokens, row.positions, row.evicted_at)
+        for found, expected in zip(columns, alone, strict=True):
+            np.testing.assert_allclose(together[found], expected, atol=1e-5)
+    # One sequence that goes on behind the summary is another policy.
+    wrong = logprobs_alone(np.concatenate([first, rest]), 30)
+    assert abs(wrong[18:-1] - alone[1][9:-1]).max() > 0.1
 
 
 def test_windows_that_would_hide_a_beginning():
