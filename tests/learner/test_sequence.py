@@ -170,8 +170,12 @@ def test_an_evaluation_is_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "update",
-    [UpdateConfig(microbatch_size=4, rows_per_prompt=4), UpdateConfig(pack_columns=32, microbatch_size=2)],
-    ids=["a prompt of four rows", "packed rows"],
+    [
+        UpdateConfig(microbatch_size=4, rows_per_prompt=4),
+        UpdateConfig(pack_columns=32, microbatch_size=2),
+        UpdateConfig(pack_columns=32, microbatch_size=2, rows_per_prompt=4),
+    ],
+    ids=["a prompt of four rows", "packed rows", "trees"],
 )
 def test_rows_that_the_update_puts_together(update: UpdateConfig):
     rollout = dataclasses.replace(CONFIG.rollout, max_new_tokens=6)
