@@ -1,13 +1,12 @@
 """The data files of a folder, or of a data set on the Hub, and their splits, as `datasets` finds them.
 
-A folder's card is checked before `datasets` reads it. A folder's name is never taken for a pattern.
+A folder's card is checked before `datasets` reads it.
 """
 
 from __future__ import annotations
 
 import glob
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,29 +41,23 @@ def files_of_folder(folder: Path, config: str | None) -> FoundFiles:
     """The data files of a local folder in the Hub's layout.
 
     Raises:
-      ValueError: a card that cannot be read; an unknown configuration.
+      ValueError: a card that cannot be read; an unknown configuration; a folder that `save_to_disk` wrote; a path with
+        `*`, `?` or `[` in it.
       FileNotFoundError: no data files.
     """
+    if glob.escape(str(folder)) != str(folder):
+        raise ValueError(
+            f"expected a folder without *, ? and [ in its path, which `datasets` takes for a pattern; got {folder}"
+        )
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        raise ValueError(
+            f"expected files of data in {folder}; got a data set that `save_to_disk` wrote. Write it with `to_parquet`"
+        )
     for name in CARDS:
         if (folder / name).is_file():
             _check_card(folder / name)
-    if glob.escape(str(folder)) == str(folder):
-        builder = builder_of(str(folder), config)
-        return FoundFiles(builder, {str(split): [*map(Path, names)] for split, names in _data_files(builder)})
-    # `datasets` would take the folder's name for a pattern, so it sees links in a temporary folder.
-    with tempfile.TemporaryDirectory() as temporary:
-        root = Path(temporary).resolve()
-        for file in folder.rglob("*"):
-            if file.is_file():
-                link = root / file.relative_to(folder)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(file)
-        found = builder_of(str(root), config)
-        splits = {
-            str(split): [folder / Path(name).relative_to(root) for name in names] for split, names in _data_files(found)
-        }
-    escaped = {split: [glob.escape(str(file)) for file in files] for split, files in splits.items()}
-    return FoundFiles(library().load_dataset_builder(module_of(found), data_files=escaped), splits)
+    builder = builder_of(str(folder), config)
+    return FoundFiles(builder, {str(split): [*map(Path, names)] for split, names in _data_files(builder)})
 
 
 def builder_of(name: str, config: str | None) -> Any:

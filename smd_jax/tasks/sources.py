@@ -2,7 +2,7 @@
 
     load_rows(DataSource("openai/gsm8k", config="main", split="train"))      the Hub, or its cache
     load_rows(DataSource("problems.parquet"))                                .jsonl .json .csv .tsv .parquet .arrow
-    load_rows(DataSource("folder", split="test"))                            files in the Hub's layout; `save_to_disk`
+    load_rows(DataSource("folder", split="test"))                            files in the Hub's layout
 
 `datasets` finds files and splits (`smd_jax.tasks.folders`) and reads Parquet and Arrow. `smd_jax.tasks.text_files`
 reads CSV and JSON, and keeps their values as they are.
@@ -15,7 +15,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,8 +51,8 @@ class DataSource:
     """Where rows come from.
 
     Attributes:
-      name: a data set of the Hub such as "openai/gsm8k"; a file; or a folder, in the Hub's layout or as
-        `datasets.save_to_disk` writes it. A path that exists comes first.
+      name: a data set of the Hub such as "openai/gsm8k"; a file; or a folder in the Hub's layout. A path that exists
+        comes first.
       config: one of several configurations (subsets); None if there is only one.
       split: "train", or a part such as "train[:1000]", "train[90%:]", "train+validation". None: the only split, or else
         "train". A file has the one split "train".
@@ -145,7 +145,8 @@ def _of_text_files(
     read = {name: [*_checked_rows([*map(str, splits[name])], columns, separator)] for name in named}
     if wanted in read:
         return read[wanted]  # without `datasets`, whose import takes a second
-    return _rows_of(read, replace(source, split=wanted), columns)
+    ranges = _ranges(wanted, {name: len(rows) for name, rows in read.items()}, source)
+    return [read[name][number] for name, numbers in ranges for number in numbers]
 
 
 def _checked_rows(paths: Sequence[str], columns: Sequence[str], separator: str | None) -> Iterator[Row]:
@@ -156,19 +157,6 @@ def _checked_rows(paths: Sequence[str], columns: Sequence[str], separator: str |
 
 
 def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
-    # `save_to_disk` writes a data set without splits, or one with splits.
-    one, several = (path / "state.json").is_file(), (path / "dataset_dict.json").is_file()
-    if not one and not several:
-        return _of_folder_of_files(path, source, columns)
-    if source.config is not None:
-        raise ValueError(f"expected no configuration with {path}, which has none; got {source.config!r}")
-    with _read_errors(source):
-        saved = library().load_from_disk(str(path))
-    splits: Mapping[str, Any] = {str(name): rows for name, rows in saved.items()} if several else {FILE_SPLIT: saved}
-    return _rows_of(splits, source, columns)
-
-
-def _of_folder_of_files(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     """The rows of files in the Hub's layout."""
     try:
         builder, splits = files_of_folder(path, source.config)
@@ -189,7 +177,7 @@ def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
     except ConnectionError as error:
         fetched = fetched_folder(name)
         if fetched is not None:
-            return _of_folder_of_files(fetched, source, columns)
+            return _of_folder(fetched, source, columns)
         raise ConnectionError(
             f"expected to reach the Hub, or to have {name!r} in its cache; got neither ({_first_line(error)}). "
             f"There is no file or folder {here} either"
@@ -202,7 +190,7 @@ def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
     if not is_text_builder(builder):
         return _of_builder(builder, source, columns)
     # As files, because `datasets` would change their values on the way into its tables.
-    return _of_folder_of_files(fetch_files(name, builder), source, columns)
+    return _of_folder(fetch_files(name, builder), source, columns)
 
 
 def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Rows:
@@ -215,17 +203,6 @@ def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Row
     rows = builder.as_dataset(split=wanted)
     check_columns(rows.column_names, columns, source.name)
     return rows
-
-
-def _rows_of(splits: Mapping[str, Any], source: DataSource, columns: Sequence[str]) -> Rows:
-    """The wanted part of lists or of `datasets.Dataset`s."""
-    wanted = _chosen_split([*splits], source)
-    ranges = _ranges(wanted, {name: len(rows) for name, rows in splits.items()}, source)
-    if any(isinstance(splits[name], list) for name, _ in ranges):
-        return [splits[name][number] for name, numbers in ranges for number in numbers]
-    chosen = library().concatenate_datasets([splits[name].select(numbers) for name, numbers in ranges])
-    check_columns(chosen.column_names, columns, source.name)
-    return chosen
 
 
 def _ranges(wanted: str, lengths: Mapping[str, int], source: DataSource) -> list[tuple[str, range]]:

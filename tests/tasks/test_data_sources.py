@@ -111,15 +111,6 @@ def test_a_folder_of_files_without_a_card(tmp_path: Path):
     assert read(DataSource(str(tmp_path), split="test")) == ROWS[:1]
 
 
-def test_what_save_to_disk_wrote(tmp_path: Path):
-    one = datasets.Dataset.from_list(ROWS)
-    one.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": one.select([0]), "test": one.select([1])}).save_to_disk(str(tmp_path / "several"))
-    assert read(DataSource(str(tmp_path / "one"))) == ROWS
-    assert read(DataSource(str(tmp_path / "several"))) == ROWS[:1]
-    assert read(DataSource(str(tmp_path / "several"), split="test")) == ROWS[1:2]
-
-
 def test_rows_on_disk_stay_there(tmp_path: Path):
     assert isinstance(load_rows(DataSource(str(write_file(tmp_path, "parquet")))), datasets.Dataset)
 
@@ -229,8 +220,6 @@ def test_files_have_no_configurations_and_one_split(tmp_path: Path):
         path = write_file(tmp_path, kind)
         expect(ValueError, "expected no configuration with a file", path, config="main")
         expect(ValueError, r"expected a split of .*one of \['train'\]; got 'test'", path, split="test")
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    expect(ValueError, "expected no configuration with .*saved", tmp_path / "saved", config="main")
 
 
 def test_paths_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
