@@ -40,15 +40,21 @@ OURS = sorted(
 # --- the source tree
 
 
-# Modules that can run what they read. Between a run and the processes of its own rewards pickles go one way: see there.
+# Modules that can run what they read. A run sends pickles to the processes of its rewards and environments, which
+# answer in JSON.
 UNPICKLING = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PICKLES = {
     "smd_jax/text/child_process.py": {"dumps"},
     "smd_jax/tasks/reward_callers.py": {"Pickler"},
     "smd_jax/tasks/reward_calls.py": {"loads"},
+    "smd_jax/environments/environment_process.py": {"loads"},
 }
-# Where files of the user's own code are run.
-RUNS_FILES = {"smd_jax/tasks/functions.py", "smd_jax/tasks/reward_calls.py"}
+# Files that run the user's own code.
+RUNS_FILES = {
+    "smd_jax/tasks/functions.py",
+    "smd_jax/tasks/reward_calls.py",
+    "smd_jax/environments/environment_process.py",
+}
 
 
 def dangers(source: str) -> list[str]:
