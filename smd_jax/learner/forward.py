@@ -17,7 +17,7 @@ from smd_jax.message.masks import Mask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.shared_prompt import shared_prompt
-from smd_jax.model.teacher_forced import hidden_states
+from smd_jax.model.teacher_forced import hidden_and_router, hidden_states
 from smd_jax.pytrees import any_leaves
 
 Visibility = Literal["shadow", "dense"]  # the sampler's mask, or every key
@@ -64,6 +64,20 @@ def response_hidden(
     # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response
     # token, and the prediction of the last column was not sampled.
     return hidden[:, trajectory.prompt_width - 1 : -1]
+
+
+def response_hidden_and_router(
+    model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
+) -> tuple[Float[Array, "batch R hidden"], Float[Array, "batch T mixtures count"]]:
+    """`response_hidden`, and the router logits of all tokens.
+
+    Raises:
+      ValueError: if the trajectory has no recorded routing.
+    """
+    if trajectory.routing is None:
+        raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
+    hidden, router = hidden_and_router(model, params, trajectory.tokens, trajectory.positions, mask, trajectory.routing)
+    return hidden[:, trajectory.prompt_width - 1 : -1], router
 
 
 def response_logits(
