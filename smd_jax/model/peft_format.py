@@ -177,7 +177,7 @@ def _tensor_name(module: str, matrix: str) -> str:
     return f"{_PREFIX}{module}.{matrix}.weight"
 
 
-def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout, targets: list[str]) -> dict[str, Any]:
+def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout) -> dict[str, Any]:
     # PEFT's own alpha is an integer in its annotations, and any number where it computes.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     fused = fused_targets(lora) if layout == "fused" else {}

@@ -257,7 +257,7 @@ def _read_chunk(
     hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
     cache, chosen = read_routing(shape, layers)
     routing = reading.routing
-    if routing is not None:
+    if routing is not None and chosen is not None:
         routing = jax.lax.dynamic_update_slice_in_dim(routing, chosen, index * chunks.length, axis=1)
     if gone is not None:
         newest = column[0, -1]
