@@ -101,6 +101,7 @@ def rollout_arrays(samples: Samples) -> dict[str, np.ndarray]:
         "tokens": trajectory.tokens,
         "valid": trajectory.valid,
         "logprobs": trajectory.logprobs,
+        "sampled": trajectory.sampled,
         "terminated": trajectory.terminated,
         "rewards": samples.rewards,
         "counted_rows": samples.counted_rows,

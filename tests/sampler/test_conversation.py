@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.certify.record import arrays_of
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.eviction.wrappers import OnTokens
@@ -239,3 +240,8 @@ def test_a_turn_longer_than_its_limit_ends_the_conversation():
 def test_refused(changes: dict[str, Any], expected: str):
     with pytest.raises(ValueError, match=expected):
         talk("SnapKV", Scripted(), dataclasses.replace(CONFIG, **changes))
+
+
+def test_a_conversation_is_no_record_to_certify():
+    with pytest.raises(ValueError, match="expected responses of sampled tokens alone; got a conversation"):
+        arrays_of(usual("SnapKV")[0].trajectory)
