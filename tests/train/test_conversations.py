@@ -24,6 +24,7 @@ from smd_jax.sampler.conversation_loop import ConversationConfig
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.conversations import EnvironmentConfig
+from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import run, shared_replay, shared_update
@@ -199,3 +200,21 @@ def test_failed_environments_end_the_run_and_a_few_do_not():
 def test_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         new_loop(dataclasses.replace(CONFIG, **changes))
+
+
+@pytest.mark.slow
+def test_the_guard_refuses_a_conversation_that_parts():
+    """One log-probability of a later turn is off by more than the guard allows: the rollout is refused, and named."""
+    loop = new_loop(dataclasses.replace(CONFIG, minibatches=2))
+
+    def spoilt(params: Any, key: Any, batch: int) -> Any:
+        samples = GRPOLoop.sample(loop, params, key, batch)
+        turns = samples.trajectory.turns()
+        row = int(jnp.argmax(turns.max(axis=1)))
+        column = int(jnp.argmax(turns[row]))
+        logprobs = samples.trajectory.logprobs.at[row, column].add(-0.5)
+        return samples._replace(trajectory=samples.trajectory.replace(logprobs=logprobs))
+
+    object.__setattr__(loop, "sample", spoilt)
+    with pytest.raises(RefusedRolloutError, match=r"nats at every token; got 0\.5"):
+        loop.step(new_state())
