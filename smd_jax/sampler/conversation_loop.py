@@ -6,7 +6,7 @@
               └───────────────────────────────────────────────────────────────────────────────────────────────┘
 
 The loop waits for a reply only if no row has anything to do. So rows are at different turns, and a slow environment
-delays its own row alone. A row that waits keeps its place in the cache.
+delays its own row alone. A conversation that waits keeps its row of the cache, or gives it to another (`decode_rows`).
 
 A trajectory does not depend on when replies come: everything about a row follows from its own tokens and keys.
 """
@@ -37,6 +37,7 @@ from smd_jax.sampler.conversation import (
     sample_segment,
     to_trajectory,
 )
+from smd_jax.sampler.conversation_rows import ConversationRows
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.static import Sampler
@@ -101,8 +102,9 @@ class ConversationStats(NamedTuple):
 
     Attributes:
       sampled, read: tokens. segments: of up to `buffer` steps. chunks: calls that read answers.
-      utilisation: share of rows that sampled a token, the mean over all steps.
+      utilisation: share of the cache's rows that sampled a token, the mean over all steps.
       waited_seconds: in which no row had anything to do.
+      moved: how often a conversation took the row of another.
     """
 
     sampled: int
@@ -111,6 +113,7 @@ class ConversationStats(NamedTuple):
     chunks: int
     utilisation: float
     waited_seconds: float
+    moved: int
 
 
 class Conversed(NamedTuple):
@@ -139,17 +142,21 @@ def converse(
     group_size: int = 1,
     stop: StopTable | None = None,
     active: Bool[np.ndarray, " rows"] | None = None,
+    decode_rows: int | None = None,
 ) -> Conversed:
     """Samples `group_size` conversations per prompt; arguments as in `smd_jax.rollout`.
 
     Args:
       active: conversations that there are; the others sample nothing. None: all.
+      decode_rows: rows of the cache, whole groups of which divide the conversations. A conversation that waits for its
+        answer gives its row to one that has something to do. None: every conversation keeps a row.
 
     `config.eos_token_id` and `stop` end a turn, and `config.max_new_tokens` counts all tokens after the prompt. An
     answer is read in chunks of `config.buffer` tokens, and the cache is compressed after each.
 
     Raises:
-      ValueError: neither `config.eos_token_id` nor `stop`, a quantised cache, boolean masks, and what `rollout` raises.
+      ValueError: decode_rows that do not divide the conversations, neither `config.eos_token_id` nor `stop`, a
+        quantised cache, boolean masks, and what `rollout` raises.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
     check_whole("group_size", group_size, 1)
@@ -161,7 +168,14 @@ def converse(
     sampler = conversation_sampler(model, policy, config, prompts.tokens.shape[1])
     rows = len(prompts.tokens) * group_size
     active = np.ones(rows, bool) if active is None else active
-    loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop, active)
+    decode_rows = rows if decode_rows is None else decode_rows
+    check_whole("decode_rows", decode_rows, 1)
+    if rows % decode_rows or decode_rows % group_size:
+        raise ValueError(
+            f"expected decode_rows that divide {rows} conversations into parts of whole groups of {group_size}; got "
+            f"{decode_rows}"
+        )
+    loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop, active, decode_rows)
     loop.run()
     return loop.result()
 
@@ -178,7 +192,7 @@ class _Loop:
       last: `[rows]` last token of the turn.
       unread: tokens of an answer that a row has still to read, the last token of its turn first.
       endings: why rows ended; None for those that go on.
-      state: on the device; donated to every program that changes it.
+      rows: of the cache; its state is donated to every program that changes it. Elsewhere here a row is a conversation.
     """
 
     def __init__(
@@ -192,6 +206,7 @@ class _Loop:
         group_size: int,
         stop: StopTable | None,
         active: Bool[np.ndarray, " rows"],
+        decode_rows: int,
     ) -> None:
         rows = len(prompts.tokens) * group_size
         self.sampler = sampler
@@ -212,15 +227,23 @@ class _Loop:
         self.waited = 0.0
         keys = row_keys(key, rows)
         limit = jnp.asarray(np.where(active, self._limits(self.drawn), 0), jnp.int32)
-        self.state = _begin(sampler, self.params, prompts, keys, prompt_keys(keys, group_size), limit)
+
+        def begin(part: slice) -> Conversations:
+            groups = slice(part.start // group_size, part.stop // group_size)
+            of_part = PromptBatch(prompts.tokens[groups], prompts.valid[groups])
+            return _begin(sampler, self.params, of_part, keys[part], prompt_keys(keys, group_size)[groups], limit[part])
+
+        self.rows = ConversationRows(begin, rows, decode_rows)
 
     def run(self) -> None:
         """Samples and reads until every conversation has ended."""
         while None in self.endings:
             self._take_replies()
-            if self.unread:
+            self._give_rows_away()
+            seats = self.rows.seats
+            if any(row in self.unread for row in seats.tolist()):
                 self._read()
-            if self.live.any():
+            if self.live[seats].any():
                 self._sample()
 
     def result(self) -> Conversed:
@@ -228,11 +251,11 @@ class _Loop:
         own = {TURNS, LENGTH, ROOM, ABSENT}
         endings = [str(ending) for ending in self.endings]
         terminated = jnp.asarray([ending not in own for ending in endings])
-        trajectory = _finish(self.sampler, self.prompts, self.state, terminated)
+        trajectory = _finish(self.sampler, self.prompts, self.rows.records(), terminated)
         check_finite(trajectory.logprobs)
-        steps = max(self.steps * len(endings), 1)
+        steps = max(self.steps * len(self.rows.seats), 1)
         stats = ConversationStats(
-            self.sampled, self.read, self.segments, self.chunks, self.sampled / steps, self.waited
+            self.sampled, self.read, self.segments, self.chunks, self.sampled / steps, self.waited, self.rows.moved
         )
         return Conversed(trajectory, endings, stats)
 
@@ -258,15 +281,26 @@ class _Loop:
             else:
                 self.unread[row] = [int(self.last[row]), *reply.tokens]
 
+    def _give_rows_away(self) -> None:
+        """Parked conversations that have something to do take the rows of those that wait or have ended."""
+        ready = [row for row in self.rows.parked if row in self.unread or self.live[row]]
+        idle = [seat for seat, row in enumerate(self.rows.seats.tolist()) if not (row in self.unread or self.live[row])]
+        for seat, row in zip(idle, ready, strict=False):
+            self.rows.exchange(seat, row)
+
     def _read(self) -> None:
-        """One chunk for every row that has something to read."""
+        """One chunk for every row of the cache that has something to read."""
         buffer = self.sampler.config.buffer
-        tokens = np.full((len(self.drawn), buffer), self.sampler.config.pad_token_id, np.int32)
-        lengths, limit = np.zeros_like(self.drawn), np.zeros_like(self.drawn)
-        for row, unread in list(self.unread.items()):
+        seats = self.rows.seats.tolist()
+        tokens = np.full((len(seats), buffer), self.sampler.config.pad_token_id, np.int32)
+        lengths, limit = np.zeros((2, len(seats)), np.int32)
+        for seat, row in enumerate(seats):
+            if row not in self.unread:
+                continue
+            unread = self.unread[row]
             chunk, self.unread[row] = unread[:buffer], unread[buffer:]
-            tokens[row, : len(chunk)] = chunk
-            lengths[row] = len(chunk)
+            tokens[seat, : len(chunk)] = chunk
+            lengths[seat] = len(chunk)
             self.in_cache[row] += len(chunk)
             # The first chunk begins with the last token of the turn, which was drawn.
             self.read += int(max(self.in_cache[row] - self.drawn[row], 0))
@@ -276,30 +310,32 @@ class _Loop:
                 self.begins[row] = self.drawn[row]
                 self.turn[row] += 1
                 self.live[row] = True
-                limit[row] = self._limits(self.drawn)[row]
-        self.state = _read_chunk(self.sampler, self.params, self.state, tokens, lengths, limit)
+                limit[seat] = self._limits(self.drawn)[row]
+        self.rows.state = _read_chunk(self.sampler, self.params, self.rows.state, tokens, lengths, limit)
         self.chunks += 1
 
     def _sample(self) -> None:
         """One segment for every row that samples; turns that ended are sent."""
-        before = self.drawn
-        self.state = _sample_segment(self.sampler, self.params, self.state, self.stop)
-        rows = self.state.rows
-        drawn, done, terminated = jax.device_get((rows.drawn, rows.done, rows.terminated))
-        self.drawn = np.array(drawn)
+        seats = self.rows.seats
+        before = self.drawn[seats]
+        self.rows.state = _sample_segment(self.sampler, self.params, self.rows.state, self.stop)
+        state = self.rows.state.rows
+        drawn, done, terminated = jax.device_get((state.drawn, state.done, state.terminated))
+        self.drawn[seats] = drawn
         self.segments += 1
-        self.sampled += int((self.drawn - before).sum())
-        self.steps += int((self.drawn - before).max())
-        stopped = np.flatnonzero(self.live & done)
-        self.live &= ~done
+        self.sampled += int((drawn - before).sum())
+        self.steps += int((drawn - before).max())
+        stopped = np.flatnonzero(self.live[seats] & done)
+        self.live[seats] &= ~done
         if not len(stopped):
             return
-        tokens = np.asarray(self.state.tokens)
-        for row in stopped.tolist():
-            self.in_cache[row] = self.drawn[row] - 1
-            self.last[row] = tokens[row, self.drawn[row] - 1]
-            if terminated[row]:
-                self.respondent.send(row, tokens[row, self.begins[row] : self.drawn[row]].tolist())
+        tokens = np.asarray(self.rows.state.tokens)
+        for seat in stopped.tolist():
+            row, end = int(seats[seat]), int(drawn[seat])
+            self.in_cache[row] = end - 1
+            self.last[row] = tokens[seat, end - 1]
+            if terminated[seat]:
+                self.respondent.send(row, tokens[seat, self.begins[row] : end].tolist())
             else:
                 self.endings[row] = LENGTH
 

@@ -118,21 +118,21 @@ class HostRecords:
 
     def trajectory(self) -> Trajectory:
         """Assembles the trajectory on the host, in the prompts' order, after all records were fetched."""
-        with jax.default_device(_host()):
+        with jax.default_device(host_device()):
             records = (self._prompts, self._prompt_records, self._segment_records, self.terminated)
             return _finish(self._sampler, self._group_size, *jax.tree.map(jnp.asarray, records))
 
 
 def _room(sampler: Sampler, like: SegmentRecord, rows: int) -> SegmentRecord:
     """NumPy arrays for the records of all rows."""
-    with jax.default_device(_host()):
+    with jax.default_device(host_device()):
         # The segment has the decode rows, the records have all rows of the run.
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like)
         # Copies, because NumPy's view of a JAX array is read-only.
         return jax.tree.map(np.array, no_records(sampler, one))
 
 
-def _host() -> Any:
+def host_device() -> Any:
     """The CPU device; the default device if `jax_platforms` excludes the CPU."""
     platforms = jax.config.values["jax_platforms"]  # None: all platforms
     return jax.local_devices(backend="cpu" if not platforms or "cpu" in platforms else None)[0]

@@ -67,7 +67,8 @@ class ConversationRollouts:
     """Samples conversations. Its attributes are those of the loop.
 
     Raises:
-      ValueError: `decode_rows`, several processes, and what `conversation_sampler` and Dialogue raise.
+      ValueError: `decode_rows` on several devices, several processes, and what `conversation_sampler` and Dialogue
+        raise.
     """
 
     model: LanguageModel
@@ -84,10 +85,10 @@ class ConversationRollouts:
             raise ValueError(
                 f"expected a mesh without a sequence axis with an environment; got {dict(self.mesh.shape)}"
             )
-        if self.config.decode_rows is not None:
+        if self.config.decode_rows is not None and self.mesh.size > 1:
             raise ValueError(
-                "expected decode_rows None with an environment, because a conversation keeps its row of the cache; got "
-                f"{self.config.decode_rows}"
+                "expected decode_rows None with an environment on several devices, because conversations move between "
+                f"rows; got {self.config.decode_rows}"
             )
         if self.config.rollout.eos_token_id is None and not self.config.stop_strings:
             raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
@@ -128,6 +129,7 @@ class ConversationRollouts:
                 conversation=self.environment.conversation,
                 group_size=config.group_size,
                 stop=self.stop_table,
+                decode_rows=config.decode_rows,
             )
         seconds = time.perf_counter() - began
         conversations = tuple(respondent.conversations)

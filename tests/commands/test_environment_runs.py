@@ -65,7 +65,6 @@ def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--max-prompt-length", "None"], "expected --max-prompt-length with --environment"),
         (["--environment", "nowhere.py:Count"], "expected a file of Python code at"),
         (["--rollouts-ahead", "1"], "expected rollouts_ahead 0 with an environment"),
-        (["--decode-rows", "2"], "expected decode_rows None with an environment"),
     ],
 )
 def test_refused(words: list[str], more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -76,6 +75,7 @@ def test_refused(words: list[str], more: list[str], message: str, tmp_path: Path
 @pytest.mark.slow
 def test_retry_takes_the_rewards_of_the_dataset(words: list[str], tmp_path: Path):
     run = tmp_path / "run"
-    main([*words, "--environment", "retry", "--turn-credit", "turn", "--output-dir", str(run), "--max-steps", "1"])
+    more = ["--environment", "retry", "--turn-credit", "turn", "--decode-rows", "2"]
+    main([*words, *more, "--output-dir", str(run), "--max-steps", "1"])
     (row,) = read_metrics(run / "metrics.jsonl")
     assert row["conversations/turns"] > 1 and 0 <= row["reward"] <= 1

@@ -74,16 +74,22 @@ class Scripted:
         return Reply(tokens.tolist(), self.ending(row, turn))
 
 
-def talk(name: str | EvictionPolicy, respondent: Scripted, config: RolloutConfig = CONFIG, key: int = 3) -> Conversed:
+def talk(
+    name: str | EvictionPolicy,
+    respondent: Scripted,
+    config: RolloutConfig = CONFIG,
+    decode_rows: int | None = None,
+) -> Conversed:
     return converse(
         Decoder(SHAPE),
         make_params(SHAPE),
         left_padded(LENGTHS, WIDTH, VOCAB),
-        jax.random.key(key),
+        jax.random.key(3),
         respondent,
         policy=POLICIES[name] if isinstance(name, str) else name,
         config=config,
         conversation=TALK,
+        decode_rows=decode_rows,
     )
 
 
@@ -245,3 +251,23 @@ def test_refused(changes: dict[str, Any], expected: str):
 def test_a_conversation_is_no_record_to_certify():
     with pytest.raises(ValueError, match="expected responses of sampled tokens alone; got a conversation"):
         arrays_of(usual("SnapKV")[0].trajectory)
+
+
+@pytest.mark.parametrize("name", ["SnapKV", pytest.param("Dense", marks=pytest.mark.slow)])
+def test_conversations_that_wait_give_their_rows_away(name: str):
+    """Four conversations in two rows: the same, but for what rounding decides, and fewer idle steps."""
+    waits: dict[str, Any] = {"delay": lambda row, turn: 2 + row % 2, "ending": second_row_ends}
+    given = talk(name, Scripted(**waits), decode_rows=2)
+    assert given.stats.moved > 4 and gap(given.trajectory).max() <= 2e-5
+    kept = usual(name)[0]
+    assert given.endings == kept.endings
+    for field in ("tokens", "valid", "sampled"):
+        np.testing.assert_array_equal(getattr(given.trajectory, field), getattr(kept.trajectory, field))
+    np.testing.assert_array_equal(given.trajectory.mask.evicted_at, kept.trajectory.mask.evicted_at)
+    all_rows = talk(name, Scripted(**waits))
+    assert given.stats.utilisation > all_rows.stats.utilisation
+
+
+def test_rows_that_do_not_divide_the_conversations_are_refused():
+    with pytest.raises(ValueError, match="expected decode_rows that divide 4 conversations"):
+        talk("SnapKV", Scripted(), decode_rows=3)

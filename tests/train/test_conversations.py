@@ -192,7 +192,6 @@ def test_failed_environments_end_the_run_and_a_few_do_not():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decode_rows": 4}, "expected decode_rows None with an environment"),
         ({"rollouts_ahead": 1, "minibatches": 2}, "expected rollouts_ahead 0 with an environment"),
         ({"rollout": dataclasses.replace(ROLLOUT, eos_token_id=None)}, "to end a turn; got neither"),
     ],
