@@ -5,7 +5,7 @@ Command    make smollm2 && make study NAME=certify          (python experiments/
 Set-up     Four prompts of different lengths, 64 sampled tokens, SnapKV with 48 + 16 keys, temperature 1, float32. The
            "sampler" of an injected cause is our replay under the altered condition; healthy records are rollouts.
 Seeds      0, 1, 2: other prompts, other draws.
-Result     experiments/results/certify.json
+Result     experiments/results/certify.json: 42 of 42 injected causes are named, and nothing on the 6 healthy records.
 """
 
 from __future__ import annotations
