@@ -109,7 +109,7 @@ class UpdateConfig:
         if self.needs.evictions and (self.visibility == "dense" or self.pack_columns is not None):
             raise ValueError(
                 "expected visibility 'shadow' with an eviction_coef or another term that needs evictions, because "
-                "their probabilities are known under the sampler's mask alone; and no pack_columns; got "
+                "their probabilities are known only under the sampler's mask; and no pack_columns; got "
                 f"{self.visibility!r} and {self.pack_columns}"
             )
         self._check_sizes()

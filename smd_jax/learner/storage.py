@@ -5,14 +5,13 @@ Bytes per parameter, with AdamW (8; 6 with a bfloat16 momentum) and without a re
     parameters                 stored   copy in bfloat16   gradient   AdamW   in all
     float32, computed in it    4        -                  4          8       16
     float32 masters            4        2                  4          8       18      compute dtype bfloat16
-    bfloat16 alone             2        -                  2 (4)      8       12 (14) 4 where microbatches are summed
+    bfloat16 without masters   2        -                  2 (4)      8       12 (14) 4 if microbatches are summed
 
 bfloat16 has 8 significant bits: with rounding to nearest, a number changes only if it moves by at least 1/512 of
 itself. RL's learning rates move it less (1e-6 is 1/20000 of a weight of 0.02), so the policy would never change.
-Therefore the
-float32 result of a step is rounded stochastically: up with the probability of the truncated part. The mean is exact and
-small steps add up. The cost is noise: a weight that small steps moved by d has a standard deviation of sqrt(d * gap),
-with the gap to the next value.
+Therefore the float32 result of a step is rounded stochastically: up with the probability of the truncated part. The
+mean is exact and small steps add up. The cost is noise: a weight that small steps moved by d has a standard deviation
+of sqrt(d * gap), with the gap to the next value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Every GPU kernel against the float32 reference, case by case. Run by `bench/accelerator.py`.
+"""Compares every GPU kernel with the float32 reference. Run by `bench/accelerator.py`.
 
-Each case draws its inputs in the kernel's dtype and gives the same numbers, as float32, to `smd_kernels.reference`. The
-difference is the largest anywhere, over the largest number expected; it must be at most `TOLERANCE`, NaN is never at
-most that, and a second run must give the same bits. Needs jax, numpy and jaxtyping; of this repository only
-`smd_kernels`.
+Each case generates inputs in the kernel's dtype and passes them as float32 to `smd_kernels.reference`. The largest
+difference, relative to the largest expected number, must be at most `TOLERANCE`; NaN fails. A second run must be
+bitwise equal. Needs jax, numpy and jaxtyping, and of this repository only `smd_kernels`.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.xla import ACCELERATOR_SIZES, XlaKernel
 
 Row = dict[str, Any]
-# Of the largest number expected. Weights, outputs and their gradients are rounded to 8 bits (bfloat16); gradients of
-# whole sequences sum many of them. Weights that slots received are summed in float32.
+# Relative to the largest expected number. Weights, outputs and their gradients are rounded to 8 bits (bfloat16);
+# gradients of whole sequences sum many of them. Weights that slots received are summed in float32.
 TOLERANCE = {"blocks": 2**-7, "attention": 2**-6, "decode": 2e-2, "received": 1e-4, "lse": 1e-4}
-COLUMNS = 40  # of random blocks: few, so that many rows lie on the first or last column of a key
+COLUMNS = 40  # of random blocks: few, so that many rows are at the first or last column of a key
 SMALL_TILES = BlockSizes(64, 64, 64, 64, 64, 64)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """How kernels are run here: on a GPU, or on a CPU by JAX's interpreter of GPU kernels."""
+    """Runs kernels on a GPU, or on a CPU in JAX's interpreter of GPU kernels."""
 
     interpret: Any = False
     decode_interpret: Any = None
@@ -49,7 +48,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, and inputs that it is tried on.
+    """A kernel and its inputs.
 
     Attributes:
       tolerances: of each part of the result, in order.
@@ -74,21 +73,21 @@ class Case:
 
 
 def compare(case: Case, got: Any, again: Any, expected: Any) -> Row:
-    """How far a kernel is from the reference, and whether that is near enough."""
+    """The difference of a kernel from the reference, and whether it is within the tolerance."""
     off = {}
     same_bits = True
     for name, x, y, z in zip(case.tolerances, got, again, expected, strict=True):
         x, y, z = (np.asarray(a, np.float32) for a in (x, y, z))
-        # Where rows see nothing, the log of their denominator is infinite, and must be in both.
+        # If rows see nothing, the log of their denominator is infinite, and must be in both.
         finite = np.isfinite(z)
         unlike = not np.array_equal(x[~finite], z[~finite])
         scale = np.abs(z[finite]).max(initial=0.0) or 1.0
-        # NumPy's maximum, unlike XLA's on CPU, does not pass over NaN.
+        # NumPy's maximum propagates NaN; XLA's on CPU does not.
         off[name] = float("inf") if unlike else float(np.abs(x[finite] - z[finite]).max(initial=0.0) / scale)
         same_bits &= np.array_equal(x, y)
     ok = same_bits and all(off[name] <= limit for name, limit in case.tolerances.items())
     row: Row = {"check": case.name, "kernel": case.kernel, "dtype": case.dtype, "ok": ok}
-    # A number that is not finite is no JSON.
+    # JSON has no infinities and NaN.
     said = {name: x if np.isfinite(x) else None for name, x in off.items()}
     return row | {"off": said, "tolerance": case.tolerances, "same_bits": same_bits}
 
@@ -97,8 +96,8 @@ def compare(case: Case, got: Any, again: Any, expected: Any) -> Row:
 
 
 def random_blocks(count: int, rows: int, keys: int, head_dim: int, dtype: str) -> tuple[Blocks, Any]:
-    """Blocks and the gradient of their output. Rows in any order, some of them padding; keys that live for a while,
-    some never; the first 64 of both see, and are seen, all the time: where tiles are of 64, one needs no mask."""
+    """Blocks and the gradient of their output. Rows are in any order, with padding; keys are visible for a while or
+    never. The first 64 rows and keys are always visible, so one tile of 64 needs no mask."""
     rng = np.random.default_rng(0)
     q, k, v, d_out = (jnp.asarray(rng.standard_normal((count, n, head_dim)), dtype) for n in (rows, keys, keys, rows))
     column = rng.integers(-3, COLUMNS, (count, rows)).clip(-1)
@@ -112,7 +111,7 @@ def random_blocks(count: int, rows: int, keys: int, head_dim: int, dtype: str) -
 
 
 def segment_blocks(count: int, group: int, length: int, budget: int, head_dim: int, dtype: str) -> tuple[Blocks, Any]:
-    """As a rollout leaves them: kept keys that all rows see, and the segment's own, causally; in column order."""
+    """Blocks of a rollout: kept keys that all rows see, and the segment's keys, causally; in column order."""
     rng = np.random.default_rng(0)
     sizes = (group * length, budget + length, budget + length, group * length)
     q, k, v, d_out = (jnp.asarray(rng.standard_normal((count, n, head_dim)), dtype) for n in sizes)
@@ -156,7 +155,7 @@ def sequences(heads: int, kv_heads: int, tokens: int, head_dim: int, dtype: str)
 
 
 def window(kv_heads: int, tokens: int, segments: Segments, padding: int) -> Any:
-    """`evicted_at` of a sampler that keeps the newest `budget` keys at every boundary, one key fewer in every further
+    """`evicted_at` of a sampler that keeps the newest `budget` keys at every boundary, one key fewer in each following
     head; the second row begins with padding."""
     key = np.arange(tokens)
     evicted_at = np.zeros((2, kv_heads, tokens), np.int32)
@@ -170,7 +169,7 @@ def window(kv_heads: int, tokens: int, segments: Segments, padding: int) -> Any:
 
 
 def any_step(kv_heads: int, tokens: int, padding: int) -> Any:
-    """`evicted_at` of keys that live for any while."""
+    """`evicted_at` with random lifetimes."""
     rng = np.random.default_rng(2)
     evicted_at = np.arange(tokens) + rng.integers(1, tokens, (2, kv_heads, tokens))
     evicted_at[1, :, :padding] = 0
@@ -189,7 +188,7 @@ def masked(q: Any, k: Any, v: Any, evicted_at: Any) -> Any:
 def attention_case(
     name: str, kernel: BlockKernel, heads: tuple[int, int], tokens: int, head_dim: int, segments: Segments | None
 ) -> Case:
-    """Over segments, or with any interval where there are none."""
+    """Attention over segments, or with random intervals without segments."""
     dtype = "bfloat16"
     padding = tokens // 5
     if segments is None:
@@ -217,10 +216,10 @@ def attention_case(
 
 
 def cached(batch: int, heads: int, kv_heads: int, slots: int, head_dim: int, valid: str) -> tuple[Any, ...]:
-    """q, k, v and which slots hold a key. The first row's last head never has any, to see what nothing gives.
+    """q, k, v and the valid slots. The first row's last head has none, to test empty attention.
 
     Args:
-      valid: "any" of the slots, "all", or a "window" of them, as while a cache fills up.
+      valid: "any" random slots, "all", or a "window" of them, as in a cache that fills up.
     """
     rng = np.random.default_rng(3)
     shapes = ((batch, heads, 1, head_dim), *[(batch, kv_heads, slots, head_dim)] * 2)
@@ -253,7 +252,7 @@ def decode_case(runner: Runner, shape: tuple[int, int, int, int, int], valid: st
 
 
 def cases() -> Iterator[Case]:
-    """For a GPU; the small ones first, so that what hangs does so early."""
+    """Cases for a GPU, small ones first, so that a hang shows early."""
     runner = Runner()
     ours = runner.kernel(GPU_SIZES)
     for dtype in ("bfloat16", "float16"):
@@ -265,7 +264,7 @@ def cases() -> Iterator[Case]:
     # As many programs as a layer has, more than the GPU can hold at once.
     whole = partial(segment_blocks, 96, 8, 128, 1024, 128, "bfloat16")
     yield block_case("96 segments of 128 x 8 rows, 1,024 + 128 keys", ours, whole, "bfloat16")
-    # A control: where plain JAX fails too, the comparison is wrong and not the kernel.
+    # A control: if plain JAX fails as well, the comparison is wrong, not the kernel.
     yield block_case("control: 96 segments in plain JAX", XlaKernel(ACCELERATOR_SIZES), whole, "bfloat16")
     for heads in ((1, 1), (6, 2), (8, 1), (16, 8)):
         for head_dim in (64, 128):
@@ -285,7 +284,7 @@ def cases() -> Iterator[Case]:
 
 def rehearsed() -> Iterator[Case]:
     """The same checks at toy sizes, for JAX's interpreter of GPU kernels: one case of each kind."""
-    from interpreted import decode_parameters, parameters  # it is private to JAX: not asked for on a GPU
+    from interpreted import decode_parameters, parameters  # private to JAX, so not imported on a GPU
 
     kernel = MosaicGpuKernel(SMALL_TILES, parameters())
     shape = (1, 70, 100, 64)

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # of what the studies
 
 Row = dict[str, Any]
 Job = tuple[str, Callable[[], Iterable[Row]]]
-CACHE_LIMIT = 2**28  # bytes that no cache of a GPU holds (50 MB on Hopper): less would be read from there again
+CACHE_LIMIT = 2**28  # bytes beyond any GPU's cache (50 MB on Hopper), so that data is read from memory
 
 
 def seconds(f: Callable[..., Any], *args: Any, repeats: int = 10) -> dict[str, float]:
@@ -46,13 +46,13 @@ def seconds(f: Callable[..., Any], *args: Any, repeats: int = 10) -> dict[str, f
 
 
 def copy_rate(rehearse: bool) -> float:
-    """Bytes a second, read and written."""
+    """Bytes per second, read and written."""
     x = jnp.zeros((2**20 if rehearse else 2**30) // 4, jnp.float32)
     return 2 * x.nbytes / seconds(jax.jit(lambda x: x + 1), x)["least_seconds"]
 
 
 def product_rate(rehearse: bool) -> float:
-    """FLOP a second of a bfloat16 product of square matrices of random numbers."""
+    """FLOP per second of a bfloat16 product of square random matrices."""
     n = 256 if rehearse else 8192
     left, right = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
     return 2 * n**3 / seconds(jax.jit(jnp.matmul), left, right)["seconds"]
@@ -129,7 +129,7 @@ class Cache(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Keys and values, queries and output; a boolean read and a float32 written of every slot."""
+        """Keys and values, queries and output; a boolean read and a float32 written per slot."""
         kv = self.batch * self.kv_heads * self.slots
         return 4 * kv * self.head_dim + 5 * kv + 4 * self.batch * self.heads * self.head_dim
 
@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=tuple(STAGES), required=True)
     parser.add_argument("--rehearse", action="store_true", help="toy sizes, on a CPU")
     parser.add_argument("--only", default="", help="jobs whose names contain this")
-    parser.add_argument("--skip", type=int, default=0, help="leave out so many jobs")
+    parser.add_argument("--skip", type=int, default=0, help="number of jobs to skip")
     args = parser.parse_args()
     if jax.default_backend() != ("cpu" if args.rehearse else "gpu"):
         raise SystemExit(f"expected a GPU, or --rehearse on a CPU; got {jax.default_backend()!r}")
