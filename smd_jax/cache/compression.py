@@ -137,11 +137,11 @@ class Compression:
             view = self._view(seen, progress, number, parameters)
             scores = self.policy.score(view)
             _check_scores(self.policy, scores, view)
-            kept, gone = kv_cache.select(scores, seen.valid, self.budget)
+            kept, evicted = kv_cache.select(scores, seen.valid, self.budget)
             if self.policy.gate is not None:
-                gone = _lowest_first(scores, seen.valid, gone)
-                logprob = _draw_logprob(self.policy.gate, view, gone)
-            dropped = jnp.take_along_axis(seen.columns, gone, axis=2)
+                evicted = _lowest_first(scores, seen.valid, evicted)
+                logprob = _draw_logprob(self.policy.gate, view, evicted)
+            dropped = jnp.take_along_axis(seen.columns, evicted, axis=2)
         else:  # a quantised cache that never evicts has room for all: its oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
@@ -198,17 +198,19 @@ def _check_scores(policy: EvictionPolicy, scores: Any, view: CacheView) -> None:
 def _lowest_first(
     scores: Float[Array, "rows kv_heads slots"],
     valid: Bool[Array, "rows kv_heads slots"],
-    gone: Int[Array, "rows kv_heads rest"],
+    evicted: Int[Array, "rows kv_heads rest"],
 ) -> Int[Array, "rows kv_heads rest"]:
     """The evicted slots in sampling order; empty slots, which are not sampled, come first."""
-    of_gone = jnp.take_along_axis(jnp.where(valid, scores, -jnp.inf), gone, axis=2)
-    return jnp.take_along_axis(gone, jnp.argsort(of_gone, axis=2), axis=2)
+    evicted_scores = jnp.take_along_axis(jnp.where(valid, scores, -jnp.inf), evicted, axis=2)
+    return jnp.take_along_axis(evicted, jnp.argsort(evicted_scores, axis=2), axis=2)
 
 
-def _draw_logprob(gate: Gate, view: CacheView, gone: Int[Array, "rows kv_heads rest"]) -> Float[Array, "rows kv_heads"]:
+def _draw_logprob(
+    gate: Gate, view: CacheView, evicted: Int[Array, "rows kv_heads rest"]
+) -> Float[Array, "rows kv_heads"]:
     """log-probability of evicting these slots in this order."""
     logits = gate.logits(view.parameters, view.keys, view.values, view.positions, view.newest[:, None])[:, :, 0]
-    numbers = jnp.broadcast_to(jnp.arange(gone.shape[2], dtype=jnp.int32), gone.shape)
+    numbers = jnp.broadcast_to(jnp.arange(evicted.shape[2], dtype=jnp.int32), evicted.shape)
     nowhere = jnp.full(view.valid.shape, STAYED, jnp.int32)
-    order = jnp.put_along_axis(nowhere, gone, numbers, axis=-1, inplace=False)
+    order = jnp.put_along_axis(nowhere, evicted, numbers, axis=-1, inplace=False)
     return ordered_logprob(logits, order, view.valid, view.valid & (order != STAYED))

@@ -102,13 +102,13 @@ def write(
     return _map_states(forget, cache)
 
 
-def drop(cache: LayerCache, gone: Bool[Array, "batch kv_heads slots"]) -> LayerCache:
+def drop(cache: LayerCache, evicted: Bool[Array, "batch kv_heads slots"]) -> LayerCache:
     """Empties slots in place, between others that stay full, and zeroes their statistics."""
 
     def forget(x: Array) -> Array:
-        return jnp.where(gone.reshape(*gone.shape, *(1,) * (x.ndim - 3)), jnp.zeros((), x.dtype), x)
+        return jnp.where(evicted.reshape(*evicted.shape, *(1,) * (x.ndim - 3)), jnp.zeros((), x.dtype), x)
 
-    return _map_states(forget, cache.replace(columns=jnp.where(gone, EMPTY, cache.columns)))
+    return _map_states(forget, cache.replace(columns=jnp.where(evicted, EMPTY, cache.columns)))
 
 
 def empty_first(cache: LayerCache) -> LayerCache:

@@ -195,7 +195,7 @@ def chains(
     lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
     where = [sequences.columns(index) for index in range(len(lengths))]
     ids = [tokens[index, columns] for index, columns in enumerate(where)]
-    gone = [evicted_at[index, ..., columns] - columns.start for index, columns in enumerate(where)]
+    intervals = [evicted_at[index, ..., columns] - columns.start for index, columns in enumerate(where)]
     found: list[list[Member]] = []
     free = answers = 0
     # Sorted by tokens, sequences with the longest common beginning are adjacent.
@@ -203,7 +203,7 @@ def chains(
         shared = 0
         if found:
             last = found[-1][-1].index
-            shared = shared_beginning(ids[last], ids[index], (gone[last], gone[index])).tokens
+            shared = shared_beginning(ids[last], ids[index], (intervals[last], intervals[index])).tokens
         if not shared or lengths[index] - shared > free or responses[index] > answers:
             shared, free, answers = 0, sizes.columns, sizes.responses
             found.append([])

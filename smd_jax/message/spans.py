@@ -131,10 +131,10 @@ class TokenSpans:
 
         state, (first, end) = jax.lax.scan(one, self.begin(rows), (tokens.T.astype(jnp.int32), numbers.T))
         # Spans do not overlap, so the sum of `+ query` at their first and `- query` at their end columns is, over a
-        # span, the query with which it went.
+        # span, the query that evicts it.
         query = jnp.where(end > first, numbers.T, 0)
         row = jnp.broadcast_to(jnp.arange(rows)[None], first.shape)
         steps = jnp.zeros((rows, count + 1), jnp.int32).at[row, first].add(query).at[row, end].add(-query)
-        gone = jnp.cumsum(steps, axis=1)[:, :count]
+        evicted_at = jnp.cumsum(steps, axis=1)[:, :count]
         opened, first, end = (jnp.where(x >= 0, x + first_column, NONE) for x in (state.opened, state.first, state.end))
-        return SpanState(opened, first, end, state.summarising), jnp.where(gone > 0, gone, NEVER)
+        return SpanState(opened, first, end, state.summarising), jnp.where(evicted_at > 0, evicted_at, NEVER)

@@ -85,16 +85,16 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     columns = jnp.where(prompts.valid, first + jnp.arange(width, dtype=jnp.int32)[None], EMPTY)
     attend = PrefillAttend(model.shape.attention, policy.statistics, first)
     mask = dense_mask(prompts.valid)
-    spans, gone = _read_spans(sampler, prompts)
-    if gone is not None:
-        mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, gone[:, None, None]))
+    spans, span_evicted_at = _read_spans(sampler, prompts)
+    if span_evicted_at is not None:
+        mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, span_evicted_at[:, None, None]))
     masks = layer_masks(model.shape, prompts.tokens, mask)
     places = model.encode_positions(positions(prompts.valid))
     layers = recording_layers(model.shape, [PromptLayer(mask, columns, start) for mask in masks])
     hidden, layers = model.hidden(params, prompts.tokens, places, attend, layers)
     layers, routing = read_routing(model.shape, layers)
-    if gone is not None:
-        layers = tuple(kv_cache.drop(layer, (gone < NEVER)[:, None] & layer.valid) for layer in layers)
+    if span_evicted_at is not None:
+        layers = tuple(kv_cache.drop(layer, (span_evicted_at < NEVER)[:, None] & layer.valid) for layer in layers)
     caches = [_from_prompt(sampler, layer, first) for layer in layers]
     progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
     # Padding is also NEVER here; `smd_jax.sampler.records` sets it to 0.
@@ -183,13 +183,17 @@ def _prefill_chunks(
     missing = chunks.count * chunks.length - width
     padded = PromptBatch(*(jnp.pad(x, [(0, 0), (missing, 0)]) for x in (prompts.tokens, prompts.valid)))
     start = _first_column(sampler, prompts)
-    spans, gone = _read_spans(sampler, prompts)
-    if gone is not None:  # by columns of the widest prompt
+    spans, span_evicted_at = _read_spans(sampler, prompts)
+    if span_evicted_at is not None:  # by columns of the widest prompt
         missing = sampler.prompt_width - width
-        gone = jnp.pad(jnp.where(gone < NEVER, gone + missing, NEVER), [(0, 0), (missing, 0)], constant_values=NEVER)
+        span_evicted_at = jnp.pad(
+            jnp.where(span_evicted_at < NEVER, span_evicted_at + missing, NEVER),
+            [(0, 0), (missing, 0)],
+            constant_values=NEVER,
+        )
 
     def one(index: Array, reading: _Reading) -> _Reading:
-        reading = _read_chunk(sampler, params, padded, start, chunks, index, reading, gone)
+        reading = _read_chunk(sampler, params, padded, start, chunks, index, reading, span_evicted_at)
         if not sampler.policy.evicts:
             return reading
         # The first column whose query does not see the keys evicted here; the chunk's last query still does.
@@ -230,12 +234,12 @@ def _read_chunk(
     chunks: _Chunks,
     index: Array,
     reading: _Reading,
-    gone: Int[Array, "prompts P"] | None,
+    span_evicted_at: Int[Array, "prompts P"] | None,
 ) -> _Reading:
     """Reads chunk number `index` of prompts padded to whole chunks; its keys go after the kept ones.
 
     Args:
-      gone: `evicted_at` of spans; None without any.
+      span_evicted_at: `evicted_at` of spans; None without any.
     """
     tokens, there = (
         jax.lax.dynamic_slice_in_dim(x, index * chunks.length, chunks.length, axis=1)
@@ -252,16 +256,16 @@ def _read_chunk(
         left = (chunks.count - index) * chunks.length
         slots = tuple(cache.columns.shape[2] - left for cache in reading.cache)
     shape = sampler.model.shape
-    layers = decode_layers(shape, reading.cache, slots, columns, start, column[0, 0], gone)
+    layers = decode_layers(shape, reading.cache, slots, columns, start, column[0, 0], span_evicted_at)
     attend = DecodeAttend(shape.attention)
     hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
     cache, chosen = read_routing(shape, layers)
     routing = reading.routing
     if routing is not None and chosen is not None:
         routing = jax.lax.dynamic_update_slice_in_dim(routing, chosen, index * chunks.length, axis=1)
-    if gone is not None:
+    if span_evicted_at is not None:
         newest = column[0, -1]
-        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) <= newest) for layer in cache)
+        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, span_evicted_at) <= newest) for layer in cache)
     return reading._replace(cache=cache, hidden=hidden[:, -1], routing=routing)
 
 
@@ -278,9 +282,9 @@ def _compress_chunk(
     noted = []
     layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
     for compression, layer, evicted_at in layers:
-        layer, gone = compression.in_place(layer, progress, boundary - 1, params)
-        if gone.dropped is not None:
-            evicted_at = record_evictions(evicted_at, gone.dropped, boundary[None, None, None])
+        layer, record = compression.in_place(layer, progress, boundary - 1, params)
+        if record.dropped is not None:
+            evicted_at = record_evictions(evicted_at, record.dropped, boundary[None, None, None])
         cache.append(layer)
         noted.append(evicted_at)
     return reading._replace(cache=tuple(cache), evicted_at=tuple(noted))
@@ -316,19 +320,19 @@ def _compress_prompt(
     sampler: Sampler, params: Params, cache: LayerCache, evicted_at: Array, progress: RowProgress, layer: int
 ) -> tuple[LayerCache, PromptRecord]:
     compression = sampler.compressions(sampler.row_buffer)[layer]
-    cache, gone = compression(cache, progress, jnp.int32(sampler.prompt_width - 1), params)
+    cache, record = compression(cache, progress, jnp.int32(sampler.prompt_width - 1), params)
     order = logprob = None
     if sampler.policy.gate is not None:
         # Also if all keys fit, so that batches of narrower prompts have the same records.
         order = jnp.full_like(evicted_at, STAYED)
         logprob = jnp.zeros(evicted_at.shape[:2], jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
-    if order is not None and gone.dropped is not None:
-        order = record_order(order, gone.dropped[:, :, None])
-        logprob = gone.logprob
-    if gone.dropped is not None:
+    if order is not None and record.dropped is not None:
+        order = record_order(order, record.dropped[:, :, None])
+        logprob = record.logprob
+    if record.dropped is not None:
         # Queries of the prompt see these keys, queries of the response do not.
-        evicted_at = record_evictions(evicted_at, gone.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
-    return cache, PromptRecord(evicted_at, gone.parity, order, logprob)
+        evicted_at = record_evictions(evicted_at, record.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
+    return cache, PromptRecord(evicted_at, record.parity, order, logprob)
 
 
 def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:

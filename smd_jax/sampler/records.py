@@ -37,11 +37,13 @@ def no_records(sampler: Sampler, like: SegmentRecord) -> SegmentRecord:
     """Empty records of all segments, `[segments, rows, …]`; `like` has the shapes of one segment."""
     count = segment_count(sampler)
     records = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
-    if records.gone is None:
+    if records.compressions is None:
         return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id))
     # A segment that never runs must drop nothing, and 0 would be the key of column 0.
-    gone = tuple(x if x.dropped is None else x.replace(dropped=jnp.full_like(x.dropped, EMPTY)) for x in records.gone)
-    return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id), gone=gone)
+    compressions = tuple(
+        x if x.dropped is None else x.replace(dropped=jnp.full_like(x.dropped, EMPTY)) for x in records.compressions
+    )
+    return records.replace(tokens=jnp.full_like(records.tokens, sampler.config.pad_token_id), compressions=compressions)
 
 
 def to_trajectory(
@@ -76,8 +78,8 @@ def to_trajectory(
     evicted_at = _evicted_at(sampler, valid, prompt_records, records)
     if sampler.policy.spans is not None:
         # Not in a record, because the tokens determine them.
-        _, gone = sampler.policy.spans.read(tokens, valid)
-        evicted_at = jnp.minimum(evicted_at, gone[:, None, None])
+        _, span_evicted_at = sampler.policy.spans.read(tokens, valid)
+        evicted_at = jnp.minimum(evicted_at, span_evicted_at[:, None, None])
     mask = ShadowMask(evicted_at, segments, _replay(sampler, prompt_records, records))
     return Trajectory(
         tokens=tokens,
@@ -116,14 +118,14 @@ def _evicted_at(
     sampler: Sampler, valid: Bool[Array, "rows T"], prompt_records: tuple[PromptRecord, ...], records: SegmentRecord
 ) -> Int[Array, "rows layers kv_heads T"]:
     response = sampler.config.max_new_tokens
-    gone = records.gone or (None,) * len(prompt_records)
+    compressions = records.compressions or (None,) * len(prompt_records)
 
-    def one(prompt: PromptRecord, gone: Any) -> Array:
+    def one(prompt: PromptRecord, compression: Any) -> Array:
         pad = [(0, 0), (0, 0), (0, response)]
         evicted_at = jnp.pad(prompt.evicted_at, pad, constant_values=NEVER)
-        if gone is None or gone.dropped is None:
+        if compression is None or compression.dropped is None:
             return evicted_at
-        dropped = jnp.moveaxis(gone.dropped, 0, 2)  # [rows, kv_heads, segments, buffer]
+        dropped = jnp.moveaxis(compression.dropped, 0, 2)  # [rows, kv_heads, segments, buffer]
         segments, rest = dropped.shape[2:]
         # Segment i is compressed after its last query; the first query of segment i + 1 does not see the evicted keys.
         boundary = sampler.prompt_width + (1 + jnp.arange(segments, dtype=jnp.int32)) * sampler.config.buffer
@@ -132,7 +134,7 @@ def _evicted_at(
         now = jnp.repeat(boundary, rest)[None, None]
         return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
 
-    layers = [one(*layer) for layer in zip(prompt_records, gone, strict=True)]
+    layers = [one(*layer) for layer in zip(prompt_records, compressions, strict=True)]
     # Sliding windows are not in a record, because the columns determine them. The mask includes them.
     layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(layers)]
     evicted_at = jnp.stack(layers, axis=1)
@@ -150,18 +152,18 @@ def _evictions(
 ) -> EvictionDraws | None:
     """The sampled evictions; None without them."""
     gate = sampler.policy.gate
-    if gate is None or records.gone is None:
+    if gate is None or records.compressions is None:
         return None
     first, length = sampler.prompt_width, sampler.config.buffer
     count = boundary_count(first, length, sampler.columns)
     orders, logprobs = [], []
-    for prompt, gone in zip(prompt_records, records.gone, strict=True):
+    for prompt, compression in zip(prompt_records, records.compressions, strict=True):
         assert prompt.order is not None and prompt.logprob is not None
-        assert gone.dropped is not None and gone.logprob is not None
+        assert compression.dropped is not None and compression.logprob is not None
         order = jnp.pad(prompt.order, [(0, 0), (0, 0), (0, sampler.config.max_new_tokens)], constant_values=STAYED)
         # Behind the last boundary nothing is recorded in the mask either. A key goes once, so each has one number.
-        orders.append(record_order(order, jnp.moveaxis(gone.dropped[: count - 1], 0, 2)))
-        logprobs.append(jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(gone.logprob, 0, -1)], axis=-1))
+        orders.append(record_order(order, jnp.moveaxis(compression.dropped[: count - 1], 0, 2)))
+        logprobs.append(jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(compression.logprob, 0, -1)], axis=-1))
     order, logprob = jnp.stack(orders, axis=1), jnp.stack(logprobs, axis=1)[..., :count]
     draws = EvictionDraws(order, logprob, gate, first, length, group_size)
     # Finished rows continued to evict.
@@ -229,11 +231,14 @@ def _replay(
 ) -> QuantizedReplay | None:
     """The record of the cache's quantisation."""
     config = sampler.config
-    if config.quant is None or records.gone is None:
+    if config.quant is None or records.compressions is None:
         return None
     parity = None
     if config.quant.record_parity:
-        pairs = [(prompt.parity, gone.parity) for prompt, gone in zip(prompt_records, records.gone, strict=True)]
+        pairs = [
+            (prompt.parity, compression.parity)
+            for prompt, compression in zip(prompt_records, records.compressions, strict=True)
+        ]
         layers = [jax.tree.map(lambda x, y: _join(sampler, x, y), *pair) for pair in pairs]
         parity: Parity | None = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *layers)
     return QuantizedReplay(parity, config.quant, sampler.prompt_width, config.buffer)

@@ -32,7 +32,7 @@ class SegmentRecord(struct.PyTreeNode):
       tokens, logprobs, entropy: `[rows, buffer]`.
       emitted: `[rows, buffer]` tokens that belong to the response.
       drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
-      gone: per layer, record of the compression at its end; None without evictions.
+      compressions: per layer, record of the compression at its end; None without evictions.
       routing: `[rows, buffer, mixtures, per_token]` experts of each token, -1 of ended rows; None without experts.
     """
 
@@ -42,7 +42,7 @@ class SegmentRecord(struct.PyTreeNode):
     entropy: Float[Array, "rows buffer"]
     emitted: Bool[Array, "rows buffer"]
     drawable: Array | None
-    gone: tuple[CompressionRecord, ...] | None
+    compressions: tuple[CompressionRecord, ...] | None
     routing: Int[Array, "rows buffer mixtures per_token"] | None = None
 
 
@@ -69,8 +69,8 @@ def run_segment(
     layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
     with jax.named_scope("compress"):
         compressed = [compression.in_place(layer, progress, newest_query, params) for compression, layer in layers]
-    cache, gone = zip(*compressed, strict=True)
-    return state.replace(cache=cache), record.replace(gone=gone)
+    cache, compressions = zip(*compressed, strict=True)
+    return state.replace(cache=cache), record.replace(compressions=compressions)
 
 
 def draw_segment(
@@ -135,7 +135,7 @@ def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
         entropy=numbers,
         emitted=jnp.zeros(shape, bool),
         drawable=None if form is None else jnp.zeros((*shape, *form.shape), form.dtype),
-        gone=None,
+        compressions=None,
         routing=not_recorded(sampler.model.shape, *shape),
     )
 
