@@ -1,15 +1,14 @@
-"""A Flax Linen decoder that is any of the families in `smd_jax.model.families` by configuration.
+"""A Flax Linen decoder, configurable for all families in `smd_jax.model.families`.
 
-All of them are RMSNorm, RoPE, grouped queries and an MLP. They differ in fields of `ModelConfig`, each of which is a
-line or two here.
+All families have RMSNorm, RoPE, grouped queries and an MLP. They differ in fields of `ModelConfig`.
 
 Pure functions of a plain parameter pytree:
 
     model = Decoder(config)
     logits = model.apply({"params": params}, tokens, positions, mask)    # teacher forced, explicit mask
 
-and the five members of `smd_jax.model.protocol.LanguageModel`, by which sampler and learner use it. These also take
-parameters with adapters, see `smd_jax.model.lora`. The parameters:
+It also has the five members of `smd_jax.model.protocol.LanguageModel`, which sampler and learner use. These accept LoRA
+adapters in the parameters, see `smd_jax.model.lora`. The parameters:
 
     embed/embedding                                          [vocab, hidden]
     layers_0/attention_norm/scale                            [hidden]                                   with pre_norms
@@ -54,7 +53,7 @@ from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 from smd_kernels.reference import product_precision, soft_capped
 
-Ropes = tuple[Rope, ...]  # of all layers; or of those that see all, and of those with a window
+Ropes = tuple[Rope, ...]  # of all layers; or of full layers, and of layers with a window
 
 
 class RMSNorm(nn.Module):
@@ -65,26 +64,26 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        # The norm of a fresh model changes no size in either form.
+        # The initial scale is 1 in either form.
         fresh = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", fresh, (x.shape[-1],))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.plus_one:
-            # Added in float32: a stored bfloat16 would lose what distinguishes the sum from one.
+            # Added in float32: in bfloat16 the sum would lose the difference from one.
             scale = 1 + scale.astype(wide.dtype)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        # Scaled in float32, too, so that there is one rounding to the dtype of x and not two.
+        # Scaled in float32, so that there is only one rounding to the dtype of x.
         return (normed * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def norm_of(config: ModelConfig) -> RMSNorm:
-    """A norm as all of this model's are."""
+    """The norm of this model."""
     return RMSNorm(config.norm_eps, config.norm_plus_one)
 
 
 def flat(x: Float[Array, "batch tokens width"]) -> Float[Array, "... width"]:
-    """One long matrix `[batch * tokens, width]`, which XLA multiplies faster on CPUs (an MLP: 1.6 s in place of 2.3);
-    or `x` itself, where its tokens lie on several devices: one axis could not say so."""
+    """Flattens to `[batch * tokens, width]`, which XLA multiplies faster on CPUs (an MLP: 1.6 s instead of 2.3). If
+    tokens are sharded, returns `x`, because one axis cannot express that sharding."""
     return x if columns_apart() else x.reshape(-1, x.shape[-1])
 
 
@@ -111,23 +110,23 @@ class Attention(nn.Module):
         projected = [self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens)]
         if self.config.qk_norm and self.config.qk_norm_over == "all":
             projected[:2] = self.q_norm(projected[0]), self.k_norm(projected[1])
-        # Pinned to where x lies: a projection has work for a device's own tokens, and what goes around between the
-        # devices of a sequence is these and the output, tokens against heads.
+        # Keeps the sharding of x: each device projects its own tokens, and devices of a sequence exchange q, k, v and
+        # the output.
         q, k, v = (constrain_tokens(self._split(part, x.shape), axis=2) for part in projected)
         if self.config.qk_norm and self.config.qk_norm_over == "head":
-            # Over each head by itself and before RoPE.
+            # Per head, before RoPE.
             q = self.q_norm(q)
             k = self.k_norm(k)
-        # Rotated before the library sees them: a cache keeps keys at their original positions.
+        # Rotated before attention, because a cache keeps keys at their original positions.
         q, k = self._rotated(q, k, rope)
-        # An outside `attend` need not take sinks.
+        # A user's `attend` need not accept sinks.
         out, layer = attend(q, k, v, layer, self.sinks) if self.config.attention_sinks else attend(q, k, v, layer)
         out = constrain_tokens(out, axis=2).swapaxes(1, 2)
         return self.o_proj(out.reshape(*tokens.shape[:-1], -1)).reshape(x.shape), layer
 
     def _rotated(self, q: Array, k: Array, rope: Rope | None) -> tuple[Array, Array]:
-        """Queries and keys with their positions in them, and queries scaled. Attention divides scores by
-        sqrt(head_dim): where the model scales them otherwise, queries carry the ratio."""
+        """Applies RoPE to queries and keys, and scales queries. Attention divides scores by sqrt(head_dim), so queries
+        are multiplied by the ratio to the model's scale."""
         c = self.config
         scale = _query_scale(c)
         if rope is None:
@@ -137,16 +136,16 @@ class Attention(nn.Module):
             return turn(q, rope), turn(k, rope)
         if c.rotated < c.head_dim:
             return turn(_times(q, scale), rope), turn(k, rope)
-        # The tables carry the ratio, so that queries of 16 bits are rounded once.
+        # The ratio is in the tables, so that 16-bit queries are rounded once.
         return turn(q, (scale * rope[0], scale * rope[1])), turn(k, rope)
 
     def _split(self, x: Array, shape: tuple[int, ...]) -> Float[Array, "batch heads tokens head_dim"]:
-        """What `flat` tokens became, `[..., heads * head_dim]` -> `[batch, heads, tokens, head_dim]`."""
+        """`[..., heads * head_dim]` of `flat` tokens -> `[batch, heads, tokens, head_dim]`."""
         return x.reshape(*shape[:2], -1, self.config.head_dim).swapaxes(1, 2)
 
 
 def _query_scale(config: ModelConfig) -> float:
-    """What queries are multiplied by: the model's scale of scores over 1 / sqrt(head_dim)."""
+    """Factor of the queries: the model's scale of scores times sqrt(head_dim)."""
     if config.attention_multiplier is not None:
         return config.attention_multiplier * config.head_dim**0.5
     scalar = config.query_pre_attn_scalar
@@ -190,7 +189,7 @@ class Layer(nn.Module):
     """One decoder layer.
 
     Attributes:
-      mixture: whether it has experts in place of an MLP.
+      mixture: whether it has experts instead of an MLP.
     """
 
     config: ModelConfig
@@ -208,7 +207,7 @@ class Layer(nn.Module):
             self.mlp_post_norm = norm_of(c)
 
     def __call__(self, x: Array, rope: Rope | None, attend: Attend, layer: LayerState) -> tuple[Array, LayerState]:
-        """The residual stream behind this layer, and the layer's new state."""
+        """The residual stream after this layer, and the layer's new state."""
         c = self.config
         routed = isinstance(layer, Routed)
         given = layer.experts if routed else None
@@ -222,16 +221,15 @@ class Layer(nn.Module):
         return constrain_tokens(x), Routed(state, *routing) if routed else state
 
 
-# What a layer keeps for the backward pass: everything; its input alone; or its input and the results of products with
-# weights, so that attention and what is done to single numbers are computed again.
+# What a layer stores for the backward pass: everything; only its input; or its input and the products with weights, so
+# that attention and elementwise operations are recomputed.
 Remat = Literal["none", "full", "dots"]
 
-# A layer as a function of its own, which JAX traces and lowers once for all layers of the same shapes. Made here and
-# not in `setup`, so that calls outside of `jax.jit` find it again. What a layer does with its q, k and v is no array
-# but static: argument 3 behind self.
+# A jitted layer, which JAX traces and lowers once for all layers of the same shapes. Defined here instead of in
+# `setup`, so that calls outside `jax.jit` hit the cache. `attend` is static: argument 3 after self.
 _JITTED_LAYER = nn.jit(Layer, static_argnums=(3,))
 _REMAT_LAYER = nn.jit(nn.remat(Layer, static_argnums=(3,)), static_argnums=(3,))
-# Attention's own products have batch dimensions, those with weights have none (`flat`).
+# Attention's products have batch dimensions, products with weights have none (`flat`).
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _DOTS_LAYER = nn.jit(nn.remat(Layer, policy=_DOTS, static_argnums=(3,)), static_argnums=(3,))
 _LAYERS: dict[Remat, Any] = {"none": _JITTED_LAYER, "full": _REMAT_LAYER, "dots": _DOTS_LAYER}
@@ -260,11 +258,10 @@ class Decoder(nn.Module):
 
     Attributes:
       config: its shape.
-      remat: what is recomputed in the backward pass instead of being kept, layer by layer (gradient checkpointing).
-        "none"; "full": each layer, from its input; "dots": all of a layer but its products with weights, which cost
-        most. False is "none", True is "full".
+      remat: gradient checkpointing per layer. "none"; "full": recomputes each layer from its input; "dots": recomputes
+        all but the products with weights, which cost most. False is "none", True is "full".
       impl, sizes: attention implementation of the teacher-forced pass and of prefill, and its block sizes, see
-        `smd_jax.model.attention.attend`. None takes the best that can run.
+        `smd_jax.model.attention.attend`. None chooses the fastest that can run.
       decode_impl: attention implementation of decoding, see `smd_jax.model.attention.decode`.
     """
 
@@ -283,7 +280,7 @@ class Decoder(nn.Module):
         c = self.config
         layer = _LAYERS[self.recomputed]
         if self.is_initializing():
-            layer = Layer  # under nn.jit, Flax would derive other keys: a seed's parameters would be others
+            layer = Layer  # under nn.jit, Flax would derive other keys, and a seed would give other parameters
         self.embed = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
         self.layers = [layer(c, c.is_mixture(index)) for index in range(c.num_layers)]
         self.norm = norm_of(c)
@@ -296,11 +293,12 @@ class Decoder(nn.Module):
         """Logits in float32 or wider of every token's successor.
 
         Args:
-          tokens: ids. positions: place of each token in its own sequence, see `smd_jax.message.masks.positions`.
+          tokens: ids.
+          positions: position of each token in its own sequence, see `smd_jax.message.masks.positions`.
           mask: a ShadowMask, or booleans of any pattern that broadcast to `[batch, layers, kv_heads, queries, keys]`.
 
         Raises:
-          ValueError: if the mask has another shape, or there are more tokens than the model has positions.
+          ValueError: if the mask has a wrong shape, or there are more tokens than the model's context.
         """
         layers = layer_masks(self.shape, tokens, mask)
         ropes = self.encode_positions(positions)
@@ -315,10 +313,10 @@ class Decoder(nn.Module):
                 f"got {LORA!r} among the parameters"
             )
         c = self.config
-        # The table is cast after the look-up, a few rows in place of a whole vocabulary.
+        # Cast after the look-up: a few rows instead of a whole vocabulary.
         x = constrain_tokens(gathered_embedding(self.embed.embedding)[tokens].astype(c.dtype))
         if c.scale_embeddings:
-            # The factor itself in the compute dtype, as Gemma was trained: in bfloat16 the root of 1,152 is 34.
+            # The factor is in the compute dtype, as Gemma was trained: in bfloat16 the root of 1,152 is 34.
             x = x * jnp.asarray(c.hidden_size**0.5, c.dtype)
         x = _times(x, c.embedding_multiplier)
         new = []
@@ -329,8 +327,7 @@ class Decoder(nn.Module):
         return self.norm(x), tuple(new)
 
     def _logits(self, hidden: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens vocab"]:
-        # Multiplied here and not by nn.Embed or nn.Dense, whose logits would have the compute dtype: sums, and what
-        # comes of them, stay in float32.
+        # Multiplied here, because logits of nn.Embed or nn.Dense would have the compute dtype instead of float32.
         table = self.embed.embedding.T if self.config.tie_embeddings else self.lm_head()
         wide = jnp.promote_types(self.config.dtype, jnp.float32)
         product = partial(jnp.einsum, precision=product_precision(hidden.dtype), preferred_element_type=wide)
@@ -341,7 +338,7 @@ class Decoder(nn.Module):
 
     @property
     def recomputed(self) -> Remat:
-        """`remat` by its name."""
+        """`remat` as a name."""
         if isinstance(self.remat, bool):
             return "full" if self.remat else "none"
         return self.remat
@@ -369,7 +366,7 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Ropes:
-        """cos and sin of RoPE's angles; twice, if layers with a window have a base of their own."""
+        """cos and sin of RoPE's angles; two pairs if layers with a window have another base."""
         tables = rope_tables(self.config, positions)
         if self.config.local_rope_theta is None:
             return (tables,)
@@ -398,11 +395,11 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def compute_params(self, params: Mapping[str, Any]) -> Params:
-        """All that enters a matrix product, in the compute dtype. Scales of norms stay as they are, because they are
-        multiplied with in float32; so do sinks, which are added to scores in float32."""
+        """Casts all operands of matrix products to the compute dtype. Scales of norms and sinks are unchanged, because
+        they are used in float32."""
 
         def converted(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            # The same object where nothing is converted, by which `smd_jax.sampler.params` tells what is new.
+            # Unconverted leaves stay the same object, which `smd_jax.sampler.params` checks.
             unchanged = path[-1].key in ("scale", "sinks") or leaf.dtype == self.config.dtype
             return leaf if unchanged else leaf.astype(self.config.dtype)
 

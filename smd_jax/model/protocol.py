@@ -1,22 +1,22 @@
-"""What the library asks of a language model: five members, and no knowledge of caches, evictions or kernels.
+"""Model protocol: the five members of a language model, independent of caches, evictions and kernels.
 
-    shape              ModelShape                                        what has to be known before anything runs
-    encode_positions   positions ─► pytree                               RoPE's tables, or the positions themselves
-    hidden             params, tokens, positions ─► states, layers       the one forward pass
+    shape              ModelShape                                        static sizes
+    encode_positions   positions ─► pytree                               RoPE's tables, or the positions
+    hidden             params, tokens, positions ─► states, layers       the forward pass
     logits             params, states ─► logits
     compute_params     params ─► params                                  converted once, not at every token
 
-There is one forward pass. Reading a prompt, decoding and the learner's teacher-forced pass differ in the attention that
-the library hands in:
+There is one forward pass. Prefill, decoding and the learner's teacher-forced pass differ only in the attention that the
+library passes:
 
     hidden(params, tokens, positions, attend, layers)
         for every layer i:    q, k, v  ─►  out, new[i] = attend(q, k, v, layers[i])
 
-and `layers[i]` is the library's business: a mask when teacher forced, a prompt's mask in prefill, a slotted cache in
-decoding. That is why sampler and learner are one policy: there is nothing in the model that could tell them apart.
+`layers[i]` is opaque to the model: a mask in teacher forcing, a prompt's mask in prefill, a cache in decoding. So
+sampler and learner are one policy, because the model cannot distinguish them.
 
-A model is a static argument of jitted functions. So it must be hashable, and equal to another one with the same
-configuration: a frozen dataclass is. It holds no arrays; those are in `params`, any pytree.
+A model is a static argument of jitted functions, so it must be hashable and compare by its configuration, as a frozen
+dataclass does. It holds no arrays; those are in `params`, any pytree.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from smd_jax.pytrees import any_leaves
 
 Params = Any  # any pytree of arrays
 EncodedPositions = Any  # any pytree of arrays [batch, tokens, ...]
-LayerState = Any  # a pytree of the library's, which a model passes through
+LayerState = Any  # an opaque pytree of the library
 
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention of one layer, as the library hands it in. Hashable, because a model may make it a static argument
-    of `jax.jit` or `jax.checkpoint` around a layer, as Decoder does; `layer` is a pytree, an ordinary argument."""
+    """Attention of one layer, passed by the library. Hashable, so that it can be a static argument of `jax.jit` or
+    `jax.checkpoint` around a layer, as in Decoder; `layer` is a pytree and an ordinary argument."""
 
     def __call__(
         self,
@@ -50,15 +50,13 @@ class Attend(Protocol):
         /,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerState]:
-        """softmax(q k^T / sqrt(head_dim)) v over the keys that each query may see, and the layer's new state.
+        """softmax(q k^T / sqrt(head_dim)) v over the visible keys, and the layer's new state.
 
-        Queries and keys come with their positions in them, because that is how keys are cached. A model whose scores
-        are scaled by something else multiplies `q` by it, times sqrt(head_dim). Query heads `g * h … g * (h + 1) - 1`
-        share KV head `h`.
+        Queries and keys include their positions, because keys are cached this way. A model with another scale of scores
+        multiplies `q` by that scale times sqrt(head_dim). Query heads `g * h … g * (h + 1) - 1` share KV head `h`.
 
         Args:
-          sinks: a learnt score of each query head that takes part in its softmax, and whose weight is dropped; None:
-            the model has none.
+          sinks: a learned extra score per query head in the softmax, whose weight is dropped; None: no sinks.
         """
         ...
 
@@ -87,8 +85,9 @@ class RoutingShape:
     """The experts of a model.
 
     Attributes:
-      layers: numbers of the layers that have experts.
-      count: experts of a layer. per_token: of them that a token goes to.
+      layers: indices of the layers with experts.
+      count: experts per layer.
+      per_token: experts per token.
     """
 
     layers: tuple[int, ...]
@@ -98,15 +97,17 @@ class RoutingShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the library has to know of a model before anything runs.
+    """Static sizes of a model.
 
     Attributes:
-      num_layers, num_heads, num_kv_heads, head_dim: of the attention. hidden_size: of the last hidden state.
-      vocab_size: of the logits. max_positions: tokens of the longest sequence.
-      dtype: of q, k and v, so of the cache. Statistics, softmax and logits are in float32 or wider whatever this is.
-      windows: for each layer, how many of the newest keys a query may see, itself included; None: all of them.
-        Empty: no layer has a window. The library applies them; the model doesn't.
-      attention: how to attend, where there is a choice.
+      num_layers, num_heads, num_kv_heads, head_dim: of the attention.
+      hidden_size: size of the last hidden state.
+      vocab_size: size of the logits.
+      max_positions: longest sequence, in tokens.
+      dtype: dtype of q, k and v, and of the cache. Statistics, softmax and logits are always in float32 or wider.
+      windows: sliding window of each layer in keys, including the query's own; None: no window. Empty: no layer has a
+        window. The library applies them, not the model.
+      attention: implementations of attention.
       routing: of a model with experts; None: the model has none, or the library does not see them.
     """
 
@@ -132,27 +133,27 @@ class ModelShape:
             )
 
     def window(self, layer: int) -> int | None:
-        """The window of one layer, see `windows`."""
+        """The sliding window of one layer, see `windows`."""
         return self.windows[layer] if self.windows else None
 
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A decoder-only language model with softmax attention over cached keys and values, in any style.
+    """A decoder-only language model with softmax attention over cached keys and values.
 
-    All methods are pure functions of their arrays. Hashable and comparable by value, see above.
+    All methods are pure functions of their arrays. Hashable and compared by value, see above.
     """
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes, windows, and how to attend."""
+        """Sizes, windows, and implementations of attention."""
         ...
 
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> EncodedPositions:
-        """What the forward pass needs of each token's position in its own sequence: arrays `[batch, tokens, ...]`.
+        """The position encoding of each token's position in its own sequence: arrays `[batch, tokens, ...]`.
 
-        Made for all tokens of a segment before the loop over its steps begins, and cut along the tokens' axis: within
-        the loop, a compiler may compute every sine again in every layer.
+        Called for all tokens of a segment before its loop and sliced along the tokens' axis: inside the loop, a
+        compiler may recompute every sine in every layer.
         """
         ...
 
@@ -164,21 +165,21 @@ class LanguageModel(Protocol):
         attend: Attend,
         layers: tuple[LayerState, ...],
     ) -> tuple[Float[Array, "batch tokens hidden_size"], tuple[LayerState, ...]]:
-        """The hidden state from which each token's successor is predicted, and the new state of every layer.
+        """The hidden state that predicts each token's successor, and the new state of every layer.
 
-        Tokens may be anything from one a row (decoding) to whole sequences; what they see is up to `attend`. Padding
-        is among them: it has ids, positions and meaningless results.
+        There may be one token per row (decoding) or whole sequences; `attend` determines the visible keys. Padding
+        tokens have ids, positions and arbitrary results.
         """
         ...
 
     def logits(
         self, params: Params, hidden: Float[Array, "batch tokens hidden_size"]
     ) -> Float[Array, "batch tokens vocab_size"]:
-        """Logits in float32 or wider, of any of the hidden states; soft caps and the like are in here."""
+        """Logits of hidden states, in float32 or wider, including any soft cap."""
         ...
 
     def compute_params(self, params: Params) -> Params:
-        """Parameters with which the other methods compute the same, to the last bit, and faster: what they would
-        convert at each use is converted. A step of decoding reads every matrix once, and float32 as the optimizer keeps
-        it is twice the bytes of bfloat16. `return params` is right, too."""
+        """Converts parameters once instead of at each use; the other methods must return bitwise the same. Decoding
+        reads every matrix once per step, and float32 is twice the bytes of bfloat16. `return params` is also
+        correct."""
         ...
