@@ -1,7 +1,7 @@
-"""The families of language models that the decoder is, by their model type in transformers.
+"""The model families that the decoder supports, by model type of transformers.
 
-A `Family` says what config.json leaves open, under which key, and what transformers takes where the file says nothing.
-`smd_jax.model.hf_config` reads and writes config.json by it.
+A `Family` lists the keys of config.json and transformers' defaults for absent keys. `smd_jax.model.hf_config` reads and
+writes config.json with it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ModelType = Literal[
 
 @dataclass(frozen=True)
 class LocalRope:
-    """RoPE parameters of the layers with a window, which are never stretched.
+    """RoPE parameters of the layers with a window, which have no scaling.
 
     Attributes:
-      key: of config.json for their base, outside of `rope_parameters`.
-      default: their base where config.json says nothing; None: the base of the other layers.
+      key: of config.json for the base, outside `rope_parameters`.
+      default: of the base; None: the base of the other layers.
     """
 
     key: str
@@ -56,12 +56,13 @@ class Windows:
 
     Attributes:
       layers: "all" of them or none; "some": those that `layer_types` names.
-      default: window of a file without `sliding_window`; None: no window.
+      default: window if `sliding_window` is absent; None: no window.
       flag: whether `use_sliding_window` turns windows on.
-      pattern: without `layer_types`, each so-manyth layer sees all, and the others have a window; None: all have one.
+      pattern: without `layer_types`, every `pattern`-th layer has full attention and the others a window; None: all
+        have a window.
       pattern_key: key of config.json for `pattern`.
-      first_layer: whether `max_window_layers` says from which layer on there are windows (Qwen).
-      without_rope: whether windows are in the layers without RoPE (SmolLM3).
+      first_layer: whether `max_window_layers` is the first layer with a window (Qwen).
+      without_rope: whether the layers without RoPE have the windows (SmolLM3).
     """
 
     layers: Literal["all", "some"]
@@ -75,14 +76,15 @@ class Windows:
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Where config.json says what the experts are.
+    """Keys of config.json for the experts.
 
     Attributes:
-      count: key of their number, and the value of an absent key. per_token: value of an absent num_experts_per_tok.
-      size: key of their width, and the value of an absent key.
-      normalised: value of an absent norm_topk_prob; None: no key, the gates always sum to one.
-      some_layers: whether `decoder_sparse_step` and `mlp_only_layers` leave layers with an MLP (Qwen3).
-      clamped: whether they are gpt-oss': biases, and `swiglu_limit`.
+      count: key of their number, and its default.
+      per_token: default of num_experts_per_tok.
+      size: key of their width, and its default.
+      normalised: default of norm_topk_prob; None: no such key, the gates always sum to one.
+      some_layers: whether `decoder_sparse_step` and `mlp_only_layers` may give layers an MLP (Qwen3).
+      clamped: whether they have biases and `swiglu_limit` (gpt-oss).
     """
 
     count: tuple[str, int]
@@ -95,30 +97,30 @@ class ExpertKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model type of transformers fixes, and what it leaves to config.json.
+    """The fixed fields and the config.json keys of a model type of transformers. Defaults are transformers'.
 
     Attributes:
-      architecture: transformers' class.
-      sizes: transformers' defaults of keys that are absent in config.json.
-      always: fields of ModelConfig that are so in every model of the family.
-      biases: fields of ModelConfig that config.json may turn on, and the key for each.
-      flags: defaults of those keys that are not false.
-      numbers: fields of ModelConfig that are a number in config.json: the key, and the value of an absent key.
+      architecture: class of transformers.
+      sizes: defaults of the sizes.
+      always: fields of ModelConfig that every model of the family has.
+      biases: boolean fields of ModelConfig, and the key of each.
+      flags: defaults of those keys, if not false.
+      numbers: numeric fields of ModelConfig: the key and its default.
       windows: which layers may have a sliding window; None: no layer.
-      local_rope: RoPE parameters of layers with a window, if they have any of their own (Gemma 3, OLMo 3).
-      rope_layers: whether config.json may name layers without RoPE (SmolLM3).
-      partial_rope: whether config.json may rotate a part of the channels only (Phi).
-      experts: of a family whose layers have experts; else None.
+      local_rope: RoPE of the layers with a window, if it may differ (Gemma 3, OLMo 3).
+      rope_layers: whether config.json may list layers without RoPE (SmolLM3).
+      partial_rope: whether only a part of the channels may be rotated (Phi).
+      experts: None for a family without experts.
       layout: of the tensors in a checkpoint.
-      rope: transformers' RoPE parameters of a file that has none.
-      rope_theta, norm_eps, tie_embeddings: where config.json says nothing.
-      num_kv_heads: the default of an absent num_key_value_heads; None: num_attention_heads.
-      null_kv_heads: whether a num_key_value_heads of null means num_attention_heads.
-      head_dim: where config.json gives none; None: hidden_size / num_attention_heads.
-      only: keys of config.json and the values that the decoder can do, the first of which is written; absent and null
-        mean the same.
-      whole_heads: whether transformers wants a hidden_size that is a multiple of num_attention_heads.
-      own_head_dim: whether config.json may have a head_dim that is no share of hidden_size.
+      rope: default RoPE parameters.
+      rope_theta, norm_eps, tie_embeddings: defaults.
+      num_kv_heads: default of num_key_value_heads; None: num_attention_heads.
+      null_kv_heads: whether num_key_value_heads = null means num_attention_heads.
+      head_dim: default; None: hidden_size / num_attention_heads.
+      only: keys of config.json and the values that the decoder supports. The first is written, and is the meaning of an
+        absent key and of null.
+      whole_heads: whether hidden_size must be a multiple of num_attention_heads.
+      own_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
     """
 
     architecture: str
@@ -161,7 +163,7 @@ ALL_BIASES = {**ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
 QWEN_WINDOWS = Windows("some", flag=True, first_layer=True)
 GEMMA = {"activation": "gelu_tanh", "norm_plus_one": True, "scale_embeddings": True}
 OLMO = {"qk_norm": True, "qk_norm_over": "all", "pre_norms": False, "post_norms": True}
-# Where scores are divided by the root of head_dim, ModelConfig says None.
+# ModelConfig has None if scores are divided by sqrt(head_dim).
 QUERY_SCALAR = {"query_pre_attn_scalar": ("query_pre_attn_scalar", 256.0)}
 
 FAMILIES: dict[ModelType, Family] = {
@@ -304,7 +306,7 @@ FAMILIES: dict[ModelType, Family] = {
         null_kv_heads=False,
         head_dim=256,
         tie_embeddings=True,
-        # Files from before the activation was named rightly say gelu, and mean the approximation.
+        # Early files say gelu and mean the tanh approximation.
         only={
             "hidden_act": ("gelu_pytorch_tanh", "gelu"),
             "hidden_activation": ("gelu_pytorch_tanh",),
@@ -375,7 +377,7 @@ FAMILIES: dict[ModelType, Family] = {
     ),
 }
 
-# Fields of ModelConfig that make one family differ from another, as they are in a family that doesn't speak of them.
+# Values of the fields in which families differ, for families that do not set them.
 NEUTRAL: dict[str, Any] = {
     "qk_norm": False,
     "qk_norm_over": "head",
@@ -407,10 +409,10 @@ _SHOWN_FAMILIES = 4
 
 
 def model_type_of(config: ModelConfig, prefer: str | None = None) -> ModelType:
-    """The transformers model type that expresses `config`; of several `prefer`, if it is one of them, or the first.
+    """The model type of transformers that fits `config`; of several, `prefer` or the first.
 
     Raises:
-      ValueError: none does; the message names the closest ones.
+      ValueError: none fits; the message names the closest ones.
     """
     reasons = {model_type: _reasons(config, family) for model_type, family in FAMILIES.items()}
     possible: list[ModelType] = [model_type for model_type in FAMILIES if not reasons[model_type]]
@@ -425,7 +427,7 @@ def model_type_of(config: ModelConfig, prefer: str | None = None) -> ModelType:
 
 
 def _reasons(config: ModelConfig, family: Family) -> list[str]:
-    """Why no config.json of this family says `config`; empty if one does."""
+    """Why no config.json of this family describes `config`; empty if one does."""
     several = (
         _why_not_biases(config, family),
         _why_not_windows(config, family),

@@ -50,10 +50,10 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
     Args:
       config: the parsed file, of a model_type in `FAMILIES`; rope as transformers 4 (`rope_theta`, `rope_scaling`) or
         transformers 5 (`rope_parameters`) spells it.
-      dtype: the compute dtype to put into the result; the file's own says only how the weights are stored.
+      dtype: compute dtype of the result; the file's dtype is that of the stored weights.
 
     Raises:
-      ValueError: a value has the wrong type, or asks for something that the decoder does not do; names the key.
+      ValueError: a value has the wrong type or is not supported; names the key.
     """
     family = FAMILIES[_model_type(config)]
     _refuse_unsupported(config, family)
@@ -79,7 +79,7 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
         max_positions=_max_positions(config, rope.scaling),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        # A Gemma without windows does not use its second base.
+        # Gemma uses the second base only in layers with a window.
         local_rope_theta=rope.local_theta if windows else None,
         rope_layers=rope_layers,
         rotary_dim=None if rotated == head_dim else rotated,
@@ -93,20 +93,20 @@ def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -
 
 
 def _size(config: dict[str, Any], key: str) -> int:
-    """A size of the model. Every size is read here, so that its default is the one of the family."""
+    """A size of the model, by default the family's."""
     return whole(config, key, FAMILIES[_model_type(config)].sizes[key])
 
 
 def _num_layers(config: dict[str, Any]) -> int:
     layers = _size(config, "num_hidden_layers")
-    # Everything that is read has an entry for each layer: refused here, before the tensors can tell.
+    # The fields below have an entry per layer, so a huge number is rejected first.
     if layers > _MOST_LAYERS:
         raise ValueError(f"expected num_hidden_layers as an integer from 1 to {_MOST_LAYERS}; got {layers}")
     return layers
 
 
 def _num_kv_heads(config: dict[str, Any], family: Family) -> int:
-    """transformers has a default for an absent key and, in most families, another meaning of null."""
+    """An absent key and null differ: the family's default, and in most families num_attention_heads."""
     key = "num_key_value_heads"
     heads = _size(config, "num_attention_heads")
     if key not in config:
@@ -129,7 +129,7 @@ def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
     if family.experts is None:
         supported |= dict.fromkeys(EXPERT_KEYS, (None,))
     for key in ("attention_bias", "mlp_bias"):
-        # Qwen2's biases are fixed, and it does not read the key.
+        # Qwen2 has fixed biases and does not read the key.
         if key not in family.biases.values() and "qkv_bias" not in family.always:
             supported[key] = (False,)
     if not family.partial_rope:
@@ -157,12 +157,12 @@ def _head_dim(config: dict[str, Any], family: Family) -> int:
 def _numbers(config: dict[str, Any], family: Family, head_dim: int) -> dict[str, float | None]:
     """The fields of `family.numbers`."""
     found = {name: _number(config, name, *key) for name, key in family.numbers.items()}
-    # Every other family divides scores by the root of head_dim.
+    # ModelConfig has None if scores are divided by sqrt(head_dim).
     return {name: None if name == "query_pre_attn_scalar" and x == head_dim else x for name, x in found.items()}
 
 
 def _number(config: dict[str, Any], name: str, key: str, default: float | None) -> float | None:
-    # Null turns a soft cap off; of a multiplier it means nothing.
+    # Null turns a soft cap off, and is invalid for a multiplier.
     off = name.endswith("softcap") and key in config and config[key] is None
     return None if off else number(config, key, default)
 
@@ -184,15 +184,15 @@ def _rope_layers(config: dict[str, Any], family: Family) -> tuple[bool, ...]:
 
 
 def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> int:
-    """The context. Under YaRN it may be longer than the file says: Qwen2.5's cards tell users to add `rope_scaling`
-    with factor 4 to a file whose `max_position_embeddings` then stays at the 32,768 of before. Under LongRoPE it is the
-    one that the short factors are for: up to there the model is the one of transformers at any length."""
+    """The context length. Under YaRN it may exceed `max_position_embeddings`: Qwen2.5's cards tell users to add
+    `rope_scaling` with factor 4 and leave `max_position_embeddings` at 32,768. Under LongRoPE it is the original
+    context, for which transformers uses the short factors."""
     given = _size(config, "max_position_embeddings")
     if isinstance(rope_scaling, LongRope):
         return min(given, rope_scaling.original_max_positions)
     if not isinstance(rope_scaling, YarnRope):
         return given
-    # The larger, because a file may give either context, the trained or the stretched one.
+    # The larger of both, because a file may have the original or the extended length.
     return max(given, min(int(rope_scaling.factor * rope_scaling.original_max_positions), LARGEST))
 
 
@@ -227,7 +227,7 @@ def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str 
         **_family_keys(config, FAMILIES[chosen]),
         "torch_dtype": dtype,
         "dtype": dtype,
-        # Llama's defaults of 1 and 2 would be wrong for most tokenizers: say that we do not know.
+        # None, because Llama's defaults of 1 and 2 would be wrong for most tokenizers.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

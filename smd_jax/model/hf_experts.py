@@ -37,7 +37,7 @@ def read_experts(config: Mapping[str, Any], keys: ExpertKeys, layers: int) -> Ex
 
 
 def _count(config: Mapping[str, Any], keys: ExpertKeys) -> int:
-    """Each family has a name of its own for it in transformers 4, and transformers 5 reads both."""
+    """The key has another name in each family of transformers 4; transformers 5 reads both."""
     given = {key: whole(config, key) for key in EXPERT_KEYS if key in config}
     if len(set(given.values())) > 1:
         raise ValueError(f"expected one number of experts; got {given}")

@@ -31,11 +31,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class RopeFields(NamedTuple):
-    """What config.json says of RoPE.
+    """RoPE in config.json.
 
     Attributes:
-      theta, scaling: of the layers that see all, and of the others where these have no parameters of their own.
-      local_theta: base of the layers with a window; None: they have RoPE as all others.
+      theta, scaling: of the layers with full attention, and of all layers if `local_theta` is None.
+      local_theta: base of the layers with a window, if it differs.
       rotated: share of a head's channels that is rotated.
     """
 
@@ -46,11 +46,11 @@ class RopeFields(NamedTuple):
 
 
 def read_rope(config: Mapping[str, Any], family: Family) -> RopeFields:
-    """RoPE's parameters. As in transformers 5, `rope_scaling` comes before `rope_parameters`.
+    """RoPE's parameters. As in transformers 5, `rope_scaling` takes precedence over `rope_parameters`.
 
     Raises:
-      ValueError: a kind of scaling that is not supported, keys that are missing or unknown, parameters for no kind of
-        layer, or a scaling of the layers with a window.
+      ValueError: an unsupported scaling, missing or unknown keys, an unknown kind of layer, or a scaling for the layers
+        with a window.
     """
     local = family.local_rope
     if local is None:
@@ -74,7 +74,7 @@ def read_rope(config: Mapping[str, Any], family: Family) -> RopeFields:
 
 
 def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
-    """The dictionary of transformers, without the base."""
+    """transformers' dictionary, without the base."""
     match scaling:
         case None:
             return {"rope_type": "default"}
@@ -112,7 +112,7 @@ def _longrope_to_hf(scaling: LongRope) -> dict[str, Any]:
         "long_factor": list(scaling.long_factor),
         "original_max_position_embeddings": scaling.original_max_positions,
     }
-    # Else the ratio of the two contexts says it.
+    # Otherwise transformers computes the factor from the two contexts.
     if stretched_positions(scaling) / scaling.original_max_positions != scaling.factor:
         rope["factor"] = scaling.factor
     given = scaling.attention_factor is not None
@@ -120,17 +120,17 @@ def _longrope_to_hf(scaling: LongRope) -> dict[str, Any]:
 
 
 def stretched_positions(scaling: LongRope) -> int:
-    """The context after it was stretched."""
+    """The extended context length."""
     return round(scaling.factor * scaling.original_max_positions)
 
 
 def _parse(
     given: Mapping[str, Any], config: Mapping[str, Any], theta_key: str, default_theta: float
 ) -> tuple[float, RopeScaling | None, float]:
-    """Base, scaling and rotated share of one dictionary of parameters. The base of one without a `rope_theta` is
-    `config[theta_key]`, or the default."""
+    """Base, scaling and rotated share in a dictionary of parameters. Without `rope_theta`, the base is
+    `config[theta_key]` or the default."""
     rope = dict(given)
-    # Older files say `type` where newer ones say `rope_type`.
+    # Older files have `type` instead of `rope_type`.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     base = rope.pop("rope_theta", None)
@@ -165,7 +165,7 @@ def _scaling(rope_type: str, rope: dict[str, Any], config: Mapping[str, Any]) ->
     given = {key: value for key, value in rope.items() if value is not None}
     if rope_type == "longrope":
         return _longrope(given, config, original)
-    # An absent factor is the ratio of the two contexts.
+    # The default is the ratio of the two contexts.
     factor = number(given, "factor") if "factor" in given else whole(config, "max_position_embeddings") / original
     return YarnRope(
         factor=factor,
@@ -189,8 +189,8 @@ def _longrope(rope: Mapping[str, Any], config: Mapping[str, Any], original: int)
 
 
 def _original_positions(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """The context before it was stretched. A length outside of the dictionary wins, and the context length replaces an
-    absent one, as in transformers."""
+    """The original context length. As in transformers, the key outside the dictionary takes precedence, and
+    max_position_embeddings is the default."""
     key = "original_max_position_embeddings"
     for fields in (config, rope):
         if fields.get(key) is not None:
@@ -199,10 +199,10 @@ def _original_positions(rope: Mapping[str, Any], config: Mapping[str, Any]) -> i
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
-    """Explicit, or from DeepSeek's two mscales, or None where the default `0.1 ln(factor) + 1` holds."""
+    """Explicit, or computed from DeepSeek's two mscales, or None for the default `0.1 ln(factor) + 1`."""
     if "attention_factor" in rope:
         return number(rope, "attention_factor")
-    # Without stretching, scores keep their size.
+    # Without extension of the context, scores are not scaled.
     if factor <= 1:
         return 1.0
     mscale, mscale_all_dim = (number(rope, key, 0.0, zero=True) for key in ("mscale", "mscale_all_dim"))

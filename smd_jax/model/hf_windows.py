@@ -1,4 +1,4 @@
-"""Sliding windows in Hugging Face's config.json, for every family that has them."""
+"""Sliding windows in Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from smd_jax.model.hf_fields import flag, names, shown, whole
 from smd_jax.model.hf_rope import LAYER_TYPES
 
 FULL, SLIDING = LAYER_TYPES
-_DEFAULT_WINDOW = 4096  # written where a family always has the key and the model no window
-_QWEN_WINDOW_LAYERS = 28  # layers from this one on have a window
+_DEFAULT_WINDOW = 4096  # written for a model without a window, in families that always have the key
+_QWEN_WINDOW_LAYERS = 28  # default of the first layer with a window
 
 
 def read_windows(
     config: Mapping[str, Any], family: Family, layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    """The window of every layer; empty if none has one.
+    """The window of each layer; empty if none has one.
 
     Raises:
-      ValueError: layers of an unknown kind, not one for each layer, or of a kind that the family does not have.
+      ValueError: `layer_types` has unknown kinds, kinds that the family does not have, or another length.
     """
     model_type = config["model_type"]
     window = _window(config, family.windows)
@@ -33,7 +33,7 @@ def read_windows(
         raise ValueError(f"layer_types of {model_type} must be {' or '.join(possible)}; got {shown(unknown)}")
     if len(kinds) != layers:
         raise ValueError(f"layer_types must name the kind of each of {layers} layers; got {len(kinds)}")
-    # transformers' Mistral does not read the key: where it says something else, another model is meant.
+    # transformers' Mistral ignores layer_types, so other values describe another model.
     if family.windows is not None and family.windows.layers == "all" and kinds != by_rule:
         raise ValueError(
             f"{model_type} has windows in all layers or in none; got sliding_window={window} and {shown(kinds)}"
@@ -50,8 +50,8 @@ def read_windows(
 
 
 def _window(config: Mapping[str, Any], windows: Windows | None) -> int | None:
-    """The size of the windows, None if there are none."""
-    # Qwen's files give a size also where it is not used.
+    """The size of the windows; None without windows."""
+    # Qwen's files have a size even if no layer uses it.
     if windows is None or (windows.flag and not flag(config, "use_sliding_window", False)):
         return None
     # Null turns windows off; an absent key leaves them at the default.
@@ -62,7 +62,7 @@ def _window(config: Mapping[str, Any], windows: Windows | None) -> int | None:
 def _layer_types(
     config: Mapping[str, Any], windows: Windows | None, window: int | None, layers: int, rope_layers: tuple[bool, ...]
 ) -> list[str]:
-    """The kind of every layer where the file does not name it: older files have a rule for each family."""
+    """The kind of each layer by the rule of its family, for older files without `layer_types`."""
     if windows is None:
         return [FULL] * layers
     if windows.pattern is not None:
@@ -96,6 +96,6 @@ def windows_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         return keys
     keys["layer_types"] = kinds
     if windows.first_layer:
-        # Older readers know no `layer_types`, but this: the layers from here on have a window.
+        # For readers without `layer_types`: the first layer with a window.
         keys["max_window_layers"] = kinds.index(SLIDING)
     return keys

@@ -37,8 +37,8 @@ _PREFIX = "base_model.model."
 _MATRICES = ("lora_A", "lora_B")
 ATTENTION_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-# PEFT's options that do not change what trained adapters compute on their base. `init_lora_weights` decides whether the
-# configuration of an initialisation (EVA, CorDA, …) applies.
+# Options of PEFT that do not change the function of trained adapters. Configurations of an initialisation (EVA, CorDA,
+# …) apply only if `init_lora_weights` names it.
 _WITHOUT_EFFECT = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -47,8 +47,8 @@ _WITHOUT_EFFECT = frozenset(
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
     }
 )
-# Initialisations that leave the base as it is. PEFT repeats all others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) when it
-# loads an adapter, and they subtract a part of the base's weights.
+# Initialisations that do not change the base model. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract a part of
+# its weights, and PEFT repeats them when it loads an adapter.
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -60,18 +60,18 @@ def save_peft(
     base_model: str | Path | None = None,
     dtype: FloatName = "float32",
 ) -> None:
-    """Writes the adapters so that PEFT opens them beside the base: `PeftModel.from_pretrained(base, directory)`.
+    """Writes the adapters for PEFT: `PeftModel.from_pretrained(base, directory)`.
 
-    Other files in `directory` stay. A value head and the base itself are not written.
+    Keeps other files in `directory`. Writes neither the value head nor the base model.
 
     Args:
-      params: with adapters, see `add_lora`; each of them addressable from this process.
+      params: with adapters, see `add_lora`; all addressable from this process.
       config: of the decoder.
-      base_model: where the base is, a directory or a name on a hub, for `AutoPeftModelForCausalLM`.
-      dtype: how the adapters are stored.
+      base_model: directory or Hub name of the base model, for `AutoPeftModelForCausalLM`.
+      dtype: of the stored adapters.
 
     Raises:
-      ValueError: if there are no adapters, they belong to another decoder, or PEFT cannot express them.
+      ValueError: there are no adapters, they do not fit `config`, or PEFT cannot express them.
     """
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
@@ -100,23 +100,23 @@ def save_peft(
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_peft_config(adapters.config, base_model, layout), indent=2, sort_keys=True) + "\n"
     write_safetensors(directory / TENSOR_FILE, tensors, {"format": "pt"})
-    # Written under another name and renamed: a reader sees the old file or the new one.
+    # Written under another name and renamed, so that no reader sees half a file.
     new_config = directory / f"{CONFIG_FILE}.new-{os.getpid()}"
     new_config.write_text(text, encoding="utf-8")
     new_config.replace(directory / CONFIG_FILE)
 
 
 def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """The parameters of a base with the adapters in `directory`, as PEFT wrote them; in float32 or wider.
+    """Adds adapters that PEFT wrote to the parameters of a base model; in float32 or wider.
 
     Args:
-      params: of the base; its leaves stay the same objects.
+      params: of the base model; the result shares its arrays.
       config: of the decoder.
 
     Raises:
-      FileNotFoundError: one of PEFT's two files is not there.
-      ValueError: no LoRA, or LoRA with an option that makes another function of the tensors or changes the base (DoRA,
-        biases, ranks by layer, modules saved whole, PiSSA, OLoRA); tensors missing, left over or of the wrong shape.
+      FileNotFoundError: one of PEFT's two files is missing.
+      ValueError: not LoRA, or with unsupported options (DoRA, biases, ranks per layer, fully saved modules, PiSSA,
+        OLoRA); tensors missing, unexpected or of the wrong shape.
     """
     if has_lora(params):
         raise ValueError("expected the parameters of a base; got some with adapters: merge_lora(params) keeps them")
@@ -181,7 +181,7 @@ def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout
     # PEFT's own alpha is an integer in its annotations, and any number where it computes.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     fused = fused_targets(lora) if layout == "fused" else {}
-    alone = [target for target in lora.targets if not any(target in parts for parts in fused.values())]
+    separate = [target for target in lora.targets if not any(target in parts for parts in fused.values())]
     return {
         **(patterns(lora) if fused else {}),
         "peft_type": "LORA",
@@ -191,7 +191,7 @@ def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout
         "r": lora.rank,
         "lora_alpha": alpha,
         "use_rslora": lora.rank_stabilised,
-        "target_modules": [*fused, *alone],
+        "target_modules": [*fused, *separate],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

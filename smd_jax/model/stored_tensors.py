@@ -1,7 +1,4 @@
-"""The safetensors of a checkpoint directory: which there are, what their headers say, and any part of one of them.
-
-Only safetensors files are read, never pickles.
-"""
+"""Reads the safetensors of a checkpoint directory: file names, headers, and shards of single tensors. Never pickles."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 STORED_DTYPES = ("F32", "BF16", "F16", "F64")
-# The index of a model of 400 billion parameters has a tenth of a megabyte.
+# The index of a model of 400 billion parameters takes 0.1 MB.
 MOST_JSON_BYTES = 16 * 2**20
 _MOST_NAME_CHARACTERS = 255  # what file systems allow
-# Of a tensor this much is read at once, or a 32nd of what is wanted of it, if that is less.
+# A tensor is read in blocks of this size, or of a 32nd of the shard if that is smaller.
 BLOCK_BYTES = 8 * 2**20
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -52,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: no JSON, no object, or a file of more than 16 MiB.
+      ValueError: not JSON, not an object, or a file of more than 16 MiB.
     """
     if not path.is_file():
         raise FileNotFoundError(f"expected a checkpoint with {path.name} in {path.parent}; there is no such file")
@@ -76,7 +73,7 @@ def tensor_files(directory: Path) -> list[Path]:
         return [directory / SINGLE_FILE]
     if (directory / INDEX_FILE).is_file():
         return _shards(directory / INDEX_FILE)
-    # Only to say in the error what is there; nothing of it is opened.
+    # Listed for the error message, never opened.
     pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
     if pickles:
         raise ValueError(
@@ -98,7 +95,7 @@ def shard_names(index: Path) -> list[str]:
     """The files that an index names, sorted.
 
     Raises:
-      ValueError: the index has no weight_map, or names files that are no safetensors of its own directory.
+      ValueError: the index has no weight_map, or names other files than safetensors in its directory.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -106,7 +103,7 @@ def shard_names(index: Path) -> list[str]:
             f"{index} must hold weight_map, an object of tensor name -> file name; got {shown(weight_map)}"
         )
     for name in weight_map.values():
-        # An index is part of a download: it must not name files elsewhere on this machine.
+        # The index is downloaded, so it must not reach files outside its directory.
         if not isinstance(name, str) or not _is_shard_name(name):
             raise ValueError(f"{index} must name safetensors files in its own directory; got {shown(name)}")
     return sorted(set(weight_map.values()))
@@ -118,7 +115,7 @@ def _is_shard_name(name: str) -> bool:
 
 
 def read_headers(files: list[Path]) -> dict[str, Stored]:
-    """Names, shapes and dtypes of all tensors, and no weights."""
+    """Names, shapes and dtypes of all tensors, without reading weights."""
     stored: dict[str, Stored] = {}
     for file in files:
         try:
@@ -138,16 +135,16 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
 def match_tensors(
     config: ModelConfig, files: list[Path], where: str, layout: Layout = "split"
 ) -> dict[str, tuple[StoredTensor, Stored]]:
-    """The tensors of `config` and where each is stored, by name; from headers, without weights.
+    """The tensors of `config` and where each is stored, by name; from headers, without reading weights.
 
-    A tied embedding may be stored under either of its two names, and both names must then hold equal tensors.
+    A tied embedding may be stored under either of its two names, or under both with equal values.
 
     Raises:
-      ValueError: missing or unexpected tensors; a wrong shape or dtype; an output projection that differs from the
-        embedding that config.json ties it to.
+      ValueError: missing or unexpected tensors; a wrong shape or dtype; an output projection that differs from its
+        tied embedding.
     """
     stored = read_headers(files)
-    # Before the table is built, which has an entry for each tensor of each layer.
+    # Checked before the table is built, because the table grows with num_hidden_layers of a downloaded file.
     layers = {match[1] for name in stored if (match := _LAYER.match(name))}
     if config.num_layers > max(len(layers), 1):
         raise ValueError(
@@ -169,12 +166,12 @@ def match_tensors(
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor holds nothing new: RoPE's buffers of older transformers, or the copy of a tied embedding."""
+    """Whether a tensor can be skipped: RoPE buffers of older transformers, or the copy of a tied embedding."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == OUTPUT)
 
 
 def _check_tied(embedding: Stored, output: Stored, where: str) -> None:
-    """Raises ValueError unless both tensors are equal, read in blocks of rows."""
+    """Raises ValueError unless both tensors are equal. Reads blocks of rows."""
     equal = embedding.shape == output.shape
     if equal:
         with (
@@ -194,12 +191,12 @@ def _check_tied(embedding: Stored, output: Stored, where: str) -> None:
 
 
 def _wide(block: np.ndarray) -> np.ndarray:
-    """In a dtype that holds every stored value exactly, and that NumPy compares."""
+    """In a dtype that NumPy can compare and that represents every stored value exactly."""
     return block.astype(np.float64)
 
 
 def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> None:
-    """Raises ValueError for tensors of another shape than the table's, or whose numbers are no floats."""
+    """Raises ValueError for tensors of a wrong shape, or whose dtype is not floating."""
     wrong = [
         f"{name}: expected {list(tensor.hf_shape)}, got {shown(list(stored[name].shape))}"
         for name, tensor in table.items()
@@ -212,14 +209,14 @@ def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> N
         raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)}; got {some(odd)}")
 
 
-# Parts of tensors
+# Shards of tensors
 
 
 class Holder(NamedTuple):
-    """An opened tensor that holds a parameter, or a part of it.
+    """An open tensor that holds a parameter or a part of it.
 
     Attributes:
-      content: what `safe_open(...).get_slice(name)` gives.
+      content: result of `safe_open(...).get_slice(name)`.
     """
 
     content: Any
@@ -227,11 +224,11 @@ class Holder(NamedTuple):
 
 
 def load_parameter(holders: Sequence[Holder], leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
-    """A parameter on the devices of this process, whose parts are read one after the other.
+    """A parameter on the devices of this process, read shard by shard.
 
     Args:
-      holders: the tensors that hold it, one or, of experts, several.
-      sharding: where the parts belong; None: the whole, uncommitted, on JAX's default device.
+      holders: the tensors that hold it: one, or several for experts.
+      sharding: of the parameter; None: unsharded and uncommitted on JAX's default device.
     """
     if sharding is None:
         whole = read_part(holders, leaf, tuple((0, side) for side in leaf.shape), dtype)
@@ -247,20 +244,20 @@ def load_parameter(holders: Sequence[Holder], leaf: Leaf, dtype: FloatName, shar
     arrays: list[jax.Array] = []
     for bounds, devices in devices_of.items():
         arrays += _put(read_part(holders, leaf, bounds, dtype), devices)
-        # JAX lets go of what it has copied at its next call: here, and not when another part was read already.
+        # JAX frees the copied buffer at its next call. This call frees it before the next shard is read.
         jax.device_put(np.int8(0), devices[0])
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
 
 def read_part(holders: Sequence[Holder], leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
-    """A part of a parameter, converted; of what is stored no more than a block exists besides.
+    """A shard of a parameter, converted. Besides it, at most one block of the file is in memory.
 
     Args:
-      holders: as in `load_parameter`.
-      bounds: of the part, in the parameter's own order of axes.
+      holders: as for `load_parameter`.
+      bounds: of the shard, in the parameter's order of axes.
 
     Raises:
-      ValueError: NaN or infinity among the numbers, or beyond the range of the dtype.
+      ValueError: values that are NaN, infinite or beyond the range of the dtype.
     """
     part = host_array(tuple(end - begin for begin, end in bounds), dtype)
     block = min(BLOCK_BYTES, part.nbytes // 32)
@@ -274,12 +271,12 @@ def read_part(holders: Sequence[Holder], leaf: Leaf, bounds: Bounds, dtype: Floa
 
 
 def _fill(part: np.ndarray, holder: Holder, leaf: Leaf, bounds: Bounds, block: int) -> None:
-    """Reads a tensor's share of a part, `block` bytes at a time."""
+    """Reads one tensor into a shard, `block` bytes at a time."""
     tensor = holder.tensor
-    # In the order of the file, a view into the part.
+    # A view of the shard in the axis order of the file.
     there = part.T if tensor.transposed else part
     *before, (begin, end) = bounds
-    # Parameters lie one behind the other along the last axis, or take turns there.
+    # Parameters are concatenated along the last axis, or interleaved.
     turns = len(tensor.leaves) if tensor.in_turns else 1
     if tensor.in_turns:
         place = tensor.leaves.index(leaf)
@@ -292,33 +289,33 @@ def _fill(part: np.ndarray, holder: Holder, leaf: Leaf, bounds: Bounds, block: i
     step = max(block * len(there) // max(part.nbytes, 1), 1)
     for begin in range(first, last, step):
         end = min(begin + step, last)
-        with np.errstate(over="ignore"):  # found below, with the tensor's name
+        with np.errstate(over="ignore"):  # check_finite_weights reports it with the tensor's name
             read = holder.content[(slice(begin, end), *rest)]
             there[begin - first : end - first] = read[..., ::turns] if turns > 1 else read
         check_finite_weights(leaf.path, there[begin - first : end - first])
 
 
-_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}  # all these bits are set in NaN and infinity alone
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}  # all these bits are set only in NaN and infinity
 
 
 def check_finite_weights(name: str, values: np.ndarray) -> None:
-    """Raises ValueError if there is a NaN or an infinity: nothing that is computed with it means anything."""
+    """Raises ValueError if a weight is NaN or infinite."""
     exponent = _EXPONENTS.get(values.dtype.name)
-    # NumPy looks at bfloat16 number by number, at bits of whole numbers many at a time.
+    # NumPy's isfinite is not vectorised for bfloat16; integer operations are.
     bad = ~np.isfinite(values) if exponent is None else (values.view(np.uint16) & exponent) == exponent
     if bad.any():
         raise ValueError(f"expected finite weights; got NaN or infinity in {name}, as {values.dtype.name}")
 
 
 def host_array(shape: tuple[int, ...], dtype: FloatName) -> np.ndarray:
-    """Memory for a part."""
+    """Uninitialised memory for a shard."""
     return np.empty(shape, jnp.dtype(dtype))
 
 
 def _put(part: np.ndarray, devices: list[Any]) -> list[jax.Array]:
-    """On every one of the devices; of None uncommitted on the default one. On a CPU it may be the same memory, which
-    nobody else has."""
-    # Waited for: parts that are still on their way would fill the host.
+    """Copies `part` to each device; None: to the default device, uncommitted. A CPU array may alias `part`, which the
+    caller must not reuse."""
+    # Blocking, because shards in transfer would fill the host's memory.
     return jax.block_until_ready([jax.device_put(part, device) for device in devices])
 
 

@@ -1,8 +1,8 @@
-"""Which tensor of a Hugging Face checkpoint holds which parameters of the decoder.
+"""Maps the tensors of a Hugging Face checkpoint to the parameters of the decoder.
 
-A `kernel` here is [in, out] where a Linear's weight there is [out, in], so kernels are transposed. Phi stores q, k and
-v as one matrix, and gate and up as another. Everything else is taken as it is: RoPE uses the same pairs of channels on
-both sides, so no head is permuted, and Gemma's norms are stored less one on both sides.
+A `kernel` is [in, out] and a Linear's weight [out, in], so kernels are transposed. Phi stores q, k and v as one matrix,
+and gate and up as another. Everything else is copied: RoPE rotates the same pairs of channels as transformers', so no
+head is permuted, and both store the weights of Gemma's norms minus one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from smd_jax.config import ModelConfig
 
 # "fused": q, k and v are one tensor, and gate and up another. "mixtral": experts have Mixtral's names. "gpt_oss": all
-# experts are one tensor, gate and up in turns.
+# experts are one tensor, with gate and up interleaved.
 Layout = Literal["split", "fused", "mixtral", "gpt_oss"]
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -22,7 +22,7 @@ OUTPUT = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter: its path in the tree (`layers_0/mlp/up_proj/kernel`) and its shape there."""
+    """Path (`layers_0/mlp/up_proj/kernel`) and shape of a parameter."""
 
     path: str
     shape: tuple[int, ...]
@@ -33,10 +33,10 @@ class StoredTensor:
     """A tensor of a checkpoint.
 
     Attributes:
-      leaves: the parameters in it, one behind the other along their last axis; mostly one.
-      transposed: whether it is stored as the transpose.
-      expert: it holds this entry of the parameters' first axis; None: all of the parameters.
-      in_turns: whether the parameters take turns along their last axis, in place of one behind the other.
+      leaves: the parameters in it, concatenated along their last axis; usually one.
+      transposed: whether it is stored transposed.
+      expert: index of this tensor on the parameters' first axis; None: it holds the parameters as a whole.
+      in_turns: whether the parameters are interleaved along their last axis instead of concatenated.
     """
 
     leaves: tuple[Leaf, ...]
@@ -46,18 +46,18 @@ class StoredTensor:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Its shape in the file."""
+        """Shape in the file."""
         shape = self.leaves[0].shape if self.expert is None else self.leaves[0].shape[1:]
         shape = (*shape[:-1], sum(leaf.shape[-1] for leaf in self.leaves))
         return shape[::-1] if self.transposed else shape
 
     def begin(self, leaf: Leaf) -> int:
-        """Where a parameter begins along the last axis."""
+        """Offset of a parameter on the last axis."""
         return sum(other.shape[-1] for other in self.leaves[: self.leaves.index(leaf)])
 
 
 def tensor_table(config: ModelConfig, layout: Layout = "split") -> dict[str, StoredTensor]:
-    """Hugging Face tensor name -> what it holds, for every parameter of a decoder of shape `config`."""
+    """Hugging Face's tensor name -> tensor, for every parameter of the decoder of `config`."""
     hidden = config.hidden_size
     table = {EMBEDDING: _plain("embed/embedding", config.vocab_size, hidden)}
     fused = layout == "fused"
@@ -74,7 +74,7 @@ def tensor_table(config: ModelConfig, layout: Layout = "split") -> dict[str, Sto
 
 
 def parameters(table: Mapping[str, StoredTensor]) -> dict[str, Leaf]:
-    """Path -> parameter, for all that the tensors hold."""
+    """Path -> parameter, for all parameters in the tensors."""
     return {leaf.path: leaf for tensor in table.values() for leaf in tensor.leaves}
 
 
@@ -83,7 +83,7 @@ def _plain(path: str, *shape: int) -> StoredTensor:
 
 
 def _kernel(widths: Mapping[str, int], width_in: int) -> StoredTensor:
-    """A Linear's weight: path -> output width of the kernels in it."""
+    """A Linear's weight that holds kernels: path -> output width."""
     return StoredTensor(tuple(Leaf(path, (width_in, width)) for path, width in widths.items()), transposed=True)
 
 
@@ -116,7 +116,7 @@ def _attention(config: ModelConfig, fused: bool) -> dict[str, StoredTensor]:
 
 
 def _norms(config: ModelConfig) -> dict[str, StoredTensor]:
-    # One name, two places: where norms follow attention it is theirs, else the MLP's.
+    # With post-norms, post_attention_layernorm is the norm after attention; otherwise it is the norm before the MLP.
     if config.post_norms:
         paths = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
         if config.pre_norms:
@@ -145,7 +145,7 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def _mixture(config: ModelConfig, layout: Layout) -> dict[str, StoredTensor]:
-    """Tensors of the experts of a layer; empty for a model without."""
+    """Tensors of a layer's experts; empty without experts."""
     experts = config.experts
     if experts is None:
         return {}

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoint directories <-> the parameters of the decoder.
+"""Loading and saving checkpoints in Hugging Face's format.
 
-`tensor_table` is the whole correspondence, and both directions read it.
+`tensor_table` maps tensors to parameters, for both directions.
 """
 
 from __future__ import annotations
@@ -52,28 +52,27 @@ def load_checkpoint(
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads config.json and model.safetensors, or the shards of model.safetensors.index.json.
 
-    Names, shapes and dtypes are checked from the headers before any tensor is read. Then one tensor at a time is on the
-    host, in `dtype`, besides a block of at most 8 MiB of what is stored: at most 1.2 times the largest tensor. With a
-    mesh it is one device's part of a tensor, read from its place in the file, or two of them where JAX is slow to let
-    go of one: a model need not fit onto the host. `tests/model` measures both; a process that loaded 468 MB
-    on a CPU took 1.18 times the largest tensor more than that, of eight fake devices 0.16 times. Pages of the files,
-    which the kernel may drop, are not counted.
+    Names, shapes and dtypes are checked from the headers before any tensor is read. The host then holds one tensor at a
+    time, in `dtype`, and a block of at most 8 MiB of the file: at most 1.2 times the largest tensor. With a mesh, it
+    holds one device's shard of a tensor, or two if JAX frees the first late, so the model need not fit in host memory.
+    `tests/model` measures both: loading 468 MB on a CPU took 1.18 times the largest tensor on top of the parameters,
+    and 0.16 times with eight fake devices. The page cache is not counted.
 
     Args:
       directory: a checkpoint directory in Hugging Face's format, of a family in `smd_jax.model.families`.
       dtype: of the returned parameters, and the compute dtype of the returned configuration.
-      mesh: the parameters are laid out on it as `smd_jax.devices.sharding.shard_tree` does. None: on JAX's default
-        device, uncommitted; to keep a big model on the host until it is sharded, call this under
+      mesh: shards the parameters as `smd_jax.devices.sharding.shard_tree` does. None: JAX's default device,
+        uncommitted; to keep a large model on the host until it is sharded, call this under
         `jax.default_device(jax.local_devices(backend="cpu")[0])`.
 
     Returns:
       The configuration, and the parameters for `Decoder(config).apply({"params": params}, ...)`.
 
     Raises:
-      FileNotFoundError: no directory, no config.json, no safetensors, or a shard that the index names does not exist.
-      ValueError: a pickle in place of safetensors; missing or extra tensors; a wrong shape or dtype; an output
-        projection that differs from the embedding it is tied to; an index that names files elsewhere; a file that
-        cannot be parsed; an architecture that the decoder does not cover; NaN or infinity among the weights.
+      FileNotFoundError: no directory, no config.json, no safetensors, or a shard of the index is missing.
+      ValueError: pickles instead of safetensors; missing or extra tensors; a wrong shape or dtype; an output projection
+        that differs from its tied embedding; an index that names files outside the directory; a file that cannot be
+        parsed; an unsupported architecture; weights that are NaN or infinite.
     """
     directory = Path(directory)
     name = float_name(dtype)
@@ -98,10 +97,10 @@ def _sharding(leaf: Leaf, mesh: Mesh | None) -> NamedSharding | None:
 
 
 def read_config(directory: str | Path, dtype: DTypeLike = jnp.float32) -> ModelConfig:
-    """Reads the configuration of a checkpoint, and checks it against the headers of its tensors.
+    """Reads the configuration of a checkpoint and checks the headers of its tensors against it.
 
-    Arguments and errors as `load_checkpoint`. No weights are read, except to compare a tied embedding that is stored
-    twice.
+    Arguments and errors as for `load_checkpoint`. Reads no weights, except to compare the two copies of a tied
+    embedding.
     """
     directory = Path(directory)
     config, layout = _parsed_config(directory, float_name(dtype))
@@ -134,31 +133,31 @@ def save_checkpoint(
     tokenizer: Any = None,
     end_token_ids: Sequence[int] | None = None,
 ) -> None:
-    """Writes a checkpoint that transformers 4 and 5 open, as the model type of `smd_jax.model.families` that it is.
+    """Writes a checkpoint for transformers 4 and 5, as the model type of `smd_jax.model.families` that fits `config`.
 
-    Everything is written to a sibling directory first, which then takes the place of `directory`: a save that fails
-    leaves the checkpoint that was there. The host holds one shard at a time.
+    Writes a sibling directory and renames it to `directory`, so a failed save keeps the previous checkpoint. The host
+    holds one shard at a time.
 
     Args:
-      directory: where to write. It may hold a previous checkpoint, and nothing else, since it is replaced as a whole.
-      params: the parameters, each of them addressable from this process; without a value head or adapters
-        (`smd_jax.model.lora.merge_lora`), for which this format has no place.
-      config: their shape.
-      dtype: how the weights are stored; float32 parameters are rounded to it.
-      max_shard_bytes: weights beyond this size are split into several files with an index. A tensor is never split.
-      tokenizer_from: a directory whose tokenizer, chat templates and generation_config.json, and whose ids of special
-        tokens in config.json, are taken over; its model type, too, where several express `config`.
-      tokenizer: one of transformers, which replaces that directory's tokenizer.
+      directory: may hold a previous checkpoint and nothing else, because it is replaced as a whole.
+      params: the parameters, all addressable from this process; without a value head or adapters
+        (`smd_jax.model.lora.merge_lora`), which the format cannot store.
+      config: of the decoder.
+      dtype: of the stored weights; float32 parameters are rounded to it.
+      max_shard_bytes: weights are split into files of at most this size, with an index. A tensor is never split.
+      tokenizer_from: copies this directory's tokenizer, chat templates, generation_config.json and the ids of special
+        tokens in config.json; also its model type, if several fit `config`.
+      tokenizer: of transformers, replaces that directory's tokenizer.
       end_token_ids: the tokens that ended responses in training, for config.json and generation_config.json. None:
-        those of `tokenizer_from`, and the tokenizer's EOS token.
+        those of `tokenizer_from` and the tokenizer's EOS token.
 
     Raises:
-      ValueError: no model type expresses `config`; `params` do not fit `config`, have a value head or adapters;
+      ValueError: no model type fits `config`; `params` do not fit `config`, have a value head or adapters;
         `max_shard_bytes` is not positive.
-      FileExistsError: `directory` holds files that are no part of a checkpoint.
-      FileNotFoundError: `tokenizer_from` holds no tokenizer.
-      ValueError: a file of it links elsewhere, or is no JSON.
-      OSError: the disk is full, or fails.
+      FileExistsError: `directory` holds files that do not belong to a checkpoint.
+      FileNotFoundError: `tokenizer_from` has no tokenizer.
+      ValueError: one of its files is a link to another directory, or is not JSON.
+      OSError: the disk is full or fails.
     """
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes must be positive; got {max_shard_bytes}")
@@ -167,7 +166,7 @@ def save_checkpoint(
     hf_config = hf_config_from_model(config, dtype, _model_type_of(source))
     table = tensor_table(config, FAMILIES[hf_config["model_type"]].layout)
     flat = flatten_dict(dict(params), sep="/")
-    # Before the first file is written, because this needs no more than names and shapes.
+    # Names and shapes are checked before the first file is written.
     _check_params(table, flat)
     with _replaced(Path(directory)) as temporary:
         hf_config |= write_tokenizer(temporary, source, tokenizer, end_token_ids)
@@ -183,17 +182,17 @@ def check_export(directory: str | Path, needed: int) -> None:
     """
     directory = Path(directory)
     check_replaceable(directory)
-    # It is written beside the directory whose place it takes.
+    # The new directory is written to the same parent.
     check_writable(directory.parent)
     check_space(directory.parent, needed, "the exported model")
 
 
 def check_export_source(config: ModelConfig, tokenizer_from: str | Path, tokenizer: Any = None) -> None:
-    """Raises what `save_checkpoint` would raise for these arguments, whatever the parameters. Call it before training.
+    """Raises the errors of `save_checkpoint` that do not depend on the parameters. Call it before training.
 
     Raises:
-      ValueError: no model type expresses `config`; a file of the tokenizer links elsewhere, or is no JSON.
-      FileNotFoundError: `tokenizer_from` holds no tokenizer.
+      ValueError: no model type fits `config`; a file of the tokenizer is a link to another directory, or is not JSON.
+      FileNotFoundError: `tokenizer_from` has no tokenizer.
       OSError: a file cannot be read.
     """
     source = Path(tokenizer_from)
@@ -219,7 +218,7 @@ def _check_params(table: dict[str, StoredTensor], flat: Mapping[str, Any]) -> No
     if LORA in flat:
         raise ValueError(
             "expected parameters without adapters: smd.model.merge_lora(params) puts them into their matrices, "
-            f"smd.model.save_peft writes them beside the base; got {LORA!r}"
+            f"smd.model.save_peft writes them to files for PEFT; got {LORA!r}"
         )
     check_names(missing=leaves.keys() - flat.keys(), extra=flat.keys() - leaves.keys(), where="params")
     wrong = [
@@ -232,7 +231,7 @@ def _check_params(table: dict[str, StoredTensor], flat: Mapping[str, Any]) -> No
 
 
 def _to_stored(flat: Mapping[str, Any], tensor: StoredTensor, dtype: FloatName) -> np.ndarray:
-    # NumPy has no bfloat16 of its own; JAX's dtype brings it along.
+    # NumPy has no bfloat16; JAX's dtype adds it.
     whole = [flat[leaf.path] if tensor.expert is None else flat[leaf.path][tensor.expert] for leaf in tensor.leaves]
     parts = [np.asarray(part).astype(jnp.dtype(dtype)) for part in whole]
     if tensor.in_turns:
@@ -260,11 +259,11 @@ def _write_tensors(
 
 
 def _pack(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in their order, in groups of at most `limit` bytes; a bigger tensor is a group by itself."""
+    """Names in order, in groups of at most `limit` bytes; a larger tensor is its own group."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
-        # A tensor that is bigger than the limit leaves a negative room, so that the next one begins a new group.
+        # After a tensor above the limit `room` is negative, so the next tensor starts a group.
         if not groups or size > room:
             groups.append([])
             room = limit
@@ -274,7 +273,7 @@ def _pack(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _model_type_of(directory: Path | None) -> str | None:
-    """The model type that a directory's config.json names."""
+    """The model type in a directory's config.json."""
     if directory is None or not (directory / "config.json").is_file():
         return None
     name = read_json(directory / "config.json").get("model_type")
@@ -287,22 +286,21 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 @contextmanager
 def _replaced(directory: Path) -> Iterator[Path]:
-    """A new sibling directory that takes the place of `directory` if the block succeeds, and vanishes if not."""
+    """A new sibling directory that replaces `directory` if the block succeeds, and is deleted otherwise."""
     directory = directory.resolve()
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # In the same parent: a rename within a file system happens as a whole or not at all.
+    # In the same parent, because a rename within a file system is atomic.
     new = directory.parent / f".{directory.name}.new-{os.getpid()}"
     old = directory.parent / f".{directory.name}.old-{os.getpid()}"
     new.mkdir()
     try:
-        # The block of the caller writes here; the renames follow only if it raises nothing.
         yield new
         if directory.exists():
             directory.rename(old)
         new.rename(directory)
     finally:
-        # The previous checkpoint was moved away and the new one did not take its place.
+        # The second rename failed: restore the previous checkpoint.
         if old.exists() and not directory.exists():
             old.rename(directory)
         shutil.rmtree(new, ignore_errors=True)
@@ -310,11 +308,10 @@ def _replaced(directory: Path) -> Iterator[Path]:
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raises FileExistsError if `save_checkpoint` would not write there: for a file, or a directory in which there is
-    what belongs to no checkpoint."""
+    """Raises FileExistsError for a file, or a directory with files that do not belong to a checkpoint."""
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"expected a directory or nothing at {directory}; there is a file")
-    # The directory is replaced as a whole, and files that no checkpoint has would be lost with it.
+    # The directory is replaced as a whole, so other files in it would be lost.
     foreign = sorted(file.name for file in (directory.iterdir() if directory.exists() else ()) if not _is_known(file))
     if foreign:
         raise FileExistsError(f"expected {directory} to be new, empty or a checkpoint; it also holds {some(foreign)}")

@@ -219,8 +219,8 @@ def _descriptions(config: RolloutConfig, prompt_width: int, budget: int) -> list
     found = [Segments(prompt_width, buffer, budget)]
     if chunk is not None and (chunk % buffer == 0 or buffer % chunk == 0):
         length = max(chunk, buffer)
-        # Boundaries lie at P, P - length, P - 2 length, …: those of chunks are counted from the prompt's end. The first
-        # segment begins at the least of them that is above 0; what is before it is a shorter chunk, seen densely.
+        # Boundaries are at P, P - length, P - 2 length, …, because chunks end with the prompt. The first segment begins
+        # at the smallest positive boundary; the shorter chunk before it has dense attention.
         first = (prompt_width - 1) % length + 1
         found.append(Segments(first, length, budget))
     return found

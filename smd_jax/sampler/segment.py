@@ -204,7 +204,7 @@ def _encode(
     """
     query_number = sampler.prompt_width + state.cache_steps + segment_step
     if sampler.compresses:
-        # The buffer begins behind the kept keys, and every segment fills it anew.
+        # Every segment refills the buffer, which begins after the kept keys.
         slots = tuple(budget + segment_step for budget in sampler.budgets)
     else:
         # A ring, because a row may begin at any step. It has slots for a whole prompt and response, so a row never

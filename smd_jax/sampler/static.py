@@ -63,7 +63,7 @@ class Sampler:
     Raises:
       ValueError: if the budget cannot hold what the policy protects, prompt and response exceed the model's context,
         the tokens that end and pad a response are not in its vocabulary, the value_group of a quantised cache does
-        not divide head_dim, or draws of a gate could not be recomputed from what is recorded.
+        not divide head_dim, or draws of a gate could not be recomputed from the record.
     """
 
     model: LanguageModel
@@ -111,7 +111,7 @@ class Sampler:
         if self.policy.gate is not None:
             raise ValueError(f"expected a policy without draws with token spans; got {self.policy}")
         if self.config.quant is not None:
-            # The range of a group of keys is that of all its columns, and here some have gone before it ends.
+            # The range of a group needs all its columns, and some are evicted here before the group is full.
             raise ValueError(f"expected quant None with token spans; got {self.config.quant}")
 
     @property
