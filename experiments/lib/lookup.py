@@ -6,7 +6,7 @@
     …
     turn 5   3 8 2 0                            graded: the share of right values
 
-The dialogue is several times as long as a budget. A policy that repeats what it knows needs the newest turn, the newest
+The dialogue is longer than the budget. A policy that repeats what it knows needs the newest turn, the newest
 answer and the prompt alone. Only the last turn has a reward.
 """
 
