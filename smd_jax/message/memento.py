@@ -2,14 +2,14 @@
 
 Facts of microsoft/memento `vllm/v1/core/block_masking/{tracker,processor}.py` and `scheduler.py`:
 
-* A block goes when its summary's last token has been sampled, before that token's own query is computed.
+* A block is evicted when its summary's last token has been sampled, before that token's query is computed.
 * `block_end` ends the innermost open block; a summary belongs to the newest closed block that has none yet.
-* With `keep_last_n_blocks` N, a summary's end evicts the oldest block of which more than N wait.
-* With `keep_last_block_for_answer`, a block goes when the next one begins.
+* With `keep_last_n_blocks` N, a summary's end evicts the oldest of the remaining blocks if there are more than N.
+* With `keep_last_block_for_answer`, a block is evicted when the next one begins.
 * Keys are evicted in all layers and heads.
 
-Not covered, because no single mask says it: `restart_mode`, which computes the keys of a summary a second time, and
-blocks that end within the prompt.
+Not supported, because one mask cannot express it: `restart_mode`, which recomputes the keys of a summary, and blocks
+that end within the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MementoBlocks:
 
     Attributes:
       block_start, block_end, summary_start, summary_end: ids of the special tokens.
-      mask_delimiters: whether `block_start` and `block_end` go with the block.
+      mask_delimiters: whether `block_start` and `block_end` are evicted with the block.
       keep_last_n_blocks: completed blocks that stay; -1: all.
       keep_last_block_for_answer: whether a block stays until the next one begins.
 
@@ -62,8 +62,8 @@ def memento_evictions(
 
     Args:
       prompts, responses: token ids.
-      in_flight: queries from that of the triggering token on which still see a block: 1 under vLLM's asynchronous
-        scheduling, where the next step has been scheduled before the token is known; otherwise 0.
+      in_flight: number of queries, from the triggering token's, that still see a block: 1 with vLLM's asynchronous
+        scheduling, which schedules the next step before the token is known; otherwise 0.
 
     Raises:
       ValueError: other numbers of prompts and responses, or a prompt that begins a block.
@@ -81,8 +81,8 @@ def memento_evictions(
         tracker = _Tracker(blocks, len(asked) + len(response))
         for place, token in enumerate(whole_numbers(response, f"response of row {row}")):
             tracker.token(int(token), len(asked) + place)
-        gone = tracker.evicted_at
-        found.append(np.where(gone < NEVER, gone + in_flight, NEVER)[None, None])
+        evicted_at = tracker.evicted_at
+        found.append(np.where(evicted_at < NEVER, evicted_at + in_flight, NEVER)[None, None])
     return found
 
 

@@ -1,7 +1,7 @@
-"""Where the queries of a model lie before RoPE turns them, as TriAttention measures it once for a model.
+"""Means of a model's queries before RoPE, which TriAttention measures once per model.
 
-Entries f and f + head_dim / 2 of a query are one complex number, which RoPE turns by `position * frequency[f]`. Before
-that, its mean over tokens says which keys a head will look for at which distance.
+Entries f and f + head_dim / 2 of a query are one complex number, which RoPE rotates by `position * frequency[f]`. The
+mean before the rotation predicts which keys a head attends to at which distance.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class QueryCenters:
-    """Statistics of queries before RoPE. Two with the same numbers are equal and have one hash: a static argument.
+    """Statistics of queries before RoPE. Hashable by value, so it can be a static argument.
 
     Made by `smd_jax.model.query_centers` from texts, or from the numbers of another tool.
 
     Attributes:
       mean: complex `[layers, heads, head_dim / 2]` mean query.
       length: `[layers, heads, head_dim / 2]` mean absolute value.
-      frequencies: `[layers, head_dim / 2]` of RoPE, radians a position; one row stands for all layers.
+      frequencies: `[layers, head_dim / 2]` of RoPE, radians per position; a single row is for all layers.
       digest: of all numbers.
 
     Raises:

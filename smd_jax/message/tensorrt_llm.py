@@ -85,7 +85,7 @@ def evicted_by_rounds(
 
 
 class _Caches:
-    """The caches of one row, `[selections, keys]` positions in the order in which they lie, and what has gone.
+    """The caches of one row, `[selections, keys]` positions in their stored order, and the evictions so far.
 
     Attributes:
       tokens: of the row. evicted_at: `[selections, tokens]`.

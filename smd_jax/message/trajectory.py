@@ -179,7 +179,7 @@ class Trajectory(struct.PyTreeNode):
         Raises:
           ValueError: what `from_records` refuses; a round whose cache is smaller than the one before left it, or larger
             than the row; ordinals of the prompt, beyond the cache, not rising, or of another shape than the mode's. A
-            key that is gone has no ordinal, so none can come back. The message names row and round.
+            key that was evicted has no ordinal, so none can come back. The message names row and round.
         """
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=False)]
         evicted_at = tensorrt_llm.evicted_by_rounds(

@@ -129,8 +129,8 @@ class Tree:
         """One branch per leaf, in depth-first order.
 
         Args:
-          once: whether a sampled token that branches share counts in the first of them alone. Text-level compaction
-            samples a token once and reads it in several contexts; sibling rollouts each have their own copy.
+          once: whether a sampled token that branches share counts only in the first of them. Text-level compaction
+            samples a token once and reads it in several contexts; sibling rollouts each sample their own copy.
         """
         found = []
         before: set[int] = set()

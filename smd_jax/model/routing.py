@@ -1,9 +1,9 @@
-"""Routing of a model with experts, as sampler and learner hand it over: recorded as integers, replayed exactly.
+"""Routing of a model with experts: the sampler records it as integers, and the learner replays it exactly.
 
     sampler    layers ─► wrapped without experts ─► model ─► experts that each token went to       int8 or int16
-    learner    layers ─► wrapped with these      ─► model computes the gates alone, with a gradient
+    learner    layers ─► wrapped with these      ─► model computes only the gates, with a gradient
 
-A token with -1 was not recorded (padding, a response's last token, what an engine left out): it chooses by itself.
+A token with -1 was not recorded (padding, a response's last token, tokens an engine left out): the learner routes it.
 """
 
 from __future__ import annotations

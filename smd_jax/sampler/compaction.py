@@ -1,5 +1,5 @@
-"""Text-level compaction: when a context is full, the policy summarises it, and goes on in a new context that reads the
-summary.
+"""Text-level compaction: when a context is full, the policy summarises it and continues in a new context that begins
+with the summary.
 
     context 1   prompt ─► turn ─► answer ─► turn ─► ask ─► summary         sampled: turns and the summary
     context 2   prompt + summary + answer ─► turn ─► …                     the summary is read, in a new cache
@@ -7,8 +7,8 @@ summary.
 A context is a row of the trajectory. All contexts of a conversation begin with its prompt, so they are branches of one
 tree (`smd_jax.message.tree`): `make_packed_update(…, share_beginnings=True)` reads the shared beginning once.
 
-Two linearisations are wrong. Contexts one after another in one row let the second see the first. The last context alone
-leaves out that the summary was sampled.
+Two simpler layouts are wrong: with all contexts in one row, the second would see the first; with only the last context,
+the sampled summary would not be trained.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class CompactionConfig:
         check_types(self)
         check_whole("contexts", self.contexts, 2)
         check_whole("after_tokens", self.after_tokens, 1)
-        if not self.ask:  # without any token, the summary would look like a part of the turn before it
+        if not self.ask:  # otherwise the summary would be part of the turn before it
             raise ValueError("expected at least one token in ask; got ()")
 
 
 @dataclass
 class CompactingRespondent:
-    """Asks for a summary in place of another respondent's answer, where a context is full.
+    """Asks for a summary instead of passing on another respondent's answer, if the context is full.
 
     Attributes:
       inner: answers the turns.
@@ -83,7 +83,7 @@ class CompactingRespondent:
         self._summarised: list[tuple[int, Reply]] = []
 
     def begin_context(self, number: int) -> None:
-        """Begins context `number`, from 1, of every conversation that goes on."""
+        """Begins context `number`, from 1, of every conversation that continues."""
         self._context = number
         self._lengths[:] = 0
         self.next_prompts = {}

@@ -9,12 +9,11 @@ Three pure functions of one state, each jitted by its caller:
     sample_segment        rows that sample draw and read up to `buffer` tokens
     read_chunk            rows that were answered read up to `buffer` tokens of the answer
 
-After either, every layer is compressed to its budget. Rows are at different turns: a row that waits, or that does
-something else, writes nothing and loses nothing. Columns count the tokens of a row without gaps, so there is no padding
-between turns, and a row's evictions follow from its own tokens alone: a key that goes when so many of them were read is
-invisible from the next column on.
+Both then compress every layer to its budget. Rows may be at different turns: the call leaves rows of the other kind and
+waiting rows unchanged. Columns count a row's tokens without padding between turns, so a row's evictions depend only on
+its tokens: a key evicted after n tokens is invisible to the queries of later columns.
 
-The token that ends a turn was sampled but not read when the turn ended. It is the first token of the answer's chunk.
+The token that ends a turn is sampled but not read in that turn. It is the first token of the answer's chunk.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def read_chunk(
     column = sampler.prompt_width + after_prompt
     columns = jnp.where(there, column, EMPTY)
     places = sampler.model.encode_positions(column - rows.start[:, None])
-    # Behind the kept keys, as the tokens of a segment.
+    # After the kept keys, like the tokens of a segment.
     slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     number = jnp.int32(sampler.prompt_width)
     spans, gone = _read_spans(sampler, rows, tokens, columns)
@@ -214,8 +213,8 @@ def read_chunk(
 def _read_spans(
     sampler: Sampler, rows: SamplerState, tokens: Int[Array, "rows buffer"], columns: Int[Array, "rows buffer"]
 ) -> tuple[SpanState | None, Int[Array, "rows T"] | None]:
-    """The state of the spans after these tokens, and the first column whose query does not see a key, of keys that go
-    with one of them; `NEVER` for all others."""
+    """The state of the spans after these tokens, and for each key that they evict the first column whose query does not
+    see it; `NEVER` for all others."""
     token_spans = sampler.policy.spans
     if token_spans is None:
         return None, None
@@ -235,9 +234,9 @@ def _read_spans(
 def _compressed(
     sampler: Sampler, params: Params, state: Conversations, rows: SamplerState, read: Int[Array, " rows"]
 ) -> Conversations:
-    """The state when every row has brought its keys from `state.read` to `read` into the buffer."""
+    """Compresses every row, after its tokens from `state.read` to `read` were written to the buffer."""
     written = read - state.read
-    boundary = sampler.prompt_width + read  # the first column whose query does not see what goes here
+    boundary = sampler.prompt_width + read  # the first column whose query does not see the keys evicted here
     progress = RowProgress(
         start=rows.start,
         newest=boundary - 1,

@@ -13,7 +13,7 @@ segment, at cache step four. (A row's first token is sampled from the prompt's l
 in the same step.)
 
     cache_steps + segment_step    0     1     2     3   │  4     5     6     7   │  8  …     one for all rows of a cache
-    segment_step                  0     1     2     3   │  0     1     2     3   │  0  …     begins anew every segment
+    segment_step                  0     1     2     3   │  0     1     2     3   │  0  …     restarts every segment
     query_number                 P+0   P+1   P+2   P+3  │ P+4   P+5   P+6   P+7  │ P+8 …     P + the first line
     slot, with compression        b     b+1   b+2   b+3 │  b     b+1   b+2   b+3 │  b  …     b + segment_step
     row A   drawn before          0     1     2     3   │  4     5     6     7   │  8  …     each row its own
