@@ -112,7 +112,8 @@ class EnvironmentRespondent:
             return Conversation("", failure=Failure("template", str(error)[:300]))
         length = len(self._dialogue.prompt_tokens(text))
         if not 0 < length <= width:
-            return Conversation(text, failure=Failure("prompt", f"expected 1 to {width} tokens; got {length}"))
+            message = f"expected a prompt of 1 to {width} tokens; got {length}"
+            return Conversation(text, failure=Failure("prompt", message))
         return Conversation(text)
 
     def _reply(self, row: int, answer: Answer) -> Reply:

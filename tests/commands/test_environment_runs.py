@@ -75,7 +75,7 @@ def test_refused(words: list[str], more: list[str], message: str, tmp_path: Path
 @pytest.mark.slow
 def test_retry_takes_the_rewards_of_the_dataset(words: list[str], tmp_path: Path):
     run = tmp_path / "run"
-    more = ["--environment", "retry", "--turn-credit", "turn", "--decode-rows", "2"]
+    more = ["--environment", "retry", "--turn-credit", "turn", "--decode-rows", "2", "--max-prompt-length", "160"]
     main([*words, *more, "--output-dir", str(run), "--max-steps", "1"])
     (row,) = read_metrics(run / "metrics.jsonl")
     assert row["conversations/turns"] > 1 and 0 <= row["reward"] <= 1
