@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import smd_jax as smd
-from lib.problems import PROBLEMS, Problem, text_of
+from lib.problems import PROBLEMS, Problem, Rows, text_of
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import EnvironmentsHere
 from smd_jax.model.protocol import LanguageModel
@@ -124,7 +124,7 @@ class LookupEvaluator:
 
     model: LanguageModel
     problem: Lookup
-    rows: Sequence[Row]
+    rows: Rows
     tokens: Tokenizer
     rollout: smd.RolloutConfig
     decodes: tuple[Decode, ...]

@@ -184,7 +184,8 @@ def options_of(arguments: type) -> dict[str, Any]:
     """(name, type) of every option of a command or an algorithm, group by group."""
     options = {}
     for name, hint in _field_types(arguments).items():
-        options |= _field_types(hint) if dataclasses.is_dataclass(hint) else {name: hint}
+        grouped = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        options |= _field_types(hint) if grouped else {name: hint}
     return options
 
 

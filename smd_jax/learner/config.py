@@ -118,9 +118,8 @@ class UpdateConfig:
         size, rows = self.microbatch_size, self.rows_per_prompt
         if size is not None and size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {size}")
-        # Packed rows are no rows of the rollout.
-        splits = size is not None and self.pack_columns is None
-        if rows < 1 or (splits and size % rows):
+        # Packed rows are not the rows of the rollout.
+        if rows < 1 or (size is not None and self.pack_columns is None and size % rows):
             raise ValueError(f"expected rows_per_prompt >= 1 that divide microbatch_size {size}; got {rows}")
         if self.pack_columns is None:
             return

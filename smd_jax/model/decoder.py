@@ -215,8 +215,10 @@ class Layer(nn.Module):
         out, state = self.attention(self.attention_norm(x) if c.pre_norms else x, rope, attend, state)
         x = x + _times(self.attention_post_norm(out) if c.post_norms else out, c.residual_multiplier)
         read = self.mlp_norm(x) if c.pre_norms else x
-        mixture = isinstance(self.mlp, Mixture)
-        out, routing = self.mlp(read, given) if mixture else (self.mlp(read), Routing(None, None))
+        if isinstance(self.mlp, Mixture):
+            out, routing = self.mlp(read, given)
+        else:
+            out, routing = self.mlp(read), Routing(None, None)
         x = x + _times(self.mlp_post_norm(out) if c.post_norms else out, c.residual_multiplier)
         return constrain_tokens(x), Routed(state, *routing) if routed else state
 

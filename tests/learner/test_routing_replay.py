@@ -15,7 +15,7 @@ from smd_jax.config import Experts, ModelConfig
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.forward import replay
 from smd_jax.message.foreign_routing import ExpertSizes
-from smd_jax.message.masks import dense_mask, positions
+from smd_jax.message.masks import ShadowMask, dense_mask, positions
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.mixture import gates_of
@@ -79,7 +79,7 @@ def test_the_record_decides(chunk: int | None):
     """Other experts give other log-probabilities; a token without any chooses itself."""
     sizes = replace(SIZES, prefill_chunk=chunk)
     trajectory = sampled(CONFIG, "H2O", sizes)
-    assert gap(CONFIG, trajectory).max() <= 2e-5
+    assert gap(CONFIG, trajectory).max() <= 2e-5 and trajectory.routing is not None
     other = trajectory.replace(routing=(trajectory.routing + 1) % 6)
     assert gap(CONFIG, other).max() > 1e-2
     nothing = trajectory.replace(routing=jnp.full_like(trajectory.routing, -1))
@@ -157,6 +157,7 @@ def records(trajectory: Trajectory) -> tuple[dict[str, Any], list[np.ndarray]]:
     valid, tokens = np.asarray(trajectory.valid), np.asarray(trajectory.tokens)
     there = np.asarray(trajectory.response_mask)
     rows = range(len(valid))
+    assert isinstance(trajectory.mask, ShadowMask)
     evicted = np.asarray(trajectory.mask.evicted_at)
     starts = valid.argmax(1)
     arguments = {
@@ -214,6 +215,7 @@ def test_foreign_routing_that_does_not_fit(change: Any, message: str):
 
 def test_routing_of_another_model():
     trajectory = sampled(CONFIG, "H2O")
+    assert trajectory.routing is not None
     dense = replace(CONFIG, experts=None)
     with pytest.raises(ValueError, match="expected no routing, because the model has no experts; got one of shape"):
         replay(Decoder(dense), random_params(dense), trajectory)

@@ -78,7 +78,7 @@ def program_of(model: Decoder, mesh, rows: int, columns: int, update: bool = Fal
     optimizer, policy, shape = optax.sgd(1.0), StreamingLLM(), model.config
     config, response = RolloutConfig(max_new_tokens=columns - 16, budget=16, buffer=8), columns - 16
 
-    def array(*sizes: int, dtype=jnp.float32):
+    def array(*sizes: int, dtype: Any = jnp.float32) -> Any:
         sharding = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
         return jax.ShapeDtypeStruct((rows, *sizes), dtype, sharding=sharding)
 

@@ -48,7 +48,7 @@ def rolled_out(policy=smd.eviction.H2O(), budget: int = 5, model: Decoder = MODE
 
 
 def test_by_hand():
-    once = SharedAttend(lambda q, k, v, layer: (q, layer), rows=2, columns=2)
+    once = SharedAttend(lambda q, k, v, layer, sinks=None: (q, layer), rows=2, columns=2)
     rows = jnp.asarray([[1, 2, 3], [1, 2, 4], [5, 6, 7], [5, 6, 8]])
     together = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]])
     np.testing.assert_array_equal(once.together(rows), together)

@@ -78,7 +78,7 @@ def with_adapters(name: str) -> Any:
     _, params = opened(name)
     kernels = {path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"}
     allowed = ATTENTION_TARGETS if opened(name)[0].experts is not None else TARGETS
-    targets = tuple(target for target in allowed if target in kernels)
+    targets: Any = tuple(target for target in allowed if target in kernels)
     return adapted(params, LoraConfig(rank=2, alpha=3.0, targets=targets, rank_stabilised=True), size=0.5)
 
 

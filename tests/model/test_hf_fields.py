@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from smd_jax.model.families import FAMILIES
+from smd_jax.model.families import FAMILIES, ModelType
 from smd_jax.model.hf_config import model_config_from_hf
 from smd_jax.model.hf_fields import shown
 
@@ -38,7 +38,7 @@ every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 @every_family
 @pytest.mark.parametrize("absent", [(), *[(key,) for key in SMALL], tuple(SMALL)], ids=lambda keys: ",".join(keys))
-def test_absent_keys_are_transformers_defaults(model_type: str, absent: tuple[str, ...]):
+def test_absent_keys_are_transformers_defaults(model_type: ModelType, absent: tuple[str, ...]):
     given = {key: value for key, value in SMALL.items() if key not in absent}
     if FAMILIES[model_type].rope:  # stretched, and with it the context
         given["rope_parameters"] = {"rope_type": "default"}

@@ -26,6 +26,7 @@ from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
+from smd_jax.memory.compiled import tree_bytes
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, TARGETS, LoraConfig, add_lora, base_params, by_module, merge_lora, variables_of

@@ -149,6 +149,6 @@ def test_other_attentions_take_the_mask():
 
 
 def test_calls_are_counted():
-    calls = AttentionCalls(lambda q, k, v, layer: (q, layer + 1), (1, 2))
+    calls = AttentionCalls(lambda q, k, v, layer, sinks=None: (q, layer + 1), (1, 2))
     x = jnp.ones((1, 1, 1, 1))
     assert calls(x, x, x) is not None and calls.states == (2,)

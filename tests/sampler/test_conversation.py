@@ -175,7 +175,9 @@ class Folding(Scripted):
 def folded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each token: the column of the token with which its span goes (`NEVER` without), and that of its close."""
     gone, closed = np.full((2, len(tokens)), NEVER)
-    opened = span = summary = None
+    opened: int | None = None
+    summary: int | None = None
+    span: tuple[int, int] | None = None
     for column, token in enumerate(tokens.tolist()):
         if token == 60:
             opened = column
@@ -183,7 +185,7 @@ def folded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             span, opened, summary = (opened, column), None, None
         elif token == 62 and span is not None:
             summary = column
-        elif token == 63 and summary is not None:
+        elif token == 63 and summary is not None and span is not None:
             inside = slice(span[0] + 1, span[1])
             gone[inside], closed[inside] = column, span[1]
             span = summary = None
@@ -263,6 +265,7 @@ def test_conversations_that_wait_give_their_rows_away(name: str):
     assert given.endings == kept.endings
     for field in ("tokens", "valid", "sampled"):
         np.testing.assert_array_equal(getattr(given.trajectory, field), getattr(kept.trajectory, field))
+    assert isinstance(given.trajectory.mask, ShadowMask) and isinstance(kept.trajectory.mask, ShadowMask)
     np.testing.assert_array_equal(given.trajectory.mask.evicted_at, kept.trajectory.mask.evicted_at)
     all_rows = talk(name, Scripted(**waits))
     assert given.stats.utilisation > all_rows.stats.utilisation
