@@ -1,6 +1,7 @@
 """Columns of a row on several devices, in the update: the same numbers, less of them held, and what goes around."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
