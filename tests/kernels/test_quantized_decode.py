@@ -266,7 +266,9 @@ def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
     args = inputs(SMALL, 4, jnp.bfloat16)
     taken = []
 
-    def attend(q: Any, codes: Any, k: Any, v: Any, valid: Any, impl: str) -> Any:
+    def attend(
+        q: Any, codes: Any, k: Any, v: Any, valid: Any, impl: str, softcap: Any = None, sinks: Any = None
+    ) -> Any:
         taken.append(impl)
         return q, valid.astype(jnp.float32)
 
