@@ -224,7 +224,7 @@ class RunArgs:
     output_dir: Basic[Path] = Path("runs/train")  # metrics, checkpoints, plots and the trained model
     max_steps: Basic[int] = 100  # rollouts
     save_steps: Basic[int] = 20  # rollouts between two checkpoints; 0: the last one only
-    save_total_limit: Basic[int] = 3  # newest checkpoints to keep; 1 needs the least disk
+    save_total_limit: int = 3  # newest checkpoints to keep; 1 needs the least disk
     mismatch_bound: float | None = None  # nats between sampler and learner that stop the run; None: by dtype and depth
     max_skipped_updates: int = 3  # rollouts in a row without a finite loss and gradient that stop the run
     resume: Basic[bool] = False  # continue from the newest checkpoint in output_dir

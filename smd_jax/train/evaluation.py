@@ -290,10 +290,10 @@ class Evaluator:
         rows = [self._row(number) for number in numbers]
         prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), mesh)
         keys = self._keys(numbers)
+        if first:
+            # Before the timer starts; this and all later batches find the program.
+            self.lower(params, decode).compile()
         with jax.set_mesh(mesh):
-            if first:
-                # Before the timer starts; this and all later batches find the program.
-                self.lower(params, decode).compile()
             began = time.perf_counter()
             trajectory = jax.block_until_ready(self._rollout(rollout, params, prompts, keys, decode))
             seconds = time.perf_counter() - began
@@ -311,8 +311,9 @@ class Evaluator:
         numbers = np.arange(self.prompts_at_once)[self.place.feeders.part(self.prompts_at_once)]
         shape = (len(numbers), self.config.prompt_width)
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
+        keys = self._keys(numbers)  # outside the mesh, as in a batch: within it they have another type
         with jax.set_mesh(mesh):
-            return self._rollout(rollout_program.lower, params, rows_on(prompts, mesh), self._keys(numbers), decode)
+            return self._rollout(rollout_program.lower, params, rows_on(prompts, mesh), keys, decode)
 
     def _rollout(
         self, run: Callable[..., Any], params: Params, prompts: PromptBatch, keys: jax.Array, decode: Decode

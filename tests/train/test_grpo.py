@@ -116,6 +116,7 @@ def test_every_metric_has_its_line_in_the_table():
     of_others |= {f"eval/{{name}}/{name}" for name in EVALUATION_METRICS}
     of_others |= {"sapo_gate_mean", "learning_rate"}  # of another surrogate, and of optimizers that keep it
     # Of two learners, and of a sampler that learns what to forget.
+    of_others |= {"update/shared", "time/environment", *(name for name in METRICS if name.startswith("conversations/"))}
     of_others |= {"loss/dense_avg", "evictions/loss", "evictions/logp_difference/max"}
     of_others |= STALENESS.keys() | {"staleness/rollouts"}  # of rollouts ahead
     of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
