@@ -48,7 +48,7 @@ TRL_NAMES: Mapping[str, str] = {
     "trust_remote_code": "nothing: code that comes with a model or data is never run",
     "shuffle_dataset": "nothing: every epoch is shuffled",
     "remove_unused_columns": "nothing: all columns go to the rewards",
-    "tools": "nothing: rollouts have one turn",
+    "tools": "--environment path/to/file.py:Class, which may be a ToolEnvironment",
     "eval_strategy": "--eval-steps",
     "eval_on_start": "nothing: --eval-steps also evaluates before training",
     "save_strategy": "--save-steps",

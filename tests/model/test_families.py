@@ -32,7 +32,7 @@ from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.testing import random_params, write_random_checkpoint
-from tests.families import FAMILY_CONFIGS, GEMMA3, PLAIN
+from tests.families import FAMILY_CONFIGS, GEMMA3, PLAIN, sizes_of
 from tests.under_test import POLICIES, left_padded
 
 # --- config.json, as published
@@ -92,21 +92,6 @@ GEMMA = {
     "sliding_window_pattern": 6,
     "vocab_size": 262144,
 }
-
-
-def sizes_of(*sizes: int) -> dict[str, Any]:
-    """The first eight fields of a ModelConfig by name."""
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "max_positions",
-    )
-    return dict(zip(names, sizes, strict=True))
 
 
 def test_mistral():

@@ -6,6 +6,7 @@ import pytest
 
 from smd_jax.config import LinearRope, ModelConfig, YarnRope
 from smd_jax.model.hf_config import hf_config_from_model, model_config_from_hf
+from tests.families import sizes_of
 from tests.model.test_weights import every_config
 
 SMALL = {
@@ -26,14 +27,7 @@ def test_config_round_trip(config: ModelConfig):
 
 def test_defaults_are_those_of_transformers():
     assert model_config_from_hf(SMALL) == ModelConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=8,
-        max_positions=64,
+        **sizes_of(96, 32, 48, 2, 4, 4, 8, 64),
         rope_theta=1e4,
         norm_eps=1e-6,
     )

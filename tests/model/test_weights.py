@@ -23,7 +23,7 @@ from smd_jax.model.hf_config import FloatName, hf_config_from_model
 from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint, tensor_table
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from tests import paths
-from tests.families import FAMILY_CONFIGS
+from tests.families import FAMILY_CONFIGS, sizes_of
 
 GOLDEN = paths.GOLDEN / "hf"
 NAMES = ("llama2", "llama3", "qwen2", "qwen3", "qwen2_yarn")
@@ -106,14 +106,7 @@ def test_linear_rope_divides_positions():
 def test_golden_configs_are_read_as_they_are_meant():
     configs = {name: load_checkpoint(GOLDEN / name)[0] for name in NAMES}
     assert configs["llama2"] == ModelConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=8,
-        max_positions=64,
+        **sizes_of(96, 32, 48, 2, 4, 4, 8, 64),
         norm_eps=1e-5,
     )
     assert configs["llama3"].rope_scaling == Llama3Rope(4.0, 1.0, 4.0, 16)
@@ -121,65 +114,30 @@ def test_golden_configs_are_read_as_they_are_meant():
     assert configs["qwen3"].qk_norm and configs["qwen3"].head_dim == 12
     assert configs["qwen2_yarn"].rope_scaling == YarnRope(4.0, 16, beta_fast=8.0, beta_slow=0.25)
     assert configs["llama_bias"] == ModelConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=64,
+        **sizes_of(96, 32, 48, 2, 4, 2, 8, 64),
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
         tie_embeddings=False,
     )
     assert configs["mistral"] == ModelConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=64,
+        **sizes_of(96, 32, 48, 2, 4, 2, 8, 64),
         sliding_windows=(6, 6),
     )
     assert configs["qwen2_window"] == ModelConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=64,
+        **sizes_of(96, 32, 48, 2, 4, 2, 8, 64),
         qkv_bias=True,
         sliding_windows=(None, 6),
     )
     assert configs["qwen3_bias"] == ModelConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=64,
+        **sizes_of(96, 32, 48, 2, 4, 2, 8, 64),
         qkv_bias=True,
         o_bias=True,
         qk_norm=True,
         sliding_windows=(6, None),
     )
     assert configs["gemma3"] == ModelConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=1,
-        head_dim=12,
-        max_positions=64,
+        **sizes_of(96, 32, 48, 3, 4, 1, 12, 64),
         rope_theta=1e6,
         rope_scaling=LinearRope(4.0),
         local_rope_theta=1e3,
