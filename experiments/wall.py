@@ -143,11 +143,7 @@ def timed_loop(job: Job) -> tuple[smd.GRPOLoop, int, int]:
     Raises:
       ValueError: a walk so short that no row under the budget fits.
     """
-    loop = make_loop(job)
-    if job.arm.cache_bits is not None:
-        quant = smd.QuantConfig(bits=job.arm.cache_bits, group=QUANT_GROUP)
-        rollout = replace(loop.config.rollout, buffer=QUANT_GROUP, quant=quant)
-        loop = replace(loop, config=replace(loop.config, rollout=rollout))
+    loop = make_loop(job, QUANT_GROUP)
     fit, own = rows_that_fit(loop)
     if fit < 1:
         raise ValueError(

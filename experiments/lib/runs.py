@@ -223,13 +223,14 @@ def measured(history: Sequence[Row]) -> Row:
     return row
 
 
-def make_loop(job: Job) -> smd.GRPOLoop:
+def make_loop(job: Job, quant_group: int = QUANT_GROUP) -> smd.GRPOLoop:
+    """The loop of a job; `quant_group`: tokens that share the range of a quantised key channel."""
     sizes = job.sizes
     tokens = tokenizer()
     rollout = job.sampler.config(job.problem.response_width, eos_token_id(tokens), pad_token_id(tokens))
     if job.arm.cache_bits is not None:
-        quant = smd.QuantConfig(bits=job.arm.cache_bits, group=QUANT_GROUP)
-        rollout = replace(rollout, buffer=QUANT_GROUP, quant=quant)
+        quant = smd.QuantConfig(bits=job.arm.cache_bits, group=quant_group)
+        rollout = replace(rollout, buffer=quant_group, quant=quant)
     config = smd.GRPOConfig(
         prompts_per_step=sizes.prompts,
         group_size=sizes.group,
