@@ -45,6 +45,11 @@ class BalanceTerm(Term):
     def check(self, setup: LearnerSetup) -> None:
         if any(term.needs.evictions for term in setup.terms):
             raise ValueError("expected no eviction_coef with a BalanceTerm, because one pass gives only one of both")
+        if setup.pack_columns is not None:
+            raise ValueError(
+                f"expected pack_columns None with a BalanceTerm, which counts every token of a row; got "
+                f"{setup.pack_columns}"
+            )
 
     def coefficient(self, step: Array) -> float:
         return self.coef

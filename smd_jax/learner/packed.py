@@ -47,6 +47,7 @@ from smd_jax.message.masks import Segments, ShadowMask
 from smd_jax.message.packing import Packing
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, ModelShape
+from smd_jax.model.routing import NOT_RECORDED
 
 # Arrays of the host, or of a device inside a program.
 Numbers = Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"]
@@ -147,7 +148,8 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
         # A shared token has an entry per branch, so a row may have more entries than columns.
         sizes = PackSizes(config.microbatch_size, config.pack_columns, max(int(counted.sum()), 1))
         tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
-        packs = trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes)))
+        routing = None if trajectory.routing is None else on_host(trajectory.routing)
+        packs = trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes, routing)))
         # With filters, branches may have different drawable tokens.
         return packs if trajectory.drawable is not None else with_distinct(packs)
     # Three quarters are enough if responses are as long as three prompts; with longer ones some columns stay empty.
@@ -173,8 +175,6 @@ def check_packable(trajectory: Trajectory) -> None:
     if not isinstance(mask, ShadowMask) or mask.quantized is not None:
         kind = "a quantised cache" if isinstance(mask, ShadowMask) else "a boolean mask"
         raise ValueError(f"expected a compact shadow mask of a cache that is not quantised, to be packed; got {kind}")
-    if trajectory.routing is not None:
-        raise ValueError("expected no recorded routing of experts in a rollout to be packed; got some")
     if trajectory.evictions is not None:
         raise ValueError("expected no recorded draws of evictions in a rollout to be packed; got some")
     if trajectory.drawable is not None and trajectory.drawable.min_new_tokens:
@@ -239,6 +239,7 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         entropy=None if trajectory.entropy is None else _take(trajectory.entropy, places.responses),
         drawable=drawable,
         packing=packing,
+        routing=None if trajectory.routing is None else _take(trajectory.routing, places.tokens, NOT_RECORDED),
     )
 
 
@@ -271,12 +272,12 @@ def packed_segments(segments: Segments, prompt_width: int, columns: int) -> Segm
     return Segments(segments.length, segments.length, budget)
 
 
-def _take(x: Array, places: Numbers) -> Array:
-    """`x [batch, columns, ...]` at flattened indices, 0 for ABSENT."""
+def _take(x: Array, places: Numbers, absent: int = 0) -> Array:
+    """`x [batch, columns, ...]` at flattened indices, `absent` for ABSENT."""
     taken = x.reshape(-1, *x.shape[2:])[jnp.maximum(places, 0)]
     there = jnp.asarray(places != ABSENT).reshape(places.shape + (1,) * (x.ndim - 2))
     # Each device computes its rows.
-    return constrain(jnp.where(there, taken, jnp.zeros((), x.dtype)))
+    return constrain(jnp.where(there, taken, jnp.asarray(absent, x.dtype)))
 
 
 def _put_back(whole: Array, part: Array, places: Packs) -> Array:

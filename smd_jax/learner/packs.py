@@ -186,16 +186,18 @@ def chains(
     tokens: Int[np.ndarray, "batch T"],
     evicted_at: Int[np.ndarray, "batch layers kv_heads T"],
     sizes: PackSizes,
+    routing: Int[np.ndarray, "batch T mixtures per_token"] | None = None,
 ) -> list[list[Member]]:
     """Chains of sequences that share their beginnings, each at most as long as a row.
 
     Args:
-      tokens, evicted_at: the rollout's, by column.
+      tokens, evicted_at, routing: the rollout's, by column. Tokens that went to other experts are not shared.
     """
     lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
     where = [sequences.columns(index) for index in range(len(lengths))]
     ids = [tokens[index, columns] for index, columns in enumerate(where)]
     intervals = [evicted_at[index, ..., columns] - columns.start for index, columns in enumerate(where)]
+    experts = None if routing is None else [routing[index, columns] for index, columns in enumerate(where)]
     found: list[list[Member]] = []
     free = answers = 0
     # Sorted by tokens, sequences with the longest common beginning are adjacent.
@@ -203,7 +205,8 @@ def chains(
         shared = 0
         if found:
             last = found[-1][-1].index
-            shared = shared_beginning(ids[last], ids[index], (intervals[last], intervals[index])).tokens
+            went = None if experts is None else (experts[last], experts[index])
+            shared = shared_beginning(ids[last], ids[index], (intervals[last], intervals[index]), went).tokens
         if not shared or lengths[index] - shared > free or responses[index] > answers:
             shared, free, answers = 0, sizes.columns, sizes.responses
             found.append([])

@@ -32,6 +32,7 @@ def shared_beginning(
     left: Int[np.ndarray, " n"],
     right: Int[np.ndarray, " m"],
     evicted: tuple[Int[np.ndarray, "layers kv_heads n"], Int[np.ndarray, "layers kv_heads m"]] | None = None,
+    routing: tuple[Int[np.ndarray, "n mixtures per_token"], Int[np.ndarray, "m mixtures per_token"]] | None = None,
 ) -> Shared:
     """The longest beginning of two sequences that one row can hold once.
 
@@ -39,9 +40,13 @@ def shared_beginning(
       left, right: ids.
       evicted: `evicted_at` of each in positions, its length or more for keys that were never evicted; None without
         evictions.
+      routing: experts of each token; tokens of other experts differ. None: no experts, or none recorded.
     """
     shortest = min(len(left), len(right))
-    unequal = np.flatnonzero(left[:shortest] != right[:shortest])
+    differs = left[:shortest] != right[:shortest]
+    if routing is not None:
+        differs |= (routing[0][:shortest] != routing[1][:shortest]).any((1, 2))
+    unequal = np.flatnonzero(differs)
     equal = int(unequal[0]) if len(unequal) else shortest
     if evicted is None or equal == 0:
         return Shared(equal)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from smd_jax.message.foreign_routing import ExpertSizes
 from smd_jax.message.foreign_tokens import Floats, Ints, whole_numbers
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.trajectory import Trajectory
@@ -46,12 +47,14 @@ class Branch:
       logprobs: `[n]` the sampler's log-probabilities; 0 for given tokens. (): all 0.
       evicted_at: `[layers, kv_heads, n]` first position whose query did not see a key, as in `Trajectory.from_records`;
         None: nothing was evicted.
+      routed_experts: experts that the tokens went to, as in `Trajectory.from_records`; None: not recorded.
     """
 
     tokens: Ints
     sampled: Flags = ()
     logprobs: Floats = ()
     evicted_at: Int[np.ndarray, "layers kv_heads n"] | None = None
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         tokens = whole_numbers(self.tokens, "a branch").astype(np.int32)
@@ -265,6 +268,7 @@ def to_trajectory(
     *,
     layers: int = 1,
     kv_heads: int = 1,
+    experts: ExpertSizes | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
     prompt_width: int | None = None,
@@ -276,15 +280,19 @@ def to_trajectory(
 
     Args:
       layers, kv_heads: of the recorded evictions; 1 where there are none.
+      experts: sizes of the model's experts, if the branches have `routed_experts`.
       temperature, vocab_size, prompt_width, response_width, pad_token_id: as in `Trajectory.from_records`.
 
     Raises:
-      ValueError: no branch, or as `Trajectory.from_records`.
+      ValueError: no branch, branches with and without `routed_experts`, or as `Trajectory.from_records`.
     """
     if not branches:
         raise ValueError("expected at least one branch; got none")
     # A branch in which nothing is sampled keeps its last token as its response, which does not count.
     starts = [int(np.argmax(b.sampled)) if np.any(b.sampled) else len(b.tokens) - 1 for b in branches]
+    routed = [b.routed_experts for b in branches if b.routed_experts is not None]
+    if 0 < len(routed) < len(branches):
+        raise ValueError(f"expected routed_experts in all {len(branches)} branches or in none; got {len(routed)}")
     stays = [np.full((1, 1, len(b.tokens)), NEVER) if b.evicted_at is None else b.evicted_at for b in branches]
     trajectory = Trajectory.from_records(
         [b.tokens[:start] for b, start in zip(branches, starts, strict=True)],
@@ -294,6 +302,8 @@ def to_trajectory(
         layers=layers,
         kv_heads=kv_heads,
         evicted_at=stays,
+        routed_experts=routed or None,
+        experts=experts,
         temperature=temperature,
         vocab_size=vocab_size,
         prompt_width=prompt_width,

@@ -61,6 +61,8 @@ def test_what_has_no_input():
         response_hidden_and_router(Decoder(CONFIG), params_of(CONFIG), trajectory, trajectory.mask)
     with pytest.raises(ValueError, match="expected no eviction_coef with a BalanceTerm"):
         UpdateConfig(eviction_coef=0.1, terms=(BalanceTerm(6),))
+    with pytest.raises(ValueError, match="expected pack_columns None with a BalanceTerm, .*; got 24"):
+        UpdateConfig(microbatch_size=2, pack_columns=24, terms=(BalanceTerm(6),))
     with pytest.raises(ValueError, match="expected a finite coef >= 0; got -1.0"):
         replace(BalanceTerm(6), coef=-1.0)
 

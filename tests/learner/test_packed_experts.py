@@ -1,0 +1,109 @@
+"""Packed rows of a model with experts: every token goes to the experts that were recorded, also in shared beginnings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import replay
+from smd_jax.learner.packed import make_packed_update, packed_trajectory, packs_of
+from smd_jax.learner.packs import ABSENT
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.message.foreign_routing import ExpertSizes
+from smd_jax.message.tree import Branch, to_trajectory
+from smd_jax.model.decoder import Decoder
+from tests.learner.test_routing_replay import CONFIG, params_of, sampled
+from tests.tiny_update import RECORD
+
+MODEL = Decoder(CONFIG)
+ROWS, WIDTH, LENGTH = 6, 12, 20
+PACKED = UpdateConfig(microbatch_size=1, pack_columns=64)
+EXPERTS = ExpertSizes(layers=2, count=6, per_token=2)
+
+
+@cache
+def batch() -> TrainBatch:
+    """Groups of two that share a prompt. Nearly every token went to other experts than the router chooses, and the
+    ratios are on both sides of the clipping."""
+    drawn = sampled(CONFIG, "H2O")
+    assert drawn.routing is not None
+    moved = drawn.replace(routing=jnp.where(drawn.routing < 0, drawn.routing, (drawn.routing + 1) % 6))
+    rng = np.random.default_rng(0)
+    logprobs = replay(MODEL, params_of(CONFIG), moved).logprobs
+    old = logprobs + jnp.asarray(0.3 * rng.normal(size=logprobs.shape), jnp.float32)
+    return TrainBatch(moved.replace(logprobs=logprobs), jnp.asarray(rng.normal(size=ROWS), jnp.float32), old)
+
+
+def stepped(make: Any, config: UpdateConfig, of: TrainBatch) -> tuple[Any, dict[str, float]]:
+    """Gradients, as RECORD keeps them, and metrics."""
+    state = init_state(jax.tree.map(jnp.copy, params_of(CONFIG)), RECORD, jax.random.key(0))
+    state, metrics = make(MODEL, RECORD, config)(state, of)
+    return jax.device_get(state.opt_state), {name: float(value) for name, value in metrics.items()}
+
+
+def assert_equal_steps(got: Any, expected: Any) -> None:
+    """Loss within 2e-5, and gradients within 2e-5 of the largest."""
+    assert expected[1]["loss"] == pytest.approx(got[1]["loss"], abs=2e-5) and expected[1]["loss"] != 0
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(expected[0]))
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected[0]), jax.tree.leaves(got[0]), strict=True):
+        np.testing.assert_allclose(y / scale, x / scale, atol=2e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("rows_per_prompt", [1, 2])
+def test_the_step_is_the_same(rows_per_prompt: int):
+    expected = stepped(make_update, UpdateConfig(), batch())
+    got = stepped(make_packed_update, replace(PACKED, rows_per_prompt=rows_per_prompt), batch())
+    assert (got[1].get("update/shared", 0) > 0.05) == (rows_per_prompt == 2)
+    assert_equal_steps(got, expected)
+    chosen = batch().replace(trajectory=batch().trajectory.replace(routing=None))
+    of_router = stepped(make_packed_update, replace(PACKED, rows_per_prompt=rows_per_prompt), chosen)
+    assert abs(of_router[1]["loss"] - expected[1]["loss"]) > 1e-3, "the record decides"
+
+
+def test_the_experts_of_a_packed_row():
+    rows = batch().trajectory
+    packs = packs_of(rows, PACKED)
+    places = jax.tree.map(lambda x: x[0], packs)
+    routing = np.asarray(packed_trajectory(rows, places).routing)
+    there = places.tokens != ABSENT
+    assert (routing[~there] == -1).all() and there.sum() > WIDTH + LENGTH
+    np.testing.assert_array_equal(routing[there], np.asarray(rows.routing).reshape(-1, 2, 2)[places.tokens[there]])
+
+
+def branches(other: int | None) -> list[Branch]:
+    """Two branches that share eight tokens; in the second, the token `other` of them went to other experts."""
+    rng = np.random.default_rng(5)
+    beginning, ends = rng.integers(0, 96, 8), rng.integers(0, 96, (2, 4))
+    routed = np.argsort(rng.random((2, 12, 2, 6)), axis=-1)[..., :2]
+    routed[1, :8] = routed[0, :8]
+    if other is not None:
+        routed[1, other] = (routed[0, other] + 1) % 6
+    sampled = np.arange(12) >= 5
+    return [Branch([*beginning, *end], sampled, routed_experts=to) for end, to in zip(ends, routed, strict=True)]
+
+
+@pytest.mark.parametrize(("other", "shared"), [(None, 8), (6, 6), (0, 0)])
+def test_branches_share_tokens_of_the_same_experts(other: int | None, shared: int):
+    rows = to_trajectory(branches(other), experts=EXPERTS, layers=1, kv_heads=1)
+    packs = packs_of(rows, replace(PACKED, pack_columns=24), share_beginnings=True)
+    assert (packs.tokens != ABSENT).sum() == 24 - shared
+    of = TrainBatch(rows, jnp.asarray([1.0, -1.0]), None)
+    expected = stepped(make_update, UpdateConfig(), of)
+    got = stepped(lambda *args: make_packed_update(*args, share_beginnings=True), replace(PACKED, pack_columns=24), of)
+    assert_equal_steps(got, expected)
+
+
+def test_branches_with_and_without_experts():
+    one, other = branches(None)
+    with pytest.raises(ValueError, match="expected routed_experts in all 2 branches or in none; got 1"):
+        to_trajectory([one, replace(other, routed_experts=None)], experts=EXPERTS)
+    with pytest.raises(ValueError, match="expected experts with routed_experts, and neither alone; got experts=None"):
+        to_trajectory([one, other])
