@@ -39,6 +39,7 @@ from smd_jax.message.sampling import drawable_form
 from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.routing import NOT_RECORDED, read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.config import RolloutConfig
@@ -62,6 +63,7 @@ class Conversations(struct.PyTreeNode):
       tokens, logprobs, entropy, sampled: `[rows, R]` as in Trajectory.
       drawable: `[rows, R, ...]`, see `DrawableTokens.sets`; None without filters.
       evicted_at: per layer `[rows, kv_heads, T]` of the shadow mask.
+      routing: `[rows, T, mixtures, per_token]` experts of the tokens that were read, -1 of others; None without experts.
     """
 
     rows: SamplerState
@@ -72,6 +74,7 @@ class Conversations(struct.PyTreeNode):
     sampled: Bool[Array, "rows R"]
     drawable: Array | None
     evicted_at: tuple[Int[Array, "rows kv_heads T"], ...]
+    routing: Int[Array, "rows T mixtures per_token"] | None = None
 
 
 def conversation_sampler(
@@ -83,15 +86,10 @@ def conversation_sampler(
     A policy that never evicts gets a budget for every token, because rows that wait would waste the slots of a ring.
 
     Raises:
-      ValueError: a model with experts, a quantised cache, boolean masks, and what Sampler raises.
+      ValueError: a quantised cache, boolean masks, and what Sampler raises.
     """
     if config.quant is not None:
         raise ValueError(f"expected quant None in a conversation, whose segments differ in length; got {config.quant}")
-    if model.shape.routing is not None:
-        raise ValueError(
-            f"expected a model without experts in a conversation, which does not record their routing; got "
-            f"{model.shape.routing.count} experts"
-        )
     if config.mask_storage != "compact":
         raise ValueError(f"expected mask_storage 'compact' in a conversation; got {config.mask_storage!r}")
     if not policy.evicts:
@@ -122,6 +120,10 @@ def begin_conversations(
     records = [jnp.pad(record.evicted_at, after, constant_values=NEVER) for record in prefilled.records]
     numbers = jnp.zeros((count, response), jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
     form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
+    routing = prefilled.records[0].routing
+    if routing is not None:
+        after = [(0, 0), (0, response), (0, 0), (0, 0)]
+        routing = jnp.repeat(jnp.pad(routing, after, constant_values=NOT_RECORDED), group, axis=0)
     return Conversations(
         rows=begin(prefilled, keys, limit).replace(done=limit <= 0),
         read=jnp.zeros((count,), jnp.int32),
@@ -131,6 +133,7 @@ def begin_conversations(
         sampled=jnp.zeros((count, response), bool),
         drawable=None if form is None else jnp.zeros((count, response, *form.shape), form.dtype),
         evicted_at=tuple(jnp.repeat(x, group, axis=0) for x in records),
+        routing=routing,
     )
 
 
@@ -152,6 +155,8 @@ def sample_segment(sampler: Sampler, params: Params, state: Conversations, stop:
         entropy=put(state.entropy, record.entropy),
         sampled=put(state.sampled, record.emitted),
         drawable=jax.tree.map(put, state.drawable, record.drawable),
+        # The token that ends a turn has no experts yet: it is read with the answer.
+        routing=_with_experts(state.routing, sampler.prompt_width + column, record.routing),
     )
     # The newest token of a row that is done was drawn and not read.
     read = jnp.where(live, rows.drawn - rows.done, state.read)
@@ -185,9 +190,11 @@ def read_chunk(
     slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     number = jnp.int32(sampler.prompt_width)
     spans, gone = _read_spans(sampler, rows, tokens, columns)
-    layers = decode_layers(sampler.model.shape, rows.cache, slots, columns, rows.start, number, gone)
-    attend = DecodeAttend(sampler.model.shape.attention)
-    hidden, cache = sampler.model.hidden(params, tokens, places, attend, layers)
+    shape = sampler.model.shape
+    layers = decode_layers(shape, rows.cache, slots, columns, rows.start, number, gone)
+    attend = DecodeAttend(shape.attention)
+    hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
+    cache, experts = read_routing(shape, layers)
     if gone is not None:
         cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) < NEVER) for layer in cache)
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
@@ -206,8 +213,22 @@ def read_chunk(
         stop=jnp.where(goes_on, 0, rows.stop),
         spans=spans,
     )
-    state = state.replace(tokens=state.tokens.at[of_row, written].set(tokens, mode="drop"))
+    state = state.replace(
+        tokens=state.tokens.at[of_row, written].set(tokens, mode="drop"),
+        routing=_with_experts(state.routing, sampler.prompt_width + written, experts),
+    )
     return _compressed(sampler, params, state, rows, read)
+
+
+def _with_experts(
+    routing: Int[Array, "rows T mixtures per_token"] | None,
+    column: Int[Array, "rows buffer"],
+    experts: Int[Array, "rows buffer mixtures per_token"] | None,
+) -> Int[Array, "rows T mixtures per_token"] | None:
+    """The routing with the experts of the tokens at these columns; columns behind the last are dropped."""
+    if routing is None or experts is None:
+        return None
+    return routing.at[jnp.arange(routing.shape[0])[:, None], column].set(experts, mode="drop")
 
 
 def _read_spans(
@@ -293,6 +314,7 @@ def to_trajectory(
         entropy=state.entropy,
         drawable=drawable,
         sampled=state.sampled,
+        routing=None if state.routing is None else jnp.where(valid[..., None, None], state.routing, NOT_RECORDED),
     )
 
 

@@ -1,0 +1,118 @@
+"""Conversations of a model with experts: every token that was read has its experts, in turns, answers and prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.config import Experts
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import replay, response_hidden_and_router
+from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.compaction import CompactingRespondent, converse_compacting
+from smd_jax.sampler.conversation_loop import ConversationConfig, converse
+from smd_jax.testing import random_params
+from tests.sampler.test_compaction import COMPACTION, PROMPTS
+from tests.sampler.test_conversation import CONFIG, LENGTHS, SHAPE, TALK, VOCAB, Scripted
+from tests.tiny_update import RECORD
+from tests.under_test import POLICIES, left_padded
+
+MIXTURE = replace(SHAPE, experts=Experts(count=6, per_token=2, intermediate_size=24, layers=(False, True)))
+MODEL = Decoder(MIXTURE)
+SIZES = replace(CONFIG, max_new_tokens=60)
+
+replay_jitted = jax.jit(replay, static_argnums=0)
+
+
+@cache
+def params() -> Any:
+    return random_params(MIXTURE)
+
+
+@cache
+def conversed(name: str, decode_rows: int | None = None) -> Trajectory:
+    """Turns of several segments, and answers of several chunks."""
+    arguments: Any = {"policy": POLICIES[name], "config": SIZES, "conversation": TALK, "decode_rows": decode_rows}
+    prompts = left_padded(LENGTHS, 10, VOCAB)
+    return converse(MODEL, params(), prompts, jax.random.key(3), Scripted(), **arguments).trajectory
+
+
+def gap(trajectory: Trajectory) -> np.ndarray:
+    """|log p_sampler - log p_learner| of the tokens that the policy sampled."""
+    scores = replay_jitted(MODEL, params(), trajectory)
+    return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
+
+
+FAST = ("Dense", "SnapKV")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in POLICIES])
+def test_exact_over_turns(name: str):
+    trajectory = conversed(name)
+    assert (np.asarray(trajectory.turns()).max(axis=1) >= 3).sum() >= 2
+    difference = gap(trajectory)
+    assert len(difference) > 60 and difference.max() <= 2e-5
+    assert trajectory.routing is not None
+    other = trajectory.replace(routing=jnp.where(trajectory.routing < 0, -1, (trajectory.routing + 1) % 6))
+    assert gap(other).max() > 1e-2, "the record decides"
+
+
+@pytest.mark.parametrize("decode_rows", [None, 2])
+def test_what_is_recorded(decode_rows: int | None):
+    """The router's own choice for every token that was read; nothing for padding and a row's last token."""
+    trajectory = conversed("SnapKV", decode_rows)
+    routing, valid = np.asarray(trajectory.routing), np.asarray(trajectory.valid)
+    assert routing.dtype == np.int8 and routing.shape == (4, 70, 1, 2)
+    read = valid & np.pad(valid[:, 1:], [(0, 0), (0, 1)])
+    there = (routing >= 0).all((2, 3))
+    # A conversation may end with an answer that was read whole, or with a turn whose last token was not.
+    assert (there >= read).all() and not (there & ~valid).any() and (routing[~there] == -1).all()
+    ends = np.asarray(trajectory.sampled)[:, :-1] & ~np.asarray(trajectory.sampled)[:, 1:]
+    assert there[:, 10:-1][ends & valid[:, 11:]].all(), "tokens that end a turn are read with the answer"
+    _, router = response_hidden_and_router(MODEL, params(), trajectory, trajectory.mask)
+    chosen = np.argsort(-np.asarray(router), axis=-1)[..., :2]
+    np.testing.assert_array_equal(np.sort(routing[there]), np.sort(chosen[there]))
+
+
+@cache
+def compacted() -> Any:
+    respondent = CompactingRespondent(
+        Scripted(ending=lambda row, turn: "done" if turn == 5 else None), COMPACTION, PROMPTS, 48
+    )
+    talk = ConversationConfig(turns=8, turn_tokens=30)
+
+    def sample(prompts: Any, keys: Any, respondent: Any, active: np.ndarray) -> Any:
+        arguments: Any = {"policy": POLICIES["SnapKV"], "config": SIZES, "conversation": talk, "active": active}
+        return converse(MODEL, params(), prompts, keys, respondent, **arguments)
+
+    return converse_compacting(sample, respondent, jax.random.key(7), 0)
+
+
+def stepped(make: Any, config: UpdateConfig) -> tuple[Any, dict[str, Any]]:
+    result = compacted()
+    state = init_state(jax.tree.map(jnp.copy, params()), RECORD, jax.random.key(0))
+    advantages = jnp.linspace(-1, 1, len(result.present))
+    batch = TrainBatch(result.trajectory, advantages, None, jnp.asarray(result.present))
+    state, metrics = make(MODEL, RECORD, config)(state, batch)
+    return jax.device_get(state.opt_state), metrics
+
+
+def test_contexts_of_a_conversation_are_a_tree():
+    """Exact, and the update that reads shared beginnings once has the gradients of separate rows."""
+    assert compacted().present.sum() > 4 and gap(compacted().trajectory).max() <= 2e-5
+    rows, metrics = stepped(make_update, UpdateConfig())
+    packed = UpdateConfig(microbatch_size=2, pack_columns=160)
+    tree, shared = stepped(partial(make_packed_update, share_beginnings=True), packed)
+    assert shared["update/shared"] > 0 and float(shared["loss"]) == pytest.approx(float(metrics["loss"]), abs=2e-5)
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(rows))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x / scale, y / scale, atol=2e-5), rows, tree)
