@@ -63,7 +63,7 @@ class Conversations(struct.PyTreeNode):
       tokens, logprobs, entropy, sampled: `[rows, R]` as in Trajectory.
       drawable: `[rows, R, ...]`, see `DrawableTokens.sets`; None without filters.
       evicted_at: per layer `[rows, kv_heads, T]` of the shadow mask.
-      routing: `[rows, T, mixtures, per_token]` experts of the tokens that were read, -1 of others; None without experts.
+      routing: `[rows, T, mixtures, per_token]` experts of read tokens, -1 of others; None without experts.
     """
 
     rows: SamplerState

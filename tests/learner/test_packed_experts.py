@@ -1,4 +1,4 @@
-"""Packed rows of a model with experts: every token goes to the experts that were recorded, also in shared beginnings."""
+"""Packed rows of a model with experts: tokens go to the recorded experts, also in shared beginnings."""
 
 from __future__ import annotations
 
