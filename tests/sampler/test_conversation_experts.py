@@ -74,7 +74,7 @@ def test_what_is_recorded(decode_rows: int | None):
     routing, valid = np.asarray(trajectory.routing), np.asarray(trajectory.valid)
     assert routing.dtype == np.int8 and routing.shape == (4, 70, 1, 2)
     read = valid & np.pad(valid[:, 1:], [(0, 0), (0, 1)])
-    there = (routing >= 0).all((2, 3))
+    there = np.amin(routing, axis=(2, 3)) >= 0
     # A conversation may end with an answer that was read whole, or with a turn whose last token was not.
     assert (there >= read).all() and not (there & ~valid).any() and (routing[~there] == -1).all()
     sampled = np.asarray(trajectory.sampled)
