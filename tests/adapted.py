@@ -33,11 +33,12 @@ def merged_in_float64(params: Params) -> dict[str, Any]:
     adapters: Adapters = params[LORA]
     base: dict[str, Any] = jax.tree.map(np.asarray, {name: part for name, part in params.items() if name != LORA})
     for path, pair in by_module(adapters).items():
-        module = base
+        parent = module = base
         for name in path:
-            module = module[name]
+            parent, module = module, module[name]
         a, b = np.float64(pair["lora_A"]), np.float64(pair["lora_B"])
-        module["kernel"] = np.float32(np.float64(module["kernel"]) + scale_of(adapters.config) * a @ b)
+        weights, name = (parent, path[-1]) if path[-2] == "experts" else (module, "kernel")
+        weights[name] = np.float32(np.float64(weights[name]) + scale_of(adapters.config) * a @ b)
     return jax.tree.map(jnp.asarray, base)
 
 

@@ -26,9 +26,9 @@ AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
 HEADS = (("tensor", "sequence"), ("tensor",))  # axes of heads: the first that divides them
 
-# Last two names of a parameter's path -> its spec, for the Decoder. Matrices of other models are split over fsdp only,
-# see `param_spec`.
-RULES: dict[tuple[str, str], P] = {
+# Last two names of a parameter's path -> its spec, for the Decoder; of adapters of experts the last three. Matrices of
+# other models are split over fsdp only, see `param_spec`.
+RULES: dict[tuple[str, ...], P] = {
     ("embed", "embedding"): P("tensor", "fsdp"),
     ("lm_head", "kernel"): P("fsdp", "tensor"),
     ("q_proj", "kernel"): P("fsdp", "tensor"),
@@ -47,9 +47,12 @@ RULES: dict[tuple[str, str], P] = {
     ("experts", "down_bias"): P("tensor", None),
 }
 # Adapters are split like their matrix; their small rank is replicated.
-_KERNELS = {name: rule for (name, leaf), rule in RULES.items() if leaf == "kernel" and name != "router"}
+_KERNELS = {names[0]: rule for names, rule in RULES.items() if names[-1] == "kernel" and names[0] != "router"}
 RULES |= {(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()}
 RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
+_EXPERTS = {names[-1]: rule for names, rule in RULES.items() if names[0] == "experts" and len(rule) == 3}
+RULES |= {("experts", name, "lora_A"): P(rule[0], rule[1], None) for name, rule in _EXPERTS.items()}
+RULES |= {("experts", name, "lora_B"): P(rule[0], None, rule[2]) for name, rule in _EXPERTS.items()}
 
 
 def make_mesh(
@@ -87,7 +90,7 @@ def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractM
     fsdp divides, the first of equals. That is correct for any model, because parameters are gathered where they are
     used. It is replicated over the tensor axis.
     """
-    rule = RULES.get((path[-2], path[-1])) if len(path) > 1 else None
+    rule = RULES.get(tuple(path[-3:]), RULES.get(tuple(path[-2:])))
     if rule is not None and len(rule) == len(shape):
         return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))
     divided = [i for i, side in enumerate(shape) if side > 1 and side % mesh.shape["fsdp"] == 0]

@@ -7,6 +7,7 @@ The adapters are stored in the parameters:
     embed, layers_0, …, norm                                  the frozen base
     lora/matrices/layers_0/attention/q_proj/lora_A            [hidden, rank]
     lora/matrices/layers_0/attention/q_proj/lora_B            [rank, heads * head_dim]
+    lora/matrices/layers_0/mlp/experts/up_proj/lora_A         [experts, hidden, rank]       every expert has its own
 
 The scale is stored with them. The same model is the policy with adapters and the base without them. So the base is the
 reference policy and the frozen teacher, without a copy.
@@ -32,6 +33,7 @@ from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
 LORA = "lora"
+EXPERTS = "experts"  # the module whose matrices have all experts of a layer, `smd_jax.model.mixture`
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -76,7 +78,8 @@ class Adapters(struct.PyTreeNode):
     """The adapters of a model.
 
     Attributes:
-      matrices: `lora_A` `[in, rank]` and `lora_B` `[rank, out]`, float32 or wider, at the paths of their modules.
+      matrices: `lora_A` `[in, rank]` and `lora_B` `[rank, out]`, float32 or wider, at the paths of their modules; of
+        experts `[experts, in, rank]` and `[experts, rank, out]`.
       config: static, so trees with different scales have different structures in JAX.
     """
 
@@ -105,13 +108,13 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
         raise ValueError("expected parameters without adapters, which would be lost: merge_lora(params) keeps them")
     matrices = {}
     for path, kernel in _kernels(params, config).items():
-        width_in, width_out = kernel.shape
+        *experts, width_in, width_out = kernel.shape
         dtype = jnp.promote_types(kernel.dtype, jnp.float32)
         bound = width_in**-0.5
         # The key depends on the matrix's name, so that its initial adapter does not depend on the other targets.
         own = jax.random.fold_in(key, crc32("/".join(path).encode()))
-        drawn = jax.random.uniform(own, (width_in, config.rank), dtype, -bound, bound)
-        matrices[path] = {"lora_A": drawn, "lora_B": jnp.zeros((config.rank, width_out), dtype)}
+        drawn = jax.random.uniform(own, (*experts, width_in, config.rank), dtype, -bound, bound)
+        matrices[path] = {"lora_A": drawn, "lora_B": jnp.zeros((*experts, config.rank, width_out), dtype)}
     return {**params, LORA: Adapters(unflatten_dict(matrices), config)}
 
 
@@ -131,8 +134,8 @@ def merge_lora(params: Mapping[str, Any]) -> dict[str, Any]:
     adapters: Adapters = params[LORA]
     flat = flatten_dict(base_params(params))
     for path, pair in by_module(adapters).items():
-        kernel = flat[*path, "kernel"]
-        flat[*path, "kernel"] = _merged(kernel, pair["lora_A"], pair["lora_B"], _scale(adapters, pair))
+        place = path if path[-2:-1] == (EXPERTS,) else (*path, "kernel")
+        flat[place] = _merged(flat[place], pair["lora_A"], pair["lora_B"], _scale(adapters, pair))
     return unflatten_dict(flat)
 
 
@@ -157,8 +160,10 @@ def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, ...], Any]:
-    """Path of every targeted module -> its kernel."""
-    found = {path[:-1]: leaf for path, leaf in flatten_dict(dict(params)).items() if path[-1] == "kernel"}
+    """Path of every targeted module -> its kernel; of experts, path of the matrices of all experts."""
+    flat = flatten_dict(dict(params))
+    found = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel"}
+    found |= {path: leaf for path, leaf in flat.items() if path[-2:-1] == (EXPERTS,) and path[-1] in TARGETS}
     kernels = {path: kernel for path, kernel in found.items() if path[-1] in config.targets}
     missing = set(config.targets) - {path[-1] for path in kernels}
     if missing:
@@ -174,7 +179,10 @@ def _scale(adapters: Adapters, pair: Mapping[str, Array]) -> Float[Array, ""]:
 
 @jax.jit
 def _merged(
-    kernel: Float[Array, "in out"], a: Float[Array, "in rank"], b: Float[Array, "rank out"], scale: Float[Array, ""]
-) -> Float[Array, "in out"]:
+    kernel: Float[Array, "*experts in out"],
+    a: Float[Array, "*experts in rank"],
+    b: Float[Array, "*experts rank out"],
+    scale: Float[Array, ""],
+) -> Float[Array, "*experts in out"]:
     added = scale * jnp.matmul(a, b, precision="highest")
     return (kernel.astype(added.dtype) + added).astype(kernel.dtype)

@@ -11,6 +11,8 @@ tensor axis shares the experts as it shares attention's heads: each device has s
     layers_0/mlp/experts/{gate_proj,up_proj}        [experts, hidden, width]
     layers_0/mlp/experts/down_proj                  [experts, width, hidden]
     layers_0/mlp/experts/{gate_bias,up_bias,down_bias}, layers_0/mlp/router/bias           with Experts.bias
+
+Each expert may have LoRA adapters of its matrices, see `smd_jax.model.lora`. They are products by expert as well.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.config import Activation, Experts, ModelConfig
 from smd_jax.devices.sharding import over_experts
+from smd_jax.model.lora import LORA
 from smd_jax.pytrees import any_leaves
 from smd_kernels.reference import product_precision
 
@@ -64,7 +67,8 @@ class Router(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The matrices of all experts of a layer, by name."""
+    """The matrices of all experts of a layer, by name; with adapters also `gate_proj_lora_A`, `gate_proj_lora_B` and
+    `gate_proj_scale` `[experts]`, which is the same for all of them."""
 
     config: ModelConfig
 
@@ -79,6 +83,12 @@ class ExpertWeights(nn.Module):
             for name, (_, out) in shapes.items():
                 bias = name.replace("proj", "bias")
                 weights[bias] = self.param(bias, nn.initializers.zeros, (count, out))
+        for name in shapes:
+            if self.has_variable(LORA, name):
+                pair = self.get_variable(LORA, name)
+                weights |= {f"{name}_{matrix}": pair[matrix] for matrix in ("lora_A", "lora_B")}
+                # One per expert, so that it is split over devices like the matrices.
+                weights[f"{name}_scale"] = jnp.broadcast_to(pair["scale"], (count,))
         return weights
 
 
@@ -106,7 +116,11 @@ class Mixture(nn.Module):
             known = jnp.all(given >= 0, axis=-1, keepdims=True)
             chosen = jnp.where(known, given.astype(jnp.int32), chosen)
         gates = gates_of(logits, chosen, experts)
-        weights = {name: weight.astype(x.dtype) for name, weight in self.experts().items()}
+        weights = {
+            # Scales stay in float32, as in a merged matrix.
+            name: weight if name.endswith("_scale") else weight.astype(x.dtype)
+            for name, weight in self.experts().items()
+        }
         run = partial(expert_sum, experts, self.config.activation)
         return over_experts(run, experts.count, weights, x, chosen, gates).astype(x.dtype), Routing(chosen, logits)
 
@@ -154,7 +168,11 @@ def expert_sum(
     product = partial(jax.lax.ragged_dot, precision=product_precision(x.dtype), preferred_element_type=wide)
 
     def projected(rows: Array, name: str) -> Array:
-        out = product(rows, weights[f"{name}_proj"], sizes)
+        matrix = f"{name}_proj"
+        out = product(rows, weights[matrix], sizes)
+        if f"{matrix}_lora_A" in weights:
+            thin = weights[f"{matrix}_scale"][0] * product(rows, weights[f"{matrix}_lora_A"], sizes)
+            out = out + product(thin.astype(x.dtype), weights[f"{matrix}_lora_B"], sizes)
         if experts.bias:
             out = out + weights[f"{name}_bias"][jnp.minimum(sorted_experts, count - 1)].astype(wide)
         return out

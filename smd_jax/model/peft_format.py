@@ -5,7 +5,7 @@
                                  base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight     [out, rank]
 
 Names come from the decoder's table of tensors; as kernels, A and B are transposed. Matrices that a checkpoint stores as
-one have one adapter in PEFT's format, see `smd_jax.model.peft_fused`.
+one have one adapter in PEFT's format, see `smd_jax.model.peft_fused`; experts, see `smd_jax.model.peft_experts`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.families import FAMILIES, model_type_of
 from smd_jax.model.hf_config import float_name
 from smd_jax.model.hf_fields import flag, number, shown, some, whole
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
+from smd_jax.model.peft_experts import MLP_TARGETS, expert_tensors, is_of_experts, stored_targets, take_experts
+from smd_jax.model.peft_files import MATRICES, read_tensors, take_tensor, tensor_name
 from smd_jax.model.peft_fused import FUSED, PATTERNS, check_patterns, fused_targets, join, patterns, split
-from smd_jax.model.stored_tensors import STORED_DTYPES, check_finite_weights, read_json
+from smd_jax.model.stored_tensors import read_json
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.safetensors_files import write_safetensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_MATRICES = ("lora_A", "lora_B")
-ATTENTION_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 # Options of PEFT that do not change the function of trained adapters. Configurations of an initialisation (EVA, CorDA,
 # …) apply only if `init_lora_weights` names it.
@@ -76,29 +74,27 @@ def save_peft(
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
     adapters: Adapters = params[LORA]
-    mlp = [target for target in adapters.config.targets if target not in ATTENTION_TARGETS]
-    if config.experts is not None and mlp:
-        raise ValueError(
-            f"expected adapters of {', '.join(ATTENTION_TARGETS)} alone in a model with experts, because PEFT takes "
-            f"those of an MLP for adapters of experts; got also {', '.join(mlp)}"
-        )
     layout = _layout_of(config, base_model)
     modules = _modules(config, adapters.config, layout)
-    pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
+    all_pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
+    pairs = {path: pair for path, pair in all_pairs.items() if not is_of_experts(path)}
     expected = {leaf.path for tensor in modules.values() for leaf in tensor.leaves}
     if wrong := sorted({f"{path}/kernel" for path in pairs} ^ expected):
         paths = [path.removesuffix("/kernel") for path in wrong]
         raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(paths)}")
-    kind = jnp.dtype(float_name(dtype))
-    tensors = {}
+    of_experts = {path: pair for path, pair in all_pairs.items() if is_of_experts(path)}
+    tensors = {} if config.experts is None else expert_tensors(of_experts, config, adapters.config)
     for name, tensor in modules.items():
         parts = [pairs[_module(leaf)] for leaf in tensor.leaves]
         pair = parts[0] if len(parts) == 1 else join(parts)
-        for matrix in _MATRICES:
-            tensors[_tensor_name(name, matrix)] = np.ascontiguousarray(np.asarray(pair[matrix]).astype(kind).T)
+        for matrix in MATRICES:
+            tensors[tensor_name(name, matrix)] = np.asarray(pair[matrix]).T
+    kind = jnp.dtype(float_name(dtype))
+    tensors = {name: np.ascontiguousarray(tensor.astype(kind)) for name, tensor in tensors.items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_peft_config(adapters.config, base_model, layout), indent=2, sort_keys=True) + "\n"
+    content = _peft_config(adapters.config, base_model, _fused_names(config, layout), config.experts is not None)
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     write_safetensors(directory / TENSOR_FILE, tensors, {"format": "pt"})
     # Written under another name and renamed, so that no reader sees half a file.
     new_config = directory / f"{CONFIG_FILE}.new-{os.getpid()}"
@@ -124,27 +120,28 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():
             raise FileNotFoundError(f"expected adapters with {name} in {directory}; there is no such file")
-    tensors = _read_tensors(directory / TENSOR_FILE)
+    tensors = read_tensors(directory / TENSOR_FILE)
     layout: Layout = "fused" if any(f".{name}." in tensor for name in FUSED for tensor in tensors) else "split"
-    content = _read_config(directory / CONFIG_FILE, layout)
-    lora = _lora_config(content, tensors, directory)
+    content = _read_config(directory / CONFIG_FILE, _fused_names(config, layout), config.experts is not None)
+    of_experts = take_experts(tensors, content, config, directory)
+    lora = _lora_config(content, tensors, of_experts, _fused_names(config, layout), directory)
     flat: dict[str, Any] = flatten_dict(dict(params), sep="/")
-    matrices: dict[str, Any] = {}
+    # Copies, so that JAX never aliases a buffer that belongs to safetensors.
+    matrices: dict[str, Any] = {
+        f"{path}/{matrix}": jnp.array(pair[matrix].astype(jnp.promote_types(flat[path].dtype, jnp.float32)))
+        for path, pair in of_experts.items()
+        for matrix in MATRICES
+    }
     for name, tensor in _modules(config, lora, layout).items():
         widths = [leaf.shape[1] for leaf in tensor.leaves]
         joined = len(widths) > 1 and bool(content.get("rank_pattern"))
         rank = lora.rank * len(widths) if joined else lora.rank
         shapes = {"lora_A": (rank, tensor.leaves[0].shape[0]), "lora_B": (sum(widths), rank)}
-        found = {}
-        for matrix, shape in shapes.items():
-            array = _taken(tensors, _tensor_name(name, matrix), shape, directory)
-            check_finite_weights(f"{_tensor_name(name, matrix)} of {directory}", array)
-            found[matrix] = array.T
+        found = {matrix: take_tensor(tensors, name, matrix, shape, directory).T for matrix, shape in shapes.items()}
         parts = [found] if len(widths) == 1 else split(found["lora_A"], found["lora_B"], widths, lora.rank, name)
         for leaf, part in zip(tensor.leaves, parts, strict=True):
-            # A copy, so that JAX never aliases a buffer that belongs to safetensors.
             wide = jnp.promote_types(flat[leaf.path].dtype, jnp.float32)
-            matrices |= {f"{_module(leaf)}/{matrix}": jnp.array(part[matrix].astype(wide)) for matrix in _MATRICES}
+            matrices |= {f"{_module(leaf)}/{matrix}": jnp.array(part[matrix].astype(wide)) for matrix in MATRICES}
     if tensors:
         raise ValueError(f"expected adapters of whole layers in {directory}; got {some(sorted(tensors))}, too")
     return {**params, LORA: Adapters(unflatten_dict(matrices, sep="/"), lora)}
@@ -173,17 +170,27 @@ def _layout_of(config: ModelConfig, base_model: str | Path | None) -> Layout:
     return FAMILIES[model_type_of(config, given if isinstance(given, str) else None)].layout
 
 
-def _tensor_name(module: str, matrix: str) -> str:
-    return f"{_PREFIX}{module}.{matrix}.weight"
+def _fused_names(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
+    """The matrices that have one adapter in PEFT's format and several here."""
+    if layout == "fused":
+        return tuple(FUSED)
+    return () if config.experts is None else ("gate_up_proj",)
 
 
-def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout) -> dict[str, Any]:
+def _peft_config(
+    lora: LoraConfig, base_model: str | Path | None, fused_names: tuple[str, ...], experts: bool
+) -> dict[str, Any]:
     # PEFT's own alpha is an integer in its annotations, and any number where it computes.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    fused = fused_targets(lora) if layout == "fused" else {}
-    separate = [target for target in lora.targets if not any(target in parts for parts in fused.values())]
+    fused = fused_targets(lora, fused_names)
+    modules = [*fused, *(target for target in lora.targets if not any(target in parts for parts in fused.values()))]
+    parameters = {}
+    if experts:
+        modules = [target for target in lora.targets if target not in MLP_TARGETS]
+        parameters = {"target_parameters": [f"mlp.experts.{name}" for name in stored_targets(lora)]}
     return {
-        **(patterns(lora) if fused else {}),
+        **(patterns(lora, fused_names) if fused else {}),
+        **parameters,
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base_model is None else str(base_model),
@@ -191,19 +198,20 @@ def _peft_config(lora: LoraConfig, base_model: str | Path | None, layout: Layout
         "r": lora.rank,
         "lora_alpha": alpha,
         "use_rslora": lora.rank_stabilised,
-        "target_modules": [*fused, *separate],
+        "target_modules": modules,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
     }
 
 
-def _read_config(file: Path, layout: Layout) -> dict[str, Any]:
+def _read_config(file: Path, fused_names: tuple[str, ...], experts: bool) -> dict[str, Any]:
     content = read_json(file)
     if content.get("peft_type") != "LORA":
         raise ValueError(f"expected peft_type 'LORA' in {file}; got {shown(content.get('peft_type'))}")
     # An option that is not listed here may be a new one of PEFT's: it must be off.
-    known = (*_WITHOUT_EFFECT, "init_lora_weights", *(PATTERNS if layout == "fused" else ()))
+    known = (*_WITHOUT_EFFECT, "init_lora_weights", *(PATTERNS if fused_names else ()))
+    known += ("target_parameters",) if experts else ()
     odd = [
         f"{name} {shown(value)}" for name, value in content.items() if name not in known and not _is_off(name, value)
     ]
@@ -225,27 +233,17 @@ def _is_off(name: str, value: object) -> bool:
     return value is None or value is False or (not name.endswith("_config") and value in ({}, []))
 
 
-def _read_tensors(file: Path) -> dict[str, np.ndarray]:
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            names = list(tensors.keys())
-            odd = [
-                f"{name}: {kind}"
-                for name in names
-                if (kind := tensors.get_slice(name).get_dtype()) not in STORED_DTYPES
-            ]
-            if odd:
-                raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)} in {file}; got {some(odd)}")
-            return {name: tensors.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a readable safetensors file: {error!s:.200}") from error
-
-
-def _lora_config(content: Mapping[str, Any], tensors: Mapping[str, np.ndarray], directory: Path) -> LoraConfig:
+def _lora_config(
+    content: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    of_experts: Mapping[str, Any],
+    fused_names: tuple[str, ...],
+    directory: Path,
+) -> LoraConfig:
     """Rank and alpha as the file gives them; the targets from the tensors, because PEFT may name those by a pattern."""
     # Any tensor of an adapter: base_model.model.….q_proj.lora_A.weight
     there = {name.split(".")[-3] for name in tensors if name.split(".")[-2:-1] == ["lora_A"]}
-    there = {part for name in there for part in FUSED.get(name, (name,))}
+    there = {part for name in there for part in FUSED.get(name, (name,))} | {path.split("/")[-1] for path in of_experts}
     targets: tuple[Target, ...] = tuple(target for target in TARGETS if target in there)
     if not targets or there - set(targets):
         raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(there))}")
@@ -253,16 +251,7 @@ def _lora_config(content: Mapping[str, Any], tensors: Mapping[str, np.ndarray], 
         rank, alpha = whole(content, "r"), number(content, "lora_alpha")
         stabilised = flag(content, "use_rslora", False)
         lora = LoraConfig(rank=rank, alpha=alpha, targets=targets, rank_stabilised=stabilised)
-        check_patterns(content, lora)
+        check_patterns(content, lora, fused_names)
         return lora
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
-
-
-def _taken(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...], directory: Path) -> np.ndarray:
-    if name not in tensors:
-        raise ValueError(f"expected {name} in {directory}, because its target has adapters in every layer; got none")
-    tensor = tensors.pop(name)
-    if tensor.shape != shape:
-        raise ValueError(f"expected {name} of shape {list(shape)} in {directory}; got {list(tensor.shape)}")
-    return tensor

@@ -24,14 +24,18 @@ FUSED: dict[str, tuple[Target, ...]] = {
 PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
-def fused_targets(lora: LoraConfig) -> dict[str, tuple[Target, ...]]:
+def fused_targets(lora: LoraConfig, names: Sequence[str] = tuple(FUSED)) -> dict[str, tuple[Target, ...]]:
     """The fused matrices that have adapters.
+
+    Args:
+      names: the fused matrices of the checkpoint.
 
     Raises:
       ValueError: if only some parts of one have adapters, which PEFT cannot say.
     """
     found = {}
-    for name, parts in FUSED.items():
+    for name in names:
+        parts = FUSED[name]
         chosen = [part for part in parts if part in lora.targets]
         if chosen and len(chosen) < len(parts):
             raise ValueError(
@@ -43,9 +47,9 @@ def fused_targets(lora: LoraConfig) -> dict[str, tuple[Target, ...]]:
     return found
 
 
-def patterns(lora: LoraConfig) -> dict[str, dict[str, Any]]:
-    """PEFT's `rank_pattern` and `alpha_pattern` of the fused matrices."""
-    parts = {name: len(of) for name, of in fused_targets(lora).items()}
+def patterns(lora: LoraConfig, names: Sequence[str] = tuple(FUSED)) -> dict[str, dict[str, Any]]:
+    """PEFT's `rank_pattern` and `alpha_pattern` of the fused matrices; `names` as above."""
+    parts = {name: len(of) for name, of in fused_targets(lora, names).items()}
     scales = {name: count**0.5 if lora.rank_stabilised else count for name, count in parts.items()}
     return {
         "rank_pattern": {name: lora.rank * count for name, count in parts.items()},
@@ -53,12 +57,14 @@ def patterns(lora: LoraConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_patterns(content: Mapping[str, Any], lora: LoraConfig) -> None:
+def check_patterns(content: Mapping[str, Any], lora: LoraConfig, names: Sequence[str] = tuple(FUSED)) -> None:
     """Raises ValueError if adapter_config.json has ranks or alphas of single matrices, and others than `patterns`."""
     if all(not content.get(key) for key in PATTERNS):
         return
-    for key, expected in patterns(lora).items():
+    for key, expected in patterns(lora, names).items():
         got = content.get(key)
+        if isinstance(got, dict):  # PEFT turns names into expressions when it opens a file of transformers 4
+            got = {name.removeprefix(r".*\."): value for name, value in got.items()}
         known = isinstance(got, dict) and got.keys() == expected.keys()
         if not known or not all(_close(value, expected[name]) for name, value in (got or {}).items()):
             raise ValueError(f"expected {key} to be {expected} or empty; got {shown(got)}")

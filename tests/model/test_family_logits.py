@@ -19,7 +19,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import TARGETS, LoraConfig, base_params, merge_lora
-from smd_jax.model.peft_format import ATTENTION_TARGETS, load_peft, save_peft
+from smd_jax.model.peft_format import load_peft, save_peft
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from tests import paths
@@ -75,11 +75,18 @@ def test_an_export_is_the_same_model(name: str, tmp_path: Path):
 
 
 def with_adapters(name: str) -> Any:
-    _, params = opened(name)
-    kernels = {path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"}
-    allowed = ATTENTION_TARGETS if opened(name)[0].experts is not None else TARGETS
-    targets: Any = tuple(target for target in allowed if target in kernels)
-    return adapted(params, LoraConfig(rank=2, alpha=3.0, targets=targets, rank_stabilised=True), size=0.5)
+    config, params = opened(name)
+    # Of layers with an MLP beside layers with experts, PEFT has adapters of attention only.
+    mlp = config.experts is None or not config.experts.layers
+    targets: Any = TARGETS if mlp else TARGETS[:4]
+    lora = LoraConfig(rank=2, alpha=3.0, targets=in_model(params, targets), rank_stabilised=True)
+    return adapted(params, lora, size=0.5)
+
+
+def in_model(params: Any, targets: Any) -> Any:
+    """The targets that the model has: one without a gate has no gate_proj."""
+    names = {key.key for path, _ in jax.tree_util.tree_leaves_with_path(params) for key in path}
+    return tuple(target for target in targets if target in names)
 
 
 @every_family
@@ -96,8 +103,12 @@ def test_adapters(name: str, tmp_path: Path):
 
 def test_what_peft_cannot_express(tmp_path: Path):
     config, params = opened("qwen3_moe_shares")
-    with pytest.raises(ValueError, match="expected adapters of q_proj.*alone in a model with.*got also up_proj"):
-        save_peft(tmp_path, adapted(params, LoraConfig(targets=("q_proj", "up_proj"))), config)
+    with pytest.raises(ValueError, match=r"experts in every layer for adapters of down_proj.*in layers \[1\] of 2"):
+        save_peft(tmp_path, adapted(params, LoraConfig(targets=("q_proj", "down_proj"))), config)
+    config, params = opened("mixtral")
+    with pytest.raises(ValueError, match="adapters on all of gate_proj, up_proj or on none.*got up_proj"):
+        save_peft(tmp_path, adapted(params, LoraConfig(targets=("up_proj",))), config)
+    assert not list(tmp_path.iterdir())
 
 
 @every_family
