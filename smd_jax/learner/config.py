@@ -14,13 +14,12 @@ from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.entropy_term import EntropyTerm
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.forward import Visibility as Visibility
-from smd_jax.learner.forward import check_reference_visibility
 from smd_jax.learner.policy_term import PolicyTerm
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import TrainState, reference_params
 from smd_jax.learner.terms import LearnerSetup, Needs, Term, joint_needs
 from smd_jax.learner.value_term import ValueTerm
-from smd_jax.losses.distillation import DistillConfig, teacher_positions, teacher_rows
+from smd_jax.losses.distillation import DistillConfig, teacher_rows
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.typed_fields import check_types
@@ -60,7 +59,6 @@ class UpdateConfig:
       dense_learner: a dense learner on the same weights, or None; only under "shadow". Entropy bonus, distillation and
         metrics are those of the learner with shadow masks.
       value: PPO's critic, or None. It uses the learner's hidden states and therefore its mask.
-      reference_visibility: mask of the KL's reference policy; None: the learner's.
       kl_in_reward: subtract the KL, times `loss.beta`, from the rewards instead of adding it to the loss; see
         `smd_jax.losses.kl.kl_penalty`. It is then measured once per rollout, before the first step.
       reference_sync: updates of the reference; None: it is frozen.
@@ -84,7 +82,6 @@ class UpdateConfig:
     distill: DistillConfig | None = None
     dense_learner: DenseLearner | None = None
     value: ValueConfig | None = None
-    reference_visibility: Visibility | None = None
     kl_in_reward: bool = False
     reference_sync: ReferenceSync | None = None
     mask_truncated_completions: bool = False
@@ -95,7 +92,6 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_reference_visibility(self.reference_visibility)
         setup = LearnerSetup(
             self.objective, self.visibility, self.reference_sync, self.pack_columns, self.rows_per_prompt
         )
@@ -156,7 +152,6 @@ class UpdateConfig:
             (1 - share) * self.policy_coef,
             self.correction,
             self.visibility,
-            self.reference_visibility,
             self.kl_in_reward,
             self.top_entropy_quantile,
         )
@@ -167,7 +162,6 @@ class UpdateConfig:
             self.policy_coef,
             learner.correction,
             "dense",
-            self.reference_visibility,
             self.kl_in_reward,
             self.top_entropy_quantile,
             share=learner.share,
@@ -197,11 +191,9 @@ def uses_sampler_logprobs_as_old(config: UpdateConfig) -> bool:
     return config.policy_term.uses_sampler_logprobs_as_old
 
 
-def check_rows_of(config: UpdateConfig, rows: int, columns: int) -> None:
-    """Raises ValueError for a minibatch of `rows` responses of `columns` tokens that the configuration cannot split."""
-    # Fractions are shares of a microbatch, the rows of one teacher pass.
+def check_rows_of(config: UpdateConfig, rows: int) -> None:
+    """Raises ValueError for a minibatch of `rows` responses that the configuration cannot split."""
+    # The fraction is a share of a microbatch, the rows of one teacher pass.
     part = rows // count_parts(rows, config.microbatch_size)
     if config.distill is not None:
-        # Called for their errors: neither a row nor a column is divided.
-        teacher_rows(part, config.distill.fraction)
-        teacher_positions(columns, config.distill.position_fraction)
+        teacher_rows(part, config.distill.fraction)  # called for its error: no row is divided

@@ -1,4 +1,4 @@
-"""Distillation term: the dense teacher's forward pass and the divergence, on selected rows and positions."""
+"""Distillation term: the dense teacher's forward pass and the divergence, on selected rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from smd_jax.ratios import lower_percentile, overlap
 
 @any_leaves
 class Agreement(struct.PyTreeNode):
-    """Agreement of teacher and student at the rows and positions of a step.
+    """Agreement of teacher and student at the rows of a step.
 
     Attributes:
       overlap: 1 - TV of their next-token distributions, exact over the vocabulary, without gradient.
@@ -68,16 +68,16 @@ class DistillTerm(Term):
             raise ValueError(
                 "expected a reference_sync with direction 'ema', whose teacher moves with the policy; got None"
             )
-        if setup.pack_columns is not None and (config.fraction < 1 or config.position_fraction < 1):
-            raise ValueError(f"expected distillation of all rows and columns with pack_columns; got {config}")
+        if setup.pack_columns is not None and config.fraction < 1:
+            raise ValueError(f"expected distillation of all rows with pack_columns; got {config}")
         if setup.rows_per_prompt > 1 and config.fraction < 1:
             raise ValueError(
                 f"expected distillation of all rows with rows_per_prompt {setup.rows_per_prompt}, because a share "
                 f"splits rows of one prompt; got {config}"
             )
 
-    def coefficient(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        return self.config.coef_at(step)
+    def coefficient(self, step: Int[Array, ""]) -> float:
+        return self.config.coef
 
     def prepare(self, minibatch: Minibatch) -> Float[Array, "batch R"]:
         return TokenMean().weights(minibatch.trajectory.response_mask)
@@ -93,18 +93,17 @@ class DistillTerm(Term):
             inputs.hidden,
             inputs.prepared,
         )
-        # Logged as a divergence in nats; its coefficient is a separate metric.
+        # Logged as a divergence in nats, without its coefficient.
         return TermOutputs(loss, {"distill": loss}, agreement)
 
     def metrics(self, results: TermResults) -> Metrics:
-        metrics: Metrics = {"distill_coef": self.config.coef_at(results.step)}
         agreement: Agreement | None = results.rows
-        if agreement is not None:
-            metrics["distill/agreement_p5"] = lower_percentile(agreement.overlap, agreement.inside, 5.0)
-        return metrics
+        if agreement is None:
+            return {}
+        return {"distill/agreement_p5": lower_percentile(agreement.overlap, agreement.inside, 5.0)}
 
     def learns(self, results: TermResults) -> Bool[Array, ""]:
-        return (self.config.coef_at(results.step) > 0) & (results.prepared > 0).any()
+        return (results.prepared > 0).any() & (self.config.coef > 0)
 
 
 def distill_term(
@@ -118,7 +117,7 @@ def distill_term(
     weights: Float[Array, "batch R"],
 ) -> tuple[Float[Array, ""], Agreement | None]:
     """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement for an "exact"
-    divergence. D is computed on the rows and positions that `config` selects in this step, and scaled up to all.
+    divergence. D is computed on the rows that `config` selects in this step, and scaled up to all.
 
     Args:
       params: parameters of the policy, with a gradient, also through `hidden`.
@@ -127,20 +126,16 @@ def distill_term(
       weights: weight of each token in the loss, 0 outside the response.
 
     Raises:
-      ValueError: if the reference is missing, or a fraction is not a whole number of rows or columns.
+      ValueError: if the reference is missing, or the fraction is not a whole number of rows.
     """
     teacher = _teacher(config, params, reference)
-    rows, columns = choose(config, step, *weights.shape)
-    # Over the steps every token is selected equally often; dividing by the share keeps the mean.
-    scale = weights.size / (rows.size * columns.size)
+    rows = choose(config, step, weights.shape[0])
+    # Over the steps every row is selected equally often; dividing by the share keeps the mean.
+    scale = weights.shape[0] / rows.size
     if rows.size < weights.shape[0]:
         trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
-    # Whole sequences even for a share of the columns, because a hidden state depends on all earlier tokens.
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
-    tokens = trajectory.response
-    if columns.size < weights.shape[1]:
-        picked = (hidden, dense_hidden, tokens, weights)
-        hidden, dense_hidden, tokens, weights = jax.tree.map(lambda x: x[:, columns], picked)
+    columns = jnp.arange(weights.shape[1])
 
     def of_block(
         both: tuple[Params, Params], columns: Array, hidden: Array, dense_hidden: Array, tokens: Array
@@ -152,7 +147,7 @@ def distill_term(
 
     # Logits of two policies: blocks of half as many columns.
     size = columns_at_once(model.shape, 2 * rows.size, columns.size)
-    terms, agree = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden, tokens)
+    terms, agree = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden, trajectory.response)
     agreement = None if agree is None else Agreement(agree, weights > 0)
     return jnp.sum(weights * terms) * scale, agreement
 

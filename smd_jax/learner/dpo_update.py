@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float
 from smd_jax.learner.accumulation import Objective, accumulate, count_parts
 from smd_jax.learner.forward import (
     Visibility,
-    check_reference_visibility,
     check_replayable,
     learner_mask,
     replay,
@@ -57,8 +56,6 @@ class DPOUpdateConfig:
     Attributes:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
         full-context policy on the sparse sampler's pairs, without a correction.
-      reference_visibility: what the reference policy sees: the sampler's mask, or everything; None: what the learner
-        sees.
       loss: the preference loss.
       microbatch_size: pairs of one forward and backward pass, each of them two rows; gradients are summed over
         microbatches, in float32 or wider. None: all pairs.
@@ -66,7 +63,6 @@ class DPOUpdateConfig:
     """
 
     visibility: Visibility = "shadow"
-    reference_visibility: Visibility | None = None
     loss: DPOConfig = DPOConfig()
     microbatch_size: int | None = None
     reference_sync: ReferenceSync | None = None
@@ -75,7 +71,6 @@ class DPOUpdateConfig:
         check_types(self)
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {self.microbatch_size}")
-        check_reference_visibility(self.reference_visibility)
 
 
 @any_leaves
@@ -184,9 +179,9 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
 
     def objective(params: Params, part: _Prepared) -> tuple[Array, tuple[Any, _Terms]]:
         rows = _rows(part.batch)
-        hidden = response_hidden(model, params, rows, learner_mask(rows, config.visibility))
+        seen = learner_mask(rows, config.visibility)
+        hidden = response_hidden(model, params, rows, seen)
         learner = replay_hidden(model, params, hidden, rows)
-        seen = learner_mask(rows, config.reference_visibility or config.visibility)
         # The reference comes from the state, not from the differentiated argument.
         reference = jax.lax.stop_gradient(replay(model, reference_params(state), rows, seen).logprobs)
         loss, terms = dpo_loss(_inputs(part, rows, learner.logprobs, reference), config.loss)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import check_choice
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.message.masks import Mask
@@ -147,12 +146,6 @@ def replay_hidden(
     rows, length = trajectory.response.shape
     size = columns_at_once(model.shape, rows, length)
     return over_columns(of_block, params, size, jnp.arange(length), hidden, trajectory.response)
-
-
-def check_reference_visibility(name: str | None) -> None:
-    """Raises ValueError unless the name is a visibility."""
-    if name is not None:
-        check_choice("reference_visibility", name, get_args(Visibility))
 
 
 def learner_mask(trajectory: Trajectory, visibility: Visibility) -> Mask:

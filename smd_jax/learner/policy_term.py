@@ -13,7 +13,7 @@ from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTer
 from smd_jax.corrections.chain import flat_parts, split_by_time
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.entropy_term import TokenChoice
-from smd_jax.learner.forward import Visibility, check_reference_visibility
+from smd_jax.learner.forward import Visibility
 from smd_jax.learner.state import Metrics, TrainBatch
 from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss, surrogate_metrics
@@ -55,13 +55,11 @@ class PolicyTerm(Term):
     coef: float = 1.0
     correction: Correction = Shadow()
     visibility: Visibility = "shadow"
-    reference_visibility: Visibility | None = None
     kl_in_reward: bool = False
     top_entropy_quantile: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_reference_visibility(self.reference_visibility)
         if not self.coef >= 0:
             raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.coef}")
         if self.loss.beta > 0 and self.coef == 0:
@@ -78,8 +76,6 @@ class PolicyTerm(Term):
 
     def _check_kl(self) -> None:
         """Refuses options that would be ignored."""
-        if self.loss.beta == 0 and self.reference_visibility is not None:
-            raise ValueError(f"expected beta > 0 with a reference_visibility; got 0 and {self.reference_visibility!r}")
         if self.kl_in_reward and self.loss.beta == 0:
             raise ValueError("expected beta > 0 with kl_in_reward; got 0")
         if self.kl_in_reward and self.loss.kl_estimator != "k1":
@@ -122,14 +118,9 @@ class PolicyTerm(Term):
         return loss.without_kl() if self.kl_in_reward else loss
 
     @property
-    def reference_mask(self) -> Visibility:
-        """Mask of the KL's reference policy."""
-        return self.reference_visibility or self.visibility
-
-    @property
     def needs(self) -> Needs:
-        seen: frozenset[Visibility] = frozenset((self.reference_mask,)) if self.used_loss.beta else frozenset()
         own: frozenset[Visibility] = frozenset((self.visibility,))
+        seen = own if self.used_loss.beta else frozenset()
         return Needs(own, reference=self.loss.beta > 0, reference_logprobs=seen)
 
     def check(self, setup: LearnerSetup) -> None:
@@ -166,7 +157,7 @@ class PolicyTerm(Term):
         prepared: PolicyWeights = inputs.prepared
         logprobs = inputs.logprobs_under[self.visibility]
         weights = self._correction_weights(inputs, logprobs)
-        reference = inputs.reference_logprobs[self.reference_mask] if self.used_loss.beta else None
+        reference = inputs.reference_logprobs[self.visibility] if self.used_loss.beta else None
         loss_inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=self._ratio_to(inputs, logprobs),

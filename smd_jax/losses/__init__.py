@@ -34,7 +34,6 @@ from smd_jax.losses.advantages import groups_with_signal as groups_with_signal
 from smd_jax.losses.advantages import leave_one_out as leave_one_out
 from smd_jax.losses.returns import gae as gae
 from smd_jax.losses.distillation import DistillConfig as DistillConfig
-from smd_jax.losses.schedules import CoefSchedule as CoefSchedule
 from smd_jax.losses.dpo import DPOConfig as DPOConfig
 from smd_jax.losses.dpo import DPOInputs as DPOInputs
 from smd_jax.losses.dpo import dpo_loss as dpo_loss

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from smd_jax.config import check_choice
-from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.ratios import SAFETY_BOUND
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
@@ -39,43 +38,29 @@ class DistillConfig:
                      one, and is the only one with a backward pass through the dense forward
         "anchor"     KL(sg(reference dense) ‖ shadow): the teacher is the frozen reference with its full context
         "ema"        the same with a reference that follows the policy (`UpdateConfig.reference_sync`)
-      coef: weight of the divergence in the loss, constant or by optimizer step; never negative.
+      coef: weight of the divergence in the loss; never negative.
       fraction: distill_fraction, the share of the rows that get the dense forward pass, spread evenly over each
         microbatch and rotating from step to step; a whole number of its rows.
-      position_fraction: the share of the response's columns that get the divergence, chosen like the rows; a whole
-        number of the columns. The forward passes stay whole, but both policies project fewer positions to the
-        vocabulary.
       estimator: "exact" sums over the vocabulary; "k1", "k2" and "k3" use only the sampled tokens. Their gradient is
         not always that of their value: see the table of `sampled_divergence`.
     """
 
     direction: Direction = "forward"
-    coef: float | CoefSchedule = 0.1
+    coef: float = 0.1
     fraction: float = 1.0
-    position_fraction: float = 1.0
     estimator: Estimator = "exact"
 
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("direction", self.direction, get_args(Direction))
         check_choice("estimator", self.estimator, get_args(Estimator))
-        ends = (self.coef.start, self.coef.end) if isinstance(self.coef, CoefSchedule) else (self.coef,)
-        if not all(0 <= end < math.inf for end in ends):
+        if not 0 <= self.coef < math.inf:
             raise ValueError(
                 "expected a finite distillation coefficient >= 0, because a negative one would drive the two policies "
                 f"apart; got {self.coef}"
             )
-        _check_fraction("distill_fraction", self.fraction)
-        _check_fraction("position_fraction", self.position_fraction)
-
-    def coef_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The coefficient at an optimizer step, which may be traced."""
-        return self.coef.at(step) if isinstance(self.coef, CoefSchedule) else jnp.asarray(self.coef, float)
-
-
-def _check_fraction(name: str, fraction: float) -> None:
-    if not 0 < fraction <= 1:
-        raise ValueError(f"expected 0 < {name} <= 1; got {fraction}")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"expected 0 < distill_fraction <= 1; got {self.fraction}")
 
 
 # --- exact divergences
@@ -178,7 +163,7 @@ def _slope(
     return -ratio if estimator == "k1" and direction != "reverse" else -log_ratio
 
 
-# --- which rows and positions
+# --- which rows
 
 
 def teacher_rows(rows: int, fraction: float) -> int:
@@ -187,29 +172,13 @@ def teacher_rows(rows: int, fraction: float) -> int:
     Raises:
       ValueError: if the fraction is not a whole number of rows, at least 1.
     """
-    return _whole(rows, fraction, "distill_fraction * rows of a microbatch")
-
-
-def teacher_positions(columns: int, fraction: float) -> int:
-    """Number of the response's `columns` that get the divergence.
-
-    Raises:
-      ValueError: if the fraction is not a whole number of columns, at least 1.
-    """
-    return _whole(columns, fraction, "position_fraction * columns of the response")
-
-
-def has_whole_share(size: int, fraction: float) -> bool:
-    """Whether the fraction of `size` is a whole number, at least 1."""
-    exact = fraction * size
+    exact = fraction * rows
     # A product of floats is rarely exactly whole.
-    return abs(exact - round(exact)) <= 1e-6 and round(exact) >= 1
-
-
-def _whole(size: int, fraction: float, what: str) -> int:
-    if not has_whole_share(size, fraction):
-        raise ValueError(f"expected {what} to be a whole number >= 1; got {fraction} * {size}")
-    return round(fraction * size)
+    if abs(exact - round(exact)) > 1e-6 or round(exact) < 1:
+        raise ValueError(
+            f"expected distill_fraction * rows of a microbatch to be a whole number >= 1; got {fraction} * {rows}"
+        )
+    return round(exact)
 
 
 def spread(start: Int[Array, ""], size: int, count: int) -> Int[Array, " count"]:
@@ -219,20 +188,10 @@ def spread(start: Int[Array, ""], size: int, count: int) -> Int[Array, " count"]
     return (start + (np.arange(count) * size // count).astype(np.int32)) % size
 
 
-def choose(
-    config: DistillConfig, step: Int[Array, ""], rows: int, columns: int
-) -> tuple[Int[Array, " chosen_rows"], Int[Array, " chosen_columns"]]:
-    """Rows of a microbatch and columns of the response that get the divergence in a step.
-
-    Rows rotate by one each step. So do columns, and by one more after each full turn of the rows. So over
-    `rows * columns` steps every row meets every column equally often, even if the two numbers have common divisors.
+def choose(config: DistillConfig, step: Int[Array, ""], rows: int) -> Int[Array, " chosen_rows"]:
+    """Rows of a microbatch that get the divergence in a step; they rotate by one each step.
 
     Raises:
-      ValueError: if a fraction is not a whole number of rows or columns.
+      ValueError: if the fraction is not a whole number of rows.
     """
-    row_count = teacher_rows(rows, config.fraction)
-    column_count = teacher_positions(columns, config.position_fraction)
-    # Round q of the rows begins at column q: rows that start at r meet columns that start at q + r. If all rows are
-    # chosen there are no rounds, and the columns rotate by one each step.
-    period = 1 if row_count == rows else rows
-    return spread(step, rows, row_count), spread(step // period + step % period, columns, column_count)
+    return spread(step, rows, teacher_rows(rows, config.fraction))

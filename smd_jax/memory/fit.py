@@ -136,7 +136,7 @@ def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
     """Whether a microbatch has whole shares of the distillation, and whole groups of rows that share a prompt."""
     try:
         update = replace(loop.config.update, microbatch_size=rows)
-        check_rows_of(update, minibatch, loop.config.rollout.max_new_tokens)
+        check_rows_of(update, minibatch)
     except ValueError:
         return False
     return True

@@ -82,7 +82,6 @@ METRICS: dict[str, str] = {
     "learning_rate": "learning rate of the optimizer steps, if the optimizer's state has it",
     "loss": "policy loss, less the weighted entropy bonus, and weighted distillation and value loss",
     "distill": "divergence between dense and shadow policy per token, nats",
-    "distill_coef": "its coefficient in the loss",
     "loss/dense_avg": "policy loss of a dense learner on the same weights, before its share",
     "evictions/loss": "policy loss of the evictions that a gate draws, without its coefficient",
     "evictions/logp_difference/max": "maximum of |log p_learner - log p_sampler| over the draws of evictions, nats",

@@ -25,16 +25,13 @@ def rounding_only(config: LoopConfig) -> tuple[str, ...]:
     They change the order of sums, so that numbers differ by rounding. Rounding may decide between two tokens, as it may
     on another machine.
     """
-    names = ["decode_rows", "prefill_rows"]
+    names = ["decode_rows", "prefill_rows", "update_widths"]
     distill = config.update.distill if isinstance(config, PolicyConfig) else None
-    # Distillation takes a share of the rows of every microbatch, and a share of the learner's columns: other sizes
-    # would select other rows and columns.
+    # Distillation takes a share of the rows of every microbatch: another size would select other rows.
     if isinstance(config, PolicyConfig | OnlineDPOConfig) and (distill is None or distill.fraction == 1):
         names.append("update.microbatch_size")
     if isinstance(config, PolicyConfig):
         names += ["update.pack_columns", "update.rows_per_prompt"]
-    if distill is None or distill.position_fraction == 1:
-        names.append("update_widths")
     return tuple(names)
 
 

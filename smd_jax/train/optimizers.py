@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -56,7 +55,6 @@ class OptimizerConfig:
       min_lr_rate: end of "linear" and "cosine" as a share of `learning_rate` (cosine_with_min_lr in transformers).
       weight_decay: decoupled, times the learning rate. As in transformers, vectors and everything called bias or scale
         do not decay.
-      decay_embeddings: whether embeddings decay.
       adam_beta1, adam_beta2, adam_epsilon: of AdamW.
       momentum_dtype: dtype of AdamW's momentum.
       max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
@@ -70,7 +68,6 @@ class OptimizerConfig:
     warmup_steps: int | float = 0
     min_lr_rate: float = 0.0
     weight_decay: float = 0.0
-    decay_embeddings: bool = True
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -165,8 +162,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     def scaled(learning_rate: Any) -> optax.GradientTransformation:
         parts = [*_direction(config)]
         if config.weight_decay:
-            mask = partial(decayed, embeddings=config.decay_embeddings)
-            parts.append(optax.add_decayed_weights(config.weight_decay, mask))
+            parts.append(optax.add_decayed_weights(config.weight_decay, decayed))
         if config.gate_speed is not None:
             parts.append(_faster_gate(config.gate_speed))
         return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
@@ -188,11 +184,11 @@ def _direction(config: OptimizerConfig) -> tuple[optax.GradientTransformation, .
     return (optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype=dtype),)
 
 
-def decayed(params: Params, embeddings: bool = True) -> Any:
-    """The leaves that decay: matrices not called bias or scale; embeddings if `embeddings`."""
+def decayed(params: Params) -> Any:
+    """The leaves that decay: matrices not called bias or scale."""
 
     def decays(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True) if path else ""
-        return leaf.ndim > 1 and name not in UNDECAYED and (embeddings or name != "embedding")
+        return leaf.ndim > 1 and name not in UNDECAYED
 
     return jax.tree_util.tree_map_with_path(decays, params)

@@ -28,7 +28,6 @@ from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
 from smd_jax.learner.step import check_sync, skip_step
 from smd_jax.learner.update import Update, make_update
-from smd_jax.losses.distillation import has_whole_share
 from smd_jax.losses.kl import kl_penalty
 from smd_jax.losses.weighting import FixedLength
 from smd_jax.message.trajectory import Trajectory
@@ -82,7 +81,7 @@ class PolicyLearner:
         config, update = self.config, self.config.update
         minibatch = config.completions_per_step // config.minibatches
         if update.pack_columns is None:
-            check_rows_of(update, minibatch, config.rollout.max_new_tokens)
+            check_rows_of(update, minibatch)
         else:
             _check_pack_columns(config)
             check_sequence(update.pack_columns, self.model.shape.num_heads, self.mesh)
@@ -137,8 +136,7 @@ class PolicyLearner:
     @cached_property
     def reference_replay(self) -> ReplayFunction:
         """The reference policy's log-probabilities of a rollout."""
-        update = self.config.update
-        return self._replay_under(update.reference_visibility or update.visibility)
+        return self._replay_under(self.config.update.visibility)
 
     def _replay_under(self, visibility: Visibility) -> ReplayFunction:
         return make_replay(self.model, visibility, self.rows_of_a_pass, self.unpacked_config.rows_per_prompt)
@@ -177,15 +175,12 @@ class PolicyLearner:
 
     @property
     def response_widths(self) -> tuple[int, ...]:
-        """Widths of a response, ascending, that the learner may run over: those whose positions distillation can
-        share."""
-        rollout, update = self.config.rollout, self.config.update
-        if update.pack_columns is not None:
+        """Widths of a response, ascending, that the learner may run over."""
+        rollout = self.config.rollout
+        if self.config.update.pack_columns is not None:
             # Packed rows have one size for all responses.
             return (rollout.max_new_tokens,)
-        fraction = 1.0 if update.distill is None else update.distill.position_fraction
-        widths = response_widths(rollout.max_new_tokens, self.config.update_widths, sequence_ways(self.mesh))
-        return tuple(width for width in widths if has_whole_share(width, fraction))
+        return response_widths(rollout.max_new_tokens, self.config.update_widths, sequence_ways(self.mesh))
 
     @property
     def compiles_ahead(self) -> bool:

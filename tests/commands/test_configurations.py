@@ -35,7 +35,6 @@ from smd_jax.learner.state import init_state, reference_params
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
-from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
 from smd_jax.losses.value import ValueConfig
 from smd_jax.losses.weighting import FixedLength, SequenceMean
@@ -102,8 +101,7 @@ DISTILLS = [
         DistillConfig(direction="published"),
         DistillConfig(direction="anchor"),
     ),
-    *(DistillConfig(direction="ema"), DistillConfig(fraction=0.5), DistillConfig(position_fraction=0.5)),
-    DistillConfig(direction="forward", coef=CoefSchedule(0.0, 1.0, 5, "cosine"), fraction=0.25, position_fraction=0.2),
+    *(DistillConfig(direction="ema"), DistillConfig(fraction=0.5), DistillConfig(fraction=0.25, estimator="k3")),
 ]
 MODELS = {
     "plain": MODEL,
@@ -146,7 +144,6 @@ OF_UPDATE: Fields = {
     "update.correction": st.sampled_from(CORRECTIONS),
     "update.distill": st.sampled_from([None, *DISTILLS]),
     "update.dense_learner": st.sampled_from([None, *(DenseLearner(0.5, x) for x in CORRECTIONS[1:])]),
-    "update.reference_visibility": several(None, "shadow", "dense"),
     "update.kl_in_reward": st.booleans(),
     "update.reference_sync": several(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
     "update.mask_truncated_completions": st.booleans(),
@@ -175,7 +172,6 @@ OF_PPO: Fields = {
 OF_DPO: Fields = {
     "missing_eos_penalty": several(None, 1.0, rare=(0.0,)),
     "update.visibility": several("shadow", "dense"),
-    "update.reference_visibility": several(None, "shadow", "dense"),
     "update.loss": st.sampled_from([DPOConfig(), DPOConfig(beta=0.5, loss_type="ipo")]),
     "update.correction": st.sampled_from(CORRECTIONS),
     "update.microbatch_size": several(None, 1, 2, rare=(3, 0)),
@@ -187,7 +183,6 @@ OF_OPTIMIZER: Fields = {
     "optimizer.warmup_steps": several(0, 1, 0.5, rare=(40, 1.5)),
     "optimizer.min_lr_rate": several(0.0, 0.1),
     "optimizer.weight_decay": several(0.0, 0.1),
-    "optimizer.decay_embeddings": st.booleans(),
     "optimizer.momentum_dtype": several("float32", "bfloat16"),
     "optimizer.max_grad_norm": several(None, 1.0),
     "optimizer.gate_speed": several(None, 10.0),

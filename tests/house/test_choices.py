@@ -12,7 +12,6 @@ from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.train.optimizers import OptimizerConfig
 from tests.toy_loop import CONFIG
 
@@ -27,7 +26,6 @@ from tests.toy_loop import CONFIG
         (CONFIG, "advantages", "rloo", "group_relative, leave_one_out"),
         (CONFIG, "scale_rewards", True, "group, batch, none"),
         (UpdateConfig(correction=Naive()), "visibility", "masked", "shadow, dense"),
-        (UpdateConfig(), "reference_visibility", "full", "shadow, dense"),
         (DPOUpdateConfig(), "visibility", "masked", "shadow, dense"),
         (DPOConfig(), "loss_type", "hinge", "sigmoid, ipo"),
         (LossConfig(beta=0.1), "kl_estimator", "k4", "k1, k2, k3"),
@@ -36,7 +34,6 @@ from tests.toy_loop import CONFIG
         (OptimizerConfig(), "momentum_dtype", "int8", "float32, bfloat16"),
         (DistillConfig(), "direction", "backward", "forward, reverse, published, anchor, ema"),
         (DistillConfig(), "estimator", "k4", "exact, k1, k2, k3"),
-        (CoefSchedule(0.0, 1.0, 5), "shape", "step", "linear, cosine"),
         (CONFIG.rollout, "mask_storage", "bool", "compact, boolean"),
     ],
 )

@@ -34,7 +34,6 @@ from smd_jax.learner.reference import ReferenceSync
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
 from smd_jax.losses.value import ValueConfig
 from smd_jax.losses.weighting import FixedLength
@@ -84,7 +83,7 @@ CONFIGS: list[Any] = [
     *(LinearRope(4.0), Llama3Rope(8.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768)),
     *(corrections.TIS(), corrections.MIS(), corrections.QuRL(), corrections.OPSM(), corrections.DPPOTV()),
     *(corrections.Rejection(), corrections.Veto(), corrections.Chain((corrections.TIS(),)), DenseLearner()),
-    *(Clip(), ClipWeight(), SoftGate(), FixedLength(), CoefSchedule(0.0, 1.0, 5)),
+    *(Clip(), ClipWeight(), SoftGate(), FixedLength()),
 ]
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 

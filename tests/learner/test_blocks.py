@@ -94,7 +94,7 @@ EVERYTHING = UpdateConfig(
     "config",
     [
         EVERYTHING,
-        UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.3, position_fraction=0.6)),
+        UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.3)),
         UpdateConfig(distill=DistillConfig(direction="reverse", coef=0.3, fraction=0.5, estimator="k1")),
     ],
     ids=["policy and published", "anchor", "sampled"],

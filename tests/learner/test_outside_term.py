@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import smd_jax as smd
 from smd_jax.learner import Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import init_state
-from smd_jax.losses.schedules import CoefSchedule
 from tests import bigram_update, tiny_update
 from tests.bigram_update import PARAMS, REFERENCE, explicit_token_logprobs, metrics_and_gradients, trajectory
 from tests.tiny_update import ADVANTAGES, distance
@@ -23,10 +23,11 @@ from tests.tiny_update import ADVANTAGES, distance
 class Imitation(Term):
     """Cross-entropy of the responses with a positive advantage, a mean over all tokens."""
 
-    coef: float | CoefSchedule = 0.1
+    coef: float = 0.1
+    rises: bool = False
 
     def coefficient(self, step: jax.Array) -> float | jax.Array:
-        return self.coef.at(step) if isinstance(self.coef, CoefSchedule) else self.coef
+        return jnp.asarray(optax.linear_schedule(0.0, self.coef, 5)(step)) if self.rises else self.coef
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         loss = jnp.sum(jnp.where(inputs.advantages > 0, -inputs.prepared, 0.0) * inputs.logprobs)
@@ -76,7 +77,7 @@ def test_terms_add_up():
         for coef, terms in (
             (0.0, (Imitation(),)),
             (1.0, (Imitation(),)),
-            (1.0, (Imitation(CoefSchedule(0.0, 1.0, 5)),)),
+            (1.0, (Imitation(rises=True),)),
         )
     )
     plain = metrics_and_gradients(smd.UpdateConfig())

@@ -126,7 +126,7 @@ CONFIGS: dict[str, UpdateConfig] = {
     "kl, entropy": UpdateConfig(loss=LossConfig(beta=0.1), entropy_coef=0.01, top_entropy_quantile=0.5),
     "tis, dense": UpdateConfig(visibility="dense", correction=TIS()),
     "anchor": UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5)),
-    "published": UpdateConfig(distill=DistillConfig(direction="published", coef=0.5, position_fraction=0.5)),
+    "published": UpdateConfig(distill=DistillConfig(direction="published", coef=0.5)),
     "both learners": UpdateConfig(dense_learner=DenseLearner(0.5)),
 }
 ADVANTAGES = jnp.asarray(np.random.default_rng(1).normal(size=ROWS), jnp.float32)

@@ -18,7 +18,6 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.kl import k3
 from smd_jax.losses.named import grpo
 from smd_jax.losses.policy import LossConfig
-from smd_jax.losses.schedules import CoefSchedule
 from smd_jax.losses.weighting import SequenceMean
 from smd_jax.message.masks import Segments
 from smd_jax.message.trajectory import Trajectory
@@ -209,14 +208,6 @@ def test_the_rows_of_a_teacher_follow_the_step():
         metrics_and_gradients(config, without_advantages(), step=n)[0]["distill"] for n in (0, 1, 8)
     )
     assert first == ninth != second
-
-
-@pytest.mark.parametrize(("step", "coef"), [(0, 0.0), (3, 0.75), (9, 1.0)])
-def test_the_coefficient_follows_its_schedule(step, coef):
-    config = UpdateConfig(distill=DistillConfig(coef=CoefSchedule(0.0, 1.0, 4)))
-    metrics, _ = metrics_and_gradients(config, without_advantages(), step=step)
-    assert metrics["distill"] > 0.01
-    np.testing.assert_allclose(metrics["loss"], coef * metrics["distill"], rtol=1e-6)
 
 
 def test_distillation_is_added_to_the_policy_loss():

@@ -229,14 +229,7 @@ def test_padding_changes_nothing(kind):
     assert distance(found, expected) < 1e-5
 
 
-# --- what the reference sees, and what is left without a policy gradient
-
-
-def test_the_reference_sees_what_it_is_told_to():
-    shadow, dense = (UpdateConfig(loss=LossConfig(beta=0.5), reference_visibility=v) for v in ("shadow", "dense"))
-    step = functools.partial(tiny_update.metrics_and_gradients, reference=tiny_update.PARAMS)
-    assert step(shadow)[0]["kl"] <= 1e-9
-    assert step(dense)[0]["kl"] > 0.01, "the same policy with its full context"
+# --- what is left without a policy gradient
 
 
 def test_distillation_alone():
@@ -285,7 +278,6 @@ def test_what_is_rejected_late_weighs_nothing():
             {"visibility": "dense", "correction": Chain((Shadow(), Veto()))},
             r"expected visibility 'shadow' with the correction Shadow",
         ),
-        ({"reference_visibility": "dense"}, "expected beta > 0 with a reference_visibility; got 0 and 'dense'"),
         (
             {"policy_coef": 0.0, "distill": DistillConfig(), "loss": LossConfig(beta=0.1)},
             "expected beta 0 with policy_coef 0",
@@ -304,15 +296,6 @@ def test_what_is_rejected_late_weighs_nothing():
 def test_combinations_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message):
         UpdateConfig(**options)
-
-
-def test_a_reference_elsewhere_than_the_policy():
-    """The frozen reference under the sampler's mask, the policy dense: both are combinations that can be asked for."""
-    config = UpdateConfig(
-        visibility="dense", loss=LossConfig(beta=0.5), correction=Naive(), reference_visibility="shadow"
-    )
-    kl = tiny_update.metrics_and_gradients(config, reference=tiny_update.PARAMS)[0]["kl"]
-    assert kl > 0.01, "the same policy with what the sampler saw"
 
 
 def test_a_trajectory_without_the_samplers_log_probabilities():

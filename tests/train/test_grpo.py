@@ -94,7 +94,7 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
     config = dataclasses.replace(CONFIG, policy=policy, update=update, minibatches=minibatches)
     state, metrics = new_loop(config).step(new_state(1))
     assert set(metrics) >= NAMES
-    assert set(metrics) <= METRICS.keys() - {"kl", "distill", "distill_coef"}
+    assert set(metrics) <= METRICS.keys() - {"kl", "distill"}
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
     assert int(state.step) == minibatches
     assert 0 < metrics["reward"] < 1 and metrics["reward_std"] > 0 and metrics["grad_norm"] > 0
@@ -562,7 +562,6 @@ def test_a_reference_that_is_missing(monkeypatch):
     [
         (UpdateConfig(microbatch_size=3), "expected a microbatch_size that divides 8 rows; got 3"),
         (UpdateConfig(distill=DistillConfig(fraction=0.3)), r"a microbatch to be a whole number >= 1; got 0.3 \* 8"),
-        (UpdateConfig(distill=DistillConfig(position_fraction=0.3)), r"to be a whole number >= 1; got 0.3 \* 5"),
     ],
 )
 def test_sizes_that_do_not_divide(update, message):

@@ -76,9 +76,6 @@ def test_what_decays():
         *(f"layers_0/attention/{name}_proj/kernel" for name in "qkvo"),
         *(f"layers_0/mlp/{name}_proj/kernel" for name in ("gate", "up", "down")),
     }
-    without = jax.tree_util.tree_flatten_with_path(decayed(params, embeddings=False))[0]
-    changed = [a for (a, one), (_, other) in zip(flat, without, strict=True) if one != other]
-    assert [jax.tree_util.keystr(path, simple=True, separator="/") for path in changed] == ["embed/embedding"]
 
 
 @pytest.mark.parametrize(
