@@ -132,35 +132,12 @@ def test_missing_columns_are_named_beside_those_that_are_there(tmp_path: Path, k
     expect(ValueError, where + message, path, columns=("answer", "prompt"))
 
 
-def test_a_column_that_a_later_line_lacks(tmp_path: Path):
-    path = write_lines(tmp_path / "rows.jsonl", [*ROWS, {"question": "?"}])
-    expect(ValueError, "rows.jsonl, line 7: expected the columns", path, columns=("answer",))
-    assert read(DataSource(str(path)))[6] == {"question": "?"}
-
-
-def test_rows_with_more_fields_than_the_header(tmp_path: Path):
-    """The text has a separator in it, and lacks its quotes."""
-    (tmp_path / "rows.csv").write_text("prompt,answer\nWell, what?,1\n")
-    (tmp_path / "quoted.csv").write_text('prompt,answer\n"Well, what?",1\n')
-    with pytest.raises(
-        ValueError, match="expected 2 fields in every row, as in the header; got 3: Well, what.* Put quotes"
-    ):
-        load_rows(DataSource(str(tmp_path / "rows.csv")))
-    quoted = load_rows(DataSource(str(tmp_path / "quoted.csv")))
-    assert next(iter(quoted)) == {"prompt": "Well, what?", "answer": "1"}
-
-
 def test_a_list_named_as_lines_and_a_byte_order_mark(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('[\n{"prompt": "a"}\n]\n')
     with pytest.raises(ValueError, match=r"line 1: expected a JSON object; .*one list of objects is named \*.json"):
         load_rows(DataSource(str(tmp_path / "rows.jsonl")))
     (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n')
     assert load_rows(DataSource(str(tmp_path / "marked.jsonl"))) == [{"prompt": "a"}]
-
-
-def test_a_broken_line_is_named(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "?"}\n{"question": \n')
-    expect(ValueError, "rows.jsonl, line 2: expected a JSON object", tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Reward functions in processes of their own: what hangs, crashes or cannot be sent. No test looks at the clock."""
 
-import math
 import multiprocessing
 import pickle
 import subprocess
@@ -13,17 +12,9 @@ from smd_jax.tasks import reward_calls
 from smd_jax.tasks.reward_callers import CallsInProcess, pickled_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from tests import reward_cases
+from tests.tasks.test_reward_rules import graded, numbers
 
 LONG = 300.0  # a limit that nothing here reaches
-
-
-def graded(rewards: Rewards, completions, prompts=None, **columns):
-    ids = [list(completion.encode()) for completion in completions]
-    return rewards.grade(prompts or ["p"] * len(completions), completions, ids, columns)
-
-
-def numbers(array) -> list[float | None]:
-    return [None if math.isnan(x) else x for x in array.tolist()]
 
 
 def test_functions_of_every_kind_in_processes_of_their_own():

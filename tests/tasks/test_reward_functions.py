@@ -46,6 +46,12 @@ def one(function, completion, **columns):
         (r"(3, \frac{\pi}{2})", r"\boxed{(\frac{\pi}{2}, 3)}", 0.0),
         ("18", "<think>17 or 18</think><answer>18</answer> and not 5", 1.0),
         ("18", "", 0.0),
+        ("18", "eighteen", 0.0),
+        ("18", "####", 0.0),
+        ("18", "####\n18 dollars\nQuestion: what is 7?", 1.0),
+        ("18", "18, no:\n#### 19", 0.0),
+        ("18", r"\boxed{19}, not 18", 0.0),
+        ("70,000", "$70,000", 1.0),
         ("", "18", None),
         # A correction counts, and boxes that belong together are one answer.
         ("3", r"\boxed{4}. Wait, 1 + 2 is three. So it is \boxed{3}.", 1.0),

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import itertools
 import math
 import warnings
 from decimal import Decimal
@@ -52,15 +51,17 @@ def test_none_is_no_part_of_the_sum():
     assert got.failures == ()
 
 
-def test_a_single_function_of_weight_one_is_its_own_reward():
-    values = np.random.default_rng(0).normal(size=200).astype(np.float32)
-    got = graded(here(lambda completions: values), ["x"] * 200)
-    np.testing.assert_array_equal(got.rewards, values)
-
-
 @pytest.mark.parametrize(
     "values",
-    [[1, 0.5], (1.0, 0.5), np.array([1.0, 0.5]), jnp.array([1.0, 0.5]), [True, np.float16(0.5)], iter([1.0, 0.5])],
+    [
+        [1, 0.5],
+        (1.0, 0.5),
+        np.array([1.0, 0.5]),
+        jnp.array([1.0, 0.5]),
+        jnp.array([1, 0.5], jnp.bfloat16),
+        [True, np.float16(0.5)],
+        iter([1.0, 0.5]),
+    ],
 )
 def test_numbers_of_every_kind_become_float32(values):
     assert graded(here(lambda completions: values), ["a", "b"]).rewards.tolist() == [1.0, 0.5]
@@ -147,7 +148,7 @@ def test_the_row_that_failed_is_found(function, message):
     assert [(failure.row, failure.function) for failure in got.failures] == [(1, function.__name__)]
 
 
-@pytest.mark.parametrize("big", [1e39, -1e39, float("inf")])
+@pytest.mark.parametrize("big", [1e39, -1e39, float("inf"), 10**400])
 def test_infinite_after_rounding(big):
     with pytest.warns(RewardWarning, match="expected a finite float32 or None"):
         assert numbers(graded(here(lambda completions: [big, 1.0]), ["a", "b"]).rewards) == [None, 1]
@@ -185,22 +186,12 @@ def test_scalars_of_every_library_are_numbers(value):
     assert graded(here(lambda completions: [value, value]), ["a", "b"]).rewards.tolist() == [1.5, 1.5]
 
 
-def test_a_bfloat16_array_is_a_list_of_rewards():
-    rewards = here(lambda completions: jnp.arange(3, dtype=jnp.bfloat16))
-    assert graded(rewards, ["a", "b", "c"]).rewards.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     "value", ["1", np.array("1"), 1j, np.complex64(1), np.timedelta64(1, "s"), np.void(b"1"), [1.0], np.ones(1)]
 )
 def test_other_values_are_no_numbers(value):
     with pytest.warns(RewardWarning, match="expected a number or None; got"):
         assert numbers(graded(here(lambda completions: [value, 1.0]), ["a", "b"]).rewards) == [None, 1]
-
-
-def test_whole_numbers_beyond_every_float():
-    with pytest.warns(RewardWarning, match="expected a finite float32 or None; got 1000"):
-        assert numbers(graded(here(lambda completions: [10**400, 1.0]), ["a", "b"]).rewards) == [None, 1]
 
 
 @pytest.mark.parametrize("returned", [[1.0], [1.0] * 3])
@@ -305,16 +296,3 @@ def test_arguments_of_different_lengths():
         graded(here(reward_cases.length), ["a", "b"], answer=[1, 2, 3])
     with pytest.raises(ValueError, match="expected 2 values in 'completion_ids', one per completion; got 1"):
         here(reward_cases.length).grade(["p", "q"], ["a", "b"], [[1]], {})
-
-
-def test_the_rows_of_a_failed_call_are_tried_in_their_order():
-    calls = itertools.count()
-    seen = []
-
-    def picky(completions):
-        seen.append((next(calls), list(completions)))
-        return [float(completion) for completion in completions]
-
-    with pytest.warns(RewardWarning):
-        graded(here(picky), ["1", "bad", "2"])
-    assert seen == [(0, ["1", "bad", "2"]), (1, ["1"]), (2, ["bad"]), (3, ["2"])]

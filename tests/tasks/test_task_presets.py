@@ -119,6 +119,7 @@ def test_the_answer_of_a_solution():
     # As in HuggingFaceH4/MATH-500, which has both columns.
     row = LAYOUTS["math"][0] | {"answer": "p - q"}
     assert PRESETS["math"].map_row(row)["answer"] == "p - q"
+    assert PRESETS["math"].map_row(row | {"answer": 0})["answer"] == 0
     with pytest.raises(ValueError, match=r"expected a solution with its answer in \\boxed\{\}; got 'none'"):
         last_boxed("none")
     with pytest.raises(ValueError, match="expected a .* that closes"):
@@ -142,14 +143,6 @@ def test_other_layouts_of_math(tmp_path: Path):
         assert rewards(task, task[0], r"\boxed{0.5}", r"\boxed{2}") == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"expected a configuration of .*, one of \['algebra', 'geometry'\]; got None"):
         build_task(TaskChoice("math", source=str(folder)))
-
-
-def test_a_row_that_is_not_of_the_preset_is_named(tmp_path: Path):
-    path = write_lines(tmp_path / "rows.jsonl", [*questions(2), {"question": "?", "answer": "two"}])
-    task = build_task(TaskChoice("gsm8k", source=str(path)))
-    assert isinstance(task, Task)
-    with pytest.raises(ValueError, match="row 2: .*expected an answer that ends with '#### <number>'; got 'two'"):
-        task[2]
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -300,8 +293,3 @@ def test_the_answer_of_a_completion():
 def test_countdown_asks_for_numbers(row):
     with pytest.raises(ValueError, match="expected nums as a list of whole numbers and target as one; got "):
         countdown_row(row)
-
-
-def test_an_answer_of_zero_is_an_answer():
-    row = {"problem": "1 - 1?", "solution": r"\boxed{1}", "answer": 0}
-    assert PRESETS["math"].map_row(row)["answer"] == 0

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -28,7 +27,6 @@ from tests.under_test import bos_tokenizer
 GSM8K_FILE = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 
 DUCKS = {"question": "16 eggs less 3 and 4, at $2?", "answer": "16 - 3 - 4 = <<16-3-4=9>>9 eggs.\n9 * 2 = $18\n#### 18"}
-HOUSE = {"question": "200,000 less 130,000?", "answer": "200,000-130,000=<<200000-130000=70000>>70,000\n#### 70,000"}
 
 
 # --- reasoning_gym
@@ -87,12 +85,6 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match=r"needs math_verify.*pip install -e '\.\[train\]'"):
         same_answer("1", "1")
-
-
-def test_the_extras_are_imported_only_when_needed():
-    code = "import sys, smd_jax.tasks; print([m for m in ('reasoning_gym', 'math_verify') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
 
 
 # --- sorting
@@ -168,34 +160,6 @@ def graded(row, completion):
     return math_answer([completion], [row["answer"]])[0]
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("9 * 2 = 18, so\n#### 18", 1.0),
-        ("#### $18.00", 1.0),
-        ("####\n18 dollars\nQuestion: what is 7?", 1.0),
-        ("#### 7, no:\n#### 18", 1.0),
-        (r"First 7. \boxed{18} is it, out of 20.", 1.0),
-        (r"\boxed{\frac{36}{2}}", 1.0),
-        ("The answer is 18.", 1.0),
-        ("16 less 3 and 4 is 9, twice that: 18", 1.0),
-        ("18, no:\n#### 19", 0.0),
-        (r"\boxed{19}, not 18", 0.0),
-        ("####", 0.0),
-        ("eighteen", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_gsm8k_completions(completion, reward):
-    assert graded(DUCKS, completion) == reward
-
-
-def test_thousands_separators_do_not_matter():
-    for written in ("#### 70,000", "#### 70000", "$70,000", r"\boxed{70000}"):
-        assert graded(HOUSE, written) == 1.0
-    assert graded(HOUSE, "#### 70") == 0.0
-
-
 def test_only_the_end_of_a_completion_is_graded():
     assert final_answer("#### 18" + "." * GRADED_CHARACTERS) == "." * GRADED_CHARACTERS
     assert final_answer("7 " * 10**6 + "#### 18") == "18"
@@ -264,17 +228,6 @@ def test_a_malformed_row_is_named_with_its_line(tmp_path, line, message):
 # --- chat templates
 
 
-USER, ASSISTANT = "<|im_start|>user\n1+1?<|im_end|>\n", "<|im_start|>assistant\n"
-
-
-def test_prompts_go_through_the_chat_template():
-    tokenizer = byte_tokenizer()
-    assert prompt_text({"prompt": "1+1?"}, tokenizer) == USER + ASSISTANT
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
-    system = "<|im_start|>system\nAdd.<|im_end|>\n"
-    assert prompt_text({"prompt": messages}, tokenizer) == system + USER + ASSISTANT
-
-
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<no>{% endif %}{{ tone }}"
 
 
@@ -322,13 +275,6 @@ def test_every_epoch_visits_every_row_once(size, batch, seed):
     visited = np.concatenate([batch_indices(size, batch, step, seed) for step in range(steps)])
     for epoch in range(3):
         assert Counter(visited[epoch * size : (epoch + 1) * size].tolist()) == Counter(range(size))
-
-
-def test_a_batch_runs_over_the_end_of_an_epoch():
-    rows = [batch_indices(5, 3, step, seed=1).tolist() for step in range(4)]
-    whole = [batch_indices(5, 5, epoch, seed=1).tolist() for epoch in range(3)]
-    assert sum(rows, []) == sum(whole, [])[:12]
-    assert [len(row) for row in rows] == [3, 3, 3, 3]
 
 
 def test_the_order_depends_on_step_and_seed_alone():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import datetime
 import gzip
 import json
 import lzma
@@ -18,7 +17,7 @@ import pytest
 from smd_jax.tasks import data_files, folders
 from smd_jax.tasks.sources import DataSource, load_rows
 from smd_jax.tasks.text_files import MAX_DEPTH
-from tests.hub_files import no_hub, write_lines, write_parquet
+from tests.hub_files import no_hub, write_lines
 
 __all__ = ["no_hub"]
 pytestmark = pytest.mark.usefixtures("no_hub")
@@ -270,11 +269,3 @@ def test_names_that_are_no_paths(tmp_path: Path):
         with pytest.raises((ValueError, FileNotFoundError), match="expected") as error:
             load_rows(DataSource(name))
         assert len(str(error.value)) < 1000
-
-
-def test_days_are_those_of_a_table_that_says_so(tmp_path: Path):
-    """Parquet has types: a day there is a day."""
-    day = datetime.date(2024, 1, 31)
-    assert read(write_parquet(tmp_path / "rows.parquet", [{"day": day, "text": "2024-01-31"}])) == [
-        {"day": day, "text": "2024-01-31"}
-    ]
