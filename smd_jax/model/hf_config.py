@@ -124,8 +124,19 @@ def _model_type(config: dict[str, Any]) -> ModelType:
     raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}")
 
 
+def _refuse_quantised(config: dict[str, Any], family: Family) -> None:
+    """Raises ValueError for quantised weights, except gpt-oss' own, see `smd_jax.model.mxfp4`."""
+    given = config.get("quantization_config")
+    own = family.layout == "gpt_oss"
+    if given is None or (own and isinstance(given, dict) and given.get("quant_method") == "mxfp4"):
+        return
+    only = "quant_method 'mxfp4' or none" if own else "quantization_config=None"
+    raise ValueError(f"{config['model_type']} with quantization_config={shown(given)} is not supported; only {only} is")
+
+
 def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
-    supported: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), **family.only}
+    _refuse_quantised(config, family)
+    supported: dict[str, tuple[Any, ...]] = {**family.only}
     if family.experts is None:
         supported |= dict.fromkeys(EXPERT_KEYS, (None,))
     for key in ("attention_bias", "mlp_bias"):

@@ -156,7 +156,7 @@ def _parts(pair: Pair, name: str, rank: int, config: ModelConfig) -> dict[str, P
     a, b = pair["lora_A"], pair["lora_B"]
     if _interleaved(config):
         b = b.reshape(*b.shape[:2], -1, 2).swapaxes(2, 3).reshape(b.shape)
-    widths = [b.shape[-1] // 2] * 2
+    widths = [np.size(b, 2) // 2] * 2
     experts = [split(a[e], b[e], widths, rank, f"{name} of expert {e}") for e in range(len(a))]
     return {
         part: {matrix: np.stack([expert[place][matrix] for expert in experts]) for matrix in MATRICES}

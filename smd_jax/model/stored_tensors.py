@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_fields import shown, some
+from smd_jax.model.mxfp4 import MXFP4, Mxfp4Slice, mxfp4_names, mxfp4_shape
 from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Layout, Leaf, StoredTensor, tensor_table
 
 SINGLE_FILE = "model.safetensors"
@@ -37,11 +38,16 @@ Bounds = tuple[tuple[int, int], ...]  # begin and end along each axis
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, as its header describes it."""
+    """A tensor in a file, as its header describes it.
+
+    Attributes:
+      scales: in MXFP4, the tensor with the scales; `shape` and `dtype` are then those of the weight.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    scales: Stored | None = None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -144,6 +150,8 @@ def match_tensors(
         tied embedding.
     """
     stored = read_headers(files)
+    if layout == "gpt_oss":
+        stored = _with_mxfp4(stored)
     # Checked before the table is built, because the table grows with num_hidden_layers of a downloaded file.
     layers = {match[1] for name in stored if (match := _LAYER.match(name))}
     if config.num_layers > max(len(layers), 1):
@@ -163,6 +171,36 @@ def match_tensors(
     if config.tie_embeddings and {EMBEDDING, OUTPUT} <= stored.keys():
         _check_tied(stored[EMBEDDING], stored[OUTPUT], where)
     return {name: (tensor, stored[name]) for name, tensor in table.items()}
+
+
+def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """With weights in place of the blocks and scales that hold them."""
+    stored = dict(stored)
+    for name, (blocks_name, scales_name) in mxfp4_names(stored).items():
+        blocks, scales = stored.pop(blocks_name), stored.pop(scales_name)
+        shape = mxfp4_shape(blocks.shape, scales.shape)
+        if shape is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            raise ValueError(
+                f"expected {name} in MXFP4 as uint8 _blocks [experts, out, groups, 16] and _scales [experts, out, "
+                f"groups]; got {blocks.dtype} {shown(list(blocks.shape))} and {scales.dtype} "
+                f"{shown(list(scales.shape))}"
+            )
+        if name in stored:
+            raise ValueError(f"expected every tensor once; {some([name])} is stored plainly and in MXFP4")
+        stored[name] = Stored(blocks.file, shape, MXFP4, scales)
+    return stored
+
+
+def open_tensor(files: Mapping[Path, Any], name: str, stored: Stored) -> Any:
+    """The content of a tensor, whose parts are read by slices.
+
+    Args:
+      files: open files, results of `safe_open`.
+    """
+    if stored.scales is None:
+        return files[stored.file].get_slice(name)
+    scales = files[stored.scales.file].get_slice(f"{name}_scales")
+    return Mxfp4Slice(files[stored.file].get_slice(f"{name}_blocks"), scales)
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
@@ -204,7 +242,7 @@ def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> N
     ]
     if wrong:
         raise ValueError(f"tensors of the wrong shape for config.json: {some(wrong)}")
-    odd = [f"{name}: {stored[name].dtype}" for name in table if stored[name].dtype not in STORED_DTYPES]
+    odd = [f"{name}: {stored[name].dtype}" for name in table if stored[name].dtype not in (*STORED_DTYPES, MXFP4)]
     if odd:
         raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)}; got {some(odd)}")
 
@@ -216,7 +254,7 @@ class Holder(NamedTuple):
     """An open tensor that holds a parameter or a part of it.
 
     Attributes:
-      content: result of `safe_open(...).get_slice(name)`.
+      content: result of `open_tensor`.
     """
 
     content: Any

@@ -36,6 +36,7 @@ from smd_jax.model.stored_tensors import (
     check_names,
     load_parameter,
     match_tensors,
+    open_tensor,
     read_json,
     tensor_files,
 )
@@ -59,7 +60,8 @@ def load_checkpoint(
     and 0.16 times with eight fake devices. The page cache is not counted.
 
     Args:
-      directory: a checkpoint directory in Hugging Face's format, of a family in `smd_jax.model.families`.
+      directory: a checkpoint directory in Hugging Face's format, of a family in `smd_jax.model.families`; gpt-oss may
+        have its experts in MXFP4 (`smd_jax.model.mxfp4`).
       dtype: of the returned parameters, and the compute dtype of the returned configuration.
       mesh: shards the parameters as `smd_jax.devices.sharding.shard_tree` does. None: JAX's default device,
         uncommitted; to keep a large model on the host until it is sharded, call this under
@@ -80,13 +82,14 @@ def load_checkpoint(
     tensors = match_tensors(config, tensor_files(directory), str(directory), layout)
     holders: dict[Leaf, list[Holder]] = {}
     with ExitStack() as stack:
+        parts = [part for _, stored in tensors.values() for part in (stored, stored.scales) if part is not None]
         files = {
             file: stack.enter_context(safe_open(file, framework="numpy"))
-            for file in sorted({stored.file for _, stored in tensors.values()})
+            for file in sorted({part.file for part in parts})
         }
         for tensor_name, (tensor, stored) in tensors.items():
             for leaf in tensor.leaves:
-                holder = Holder(files[stored.file].get_slice(tensor_name), tensor)
+                holder = Holder(open_tensor(files, tensor_name, stored), tensor)
                 holders.setdefault(leaf, []).append(holder)
         flat = {leaf.path: load_parameter(of, leaf, name, _sharding(leaf, mesh)) for leaf, of in holders.items()}
     return config, unflatten_dict(flat, sep="/")

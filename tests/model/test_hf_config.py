@@ -81,7 +81,11 @@ def test_yarn_lengthens_the_context(given: int, expected: int):
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 5}, "expected one number of experts; got"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok <= num_local_experts 8; got 9"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1]}, "expected a layer with experts; got"),
-        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "only quantization_config=None"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "gptq"}},
+            "quantization_config={'quant_method': 'gptq'} is not supported; only quant_method 'mxfp4' or none is",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "only quantization_config=None is"),
         ({"model_type": "gpt_oss", "swiglu_limit": -1}, "expected swiglu_limit as a finite number > 0; got -1"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "expected no_rope_layers for each of 2 layers; got 1"),
         ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "expected rotary_dim as an even number"),

@@ -1,0 +1,186 @@
+"""gpt-oss' experts in MXFP4: hand-worked bytes, an independent dequantisation, and reading whole and onto a mesh."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from smd_jax.devices.sharding import make_mesh, shard_tree
+from smd_jax.model.mxfp4 import dequantised
+from smd_jax.model.weights import load_checkpoint, save_checkpoint
+from tests.bitwise import assert_bitwise_equal
+from tests.model.test_family_logits import GOLDEN, assert_close, batch_of, logits, torch_logits
+
+HIDDEN, WIDTH, EXPERTS = 64, 96, 4
+
+
+def in_float64(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """From the bits of E2M1: sign, exponent with bias 1, mantissa; exponent 0 is subnormal."""
+    halves = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, 32).astype(np.int64)
+    sign, exponent, mantissa = 1.0 - 2 * (halves >> 3), (halves >> 1) & 3, halves & 1
+    values = np.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1))
+    values = sign * values * 2.0 ** (scales.astype(np.float64) - 127)[..., None]
+    return values.reshape(*scales.shape[:-1], -1)
+
+
+def test_by_hand():
+    blocks, scales = np.zeros((1, 2, 16), np.uint8), np.array([[127, 130]], np.uint8)
+    blocks[0, 0, :4] = [0x21, 0x9F, 0x70, 0x08]  # lower half first: 0.5 1 | -6 -0.5 | 0 6 | -0 0
+    blocks[0, 1, 15] = 0x5B  # the last two of the second group: -1.5 and 3, times 8
+    found = dequantised(blocks, scales)
+    assert found.shape == (1, 64) and found.dtype == jnp.bfloat16
+    assert found[0, :8].tolist() == [0.5, 1.0, -6.0, -0.5, 0.0, 6.0, 0.0, 0.0] and np.signbit(found[0, 6])
+    assert found[0, 62:].tolist() == [-12.0, 24.0] and not found[0, 8:62].any()
+
+
+def test_every_byte_and_scale():
+    blocks = np.tile(np.arange(256, dtype=np.uint8).reshape(16, 1, 16), (1, 253, 1))
+    scales = np.tile(np.arange(253, dtype=np.uint8), (16, 1))
+    np.testing.assert_array_equal(np.float64(dequantised(blocks, scales)), in_float64(blocks, scales))
+    ends = dequantised(np.full((1, 3, 16), 0x77, np.uint8), np.array([[253, 254, 255]], np.uint8))[0, ::32].tolist()
+    assert ends[:2] == [np.inf, np.inf] and np.isnan(ends[2]), "6 * 2 ** 126 is beyond bfloat16"
+
+
+def random_blocks(rng: Any, out: int, width_in: int) -> tuple[np.ndarray, np.ndarray]:
+    blocks = rng.integers(0, 256, (EXPERTS, out, width_in // 32, 16), dtype=np.uint8)
+    return blocks, rng.integers(121, 126, blocks.shape[:-1], dtype=np.uint8)
+
+
+@functools.cache
+def sides() -> dict[str, tuple[int, int]]:
+    return {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As gpt-oss is published: experts in blocks in two files, everything else in bfloat16."""
+    directory, rng = tmp_path_factory.mktemp("mxfp4"), np.random.default_rng(0)
+    content = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text())
+    content |= {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_local_experts": EXPERTS}
+    content["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (directory / "config.json").write_text(json.dumps(content))
+    heads = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": HIDDEN}
+    vocab = content["vocab_size"]
+    shapes = {"model.embed_tokens": (vocab, HIDDEN), "model.norm": (HIDDEN,), "lm_head": (vocab, HIDDEN)}
+    blocks: dict[str, np.ndarray] = {}
+    scales: dict[str, np.ndarray] = {}
+    plain: dict[str, np.ndarray] = {}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        for name, size in heads.items():
+            shapes[f"{at}.self_attn.{name}"] = (size, 32 if name == "o_proj" else HIDDEN)
+            plain[f"{at}.self_attn.{name}.bias"] = rng.normal(size=size)
+        plain[f"{at}.self_attn.sinks"] = rng.normal(size=4)
+        shapes |= {f"{at}.input_layernorm": (HIDDEN,), f"{at}.post_attention_layernorm": (HIDDEN,)}
+        shapes[f"{at}.mlp.router"] = (EXPERTS, HIDDEN)
+        plain[f"{at}.mlp.router.bias"] = rng.normal(size=EXPERTS)
+        for name, (out, width_in) in sides().items():
+            blocks[f"{at}.mlp.experts.{name}_blocks"], scales[f"{at}.mlp.experts.{name}_scales"] = random_blocks(
+                rng, out, width_in
+            )
+            plain[f"{at}.mlp.experts.{name}_bias"] = rng.normal(size=(EXPERTS, out))
+    plain |= {f"{name}.weight": 0.2 * rng.normal(size=shape) for name, shape in shapes.items()}
+    files = {
+        "a.safetensors": {**blocks, **{k: v.astype(jnp.bfloat16) for k, v in plain.items()}},
+        "b.safetensors": scales,
+    }
+    for file, tensors in files.items():
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def changed(checkpoint: Path, directory: Path, **tensors: np.ndarray | None) -> Path:
+    """A copy in which tensors of the first layer's experts are others, or None: missing."""
+    shutil.copytree(checkpoint, directory)
+    for file in ("a.safetensors", "b.safetensors"):
+        old = load_file(directory / file)
+        for name, tensor in tensors.items():
+            key = f"model.layers.0.mlp.experts.{name}"
+            if tensor is None:
+                old.pop(key, None)
+            elif key in old or (file == "a.safetensors" and name in sides()):
+                old[key] = tensor
+        save_file(old, directory / file, metadata={"format": "pt"})
+    return directory
+
+
+def test_experts_are_read(checkpoint: Path):
+    """Gate and up are in turns; both are exact in either dtype."""
+    stored = load_file(checkpoint / "a.safetensors") | load_file(checkpoint / "b.safetensors")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        _, params = load_checkpoint(checkpoint, dtype=dtype)
+        for layer in range(2):
+            found = params[f"layers_{layer}"]["mlp"]["experts"]
+            at = f"model.layers.{layer}.mlp.experts"
+            both, down = (
+                in_float64(stored[f"{at}.{name}_blocks"], stored[f"{at}.{name}_scales"]).swapaxes(1, 2)
+                for name in sides()
+            )
+            for name, expected in {"gate_proj": both[..., ::2], "up_proj": both[..., 1::2], "down_proj": down}.items():
+                assert found[name].dtype == dtype
+                np.testing.assert_array_equal(np.float64(found[name]), expected)
+
+
+def test_parts_are_read_onto_a_mesh(checkpoint: Path):
+    """Of 64 columns, four devices read 16 each: half a group."""
+    mesh = make_mesh(data=1, fsdp=4, tensor=2)
+    _, found = load_checkpoint(checkpoint, mesh=mesh)
+    _, whole = load_checkpoint(checkpoint)
+    part = found["layers_0"]["mlp"]["experts"]["gate_proj"].addressable_shards[0].data
+    assert part.shape == (2, 16, WIDTH)
+    assert_bitwise_equal(found, shard_tree(whole, mesh))
+
+
+def test_an_export_has_plain_weights(checkpoint: Path, tmp_path: Path):
+    config, params = load_checkpoint(checkpoint)
+    save_checkpoint(tmp_path / "out", params, config, dtype="bfloat16", tokenizer_from=None)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    again, weights = load_checkpoint(tmp_path / "out")
+    assert again == config
+    assert_bitwise_equal(weights, params)
+
+
+def scales(groups: int, value: int = 0, dtype: Any = np.uint8) -> dict[str, np.ndarray]:
+    return {"down_proj_scales": np.full((4, 64, groups), value, dtype)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"down_proj_scales": None}, "missing .*down_proj; unexpected .*down_proj_blocks"),
+        (scales(2), r"in MXFP4 as uint8 .*got U8 \[4, 64, 3, 16\] and U8 \[4, 64, 2\]"),
+        (scales(3, 0, np.int8), r"in MXFP4 as uint8 .*and I8 \[4, 64, 3\]"),
+        ({"down_proj": np.zeros((4, 96, 64), np.float32)}, "down_proj is stored plainly and in MXFP4"),
+        (
+            scales(2) | {"down_proj_blocks": np.zeros((4, 64, 2, 16), np.uint8)},
+            r"down_proj: expected \[4, 96, 64\], got \[4, 64, 64\]",
+        ),
+        (scales(3, 255), "got NaN or infinity in layers_0/mlp/experts/down_proj"),
+    ],
+)
+def test_files_that_do_not_fit(tensors: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(changed(checkpoint, tmp_path / "other", **tensors))
+
+
+def test_transformers_dequantises_to_the_same(checkpoint: Path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
+    ).float()
+    config, params = load_checkpoint(checkpoint)
+    batch = batch_of("gpt_oss")
+    assert_close(torch_logits(torch, model, batch), logits(config, params, batch))
