@@ -101,11 +101,12 @@ class YarnRope(WrittenRepr):
     """YaRN (arXiv:2309.00071) as in transformers `_compute_yarn_parameters`, used by long-context Qwen2.5 and Qwen3.
 
     `attention_factor` multiplies cos and sin; None means `0.1 ln(factor) + 1`. `truncate` rounds the ends of the range
-    of interpolated frequencies to whole numbers.
+    of interpolated frequencies to whole numbers. `query_beta` scales the query at position p by
+    `1 + query_beta ln(1 + floor(p / original_max_positions))`, as Llama 4 and Ministral 3 do.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
-      ValueError: unless all numbers are finite and positive.
+      ValueError: unless all numbers are finite and positive; `query_beta` may be 0.
     """
 
     factor: float
@@ -114,10 +115,13 @@ class YarnRope(WrittenRepr):
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = added(True)
+    query_beta: float = added(0.0)
 
     def __post_init__(self) -> None:
         check_types(self)
         _check_positive(self, "factor", "beta_fast", "beta_slow")
+        if not 0 <= self.query_beta < math.inf:
+            raise ValueError(f"expected a finite query_beta >= 0; got {self.query_beta}")
         check_whole("original_max_positions", self.original_max_positions, 1)
         if self.attention_factor is not None:
             _check_positive(self, "attention_factor")
@@ -346,6 +350,11 @@ class ModelConfig(WrittenRepr):
         if isinstance(scaling, LongRope) and len(scaling.short_factor) != pairs:
             raise ValueError(
                 f"expected a factor of LongRope for each of {pairs} frequencies; got {len(scaling.short_factor)}"
+            )
+        if isinstance(scaling, YarnRope) and scaling.query_beta and (self.rope_layers or self.rotated < self.head_dim):
+            raise ValueError(
+                f"expected RoPE of all channels in all layers with query_beta; got rotary_dim={self.rotary_dim} and "
+                f"rope_layers={self.rope_layers}"
             )
 
     def _check_experts(self) -> None:

@@ -132,12 +132,13 @@ class Attention(nn.Module):
         if rope is None:
             return _times(q, scale), k
         turn = partial(rotate, interleaved=c.rope_interleaved)
-        if scale == 1:
+        if scale == 1 and rope.query_scale is None:
             return turn(q, rope), turn(k, rope)
         if c.rotated < c.head_dim:
             return turn(_times(q, scale), rope), turn(k, rope)
         # The ratio is in the tables, so that 16-bit queries are rounded once.
-        return turn(q, (scale * rope[0], scale * rope[1])), turn(k, rope)
+        factor = scale if rope.query_scale is None else scale * rope.query_scale[..., None]
+        return turn(q, Rope(factor * rope.cos, factor * rope.sin)), turn(k, rope)
 
     def _split(self, x: Array, shape: tuple[int, ...]) -> Float[Array, "batch heads tokens head_dim"]:
         """`[..., heads * head_dim]` of `flat` tokens -> `[batch, heads, tokens, head_dim]`."""

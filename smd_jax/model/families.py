@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from smd_jax.config import ModelConfig
+from smd_jax.config import ModelConfig, YarnRope
 from smd_jax.model.mixture import ALPHA
 from smd_jax.model.tensor_table import Layout
 
@@ -26,6 +26,7 @@ ModelType = Literal[
     "phi3",
     "granite",
     "ministral",
+    "ministral3",
     "arcee",
     "ernie4_5",
     "seed_oss",
@@ -109,6 +110,7 @@ class Family:
       windows: which layers may have a sliding window; None: no layer.
       local_rope: RoPE of the layers with a window, if it may differ (Gemma 3, OLMo 3).
       rope_layers: whether config.json may list layers without RoPE (SmolLM3).
+      query_beta: whether queries are scaled by their position, under YaRN (Ministral 3).
       partial_rope: whether only a part of the channels may be rotated (Phi).
       experts: None for a family without experts.
       layout: of the tensors in a checkpoint.
@@ -132,6 +134,7 @@ class Family:
     windows: Windows | None = None
     local_rope: LocalRope | None = None
     rope_layers: bool = False
+    query_beta: bool = False
     partial_rope: bool = False
     experts: ExpertKeys | None = None
     layout: Layout = "split"
@@ -268,6 +271,26 @@ FAMILIES: dict[ModelType, Family] = {
         _sizes(32_000, 4096, 14_336, 32, 32, 131_072),
         windows=Windows("some"),
         num_kv_heads=8,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        _sizes(131_072, 4096, 14_336, 34, 32, 262_144),
+        windows=Windows("all", default=None),
+        query_beta=True,
+        rope={
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=128,
     ),
     "arcee": Family(
         "ArceeForCausalLM",
@@ -431,6 +454,7 @@ def _reasons(config: ModelConfig, family: Family) -> list[str]:
     several = (
         _why_not_biases(config, family),
         _why_not_windows(config, family),
+        _why_not_query_beta(config, family),
         _why_not_sizes(config, family),
         _why_not_experts(config, family),
     )
@@ -470,6 +494,13 @@ def _why_not_windows(config: ModelConfig, family: Family) -> str | None:
     if sizes and local and config.local_rope_theta is None and (local.default or config.rope_scaling):
         return "has local_rope_theta where layers have windows; got None"
     return None
+
+
+def _why_not_query_beta(config: ModelConfig, family: Family) -> str | None:
+    beta = config.rope_scaling.query_beta if isinstance(config.rope_scaling, YarnRope) else 0
+    if family.query_beta and not beta:
+        return f"has YarnRope with query_beta > 0; got {config.rope_scaling}"
+    return f"has queries of one scale; got query_beta={beta}" if beta and not family.query_beta else None
 
 
 def _why_not_sizes(config: ModelConfig, family: Family) -> str | None:

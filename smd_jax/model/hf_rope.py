@@ -27,6 +27,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "longrope": ("short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"),
 }
+QUERY_BETA = "llama_4_scaling_beta"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -55,7 +56,9 @@ def read_rope(config: Mapping[str, Any], family: Family) -> RopeFields:
     local = family.local_rope
     if local is None:
         rope = mapping(config, "rope_scaling") or mapping(config, "rope_parameters") or family.rope
-        theta, scaling, rotated = _parse(rope, config, "rope_theta", family.rope_theta)
+        if family.query_beta and "max_position_embeddings" in rope:  # which transformers ignores, too
+            rope = {key: value for key, value in rope.items() if key != "max_position_embeddings"}
+        theta, scaling, rotated = _parse(rope, config, "rope_theta", family.rope_theta, family.query_beta)
         return RopeFields(theta, scaling, None, rotated)
     given = mapping(config, "rope_parameters")
     unknown = sorted(set(given) - set(LAYER_TYPES))
@@ -100,6 +103,8 @@ def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
                 "beta_fast": scaling.beta_fast,
                 "beta_slow": scaling.beta_slow,
             }
+            if scaling.query_beta:
+                yarn[QUERY_BETA] = scaling.query_beta
             if scaling.attention_factor is not None:
                 yarn["attention_factor"] = scaling.attention_factor
             return yarn if scaling.truncate else {**yarn, "truncate": False}
@@ -125,7 +130,11 @@ def stretched_positions(scaling: LongRope) -> int:
 
 
 def _parse(
-    given: Mapping[str, Any], config: Mapping[str, Any], theta_key: str, default_theta: float
+    given: Mapping[str, Any],
+    config: Mapping[str, Any],
+    theta_key: str,
+    default_theta: float,
+    query_beta: bool = False,
 ) -> tuple[float, RopeScaling | None, float]:
     """Base, scaling and rotated share in a dictionary of parameters. Without `rope_theta`, the base is
     `config[theta_key]` or the default."""
@@ -140,9 +149,10 @@ def _parse(
     rope_type = "longrope" if rope_type == "su" else rope_type  # Phi-3's first name for it
     if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise ValueError(f"rope type must be one of {', '.join(ROPE_KEYS)}; got {shown(rope_type)}")
-    unknown = sorted(set(rope) - set(ROPE_KEYS[rope_type]))
+    keys = (*ROPE_KEYS[rope_type], QUERY_BETA) if query_beta and rope_type == "yarn" else ROPE_KEYS[rope_type]
+    unknown = sorted(set(rope) - set(keys))
     if unknown:
-        known = ", ".join(ROPE_KEYS[rope_type]) or "no further keys"
+        known = ", ".join(keys) or "no further keys"
         raise ValueError(f"rope type {rope_type!r} takes {known}; got also {some(unknown)}")
     return theta, _scaling(rope_type, rope, config), rotated
 
@@ -174,6 +184,7 @@ def _scaling(rope_type: str, rope: dict[str, Any], config: Mapping[str, Any]) ->
         beta_slow=number(given, "beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(given, factor),
         truncate=flag(given, "truncate", True),
+        query_beta=number(given, QUERY_BETA, 0.0, zero=True),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,18 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.config import DynamicRope, LinearRope, Llama3Rope, LongRope, ModelConfig, YarnRope
 
-Rope = tuple[Float[Array, "batch tokens half"], Float[Array, "batch tokens half"]]  # cos and sin
+
+class Rope(NamedTuple):
+    """The rotation of every token.
+
+    Attributes:
+      cos, sin: of its angles.
+      query_scale: factor of its query, see `YarnRope.query_beta`; None: 1.
+    """
+
+    cos: Float[Array, "batch tokens half"]
+    sin: Float[Array, "batch tokens half"]
+    query_scale: Float[Array, "batch tokens"] | None = None
 
 
 def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[np.ndarray, float]:
@@ -73,13 +85,21 @@ def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig)
 
 
 def rope_tables(config: ModelConfig, positions: Int[Array, "batch tokens"], *, local: bool = False) -> Rope:
-    """cos and sin of every token's angles, `[batch, tokens, rotated / 2]` in float32 or wider; `local` as above."""
+    """The rotation of every token, `[batch, tokens, rotated / 2]` in float32 or wider; `local` as above."""
     frequencies, factor = inverse_frequencies(config, local=local)
     wide = jnp.promote_types(config.dtype, jnp.float32)
     # At least float32: bfloat16 cannot represent all positions above 256.
     angles = positions[:, :, None].astype(wide) * jnp.asarray(frequencies, wide)[None, None]
     # The factor is on queries and keys, so the score is scaled by its square.
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return Rope(jnp.cos(angles) * factor, jnp.sin(angles) * factor, _query_scale(config, positions, wide))
+
+
+def _query_scale(config: ModelConfig, positions: Int[Array, "batch tokens"], dtype: Any) -> Array | None:
+    scaling = config.rope_scaling
+    if not isinstance(scaling, YarnRope) or not scaling.query_beta:
+        return None
+    contexts = (positions // scaling.original_max_positions).astype(dtype)
+    return 1 + scaling.query_beta * jnp.log1p(contexts)
 
 
 def rotate(
@@ -90,8 +110,8 @@ def rotate(
     Args:
       interleaved: pairs are neighbours; else the first and second half of the rotated channels (Hugging Face).
     """
-    cos = rope[0][:, None]
-    sin = rope[1][:, None]
+    cos = rope.cos[:, None]
+    sin = rope.sin[:, None]
     rotated = 2 * cos.shape[-1]
     partial = rotated < x.shape[-1]
     turned = (x[..., :rotated] if partial else x).astype(cos.dtype)

@@ -148,6 +148,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama_dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 8,
+            "sliding_window": 14,
+            # The longest row has tokens in each of six original contexts.
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
 }
 # Gemma's norms multiply by one more than what is stored.
 ZERO_CENTRED = ("gemma", "gemma2")
