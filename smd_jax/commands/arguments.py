@@ -125,8 +125,9 @@ class SamplingArgs:
     min_p: float = 0.0  # sample from tokens at least this many times as likely as the most likely one
     stop: tuple[str, ...] = ()  # strings that end a completion and stay in it
     eos_token: tuple[str, ...] = ()  # tokens that end a completion; default: those of tokenizer and model
-    # Which keys are evicted: snapkv, rkv, h2o, tova, keydiff, knorm, streaming_llm, recent, random; gate: a trained
-    # one; dense: none. Parameters as 'snapkv(window=16)'; your own class as path/to/file.py:Class
+    # Which keys are evicted: snapkv, rkv, h2o, tova, keydiff, knorm, streaming_llm, recent, random; triattention and
+    # on_tokens with parameters (docs/eviction.md); gate: a trained one; dense: none. Parameters as
+    # 'snapkv(window=16)'; your own class as path/to/file.py:Class
     eviction: Basic[str] = "snapkv"
     budget: Basic[int] = 512  # keys kept per layer and KV head
     buffer: Basic[int] = 128  # tokens between two compressions

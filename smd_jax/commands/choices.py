@@ -15,6 +15,7 @@ from smd_jax.commands.arguments import (
     SamplingArgs,
 )
 from smd_jax.commands.decode_names import parse_decode, policy_text
+from smd_jax.commands.described_policies import check_centers
 from smd_jax.commands.policy_names import own_place, parse_policy
 from smd_jax.commands.policy_trial import check_score
 from smd_jax.config import ModelConfig
@@ -23,6 +24,7 @@ from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.statistics import CacheShape
+from smd_jax.eviction.triattention import TriAttention
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
@@ -109,10 +111,13 @@ def decoding(
 
 
 def try_policy(text: str, shape: ModelShape, budget: int, buffer: int) -> None:
-    """Raises ValueError if a user's eviction policy returns scores that the sampler cannot use."""
+    """Raises ValueError if a user's eviction policy returns scores that the sampler cannot use, and for query centers
+    of another model."""
+    policy = parse_policy(text).policy
+    check_centers(policy, shape)
     if own_place(text) is not None:
         sizes = CacheShape(1, shape.num_heads, shape.num_kv_heads, budget + buffer, shape.head_dim, shape.dtype)
-        check_score(parse_policy(text).policy, sizes, budget)
+        check_score(policy, sizes, budget)
 
 
 def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
@@ -121,6 +126,8 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
         return policy
     if isinstance(policy, policies.StreamingLLM):
         return policies.StreamingLLM(sinks)  # has sinks itself
+    if isinstance(policy, TriAttention):
+        return replace(policy, sinks=sinks)  # which are left out of its normalisation
     if isinstance(policy, LearnedGate):
         return replace(policy, weights=LinearGate(sinks))  # the learner must know which keys no draw evicts
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy

@@ -104,9 +104,9 @@ def check_reachable(task: Any, tokenizer: Any, vocab_size: int) -> None:
 
 
 def evicts_keys(policy: EvictionPolicy, rollout: RolloutConfig, num_layers: int, prompt_width: int) -> bool:
-    """Whether the longest possible sequence loses a key in any layer."""
+    """Whether the longest possible sequence may lose a key in any layer."""
     budgets, _ = plan(policy, rollout, num_layers, prompt_width)
-    return policy.evicts and most_compressed(rollout, prompt_width) > min(budgets)
+    return policy.spans is not None or (policy.evicts and most_compressed(rollout, prompt_width) > min(budgets))
 
 
 def most_compressed(rollout: RolloutConfig, prompt_width: int) -> int:

@@ -14,6 +14,7 @@ import jax
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.decode_names import policy_text, split_decodes
+from smd_jax.commands.described_policies import with_full_path
 from smd_jax.commands.errors import UserError, print_box
 from smd_jax.commands.policy_names import own_place
 from smd_jax.disk import written
@@ -95,9 +96,11 @@ def function_from_the_root(where: str) -> str:
 
 
 def policy_from_the_root(text: str) -> str:
-    """`path/to/file.py:Class(parameter=value)` with an absolute path; a policy of the library stays."""
+    """`path/to/file.py:Class(parameter=value)`, or a policy with a file of query centers, with an absolute path."""
     place = own_place(policy_text(text))
-    return text.replace(place, path_from_the_root(place), 1) if place is not None and is_file_name(place) else text
+    if place is None:
+        return with_full_path(text)
+    return text.replace(place, path_from_the_root(place), 1) if is_file_name(place) else text
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 parse_policy("snapkv")                                      a policy of `POLICIES` with its defaults
 parse_policy("snapkv(window=16)")                           with parameters: numbers, strings, True, False, None
 parse_policy("my_policies.py:FadingH2O(half_life=64)")      a user's class, in a file or a module
+parse_policy('triattention(centers="centers.npz")')         a policy of `described_policies`
 
 Parameters are literals, read by `ast.literal_eval`. A user's file is executed, like a reward file.
 """
@@ -14,8 +15,10 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from smd_jax.commands.described_policies import DESCRIBED, Described
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.named import POLICIES
 from smd_jax.tasks.functions import import_class
@@ -67,14 +70,13 @@ def parse_policy(text: str, policies: Mapping[str, EvictionPolicy] = POLICIES) -
         name = match["kind"]
         kind = _own_class(match["place"], name, text, policies)
         start: EvictionPolicy | None = None
-        defaults = _parameters(kind, None)
     else:
         name = match["name"].strip().lower().replace("-", "_")
-        if name not in policies:
+        start = policies.get(name)
+        if start is None and name not in DESCRIBED:
             raise ValueError(_unknown(name, match["name"].strip(), text, policies))
-        start = policies[name]
-        kind = type(start)
-        defaults = _parameters(kind, start)
+        kind = DESCRIBED[name] if start is None else type(start)
+    defaults = _parameters(kind, start)
     given = {} if match["parameters"] is None else _values(match["parameters"], name, defaults, text)
     _check_parameters(given, defaults, name, text)
     policy = _build(kind, start, given, text)
@@ -105,12 +107,12 @@ def _own_class(place: str, name: str, text: str, policies: Mapping[str, Eviction
 def _unknown(name: str, written: str, text: str, policies: Mapping[str, EvictionPolicy]) -> str:
     inside = "" if written == text.strip() else f" in {text!r}"
     return (
-        f"expected one of the eviction policies {', '.join(policies)}, or one of your own as path/to/file.py:Class; "
-        f"got {written!r}{inside}{did_you_mean(name, policies)}"
+        f"expected one of the eviction policies {', '.join([*policies, *DESCRIBED])}, or one of your own as "
+        f"path/to/file.py:Class; got {written!r}{inside}{did_you_mean(name, [*policies, *DESCRIBED])}"
     )
 
 
-def _parameters(kind: type[EvictionPolicy], start: EvictionPolicy | None) -> dict[str, Any]:
+def _parameters(kind: type[Any], start: EvictionPolicy | None) -> dict[str, Any]:
     """The parameters that a text can set, with their defaults or `_REQUIRED`."""
     defaults = {}
     for field in dataclasses.fields(kind):
@@ -170,24 +172,26 @@ def _check_parameters(given: Mapping[str, Any], defaults: Mapping[str, Any], nam
         raise ValueError(f"expected {name}({example}), because these have no default; got {text!r}")
 
 
-def _build(
-    kind: type[EvictionPolicy], start: EvictionPolicy | None, given: Mapping[str, Any], text: str
-) -> EvictionPolicy:
+def _build(kind: type[Any], start: EvictionPolicy | None, given: Mapping[str, Any], text: str) -> EvictionPolicy:
     # A user's class may raise anything, and need not check its types.
     with Caught() as caught:
         for name, value in given.items():
             check_type(kind, name, value)
         # A resumed run would take 1 and 1.0 for different settings.
         values = {name: float(x) if field_types(kind)[name] is float else x for name, x in given.items()}
-        policy = kind(**values) if start is None else dataclasses.replace(start, **values)
+        made: Any = kind(**values) if start is None else dataclasses.replace(start, **values)
+        policy: EvictionPolicy = made.policy() if isinstance(made, Described) else made
         hash(policy)  # compiled programs are cached by policy; a list as a field is not hashable
         return policy
     error = caught.error
     assert error is not None
-    reason = str(error) if isinstance(error, ValueError | TypeError) else f"it raised {type(error).__name__}: {error}"
+    expected = isinstance(error, ValueError | TypeError | OSError)
+    reason = str(error) if expected else f"it raised {type(error).__name__}: {error}"
     raise ValueError(f"{reason}; the eviction policy was {text!r}") from error
 
 
 def _label(name: str, given: Mapping[str, Any]) -> str:
-    values = [f"{parameter}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', str(value))}" for parameter, value in given.items()]
+    # Of a file only its name.
+    shown = {parameter: Path(value).stem if parameter == "centers" else value for parameter, value in given.items()}
+    values = [f"{parameter}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', str(value))}" for parameter, value in shown.items()]
     return "-".join([name, *values])

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
+
+ARRAYS = ("mean", "length", "frequencies")
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,25 @@ class QueryCenters:
         found = {"mean": mean, "length": length, "frequencies": frequencies}
         for name, value in (found | {"digest": hashlib.sha256(numbers).hexdigest()[:16]}).items():
             object.__setattr__(self, name, value)  # frozen from here on
+
+    def save(self, path: str | Path) -> None:
+        """Writes an .npz file, for `--eviction 'triattention(centers="FILE")'`."""
+        with open(path, "wb") as file:
+            np.savez(file, allow_pickle=False, **{name: getattr(self, name) for name in ARRAYS})
+
+
+def load_query_centers(path: str | Path) -> QueryCenters:
+    """Reads a file that `QueryCenters.save` wrote.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: another kind of file, or numbers that `QueryCenters` refuses.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"expected a file of query centers at {path}; found none")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in ARRAYS}
+    except (KeyError, BadZipFile, EOFError, TypeError, ValueError) as error:
+        raise ValueError(f"expected an .npz file with the arrays {', '.join(ARRAYS)}; got {path}") from error
+    return QueryCenters(**found)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from smd_jax.commands.choices import named_policy, try_policy, way_of_decoding
 from smd_jax.commands.decode_names import parse_decode, parse_decodes, policy_text
+from smd_jax.commands.limits import evicts_keys
+from smd_jax.commands.places import policy_from_the_root
 from smd_jax.commands.policy_names import own_place, parse_policy
 from smd_jax.commands.policy_trial import check_score
 from smd_jax.eviction.base import EvictionPolicy
@@ -15,8 +18,14 @@ from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, SnapKV
 from smd_jax.eviction.statistics import CacheShape
-from smd_jax.eviction.wrappers import Protect
+from smd_jax.eviction.triattention import TriAttention
+from smd_jax.eviction.wrappers import OnTokens, Protect
+from smd_jax.message.spans import TokenSpans
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.config import RolloutConfig
+from smd_jax.testing import tiny_model_config
 from smd_jax.train.decoding import Decode
+from tests.query_centers import drawn_centers
 
 OWN = """
 from dataclasses import dataclass
@@ -211,3 +220,45 @@ def test_a_score_is_tried_on_shapes(folder: Path):
         policy = parse_policy(f"own_policies.py:Scores(what={what!r})").policy
         with pytest.raises(ValueError, match=f"expected Scores.score to .*{said}"):
             check_score(policy, shape, budget=8)
+
+
+# --- policies that a file or ids of tokens describe
+
+
+def test_query_centers_come_from_a_file(folder: Path):
+    centers = drawn_centers(heads=4, half=8, layers=2)
+    centers.save(folder / "my centers.npz")
+    named = parse_policy('triattention(centers="my centers.npz", longest=64)')
+    assert named.policy == TriAttention(centers, longest=64)
+    assert named.label == "triattention-centers-my_centers-longest-64"
+    decode = way_of_decoding("triattention(centers='my centers.npz'):512+128", sinks=4)
+    assert decode.policy == TriAttention(centers, sinks=4) and decode.budget == 512
+    full = policy_from_the_root('triattention(centers="my centers.npz"):512')
+    assert full == f'triattention(centers="{folder}/my centers.npz"):512'
+    shape = Decoder(tiny_model_config(num_layers=1)).shape
+    with pytest.raises(ValueError, match=r"expected query centers \[layers, heads, head_dim / 2\] .*; got \[2, 4, 8\]"):
+        try_policy('triattention(centers="my centers.npz")', shape, 8, 2)
+    (folder / "other.npz").write_bytes(b"no arrays")
+    for name, said in (("none.npz", "query centers at none.npz; found none"), ("other.npz", "an .npz file with the")):
+        with pytest.raises(ValueError, match=f"expected .*{said}.*the eviction policy was"):
+            parse_policy(f'triattention(centers="{name}")')
+    with pytest.raises(ValueError, match="expected triattention.centers=….*have no default"):
+        parse_policy("triattention")
+
+
+def test_tokens_that_evict():
+    spans = TokenSpans(3, 4, (5, 6))
+    assert parse_policy("on_tokens(open=3, close=4, summary=(5, 6))").policy == OnTokens(spans)
+    named = parse_policy('on-tokens(open=3, close=4, delimiters=True, inner="h2o")')
+    assert named.policy == OnTokens(TokenSpans(3, 4, None, True), inner=H2O())
+    policy = named_policy('on_tokens(open=3, close=4, inner="h2o")', sinks=2, pyramid=False)
+    assert policy == Protect(OnTokens(TokenSpans(3, 4), inner=H2O()), sinks=2)
+    assert evicts_keys(OnTokens(spans), RolloutConfig(8, budget=64, buffer=4), 1, 8), "whatever the budget"
+    for parameters, said in (
+        ("open=3, close=3", "expected different token ids"),
+        ("open=3, close=4, summary=(5,)", "expected summary of SpanTokens to be"),
+        ('open=3, close=4, inner="h3o"', "expected inner as one of"),
+        ("open=3", "expected on_tokens.close=….*have no default"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse_policy(f"on_tokens({parameters})")
