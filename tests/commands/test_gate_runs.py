@@ -51,9 +51,14 @@ def parameters(config: Any, sinks: int = 0) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gate")
-    write_random_checkpoint(folder / "start", config=CONFIG)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("gate")
+    write_random_checkpoint(place / "start", config=CONFIG)
+    return place
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
     where = ["--model", str(folder / "start"), "--output-dir", str(folder / "run")]
     main(["grpo", *where, *TRAIN, "--max-steps", "2", "--learning-rate", "1e-3", "--reward", f"{__name__}:odd"])
     return folder
@@ -115,10 +120,10 @@ def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.Captur
     ],
 )
 def test_what_does_not_go_with_a_gate(
-    algorithm: str, more: list[str], said: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    algorithm: str, more: list[str], said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     flags = [flag for flag in TRAIN if algorithm != "online-dpo" or flag not in ("--distill", "none")]
-    words = [algorithm, "--model", str(trained / "start"), *flags, "--output-dir", str(tmp_path / "run"), *more]
+    words = [algorithm, "--model", str(folder / "start"), *flags, "--output-dir", str(tmp_path / "run"), *more]
     assert said in error_of(words, capsys)
 
 

@@ -95,7 +95,9 @@ def stepped(make, config: UpdateConfig, of=None):
     return jax.device_get(state.opt_state), {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "grpo")]
+)
 def test_the_step_is_the_same(name: str):
     config = CONFIGS[name]
     expected, metrics = stepped(make_update, config)
@@ -112,6 +114,7 @@ def test_the_step_is_the_same(name: str):
         np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_count():
     counted = jnp.asarray([True, False] * (ROWS // 2))
     of = batch().replace(counted_rows=counted)
@@ -192,6 +195,7 @@ def test_columns_that_do_not_fit():
         toy_loop.own_loop(config)
 
 
+@pytest.mark.slow
 def test_rows_longer_than_the_context():
     """Whose sequences are not: positions begin anew in each."""
     assert MODEL.shape.max_positions == 32

@@ -112,6 +112,7 @@ def test_every_attention(impl, windows):
     np.testing.assert_allclose(once, plain, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_quantised_cache():
     one = rolled_out(quant=QuantConfig(bits=8, group=2))
     again = replay(SharedPrompt(MODEL, GROUP, WIDTH), PARAMS, one).logprobs

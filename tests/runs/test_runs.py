@@ -37,6 +37,8 @@ def test_start_interval_and_end_are_evaluated(tmp_path):
     assert evaluate.asked == [0, 2, 4, 6, 7]
     assert [row.get(DENSE) for row in rows(tmp_path)] == [None, 0.6, None, 0.5, None, 0.6, 0.1]
     assert rows(tmp_path, "evaluations.jsonl") == [{"step": n, DENSE: CURVE[n]} for n in evaluate.asked]
+    start(tmp_path / "without an interval", 1, evaluate=never)
+    assert saved(tmp_path / "without an interval") == [1]
 
 
 class DyingEvaluations(Evaluations):

@@ -72,11 +72,12 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
 
 def test_a_refused_rollout_leaves_the_parameters_that_drew_it():
     """A run that goes on draws the rollout that was refused, and not one with newer parameters under its number."""
-    loop = toy_loop.own_loop(AHEAD)
+    loop = toy_loop.new_loop(AHEAD)
     state, _ = toy_loop.run(loop, one_behind(toy_loop.new_state()), 2)
     before = copied(state)
     loop.settle()
-    strict = replace(toy_loop.own_loop(AHEAD), guard=MismatchGuard(1e-12))
+    strict = replace(loop, guard=MismatchGuard(1e-12))
+    toy_loop.share_programs(strict)
     with pytest.raises(RefusedRolloutError) as caught:
         strict.step(state)
     strict.settle()
@@ -93,7 +94,7 @@ def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatc
         return {"eval/sparse": 0.0}
 
     state = one_behind(toy_loop.new_state())
-    train(toy_loop.own_loop(AHEAD), state, RunConfig(steps=2, evaluate_every=1), tmp_path, evaluate=evaluate)
+    train(toy_loop.new_loop(AHEAD), state, RunConfig(steps=2, evaluate_every=1), tmp_path, evaluate=evaluate)
     assert told == ["evaluated", *["settled", "evaluated"] * 2]
 
 

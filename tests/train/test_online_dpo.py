@@ -79,6 +79,7 @@ def test_a_step_with_shadow_masks():
         np.testing.assert_array_equal(mine, before)
 
 
+@pytest.mark.slow
 def test_several_steps_per_rollout():
     """Each with whole pairs, as often as num_iterations says; what compares with the sampler is of the first."""
     config = dataclasses.replace(CONFIG, minibatches=2, num_iterations=2)

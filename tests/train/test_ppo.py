@@ -290,6 +290,7 @@ def test_steps(visibility, config):
     assert metrics["loss/value_avg"] > 0 and jnp.any(state.params[VALUE_HEAD]["kernel"] != 0)
 
 
+@pytest.mark.slow
 def test_it_learns():
     """Rewards rise, and the critic comes to know them."""
     _, rows = run(new_loop(TWICE, Letters()), new_state(), 25)
@@ -314,6 +315,7 @@ def test_the_critic_learns_which_responses_are_good():
     assert explained[0] < 0.1 and explained[-1] > 0.7, explained
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_once():
     """Of a loop that shares its programs with no other."""
     loop, state = PPOLoop(LOOP_MODEL, TASK, TOKENIZER, optimizer(), TWICE), new_state()

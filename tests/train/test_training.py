@@ -100,27 +100,6 @@ def test_rows_and_checkpoints(tmp_path, capsys):
     assert "toy 5/5 reward" in capsys.readouterr().out
 
 
-def test_without_an_interval_the_last_state_is_saved(tmp_path):
-    start(tmp_path, 2)
-    assert saved(tmp_path) == [2]
-
-
-def test_evaluation_is_called_at_its_interval_and_logged(tmp_path):
-    seen = []
-
-    def evaluate(state: TrainState) -> dict[str, float]:
-        seen.append(int(state.step))
-        return {"eval/sparse": 10.0 * int(state.step)}
-
-    start(tmp_path, 5, TWICE, evaluate_every=2, evaluate=evaluate)
-    assert seen == [0, 4, 8, 10], "at the start, after rollouts 2 and 4 of two optimizer steps each, and at the end"
-    assert [row.get("eval/sparse") for row in rows(tmp_path)] == [None, 40.0, None, 80.0, 100.0]
-
-
-def test_no_interval_no_evaluation(tmp_path):
-    start(tmp_path, 1, evaluate=lambda state: pytest.fail("evaluated"))
-
-
 class Recorder:
     """A logger that remembers, or raises."""
 
@@ -222,23 +201,6 @@ def test_rows_after_the_last_checkpoint_are_written_again(tmp_path):
     assert_same_run(parts, start(parts, 6, checkpoint_every=2, resume=True), whole)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
-    whole = whole_run(tmp_path / "whole")
-    parts = tmp_path / "parts"
-    with pytest.raises(StoppedError):
-        start(parts, 6, loop=stopping_loop(2))
-    assert steps(parts) == [0, 1] and saved(parts) == []
-    assert_same_run(parts, start(parts, 6, resume=True), whole)
-
-
-@pytest.mark.parametrize("made", [False, True])
-def test_a_resume_where_there_is_nothing_starts_anew(tmp_path, made):
-    parts = tmp_path / "parts"
-    if made:
-        parts.mkdir()
-    assert_same_run(parts, start(parts, 6, resume=True), whole_run(tmp_path / "whole"))
-
-
 def test_a_finished_run_stays_as_it_is(tmp_path):
     finished = start(tmp_path, 2)
     before = rows(tmp_path)
@@ -266,12 +228,3 @@ def test_what_is_no_earlier_run(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     check_directory(tmp_path, resume=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "notes.txt"]
-
-
-def test_another_configuration(tmp_path):
-    start(tmp_path, 1)
-    before = (tmp_path / "metrics.jsonl").read_text()
-    other = dataclasses.replace(CONFIG, prompts_per_step=4)
-    with pytest.raises(ValueError, match="another configuration.*\n.*prompts_per_step: expected 2, got 4"):
-        start(tmp_path, 2, other, resume=True)
-    assert (tmp_path / "metrics.jsonl").read_text() == before
