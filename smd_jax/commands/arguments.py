@@ -259,7 +259,7 @@ class GroupArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentArgs:
+class ConversationArgs:
     """Conversations with an environment, in place of single completions."""
 
     # path/to/file.py:Class or package.module:Class, made anew for every conversation; retry: several attempts at a row
@@ -269,6 +269,16 @@ class EnvironmentArgs:
     max_turns: int = 8  # turns of the policy at most
     max_turn_length: int | None = None  # tokens of a turn; None: as many as there is room for
     environment_timeout: float | None = 60.0  # seconds for one call; None: no limit, called in the main process
+    contexts: int = 1  # of a conversation; from 2 on a full one is summarised, and the next begins with the summary
+    context_length: int | None = None  # tokens after the prompt from which a context is full; needed with --contexts
+    summary_request: str | None = None  # what the policy reads before it writes a summary; None: a request for one
+    summary_heading: str = ""  # text between prompt and summary in the next context
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentArgs(ConversationArgs):
+    """Conversations with an environment, in place of single completions."""
+
     turn_credit: Literal["trajectory", "turn"] = "trajectory"  # turn: each turn has an advantage of its own
 
 
@@ -305,6 +315,7 @@ class Common:
     data: DataArgs
     rewards: RewardArgs = RewardArgs()
     evaluation: EvaluationArgs = EvaluationArgs()
+    conversations: EnvironmentArgs = EnvironmentArgs()
     sampler: SamplerArgs = SamplerArgs()
     optimizer: OptimizerArgs = OptimizerArgs()
     run: RunArgs = RunArgs()
@@ -320,7 +331,6 @@ class Grpo(Common):
     reference: ReferenceArgs = ReferenceArgs()
     group: GroupArgs = GroupArgs()
     ahead: AheadArgs = AheadArgs()
-    conversations: EnvironmentArgs = EnvironmentArgs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,8 +356,3 @@ class OnlineDpo(Common):
     """Direct preference optimisation on pairs from the policy itself (arXiv:2402.04792)."""
 
     pairs: PairArgs = PairArgs()
-
-
-def environment_of(args: Common) -> str | None:
-    """The environment of a run; None for single completions."""
-    return args.conversations.environment if isinstance(args, Grpo) else None

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from smd_jax.commands.arguments import RENAMED, Common, environment_of
+from smd_jax.commands.arguments import RENAMED, Common
 from smd_jax.commands.places import from_the_root
 from smd_jax.commands.policy_names import own_place
 from smd_jax.runs.jsonable import Json, to_jsonable
@@ -31,6 +31,10 @@ LATER = (
     ("tokenizer_revision", None),
     ("chat_template", "auto"),
     ("chat_template_kwargs", []),
+    ("contexts", 1),
+    ("context_length", None),
+    ("summary_request", None),
+    ("summary_heading", ""),
 )
 LARGE = 64 * 2**20
 END = 2**20
@@ -80,7 +84,7 @@ def by_content(args: Common) -> Contents:
 
     groups: dict[str, dict[str, Json]] = {}
     of_files = ["model", "data", "rewards"]
-    if environment_of(args) is not None:  # runs from before there were any have no such group
+    if args.conversations.environment is not None:  # runs from before there were any have no such group
         of_files.append("conversations")
     for group in of_files:
         fields = to_jsonable(getattr(rooted, group), group)

@@ -28,6 +28,7 @@ from smd_jax.commands.arguments import (
     Basic,
     Common,
     ComputeArgs,
+    ConversationArgs,
     DataSource,
     EvaluationRows,
     ModelSource,
@@ -38,6 +39,7 @@ from smd_jax.commands.choices import decoder, decoding, named_policy, rollout_co
 from smd_jax.commands.command_line import asks_for_help, parse, parse_options
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.decode_names import split_decodes
+from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError, plain_warnings, reported, users_mistakes
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_reachable
 from smd_jax.commands.model_source import check_template_kwargs, open_model, shown_tokens
@@ -87,6 +89,7 @@ class Args:
     data: DataSource
     rewards: RewardArgs = RewardArgs()
     evaluation: EvaluationRows = EvaluationRows()
+    conversations: ConversationArgs = ConversationArgs()
     sampler: SamplingArgs = SamplingArgs()
     device: ComputeArgs = ComputeArgs()
 
@@ -133,6 +136,7 @@ def args_of_run(directory: Path) -> Args:
         data=evaluation_rows(trained),
         rewards=trained.rewards,
         evaluation=part_of(EvaluationRows, evaluation),
+        conversations=part_of(ConversationArgs, trained.conversations),
         sampler=sampler,
         # Not the mesh: this machine may have other devices.
         device=ComputeArgs(attention=trained.device.attention),
@@ -160,6 +164,7 @@ def run(args: Args) -> list[Evaluated]:
     with users_mistakes():
         check_numbers(args)
         check_platform(args.device.platform)
+        check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
         named = args.model
         check_exported(args)
         opened = open_model(named, args.data.chat_template, args.sampler)
@@ -254,13 +259,18 @@ def make_evaluator(
     check_template_kwargs(tokenizer, [name for name, _ in template_kwargs])
     seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
     whole: Any = task_of(replace(task_choice(data, seed), held_out=data.split is None and holds_back(data.dataset)))
-    rewards = rewards_of(args.rewards, sampler.max_completion_length, whole, data.dataset)
     task = first_rows(whole, args.evaluation.eval_rows)
     check_reachable(task, tokenizer, model.config.vocab_size)
-    lengths = usable_lengths(task, tokenizer)
-    width = data.max_prompt_length or int(lengths.max())
+    failed, variables = args.rewards.max_failed_rewards, dict(template_kwargs)
+    environment = environment_config(args.conversations, failed, whole, variables)
+    if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts
+        width, counts, rewards = data.max_prompt_length, f"{len(task)} rows", None
+    else:
+        lengths = usable_lengths(task, tokenizer)
+        width = data.max_prompt_length or int(lengths.max())
+        task, counts = select_prompts(task, lengths, width)
+        rewards = rewards_of(args.rewards, sampler.max_completion_length, whole, data.dataset)
     check_context(width, sampler.max_completion_length, model.config)
-    task, counts = select_prompts(task, lengths, width)
     rollout = rollout_config(sampler, ends, pad_token_id(tokenizer))
     decodes = list[Decode]()
     for text in split_decodes(",".join(args.evaluation.eval_decode)):
@@ -280,7 +290,7 @@ def make_evaluator(
     )
     mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
     check_devices(mesh.size, jax.device_count(), ("--data-parallel", "--fsdp", "--tensor"))
-    return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards), str(counts)
+    return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards, environment=environment), str(counts)
 
 
 if __name__ == "__main__":

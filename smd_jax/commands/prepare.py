@@ -93,7 +93,7 @@ def prepare(args: Common) -> Prepared:
       UserError, ValueError, OSError: a missing or unreadable input, or options that exclude each other.
     """
     check_platform(args.device.platform)
-    check_environment(args)
+    check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
     if is_first():  # only the first process has loggers
         check_loggers(args.run.report_to)
     opened = open_model(args.model, args.data.chat_template, args.sampler)
@@ -241,7 +241,7 @@ def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tu
     mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
     check_devices(mesh.size, jax.device_count())
     variables = dict(parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs))
-    environment = environment_config(args, data.task, variables)
+    environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.task, variables)
     rollout = rollout_config(args.sampler, ends, pad_token_id(tokenizer))
     evicts = evicts_keys(policy, rollout, model.shape.num_layers, data.width)
     kind, config = loop_config(args, policy, rollout, data.width, evicts)
@@ -341,6 +341,11 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
         stop_strings=config.stop_strings,
         seed=config.seed,
     )
+    if loop.environment is not None:
+        # Of its own: an environment may take the rewards of the held-out rows.
+        failed, variables = args.rewards.max_failed_rewards, dict(loop.environment.template_variables)
+        environment = environment_config(args.conversations, failed, data.held_out, variables)
+        return Evaluator(loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, environment=environment)
     # The held-out rows may come from another dataset with another reward.
     rewards = loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name)
     return Evaluator(loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, rewards=rewards)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs, environment_of
+from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
 from smd_jax.commands.environment_source import RETRY
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import exists
@@ -50,9 +50,9 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     data = args.data
     choice = task_choice(data, args.run.seed)
     task: Any = task_of(choice)
-    if not args.rewards.reward and environment_of(args) in (None, RETRY):
+    if not args.rewards.reward and args.conversations.environment in (None, RETRY):
         check_has_reward(task)
-    if environment_of(args) is None or data.max_prompt_length is None:
+    if args.conversations.environment is None or data.max_prompt_length is None:
         task, width, line = fitting(task, tokenizer, data)
         counts = [f"to train on: {line}"]
     else:  # an environment writes its own prompts, whatever the rows' are
@@ -61,9 +61,10 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     if args.evaluation.eval_steps:
         whole: Any = task_of(held_out_choice(args.evaluation, choice))
         held_out = first_rows(whole, args.evaluation.eval_rows)
-        held_out, wide, line = fitting(held_out, tokenizer, data)
-        counts.append(f"to evaluate on: {line}")
-        width = max(width, wide)
+        if args.conversations.environment is None:
+            held_out, wide, line = fitting(held_out, tokenizer, data)
+            counts.append(f"to evaluate on: {line}")
+            width = max(width, wide)
     return Data(task, held_out, width, counts)
 
 

@@ -158,14 +158,17 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
 
 
 def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
-    """Raises ValueError if a window could hide a shared beginning: windows count columns, and later branches of a row
-    are further from it than their positions."""
+    """Raises ValueError if a window could hide a shared beginning.
+
+    A key leaves the window of one branch, and is in that of the next one again. That is no interval of columns.
+    """
     windows = [shape.window(layer) for layer in range(shape.num_layers)]
     short = [window for window in windows if window is not None and window < (config.pack_columns or 0)]
     if short:
         raise ValueError(
             f"expected sliding windows of at least pack_columns {config.pack_columns} for sequences that share their "
-            f"beginnings; got a model with a window of {min(short)}"
+            "beginnings, because a key that left the window of one branch would come back in the next; got a model "
+            f"with a window of {min(short)}"
         )
 
 

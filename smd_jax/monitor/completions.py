@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +22,7 @@ from jaxtyping import Float
 
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.progress import format_cell, speaks_unicode, summary_table, text_table
-from smd_jax.monitor.saved_masks import extract_mask, save_masks
+from smd_jax.monitor.saved_masks import SavedMask, extract_mask, save_masks
 from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.visible_text import one_line
@@ -55,8 +56,9 @@ class CompletionsLog:
 
     Columns: `step`, `prompt` as the model saw it, `completion`, `reward`, `rewards/NAME` of every reward function,
     `advantage` where it follows from the rewards, `length` in tokens, `truncated` by the length limit. Conversations
-    also have `turns`, `answers` and `turn_rewards` as lists, `ending`, and all text as their completion. A resumed
-    run overwrites the files of repeated steps.
+    also have `turns`, `answers` and `turn_rewards` as lists, `ending`, and all text as their completion. If their
+    contexts are compacted, `contexts` has the text of each, from its prompt on. A resumed run overwrites the files of
+    repeated steps.
 
     A run does not need these files: if one cannot be written, it prints a line and continues.
 
@@ -64,7 +66,7 @@ class CompletionsLog:
       directory: of the run.
       tokenizer: of the loop.
       table_rows: number of completions to print; 0: none.
-      masks: number of completions whose shadow mask is saved; 0: none.
+      masks: number of completions whose shadow mask is saved, with all its contexts; 0: none.
       file: output of the table; None: standard output.
 
     Raises:
@@ -110,11 +112,17 @@ class CompletionsLog:
             print(f"completions are not kept any more: {one_line(str(error))}", file=sys.stderr, flush=True)
 
     def _keep_masks(self, step: int, samples: GradedSamples) -> None:
-        rows = range(min(self._masks, len(samples.completions)))
-        rewards = samples.rewards
-        trajectory = samples.trajectory
+        trajectory, count = samples.trajectory, len(samples.completions)
+        contexts = len(trajectory.terminated) // count
+        present = np.asarray(trajectory.lengths()) > 0
+        masks = list[SavedMask]()
         try:
-            masks = [extract_mask(trajectory, row, self._tokenizer, step, float(rewards[row])) for row in rows]
+            for row in range(min(self._masks, count) * contexts):
+                completion, context = divmod(row, contexts)
+                if context and not present[row]:
+                    continue
+                mask = extract_mask(trajectory, row, self._tokenizer, step, float(samples.rewards[completion]))
+                masks.append(replace(mask, row=completion, context=context + 1 if contexts > 1 else 0))
         except ValueError:
             return  # a boolean mask in which keys come back has no eviction times
         save_masks(self._folder / f"masks_{step:05d}.npz", masks)
@@ -125,6 +133,10 @@ def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) 
     trajectory = samples.trajectory
     host = (trajectory.tokens, trajectory.valid, trajectory.terminated, trajectory.lengths())
     tokens, valid, terminated, lengths = jax.device_get(host)
+    count = len(samples.completions)
+    contexts = len(terminated) // count  # rows of each completion
+    lengths = lengths.reshape(count, -1).sum(axis=1)
+    tokens, valid, terminated = (x[::contexts] for x in (tokens, valid, terminated))
     columns: dict[str, list[Any]] = {
         "step": [step] * len(samples.completions),
         "prompt": _prompts(tokenizer, tokens, valid, trajectory.prompt_width),
@@ -140,6 +152,8 @@ def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) 
         columns["answers"] = [_whole_each(each.answers) for each in samples.conversations]
         columns["turn_rewards"] = [list(each.rewards) for each in samples.conversations]
         columns["ending"] = [each.ending for each in samples.conversations]
+    if any(each.contexts for each in samples.conversations):
+        columns["contexts"] = [_whole_each(each.contexts) for each in samples.conversations]
     return columns | {"length": lengths.tolist(), "truncated": (~terminated).tolist()}
 
 

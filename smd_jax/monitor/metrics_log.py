@@ -68,6 +68,7 @@ METRICS: dict[str, str] = {
     "rollout/evicted_share": "share of the tokens of whole sequences whose keys are evicted before the last query",
     "rollout/utilisation": "rows of the cache that sampled / all of them, with `decode_rows` or an environment",
     "conversations/turns": "mean number of turns of a conversation; these only with an environment",
+    "conversations/contexts": "mean number of contexts of a conversation, if they are compacted",
     "conversations/read_tokens": "mean number of tokens of a conversation that the policy read between its turns",
     "conversations/ended": "share of conversations that their environment ended; others met a limit",
     "staleness/rollouts": "updates since the rollout was sampled; this and the next only with `rollouts_ahead`",

@@ -94,8 +94,9 @@ def collect_masks(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def mask_data(mask: SavedMask, run: str) -> dict[str, Any]:
     """One completion: `evicted` holds uint32 numbers, little-endian, in the order layer, head, token."""
     layers, heads, tokens = mask.evicted_at.shape
+    context = f", context {mask.context}" if mask.context else ""
     return {
-        "title": visible(f"{run}, rollout {mask.step}, completion {mask.row}, reward {mask.reward:.3g}"),
+        "title": visible(f"{run}, rollout {mask.step}, completion {mask.row}{context}, reward {mask.reward:.3g}"),
         "prompt": mask.prompt_length,
         "layers": layers,
         "heads": heads,

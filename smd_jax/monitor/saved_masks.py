@@ -33,10 +33,11 @@ class SavedMask:
       pieces: text of each token, prompt and completion.
       prompt_length: tokens of the prompt.
       step: number of the rollout.
-      row: of the rollout's batch.
+      row: number of the completion, in the order of the rollout.
       reward: of the completion.
       turns: turn of each token that the policy sampled, from 1; 0 for the prompt, and for what an environment said. A
         single completion is turn 1.
+      context: number of the context in its conversation, from 1; 0 for completions of one context.
     """
 
     evicted_at: Integer[np.ndarray, "layers kv_heads tokens"]
@@ -46,6 +47,7 @@ class SavedMask:
     row: int
     reward: float
     turns: list[int]
+    context: int = 0
 
     def forgotten(self, query: int) -> Bool[np.ndarray, "layers kv_heads tokens"]:
         """The tokens up to the query that the query could not see, in every layer and head."""
@@ -108,7 +110,7 @@ def save_masks(path: str | Path, masks: list[SavedMask]) -> None:
             # An array of texts strips trailing zeros; joined bytes with lengths keep everything.
             f"{number}/text": np.frombuffer("".join(mask.pieces).encode("utf-8", "surrogatepass"), np.uint8),
             f"{number}/lengths": np.array([len(piece) for piece in mask.pieces], np.int32),
-            f"{number}/numbers": np.array([mask.prompt_length, mask.step, mask.row], np.int64),
+            f"{number}/numbers": np.array([mask.prompt_length, mask.step, mask.row, mask.context], np.int64),
             f"{number}/reward": np.array(mask.reward, np.float64),
             f"{number}/turns": np.array(mask.turns, np.int32),
         }
@@ -137,9 +139,11 @@ def _load(arrays: np.lib.npyio.NpzFile, number: int) -> SavedMask:
     text = arrays[f"{number}/text"].tobytes().decode("utf-8", "surrogatepass")
     ends = np.cumsum(arrays[f"{number}/lengths"]).tolist()
     pieces = [text[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)]
-    prompt_length, step, row = arrays[f"{number}/numbers"].tolist()
+    # Files of earlier versions have no contexts.
+    prompt_length, step, row, *context = arrays[f"{number}/numbers"].tolist()
     evicted_at = arrays[f"{number}/evicted_at"]
     # Files of earlier versions have single completions.
     single = np.arange(len(pieces)) >= prompt_length
     turns = arrays[f"{number}/turns"] if f"{number}/turns" in arrays else single.astype(np.int32)
-    return SavedMask(evicted_at, pieces, prompt_length, step, row, float(arrays[f"{number}/reward"]), turns.tolist())
+    reward = float(arrays[f"{number}/reward"])
+    return SavedMask(evicted_at, pieces, prompt_length, step, row, reward, turns.tolist(), *context)

@@ -23,8 +23,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Key
 
 from smd_jax.config import check_whole
+from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.sampler.conversation_loop import ABSENT, Conversed, Reply, Respondent
+from smd_jax.sampler.conversation_loop import ABSENT, TURNS, ConversationStats, Conversed, Reply, Respondent
 from smd_jax.sampler.keys import row_keys
 from smd_jax.text.prompts import PromptBatch, pad_left
 from smd_jax.typed_fields import check_types
@@ -67,6 +68,8 @@ class CompactingRespondent:
     Attributes:
       inner: answers the turns.
       prompts: tokens of each conversation's own prompt. prompt_width: tokens of a prompt at most.
+      turns: of a conversation at most, its summaries not counted; None: no limit. `converse` counts the turns of a
+        context, summaries included, so its own limit must be higher.
       next_prompts: prompts of contexts that follow, by conversation.
     """
 
@@ -74,11 +77,12 @@ class CompactingRespondent:
     config: CompactionConfig
     prompts: list[list[int]]
     prompt_width: int
+    turns: int | None = None
     next_prompts: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._context = 1
-        self._lengths = np.zeros(len(self.prompts), np.int64)
+        self._lengths, self._turns = np.zeros((2, len(self.prompts)), np.int64)
         self._answers: dict[int, list[int]] = {}  # of conversations that write a summary, what they did not read yet
         self._summarised: list[tuple[int, Reply]] = []
 
@@ -91,6 +95,7 @@ class CompactingRespondent:
     def send(self, row: int, tokens: list[int]) -> None:
         self._lengths[row] += len(tokens)
         if row not in self._answers:
+            self._turns[row] += 1
             self.inner.send(row, tokens)
             return
         prompt = [*self.prompts[row], *self.config.heading, *tokens, *self._answers.pop(row)]
@@ -103,6 +108,8 @@ class CompactingRespondent:
     def receive(self, wait: bool) -> list[tuple[int, Reply]]:
         replies, self._summarised = self._summarised, []
         for row, reply in self.inner.receive(wait and not replies):
+            if reply.ending is None and self._turns[row] == self.turns:
+                reply = Reply([], TURNS)
             full = self._lengths[row] + len(reply.tokens) > self.config.after_tokens
             if reply.ending is None and full and self._context < self.config.contexts:
                 self._answers[row] = reply.tokens
@@ -116,46 +123,71 @@ class Compacted(NamedTuple):
     """Conversations of several contexts.
 
     Attributes:
-      trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side.
+      trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side. A context that there
+        was not has no valid token. `terminated` is that of the conversation, in each of its rows.
       present: of its rows, which are contexts that there were.
-      endings: of the conversations. contexts: what each `converse` gave.
+      endings: of the conversations.
+      stats: of each context's batch of conversations.
     """
 
     trajectory: Trajectory
     present: Bool[np.ndarray, " rows"]
     endings: list[str]
-    contexts: list[Conversed]
+    stats: list[ConversationStats]
 
 
 def converse_compacting(
     sample: Callable[[PromptBatch, Any, Respondent, Bool[np.ndarray, " rows"]], Conversed],
     respondent: CompactingRespondent,
-    key: Key[Array, ""],
+    key: Key[Array, ""] | Key[Array, " rows"],
     pad_token_id: int,
 ) -> Compacted:
     """Samples conversations whose contexts are compacted; conversations wait for each other between two contexts.
 
     Args:
-      sample: `(prompts, key, respondent, active) -> Conversed`, a call of `converse` with one prompt per conversation.
+      sample: `(prompts, keys, respondent, active) -> Conversed`, a call of `converse` with one prompt per conversation.
       key: consumed. pad_token_id: fills prompts of conversations that have ended.
     """
     count = len(respondent.prompts)
+    keys = row_keys(key, count)
     prompts, active = dict(enumerate(respondent.prompts)), np.ones(count, bool)
-    endings, contexts, present = [ABSENT] * count, list[Conversed](), list[np.ndarray]()
+    endings, terminated = [ABSENT] * count, np.zeros(count, bool)
+    trajectories, stats, present = list[Trajectory](), list[ConversationStats](), list[np.ndarray]()
     for number in range(1, respondent.config.contexts + 1):
+        present.append(active)
+        if not active.any():
+            nothing = jax.tree.map(jnp.zeros_like, trajectories[0])
+            trajectories.append(_without_absent(nothing, jnp.asarray(active)))
+            continue
         respondent.begin_context(number)
         rows = [prompts.get(row) or [pad_token_id] for row in range(count)]
         batch = pad_left(rows, respondent.prompt_width, pad_token_id)
-        conversed = sample(batch, row_keys(jax.random.fold_in(key, number), count), respondent, active)
-        contexts.append(conversed)
-        present.append(active)
+        of_context = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(keys)
+        conversed = sample(batch, of_context, respondent, active)
+        trajectories.append(_without_absent(conversed.trajectory, jnp.asarray(active)))
+        stats.append(conversed.stats)
         for row in np.flatnonzero(active).tolist():
             endings[row] = conversed.endings[row]
+        terminated = np.where(active, np.asarray(conversed.trajectory.terminated), terminated)
         prompts = respondent.next_prompts
         active = np.array([row in prompts for row in range(count)])
 
     def side_by_side(*parts: Array) -> Array:
         return jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
-    trajectory = jax.tree.map(side_by_side, *(each.trajectory for each in contexts))
-    return Compacted(trajectory, np.stack(present, axis=1).reshape(-1), endings, contexts)
+    trajectory = jax.tree.map(side_by_side, *trajectories)
+    # A conversation that was cut off in its last context was cut off as a whole.
+    trajectory = trajectory.replace(terminated=jnp.asarray(np.repeat(terminated, respondent.config.contexts)))
+    return Compacted(trajectory, np.stack(present, axis=1).reshape(-1), endings, stats)
+
+
+def _without_absent(trajectory: Trajectory, active: Bool[Array, " rows"]) -> Trajectory:
+    """The trajectory, in which rows that are not active have no valid token."""
+    mask = trajectory.mask
+    assert isinstance(mask, ShadowMask), "a conversation records no other"
+    evicted_at = jnp.where(active[:, None, None, None], mask.evicted_at, 0)
+    valid = trajectory.valid & active[:, None]
+    routing = trajectory.routing
+    if routing is not None:
+        routing = jnp.where(active[:, None, None, None], routing, -1)
+    return trajectory.replace(valid=valid, mask=mask.replace(evicted_at=evicted_at), routing=routing)

@@ -28,6 +28,7 @@ class Conversation:
       rewards: of every turn that was answered.
       failure: why the environment stopped; None if it did not.
       ending: why the conversation ended, see `Conversed.endings`.
+      contexts: all text of each context, of conversations whose contexts are compacted; empty for others.
     """
 
     prompt: str
@@ -36,6 +37,7 @@ class Conversation:
     rewards: list[float] = field(default_factory=list)
     failure: Failure | None = None
     ending: str = ""
+    contexts: list[str] = field(default_factory=list)
 
     @property
     def reward(self) -> float:

@@ -1,49 +1,78 @@
-"""Rollouts with environments: conversations in place of single completions."""
+"""Samples conversations with environments, for training and for evaluations."""
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Key
 
-from smd_jax.config import check_choice
+from smd_jax.config import check_choice, check_whole
 from smd_jax.devices.sharding import sequence_ways, shard_batch
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import Environments
-from smd_jax.learner.state import Metrics
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.compaction import CompactingRespondent, CompactionConfig, converse_compacting
+from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation import begin_conversations, conversation_sampler, to_trajectory
-from smd_jax.sampler.conversation_loop import ConversationConfig, Conversed, converse
+from smd_jax.sampler.conversation_loop import ConversationConfig, ConversationStats, Conversed, Respondent, converse
 from smd_jax.sampler.environment_respondent import Conversation, EnvironmentRespondent
 from smd_jax.sampler.keys import row_keys
 from smd_jax.tasks.graded import Failure, Graded
-from smd_jax.tasks.rewards import RewardWarning, check_failures
-from smd_jax.tasks.task import Task, rows_of_step
-from smd_jax.text.prompts import PromptBatch, Tokenizer, decode_completions, repeat_each, repeat_prompts
+from smd_jax.tasks.task import Row
+from smd_jax.text.prompts import PromptBatch, Tokenizer, pad_token_id, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, stop_table
-from smd_jax.train.grading import GradedBatch, rollout_metrics
-from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.samples import Samples
+from smd_jax.typed_fields import check_types
 
 Credit = Literal["trajectory", "turn"]  # what has an advantage of its own
+ASK = "Summarise this conversation in a few sentences: what you know, and what is left to do."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCompaction:
+    """Several contexts of a conversation: the policy summarises a full one, and continues in a new one that begins with
+    the prompt and the summary; see `smd_jax.sampler.compaction`. Static.
+
+    Attributes:
+      contexts: of a conversation at most.
+      after_tokens: tokens after the prompt, answers included, from which a context is summarised when a turn has ended.
+      ask: what the policy reads before it writes the summary; a message, if there is a chat template.
+      heading: text between the prompt and the summary in the next context.
+
+    Raises:
+      ValueError: fewer than two contexts, an empty `ask`.
+    """
+
+    contexts: int = 2
+    after_tokens: int
+    ask: str = ASK
+    heading: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_whole("contexts", self.contexts, 2)
+        check_whole("after_tokens", self.after_tokens, 1)
+        if not self.ask:
+            raise ValueError("expected a text in ask, after which the summary is written; got an empty one")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Conversations with environments in a training run.
+    """Conversations with environments in a training run or an evaluation.
 
     Attributes:
       environments: see `smd_jax.environments.open_environments`.
-      conversation: limits. `RolloutConfig.max_new_tokens` counts all tokens after the prompt.
+      conversation: limits. `RolloutConfig.max_new_tokens` counts all tokens after the prompt, of each context.
+      compaction: several contexts for a conversation; None: one.
       credit: "trajectory" gives all turns of a conversation one advantage, from the sum of its rewards; "turn" gives
         each turn its own, from its reward and those after it, see `smd_jax.losses.advantages.turn_relative`.
       max_failed: largest share of a rollout's conversations whose environment may fail; more end the run.
@@ -52,6 +81,7 @@ class EnvironmentConfig:
 
     environments: Environments
     conversation: ConversationConfig = ConversationConfig()
+    compaction: TextCompaction | None = None
     credit: Credit = "trajectory"
     max_failed: float = 0.25
     template_variables: Mapping[str, Any] = field(default_factory=dict)
@@ -60,23 +90,75 @@ class EnvironmentConfig:
         check_choice("credit", self.credit, get_args(Credit))
         if not 0 <= self.max_failed <= 1:
             raise ValueError(f"expected max_failed from 0 to 1, because it is a share; got {self.max_failed}")
+        if self.compaction is not None and self.credit == "turn":
+            raise ValueError(
+                "expected credit 'trajectory' with compaction, because a summary is a turn without a reward of its "
+                "own; got 'turn'"
+            )
+
+    @property
+    def contexts(self) -> int:
+        """Contexts of a conversation, each a row of the trajectory."""
+        return 1 if self.compaction is None else self.compaction.contexts
+
+
+class ConversationBatch(NamedTuple):
+    """Conversations that have ended.
+
+    Attributes:
+      trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side.
+      present: of its rows, which are contexts that there were.
+      conversations: as text.
+      stats: of each context's batch of conversations.
+      seconds: that sampling took, environments included.
+    """
+
+    trajectory: Trajectory
+    present: Bool[np.ndarray, " rows"]
+    conversations: tuple[Conversation, ...]
+    stats: list[ConversationStats]
+    seconds: float
+
+    @property
+    def graded(self) -> Graded:
+        """The rewards of the conversations, and why some have none."""
+        failures = [
+            Failure(row, "environment", each.failure.kind, each.failure.message)
+            for row, each in enumerate(self.conversations)
+            if each.failure is not None
+        ]
+        return Graded(np.array([each.reward for each in self.conversations], np.float32), {}, tuple(failures))
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the cache's rows that sampled a token, the mean over all steps."""
+        sampled = sum(each.sampled for each in self.stats)
+        steps = sum(each.sampled / each.utilisation for each in self.stats if each.sampled)
+        return sampled / steps if steps else 0.0
 
 
 @dataclass(frozen=True)
 class ConversationRollouts:
-    """Samples conversations. Its attributes are those of the loop.
+    """Samples conversations with one environment.
+
+    Attributes:
+      prompt_width: tokens of a prompt at most, and with compaction of a prompt with its summary.
+      config: lengths and special tokens; `sample` may change the budget. decode_rows: as in `converse`.
+      stop_strings: texts that end a turn.
 
     Raises:
-      ValueError: `decode_rows` on several devices, several processes, and what `conversation_sampler` and Dialogue
-        raise.
+      ValueError: several processes, `decode_rows` on several devices, nothing that ends a turn, contexts without room
+        for a summary, and what `conversation_sampler` and Dialogue raise.
     """
 
     model: LanguageModel
-    task: Task
     tokenizer: Tokenizer
-    config: LoopConfig
     mesh: Mesh
     environment: EnvironmentConfig
+    prompt_width: int
+    config: RolloutConfig
+    stop_strings: tuple[str, ...] = ()
+    decode_rows: int | None = None
 
     def __post_init__(self) -> None:
         if jax.process_count() > 1:
@@ -85,15 +167,27 @@ class ConversationRollouts:
             raise ValueError(
                 f"expected a mesh without a sequence axis with an environment; got {dict(self.mesh.shape)}"
             )
-        if self.config.decode_rows is not None and self.mesh.size > 1:
+        if self.decode_rows is not None and self.mesh.size > 1:
             raise ValueError(
                 "expected decode_rows None with an environment on several devices, because conversations move between "
-                f"rows; got {self.config.decode_rows}"
+                f"rows; got {self.decode_rows}"
             )
-        if self.config.rollout.eos_token_id is None and not self.config.stop_strings:
+        if self.config.eos_token_id is None and not self.stop_strings:
             raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
-        conversation_sampler(self.model, self.config.policy, self.config.rollout, self.config.prompt_width)
         _ = self.dialogue
+        compaction = self.compaction
+        if compaction is None:
+            return
+        longest = compaction.after_tokens + len(compaction.ask)
+        if longest >= self.config.max_new_tokens:
+            raise ValueError(
+                f"expected after_tokens and ask of the compaction below max_new_tokens {self.config.max_new_tokens} "
+                f"together, so that there is room for a summary; got {longest} tokens"
+            )
+
+    def check_policy(self, policy: EvictionPolicy, config: RolloutConfig) -> None:
+        """Raises ValueError for a way of decoding that conversations do not have."""
+        conversation_sampler(self.model, policy, config, self.prompt_width)
 
     @cached_property
     def dialogue(self) -> Dialogue:
@@ -103,102 +197,106 @@ class ConversationRollouts:
     @cached_property
     def stop_table(self) -> StopTable | None:
         """The stop strings as a table over the tokenizer's tokens."""
-        return stop_table(self.tokenizer, self.config.stop_strings, self.model.shape.vocab_size)
+        return stop_table(self.tokenizer, self.stop_strings, self.model.shape.vocab_size)
 
-    def sample(self, params: Params, key: jax.Array, batch: int) -> Samples:
-        """Samples a group of conversations for each row of a task batch.
+    @cached_property
+    def compaction(self) -> CompactionConfig | None:
+        """The compaction in tokens, for turns that end with the first end token; None: one context."""
+        wanted = self.environment.compaction
+        if wanted is None:
+            return None
+        ends = self.config.eos_token_id
+        first = [] if ends is None else [ends] if isinstance(ends, int) else [ends[0]]
+        last = self.tokenizer.decode(first, skip_special_tokens=False)
+        assert isinstance(last, str)
+        ask = self.dialogue.answer_tokens(self.dialogue.answer(wanted.ask, last))
+        return CompactionConfig(
+            contexts=wanted.contexts,
+            after_tokens=wanted.after_tokens,
+            ask=tuple(ask),
+            heading=tuple(self.dialogue.answer_tokens(wanted.heading)),
+        )
 
-        Raises:
-          TooManyFailures: more environments failed than `max_failed` allows.
+    def sample(
+        self,
+        params: Params,
+        key: Key[Array, ""] | Key[Array, " rows"],
+        rows: Sequence[Row],
+        policy: EvictionPolicy,
+        group_size: int,
+        config: RolloutConfig | None = None,
+    ) -> ConversationBatch:
+        """Samples `group_size` conversations for each row of a task.
+
+        Args:
+          key: consumed; one, or one for each conversation.
+          config: in place of the own one.
         """
-        config = self.config
-        rows = rows_of_step(self.task, config.prompts_per_step, batch, config.seed)
+        config = self.config if config is None else config
         began = time.perf_counter()
         respondent = EnvironmentRespondent(
-            self.environment.environments, self.dialogue, self.tokenizer, rows, config.group_size, config.prompt_width
+            self.environment.environments, self.dialogue, self.tokenizer, rows, group_size, self.prompt_width
         )
-        with jax.set_mesh(self.mesh):
-            conversed = converse(
+        conversation = self.environment.conversation
+
+        def talk(prompts: PromptBatch, keys: Array, answers: Respondent, active: np.ndarray | None) -> Conversed:
+            return converse(
                 self.model,
                 params,
-                shard_batch(respondent.prompts, self.mesh),
-                key,
-                respondent,
-                policy=config.policy,
-                config=config.rollout,
-                conversation=self.environment.conversation,
-                group_size=config.group_size,
+                shard_batch(prompts, self.mesh),
+                keys,
+                answers,
+                policy=policy,
+                config=config,
+                conversation=conversation,
+                group_size=len(rows) * group_size // len(prompts.tokens),
                 stop=self.stop_table,
-                decode_rows=config.decode_rows,
+                active=active,
+                decode_rows=self.decode_rows,
             )
+
+        with jax.set_mesh(self.mesh):
+            if self.compaction is None:
+                one = talk(respondent.prompts, key, respondent, None)
+                trajectory, endings, stats = one.trajectory, one.endings, [one.stats]
+                present = np.ones(len(endings), bool)
+            else:
+                # A context may hold all turns and a summary.
+                turns, conversation = conversation.turns, replace(conversation, turns=conversation.turns + 1)
+                prompts = _unpadded(repeat_prompts(respondent.prompts, group_size))
+                compacting = CompactingRespondent(respondent, self.compaction, prompts, self.prompt_width, turns)
+                found = converse_compacting(talk, compacting, key, pad_token_id(self.tokenizer))
+                trajectory, present, endings, stats = found
+                self._add_contexts(respondent.conversations, trajectory, present)
+        for each, ending in zip(respondent.conversations, endings, strict=True):
+            each.ending = ending
         seconds = time.perf_counter() - began
         conversations = tuple(respondent.conversations)
-        for conversation, ending in zip(conversations, conversed.endings, strict=True):
-            conversation.ending = ending
-        graded = _graded(conversations)
-        check_failures(graded, self.environment.max_failed, lambda row: rows[row // config.group_size]["prompt"])
-        for failure in graded.failures[:1]:
-            warnings.warn(failure.described(), RewardWarning, stacklevel=2)
-        trajectory = shard_batch(conversed.trajectory, self.mesh)
-        after_prompt = np.asarray(trajectory.valid[:, trajectory.prompt_width :])
-        completions = decode_completions(self.tokenizer, np.asarray(trajectory.response), after_prompt)
-        measured = {
-            "time/rollout": seconds,
-            "time/environment": conversed.stats.waited_seconds,
-            "time/grading": 0.0,
-            "rollout/utilisation": conversed.stats.utilisation,
-        }
-        metrics = rollout_metrics(trajectory, GradedBatch(completions, graded, measured), {}, config.group_size)
-        return Samples(
-            trajectory,
-            graded.rewards,
-            repeat_each(rows, config.group_size),
-            completions,
-            graded.rewarded_rows,
-            metrics | _metrics(conversed),
-            conversations=conversations,
-        )
+        return ConversationBatch(shard_batch(trajectory, self.mesh), present, conversations, stats, seconds)
 
-    def shapes(self, params: Params) -> Trajectory:
-        """The shapes of a rollout's trajectory."""
-        config = self.config
-        sampler = conversation_sampler(self.model, config.policy, config.rollout, config.prompt_width)
-        count, group = config.prompts_per_step, config.group_size
+    def _add_contexts(self, conversations: list[Conversation], trajectory: Trajectory, present: np.ndarray) -> None:
+        """Adds the text of each context, special tokens included."""
+        tokens, valid = np.asarray(trajectory.tokens), np.asarray(trajectory.valid)
+        for row in np.flatnonzero(present).tolist():
+            text = self.tokenizer.decode(tokens[row, valid[row]].tolist(), skip_special_tokens=False)
+            assert isinstance(text, str)
+            conversations[row // self.environment.contexts].contexts.append(text)
+
+    def shapes(self, params: Params, policy: EvictionPolicy, conversations: int) -> Trajectory:
+        """The shapes of the trajectory of so many conversations."""
+        sampler = conversation_sampler(self.model, policy, self.config, self.prompt_width)
+        rows = conversations * self.environment.contexts
 
         def begun(params: Params) -> Trajectory:
-            shape = (count, config.prompt_width)
+            shape = (rows, self.prompt_width)
             prompts = PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
-            keys = row_keys(jax.random.key(0, impl="threefry2x32"), count * group)
-            limit = jnp.zeros((count * group,), jnp.int32)
-            state = begin_conversations(sampler, params, prompts, keys, keys[::group], limit)
-            return to_trajectory(sampler, repeat_prompts(prompts, group), state, state.rows.done)
+            keys = row_keys(jax.random.key(0, impl="threefry2x32"), rows)
+            state = begin_conversations(sampler, params, prompts, keys, keys, jnp.zeros((rows,), jnp.int32))
+            return to_trajectory(sampler, prompts, state, state.rows.done)
 
         return jax.eval_shape(begun, params)
 
 
-def turn_rewards(conversations: Sequence[Conversation], trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """The reward of every turn, `[batch, turns]` float32, and which turns there are. A turn that was cut off, and so
-    never answered, has reward 0."""
-    counts = np.asarray(jnp.max(trajectory.turns(), axis=1))
-    rewards = np.zeros((len(conversations), max(int(counts.max()), 1)), np.float32)
-    for row, conversation in enumerate(conversations):
-        rewards[row, : len(conversation.rewards)] = conversation.rewards
-    return rewards, np.arange(rewards.shape[1])[None] < counts[:, None]
-
-
-def _graded(conversations: Sequence[Conversation]) -> Graded:
-    failures = [
-        Failure(row, "environment", each.failure.kind, each.failure.message)
-        for row, each in enumerate(conversations)
-        if each.failure is not None
-    ]
-    return Graded(np.array([each.reward for each in conversations], np.float32), {}, tuple(failures))
-
-
-def _metrics(conversed: Conversed) -> Metrics:
-    trajectory, rows = conversed.trajectory, len(conversed.endings)
-    return {
-        "conversations/turns": jnp.mean(jnp.max(trajectory.turns(), axis=1).astype(jnp.float32)),
-        "conversations/read_tokens": jnp.float32(conversed.stats.read / rows),
-        "conversations/ended": jnp.mean(trajectory.terminated.astype(jnp.float32)),
-    }
+def _unpadded(prompts: PromptBatch) -> list[list[int]]:
+    tokens, valid = np.asarray(prompts.tokens), np.asarray(prompts.valid)
+    return [row[keep].tolist() for row, keep in zip(tokens, valid, strict=True)]

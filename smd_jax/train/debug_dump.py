@@ -1,10 +1,11 @@
 """Dumps a rejected rollout for debugging.
 
     arrays = safetensors.numpy.load_file("refused_41.safetensors")
-    tokens, valid        [batch, T]      prompts and responses
-    logprobs             [batch, R]      the sampler's
-    rewards, terminated  [batch]         counted_rows [batch], if some were left out
-    evicted_at           [batch, layers, kv_heads, T], or visible [batch, layers, kv_heads, T, T]
+    tokens, valid        [rows, T]       prompts and responses
+    logprobs             [rows, R]       the sampler's
+    rewards              [batch]         a completion has several rows if its contexts are compacted
+    terminated           [rows]          counted_rows [rows], if some were left out
+    evicted_at           [rows, layers, kv_heads, T], or visible [rows, layers, kv_heads, T, T]
 
 The file's metadata hold the reason (`why`), the rollout's metrics, and its completions as JSON.
 """

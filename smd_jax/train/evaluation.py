@@ -36,11 +36,13 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
 from smd_jax.tasks.graded import Failure, Graded
-from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.rewards import Rewards, check_failures
 from smd_jax.tasks.task import Prompt, Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.compile_ahead import rows_on
+from smd_jax.train.conversation_samples import conversation_samples
+from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.grading import encode_rows, grade_part
 from smd_jax.train.loop import Loop
@@ -180,6 +182,12 @@ class Evaluator:
       task: its rows all count.
       mesh: devices of parameters and batches; one device by default.
       rewards: grades the completions; None: the task's own `reward`, in this process and without a time limit.
+      environment: samples and grades conversations in place of single completions. The first batch of each way of
+        decoding compiles its programs within `Evaluated.tokens_per_second`.
+
+    Raises:
+      ValueError: no rows, a way of decoding that fits neither model nor conversations, `rewards` with an environment,
+        and what ConversationRollouts raises.
     """
 
     model: LanguageModel
@@ -188,6 +196,7 @@ class Evaluator:
     config: EvaluationConfig
     mesh: Mesh = field(default_factory=make_mesh)
     rewards: Rewards | None = field(default=None, kw_only=True)
+    environment: EnvironmentConfig | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
@@ -197,6 +206,10 @@ class Evaluator:
             # Raises for a budget smaller than what the policy protects.
             config = decode.rollout(self.config.rollout)
             plan(decode.policy, config, self.model.shape.num_layers, self.config.prompt_width)
+            if self.conversations is not None:
+                self.conversations.check_policy(decode.policy, config)
+        if self.environment is not None and self.rewards is not None:
+            raise ValueError("expected no rewards with an environment, which gives them; got some")
 
     def run(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> list[Evaluated]:
         """The results of all ways of decoding, in their order; arguments as `each`."""
@@ -224,6 +237,14 @@ class Evaluator:
     def place(self) -> Place:
         """Where this process samples its prompts of a batch."""
         return Place(self.mesh)
+
+    @cached_property
+    def conversations(self) -> ConversationRollouts | None:
+        """Samples conversations; None without an environment."""
+        if self.environment is None:
+            return None
+        sizes = (self.config.prompt_width, self.config.rollout, self.config.stop_strings)
+        return ConversationRollouts(self.model, self.tokenizer, self.mesh, self.environment, *sizes)
 
     @cached_property
     def stop_table(self) -> StopTable | None:
@@ -276,7 +297,11 @@ class Evaluator:
         def prompt_of(completion: int) -> Prompt:
             return self._row(numbers[completion // self.config.group_size])["prompt"]
 
-        self._grader.check_failures(Graded(batch.rewards.reshape(-1), {}, batch.failures), prompt_of)
+        graded = Graded(batch.rewards.reshape(-1), {}, batch.failures)
+        if self.environment is None:
+            self._grader.check_failures(graded, prompt_of)
+        else:
+            check_failures(graded, self.environment.max_failed, prompt_of)
         return batch
 
     def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:
@@ -288,6 +313,8 @@ class Evaluator:
         group_size = self.config.group_size
         mesh = self.place.own_mesh
         rows = [self._row(number) for number in numbers]
+        if self.conversations is not None:
+            return self._run_conversations(self.conversations, params, decode, numbers, kept)
         prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), mesh)
         keys = self._keys(numbers)
         if first:
@@ -300,6 +327,24 @@ class Evaluator:
         drawn = int(trajectory.lengths().sum())
         trajectory = self.place.own(trajectory)
         return self._graded(rows[:kept], jax.tree.map(lambda x: x[: kept * group_size], trajectory), drawn, seconds)
+
+    def _run_conversations(
+        self, conversations: ConversationRollouts, params: Params, decode: Decode, numbers: np.ndarray, kept: int
+    ) -> _Batch:
+        """The conversations of a batch, of which those of the first `kept` prompts count."""
+        rows = [self._row(number) for number in numbers]
+        config, group_size = decode.rollout(self.config.rollout), self.config.group_size
+        batch = conversations.sample(params, self._keys(numbers), rows, decode.policy, group_size, config)
+        samples = conversation_samples(batch, self.tokenizer, rows, group_size, max_failed=1.0)
+        lengths = np.asarray(batch.trajectory.lengths()).reshape(len(samples.rewards), -1).sum(axis=1)
+        clipped = ~np.asarray(batch.trajectory.terminated)[:: samples.contexts]
+        texts = np.array(samples.completions, object)
+        rewards, lengths, clipped, texts = (
+            x.reshape(-1, group_size)[:kept] for x in (samples.rewards, lengths, clipped, texts)
+        )
+        failures = tuple(each for each in batch.graded.failures if each.row < kept * group_size)
+        drawn = sum(each.sampled for each in batch.stats)
+        return _Batch(rewards, lengths, clipped, texts.tolist(), failures, drawn, batch.seconds)
 
     def lower(self, params: Params, decode: Decode) -> jax.stages.Lowered:
         """The rollout of this process's part of a batch, ready to be compiled; computes nothing.

@@ -116,7 +116,9 @@ def rollout_metrics(
     metrics["rewards/failed"] = jnp.float32(0 if rewarded is None else (~rewarded).sum())
     for name, part in parts.items():
         metrics |= part_metrics(name, part)
-    metrics |= completion_metrics(trajectory.response_mask, trajectory.terminated)
+    completions = len(rewards)  # with several rows each, if their contexts are compacted
+    tokens = trajectory.response_mask.reshape(completions, -1)
+    metrics |= completion_metrics(tokens, trajectory.terminated[:: len(trajectory.terminated) // completions])
     assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
     metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
     if isinstance(trajectory.mask, ShadowMask):

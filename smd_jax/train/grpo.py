@@ -6,14 +6,14 @@ RLOO is `GRPOConfig(advantages="leave_one_out", scale_rewards="none")`; GSPO, DA
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from smd_jax.config import check_choice
 from smd_jax.devices.processes import on_host
@@ -22,7 +22,7 @@ from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, leave_one_out, turn_relative
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
-from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig, turn_rewards
+from smd_jax.train.conversation_samples import tokens_of_turns, turn_rewards
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
 from smd_jax.train.samples import Samples
@@ -104,46 +104,27 @@ class GRPOConfig(PolicyConfig):
 class GRPOLoop(Loop):
     """The static parts of a GRPO or RLOO run; see Loop.
 
-    Attributes:
-      environment: samples conversations, whose rewards the environments give; None: single completions.
-
     Raises:
-      ValueError: an environment with `rewards`, rollouts_ahead, or the KL in the reward of single turns; and what
-        ConversationRollouts raises.
+      ValueError: credit of turns with the KL in the reward or with RLOO; compaction with rows_per_prompt alone; and
+        what Loop raises.
     """
 
     config: GRPOConfig
-    environment: EnvironmentConfig | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.environment is None:
-            return
-        if self.rewards is not None:
-            raise ValueError("expected no rewards with an environment, which gives them; got some")
-        if self.config.samples_ahead:
-            raise ValueError("expected rollouts_ahead 0 with an environment; got 1")
-        if self._credits_turns and (self.config.update.kl_in_reward or self.config.advantages != "group_relative"):
+        update = self.config.update
+        if self._credits_turns and (update.kl_in_reward or self.config.advantages != "group_relative"):
             raise ValueError(
                 "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
-                f"rewards of turns; got {self.config.advantages!r} and kl_in_reward {self.config.update.kl_in_reward}"
+                f"rewards of turns; got {self.config.advantages!r} and kl_in_reward {update.kl_in_reward}"
             )
-        _ = self.conversations
-
-    @cached_property
-    def conversations(self) -> ConversationRollouts | None:
-        """Samples conversations; None without an environment."""
-        if self.environment is None:
-            return None
-        return ConversationRollouts(self.model, self.task, self.tokenizer, self.config, self.mesh, self.environment)
-
-    def sample(self, params: Params, key: jax.Array, batch: int) -> Samples:
-        if self.conversations is None:
-            return super().sample(params, key, batch)
-        return self.conversations.sample(params, key, batch)
-
-    def rollout_shapes(self, params: Params) -> Trajectory:
-        return super().rollout_shapes(params) if self.conversations is None else self.conversations.shapes(params)
+        compacts = self.environment is not None and self.environment.compaction is not None
+        if compacts and update.rows_per_prompt > 1 and update.pack_columns is None:
+            raise ValueError(
+                "expected pack_columns with rows_per_prompt and compaction, because the contexts of a conversation "
+                f"have different prompts, which only packed rows share; got rows_per_prompt {update.rows_per_prompt}"
+            )
 
     @cached_property
     def learner(self) -> PolicyLearner:
@@ -158,11 +139,11 @@ class GRPOLoop(Loop):
             rewards = jnp.asarray(samples.rewards)
             if penalty is not None:
                 # Before the group mean: a response far from the reference must be worse than the others.
-                rewards = rewards - jnp.asarray(on_host(penalty.sum(axis=1)))
+                rewards = rewards - jnp.asarray(on_host(penalty.reshape(len(rewards), -1).sum(axis=1)))
             if self._credits_turns:
                 of_rows = self._turn_advantages(samples, rewarded_rows)
             else:
-                of_rows = advantages(self.config, rewards, rewarded_rows)
+                of_rows = _of_contexts(advantages(self.config, rewards, rewarded_rows), samples.trajectory)
             batch = self._batch(state.params, samples.trajectory, of_rows, counted_rows)
             state, metrics = self.learner.take_steps(state, batch)
         return state, metrics | kl
@@ -180,7 +161,7 @@ class GRPOLoop(Loop):
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> TrainBatch:
-        of_rows = advantages(self.config, rewards)
+        of_rows = _of_contexts(advantages(self.config, rewards), trajectory)
         if self._credits_turns:
             of_rows = tokens_of_turns(of_rows[:, None], trajectory)
         return self._batch(params, trajectory, of_rows, counted_rows)
@@ -201,11 +182,10 @@ class GRPOLoop(Loop):
         )
 
 
-def tokens_of_turns(of_turns: Float[Array, "batch turns"], trajectory: Trajectory) -> Float[Array, "batch R"]:
-    """What belongs to each turn, for each token that was sampled in it; 0 for all others."""
-    turns = trajectory.turns()
-    index = jnp.clip(turns - 1, 0, of_turns.shape[1] - 1)
-    return jnp.where(turns > 0, jnp.take_along_axis(of_turns, index, axis=1), 0.0)
+def _of_contexts(advantages: Array, trajectory: Trajectory) -> Array:
+    """The advantage of each completion, `[batch]`, for all of its rows, `[rows]`."""
+    contexts = len(trajectory.terminated) // len(advantages)
+    return advantages if contexts == 1 else jnp.repeat(advantages, contexts)
 
 
 def advantages(config: GRPOConfig, rewards: Array | np.ndarray, rewarded_rows: Array | None = None) -> Array:

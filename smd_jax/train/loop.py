@@ -44,10 +44,12 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Progress
 from smd_jax.sampler.static import Sampler
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Task
+from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
 from smd_jax.train.async_rollout import RolloutAhead, copied
 from smd_jax.train.compile_ahead import compiling, rows_on
+from smd_jax.train.conversation_samples import conversation_samples
+from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.debug_dump import mismatch_error, not_finite_error
 from smd_jax.train.grading import GradedBatch, gather_graded, grade_part, reward_columns, rollout_metrics
 from smd_jax.train.loop_config import LoopConfig
@@ -109,9 +111,11 @@ class Loop:
       watch_every: number of rollouts between two calls of `watch`; it always sees the first and the last rollout.
       guard: largest allowed sampler–learner mismatch; None disables the check.
       max_skipped: number of consecutive rollouts with skipped updates that ends the run.
+      environment: samples conversations, whose rewards the environments give; None: single completions.
 
     Raises:
-      ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh does not fit the configuration.
+      ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh does not fit the configuration; for
+        an environment with `rewards` or rollouts_ahead, and what ConversationRollouts raises.
     """
 
     model: LanguageModel
@@ -126,6 +130,7 @@ class Loop:
     watch_every: int = field(default=1, kw_only=True)
     guard: MismatchGuard | None = field(default=MismatchGuard(), kw_only=True)
     max_skipped: int = field(default=3, kw_only=True)
+    environment: EnvironmentConfig | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -150,9 +155,19 @@ class Loop:
                 "expected a mesh with the data axis only with rollouts_ahead 1, so that a rollout does not communicate "
                 f"beside an update; got {split}"
             )
+        if self.environment is not None:
+            self._check_environment()
         if self.rewards is not None:
             # Reward processes start while the first programs compile.
             self.rewards.prepare(reward_columns(self.rewards, self.task, config))
+
+    def _check_environment(self) -> None:
+        if self.rewards is not None:
+            raise ValueError("expected no rewards with an environment, which gives them; got some")
+        if self.config.samples_ahead:
+            raise ValueError("expected rollouts_ahead 0 with an environment; got 1")
+        assert self.conversations is not None
+        self.conversations.check_policy(self.config.policy, self.config.rollout)
 
     # --- given by the algorithm
 
@@ -169,7 +184,7 @@ class Loop:
         """The batch of a whole rollout, a pytree of `[rows, ...]`, before it is split into minibatches of `update`.
 
         Args:
-          rewards: `[batch]`. counted_rows: `[batch]` as in Samples.
+          rewards: `[batch]`. counted_rows: `[rows]` as in Samples.
         """
         raise NotImplementedError(f"{type(self).__name__} must define learner_batch")
 
@@ -267,11 +282,19 @@ class Loop:
         Args:
           params: of the policy. key: consumed. batch: number of the task batch.
         """
-        return self.grade(self.responder.respond(params, key, batch))
+        if self.conversations is None:
+            return self.grade(self.responder.respond(params, key, batch))
+        config = self.config
+        rows = rows_of_step(self.task, config.prompts_per_step, batch, config.seed)
+        sampled = self.conversations.sample(params, key, rows, config.policy, config.group_size)
+        max_failed = self.conversations.environment.max_failed
+        return conversation_samples(sampled, self.tokenizer, rows, config.group_size, max_failed)
 
     def rollout_shapes(self, params: Params) -> Trajectory:
         """The shapes of a rollout's trajectory; call it under the mesh."""
-        return self.responder.shapes(params)
+        if self.conversations is None:
+            return self.responder.shapes(params)
+        return self.conversations.shapes(params, self.config.policy, self.config.completions_per_step)
 
     def grade(self, sampled: Sampled) -> Samples:
         """Grades completions; all processes must call it, each with its own part.
@@ -335,6 +358,15 @@ class Loop:
         return Responder(self.model, self.task, self.tokenizer, self.config, self.mesh, self.report)
 
     @cached_property
+    def conversations(self) -> ConversationRollouts | None:
+        """Samples conversations; None without an environment."""
+        if self.environment is None:
+            return None
+        config = self.config
+        sizes = (config.prompt_width, config.rollout, config.stop_strings, config.decode_rows)
+        return ConversationRollouts(self.model, self.tokenizer, self.mesh, self.environment, *sizes)
+
+    @cached_property
     def _task_reward(self) -> Rewards:
         """The task's own reward. One object for all rollouts, because it reports every kind of failure once."""
         return Rewards((self.task.reward,), seconds=None)
@@ -396,8 +428,9 @@ class Loop:
 
         def minibatch(params: Params, trajectory: Trajectory) -> Any:
             rows = trajectory.terminated
-            counted_rows = None if self.config.extra_rollouts is None else rows
-            whole = self.learner_batch(params, trajectory, rows.astype(jnp.float32), counted_rows)
+            contexts = 1 if self.environment is None else self.environment.contexts
+            counted_rows = None if self.config.extra_rollouts is None and contexts == 1 else rows
+            whole = self.learner_batch(params, trajectory, rows[::contexts].astype(jnp.float32), counted_rows)
             return jax.tree.map(lambda x: x[: x.shape[0] // self.config.minibatches], whole)
 
         with jax.set_mesh(self.mesh):

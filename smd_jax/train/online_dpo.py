@@ -132,9 +132,24 @@ class PairLearner:
 
 @dataclass(frozen=True)
 class OnlineDPOLoop(Loop):
-    """The static parts of an online DPO run; see Loop."""
+    """The static parts of an online DPO run; see Loop.
+
+    With an environment, a pair is the best and the worst conversation of a group, by the sums of their rewards.
+
+    Raises:
+      ValueError: an environment with credit "turn" or with compaction; and what Loop raises.
+    """
 
     config: OnlineDPOConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        environment = self.environment
+        if environment is not None and (environment.credit == "turn" or environment.compaction is not None):
+            raise ValueError(
+                "expected credit 'trajectory' and compaction None with online DPO, which compares whole conversations "
+                f"of one row each; got {environment.credit!r} and {environment.compaction}"
+            )
 
     @cached_property
     def learner(self) -> PairLearner:

@@ -31,6 +31,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
+from smd_jax.train.conversation_samples import last_tokens, tokens_of_turns, turn_rewards
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
 from smd_jax.train.samples import Samples
@@ -87,6 +88,7 @@ class PPOConfig(PolicyConfig):
 def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
     """The jitted `(params, trajectory, rewards, counted_rows, penalty) -> (batch, metrics)` of a whole rollout.
 
+    Rewards are `[batch]`, given to the last token of each response, or `[batch, R]`, one for each token.
     The penalty is subtracted from the rewards of the tokens, see `smd_jax.losses.kl.kl_penalty`; None: no penalty.
 
     The returned function raises ValueError for parameters without a value head, for a trajectory whose probabilities no
@@ -106,7 +108,7 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
             lambda part: _evaluate(model, config.update, params, part), trajectory, parts
         )
         mask = trajectory.response_mask
-        token_rewards = terminal_rewards(rewards, mask)
+        token_rewards = terminal_rewards(rewards, mask) if rewards.ndim == 1 else rewards
         if penalty is not None:
             token_rewards = token_rewards - penalty
         advantages, returns = gae(token_rewards, critic_values, mask, config.gamma, config.lam)
@@ -149,9 +151,24 @@ def _critic_metrics(
 
 @dataclass(frozen=True)
 class PPOLoop(Loop):
-    """The static parts of a PPO run; see Loop."""
+    """The static parts of a PPO run; see Loop.
+
+    With an environment, credit "trajectory" gives the last token of a conversation the sum of its rewards, and "turn"
+    gives the last token of each turn its own. Tokens that were read are no steps of GAE.
+
+    Raises:
+      ValueError: an environment with compaction; and what Loop raises.
+    """
 
     config: PPOConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.environment is not None and self.environment.compaction is not None:
+            raise ValueError(
+                "expected compaction None with PPO, whose returns end with a row, where a conversation would go on in "
+                f"the next; got {self.environment.compaction}"
+            )
 
     @cached_property
     def learner(self) -> PolicyLearner:
@@ -178,10 +195,18 @@ class PPOLoop(Loop):
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         # A completion without a reward does not count, but NaN times 0 would still be NaN.
-        rewards = jnp.asarray(np.nan_to_num(samples.rewards))
+        rewards = jnp.asarray(np.nan_to_num(self._rewards(samples)))
         counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
         with jax.set_mesh(self.mesh):
             penalty, kl = self.learner.kl_penalty(state, samples.trajectory, counted_rows)
             batch, critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows, penalty)
             state, metrics = self.learner.take_steps(state, batch)
         return state, metrics | critic | kl
+
+    def _rewards(self, samples: Samples) -> np.ndarray:
+        """Rewards of completions, `[batch]`, or of tokens, `[batch, R]`."""
+        if self.environment is None or self.environment.credit == "trajectory":
+            return samples.rewards
+        trajectory = samples.trajectory
+        of_turns = jnp.asarray(turn_rewards(samples.conversations, trajectory)[0])
+        return np.asarray(jnp.where(last_tokens(trajectory), tokens_of_turns(of_turns, trajectory), 0.0))

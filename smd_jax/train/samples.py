@@ -23,11 +23,12 @@ class Samples(NamedTuple):
     """One rollout with its rewards, on the host; the completions of a prompt are contiguous.
 
     Attributes:
-      trajectory: `[batch, ...]`.
+      trajectory: `[rows, ...]`; a row for each completion, or for each context of a conversation that is compacted.
       rewards: float32 `[batch]`; NaN where a reward function failed, see `smd_jax.tasks.rewards`.
       task_rows: the task row of each completion.
       completions: their texts.
-      counted_rows: `[batch]`, false for completions that the update leaves out; None: all count.
+      counted_rows: `[rows]`, false for rows that the update leaves out: completions without a reward or a signal, and
+        contexts that there were not; None: all count.
       metrics: metrics of all sampled completions, including those that are left out.
       reward_parts: float32 `[batch]` for each function of `Loop.rewards`, NaN where it failed or does not apply; empty
         where the task's own reward grades.
@@ -52,6 +53,11 @@ class Samples(NamedTuple):
         missing = np.isnan(self.rewards)
         return ~missing if missing.any() else None
 
+    @property
+    def contexts(self) -> int:
+        """Rows of the trajectory for each completion."""
+        return len(self.trajectory.terminated) // len(self.rewards)
+
 
 def signal_of_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
     """`[groups]`, true for groups with unequal rewards; NaN is ignored."""
@@ -68,6 +74,12 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
     # False sorts before True, and a stable sort keeps the order of the rollouts among equal groups.
     chosen = np.argsort(~signal, kind="stable")[:groups]
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    contexts = rollouts[0].contexts
+    of_trajectory = (rows[:, None] * contexts + np.arange(contexts)).reshape(-1)
+    counted_rows = np.repeat(np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]), contexts)
+    if contexts > 1:  # contexts that there were not
+        counted = [samples.counted_rows for samples in rollouts if samples.counted_rows is not None]
+        counted_rows &= np.concatenate(counted)[of_trajectory]
     trajectories = [samples.trajectory for samples in rollouts]
     task_rows = [row for samples in rollouts for row in samples.task_rows]
     completions = [text for samples in rollouts for text in samples.completions]
@@ -77,11 +89,11 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
     conversations = [each for samples in rollouts for each in samples.conversations]
     parts = rollouts[0].reward_parts
     return Samples(
-        trajectory=jax.tree.map(lambda *x: jnp.concatenate(x)[rows], *trajectories),
+        trajectory=jax.tree.map(lambda *x: jnp.concatenate(x)[of_trajectory], *trajectories),
         rewards=rewards[rows],
         task_rows=[task_rows[i] for i in rows],
         completions=[completions[i] for i in rows],
-        counted_rows=np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]),
+        counted_rows=counted_rows,
         metrics=metrics | {ROLLOUTS: jnp.float32(len(rollouts))},
         reward_parts={name: np.concatenate([s.reward_parts[name] for s in rollouts])[rows] for name in parts},
         conversations=tuple(conversations[i] for i in rows) if conversations else (),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
+from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.train import main
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.testing import tiny_model_config, write_random_checkpoint
@@ -61,15 +63,52 @@ def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("more", "message"),
     [
         (["--reward", "exact_match"], "expected no --reward with --environment"),
-        (["--eval-steps", "1"], "expected no --eval-steps with --environment"),
         (["--max-prompt-length", "None"], "expected --max-prompt-length with --environment"),
         (["--environment", "nowhere.py:Count"], "expected a file of Python code at"),
         (["--rollouts-ahead", "1"], "expected rollouts_ahead 0 with an environment"),
+        (["--quant-bits", "8", "--buffer", "32"], "expected quant None in a conversation"),
+        (["--contexts", "2"], "expected --contexts of at least 2 with --context-length"),
+        (["--context-length", "40"], "expected --contexts of at least 2 with --context-length"),
+        (["--contexts", "2", "--context-length", "150"], "below max_new_tokens 160 together"),
+        (["--contexts", "2", "--context-length", "40", "--turn-credit", "turn"], "expected credit 'trajectory'"),
     ],
 )
 def test_refused(words: list[str], more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = error_of([*words, "--output-dir", str(tmp_path), "--max-steps", "1", *more], capsys)
     assert message in said
+
+
+def test_contexts_are_summarised(words: list[str], tmp_path: Path):
+    run = tmp_path / "run"
+    contexts = [
+        "--contexts",
+        "2",
+        "--context-length",
+        "12",
+        "--summary-request",
+        "Sum up!",
+        "--max-prompt-length",
+        "160",
+    ]
+    main([*words, *contexts, "--max-prompt-length", "160", "--output-dir", str(run), "--max-steps", "1"])
+    (row,) = read_metrics(run / "metrics.jsonl")
+    assert row["conversations/contexts"] > 1 and row["sampling/sampling_logp_difference/max"] <= 2e-5
+    table = pyarrow.parquet.read_table(run / "completions" / "completions_00000.parquet").to_pydict()
+    assert "<|im_start|>user\nSum up!<|im_end|>\n<|im_start|>assistant\n" in max(table["contexts"], key=len)[0]
+
+
+@pytest.mark.slow
+def test_evaluations_have_conversations(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Those of the run, and that of smd-eval, which takes the environment from the run."""
+    run = tmp_path / "run"
+    evaluate = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "dense", "sampler"]
+    main([*words, *evaluate, "--output-dir", str(run), "--max-steps", "1"])
+    (row,) = read_metrics(run / "metrics.jsonl")
+    assert 0 < row["eval/dense/reward"] < 3 and 0 < row["eval/sampler/reward"] < 3
+    capsys.readouterr()
+    smd_eval(["--run", str(run), "--eval-rows", "2", "--json"])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["reward"] for each in found] == pytest.approx([row["eval/dense/reward"], row["eval/sampler/reward"]])
 
 
 @pytest.mark.slow

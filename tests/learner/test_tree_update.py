@@ -257,5 +257,5 @@ def test_compacted_contexts_are_one_tree():
 def test_windows_that_would_hide_a_beginning():
     model = Decoder(replace(CONFIG, sliding_windows=(16, None)))
     config = UpdateConfig(microbatch_size=1, pack_columns=COLUMNS, rows_per_prompt=2)
-    with pytest.raises(ValueError, match="expected sliding windows of at least pack_columns 48 .* a window of 16"):
+    with pytest.raises(ValueError, match="at least pack_columns 48 .* come back in the next; got .* a window of 16"):
         make_packed_update(model, RECORD, config)

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message import tree
+from smd_jax.message.masks import ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.compaction import (
     COMPACTED,
@@ -23,7 +25,7 @@ from smd_jax.sampler.compaction import (
     CompactionConfig,
     converse_compacting,
 )
-from smd_jax.sampler.conversation_loop import ConversationConfig, converse
+from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, Reply, converse
 from tests.sampler.test_conversation import CONFIG, SHAPE, Scripted, gap
 from tests.under_test import POLICIES, make_params
 
@@ -54,7 +56,7 @@ def compacted(name: str = "SnapKV") -> Compacted:
             active=active,
         )
 
-    return converse_compacting(sample, respondent, jax.random.key(7), 0)
+    return converse_compacting(sample, respondent, jax.random.key(2), 0)
 
 
 def branches(name: str = "SnapKV") -> list[tree.Branch]:
@@ -71,7 +73,7 @@ def branches(name: str = "SnapKV") -> list[tree.Branch]:
 def test_each_context_is_exact_and_begins_with_prompt_and_summary():
     result = compacted()
     assert result.present.sum() > 4 and gap(result.trajectory).max() <= 2e-5
-    assert COMPACTED in result.contexts[0].endings
+    assert len(result.stats) > 1 and COMPACTED not in result.endings
     said = branches()
     index = -1
     for row in np.flatnonzero(result.present):
@@ -107,8 +109,8 @@ def shared(of_one: list[tree.Branch]) -> int:
     return count
 
 
-def trained(make: Any, config: UpdateConfig) -> tuple[Any, dict[str, float]]:
-    result = compacted()
+def trained(make: Any, config: UpdateConfig, name: str) -> tuple[Any, dict[str, float]]:
+    result = compacted(name)
     model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
     state = init_state(jax.tree.map(jnp.copy, make_params(SHAPE)), optimizer, jax.random.key(0))
     advantages = jnp.linspace(-1, 1, len(result.present))
@@ -117,13 +119,67 @@ def trained(make: Any, config: UpdateConfig) -> tuple[Any, dict[str, float]]:
     return state.params, {name: float(value) for name, value in metrics.items()}
 
 
-def test_contexts_train_as_one_tree():
-    """The update that reads shared beginnings once is that of separate rows."""
-    rows, metrics = trained(make_update, UpdateConfig())
+@pytest.mark.parametrize(("name", "shares"), [("Dense", True), ("SnapKV", False)])
+def test_contexts_train_as_one_tree(name: str, shares: bool):
+    """The update that reads shared beginnings once is that of separate rows. Keys of a prompt that branches evict at
+    different times are not shared."""
+    rows, metrics = trained(make_update, UpdateConfig(), name)
     packed = UpdateConfig(microbatch_size=2, pack_columns=160)
-    whole, shared = trained(partial(make_packed_update, share_beginnings=True), packed)
-    assert shared["update/shared"] > 0 and np.isclose(shared["loss"], metrics["loss"], atol=1e-6)
+    whole, shared = trained(partial(make_packed_update, share_beginnings=True), packed, name)
+    assert (shared["update/shared"] > 0.02) == shares and np.isclose(shared["loss"], metrics["loss"], atol=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), rows, whole)
+
+
+def test_contexts_that_were_not_there_hold_nothing():
+    """Neither a token nor a key: packed rows have no place for them, and the loss of the others is the same."""
+    result = compacted()
+    absent = ~result.present
+    assert absent.any() and not np.asarray(result.trajectory.valid)[absent].any()
+    assert (
+        isinstance(result.trajectory.mask, ShadowMask)
+        and not np.asarray(result.trajectory.mask.evicted_at)[absent].any()
+    )
+    present = jax.tree.map(lambda x: x[np.flatnonzero(result.present)], result.trajectory)
+    model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
+    advantages = jnp.linspace(-1, 1, len(absent))
+    found = []
+    for trajectory, of_rows, counted in (
+        (result.trajectory, advantages, jnp.asarray(result.present)),
+        (present, advantages[np.flatnonzero(result.present)], None),
+    ):
+        state = init_state(jax.tree.map(jnp.copy, make_params(SHAPE)), optimizer, jax.random.key(0))
+        state, metrics = make_update(model, optimizer, UpdateConfig())(
+            state, TrainBatch(trajectory, of_rows, None, counted)
+        )
+        found.append((state.params, float(metrics["loss"])))
+    assert np.isclose(found[0][1], found[1][1], atol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found[0][0], found[1][0])
+
+
+def test_a_summary_that_does_not_fit_ends_the_conversation():
+    respondent = CompactingRespondent(Scripted(), COMPACTION, PROMPTS, WIDTH)
+    respondent.begin_context(1)
+    respondent.send(0, [30] * 18)
+    respondent.receive(wait=True)
+    respondent.send(0, [32] * WIDTH)
+    assert respondent.receive(wait=True) == [(0, Reply([], "summary: expected a prompt of at most 48 tokens"))]
+    assert respondent.next_prompts == {}
+
+
+def test_summaries_are_no_turns():
+    """Three turns in all, however many contexts they are in; then the conversation ends, and was not cut off."""
+    respondent = CompactingRespondent(Scripted(), COMPACTION, PROMPTS, WIDTH, turns=3)
+    replies = dict[int, Any]()
+    respondent.begin_context(1)
+    for tokens in ([30] * 18, [31] * 18):
+        respondent.send(0, tokens)
+        ((_, replies[0]),) = respondent.receive(wait=True)
+        assert replies[0].tokens == [55, 56]
+        respondent.send(0, [32, 7])  # the summary
+        assert respondent.receive(wait=True) == [(0, Reply([], COMPACTED))]
+        respondent.begin_context(2)
+    respondent.send(0, [33, 7])
+    assert respondent.receive(wait=True) == [(0, Reply([], TURNS))]
 
 
 def test_contexts_in_one_row_are_wrong():

@@ -23,7 +23,7 @@ TOKENIZER = byte_tokenizer(chat=False)
 MODEL = Decoder(tiny_model_config(num_layers=1))
 # One of six bytes ends a turn.
 CONFIG = RolloutConfig(max_new_tokens=80, budget=12, buffer=4, eos_token_id=tuple(range(0, 256, 6)), pad_token_id=256)
-KINDS = ("counts", "ends", "raises", "hangs", "another prompt", "cannot begin")
+KINDS = ("counts", "ends", "raises", "hangs", "another prompt", "cannot begin", "silent", "messages", "long")
 ROWS = [{"prompt": kind} for kind in KINDS]
 
 
@@ -34,14 +34,20 @@ class Odd:
         self.kind, self.turn = row["prompt"], 0
         if self.kind == "cannot begin":
             raise RuntimeError("no seat")
+        if self.kind == "long":
+            return "x" * 17
         return f"{self.kind}?" if self.kind != "another prompt" else f"{os.getpid()}?"
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(self, text: str) -> tuple[Any, float, bool]:
         self.turn += 1
         if self.turn == 2 and self.kind == "raises":
             raise ValueError("lost")
         if self.turn == 2 and self.kind == "hangs":
             time.sleep(60)
+        if self.turn == 2 and self.kind == "silent":
+            return "", 0.5, False
+        if self.turn == 2 and self.kind == "messages":
+            return [{"role": "tool", "content": "4"}], 0.5, False
         return f" turn {self.turn} ", 0.5, self.kind == "ends" and self.turn == 2
 
 
@@ -92,12 +98,15 @@ def test_an_environment_ends_its_conversation(talked: tuple[Any, Any]):
         ("raises", "ValueError: lost"),
         ("hangs", "time: took longer than 0.5 s"),
         ("cannot begin", "RuntimeError: no seat"),
+        ("silent", "no answer: expected a text of at least one token; got an empty one"),
+        ("messages", "template: expected a text as answer without a chat template; got messages"),
+        ("long", "prompt: expected a prompt of 1 to 16 tokens; got 17"),
     ],
 )
 def test_a_failure_ends_its_conversation_alone(talked: tuple[Any, Any], kind: str, ending: str):
     for _, got, said in of_kind(talked, kind):
         assert got.startswith(ending) and np.isnan(said.reward) and said.failure is not None
-        assert len(said.turns) == (0 if kind == "cannot begin" else 2)
+        assert len(said.turns) == (0 if kind in ("cannot begin", "long") else 2)
 
 
 def test_conversations_of_a_row_share_their_prompt(talked: tuple[Any, Any]):

@@ -1,0 +1,89 @@
+"""Evaluations of conversations: whole ones, graded by their environments, under every way of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smd_jax.environments.dialogue import Dialogue
+from smd_jax.environments.processes import EnvironmentsHere
+from smd_jax.eviction.policies import Dense, SnapKV
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.sampler.conversation_loop import ConversationConfig, converse
+from smd_jax.sampler.environment_respondent import EnvironmentRespondent
+from smd_jax.tasks.rewards import Rewards, TooManyFailures
+from smd_jax.testing import random_params
+from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
+from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from tests.train import test_conversations as single
+
+TALK = ConversationConfig(turns=4)
+DECODES = (Decode("dense"), Decode("sampler", SnapKV(window=4)))
+PARAMS = random_params(single.MODEL.config)
+
+
+class FirstRows(single.Rows):
+    def __len__(self) -> int:
+        return 3
+
+
+def new_evaluator(kind: str = "judges", decodes: Any = DECODES, rewards: Any = None, **options: Any) -> Evaluator:
+    config = EvaluationConfig(decodes=decodes, rollout=single.ROLLOUT, prompt_width=8, group_size=2, rows=4, seed=3)
+    environment = EnvironmentConfig(environments=EnvironmentsHere(single.Judge), conversation=TALK, **options)
+    rows = FirstRows(kind)
+    return Evaluator(single.MODEL, rows, single.TOKENIZER, config, rewards=rewards, environment=environment)
+
+
+def test_whole_conversations_count():
+    """Against a direct call, under the full cache and under the budget; the second batch is filled up with rows that do
+    not count."""
+    evaluator = new_evaluator()
+    rows = [FirstRows()[index] for index in range(3)]
+    for decode, result in zip(DECODES, evaluator.run(PARAMS), strict=True):
+        assert result.rewards.shape == (3, 2) and len(result.completions) == 3
+        respondent = EnvironmentRespondent(
+            EnvironmentsHere(single.Judge), Dialogue(single.TOKENIZER), single.TOKENIZER, rows, 2, 8
+        )
+        conversed = converse(
+            single.MODEL,
+            PARAMS,
+            respondent.prompts,
+            evaluator._keys(np.arange(3)),
+            respondent,
+            policy=decode.policy,
+            config=decode.rollout(single.ROLLOUT),
+            conversation=TALK,
+            group_size=2,
+        )
+        expected = [each.reward for each in respondent.conversations]
+        np.testing.assert_allclose(result.rewards.reshape(-1), expected)
+        np.testing.assert_array_equal(result.lengths.reshape(-1), conversed.trajectory.lengths())
+        np.testing.assert_array_equal(~result.clipped.reshape(-1), conversed.trajectory.terminated)
+        assert result.metrics[f"eval/{decode.name}/reward"] == pytest.approx(np.mean(expected))
+        assert any("(1)" in text for texts in result.completions for text in texts)
+
+
+def test_several_contexts():
+    (result,) = new_evaluator(
+        decodes=DECODES[1:], compaction=TextCompaction(contexts=2, after_tokens=3, ask="?!?")
+    ).run(PARAMS)
+    assert result.rewards.shape == result.lengths.shape == result.clipped.shape == (3, 2)
+    assert any("?!?" in text for texts in result.completions for text in texts)
+
+
+def test_failed_environments():
+    with pytest.raises(TooManyFailures, match="no disk"), pytest.warns(UserWarning, match="no disk"):
+        new_evaluator("fails", DECODES[:1]).run(PARAMS)
+    with pytest.warns(UserWarning, match="no disk"):
+        (result,) = new_evaluator("fails", DECODES[:1], max_failed=1.0).run(PARAMS)
+    assert np.isnan(result.rewards).all() and np.isnan(result.reward)
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="expected quant None in a conversation"):
+        new_evaluator(decodes=(Decode("small", Dense(), quant=QuantConfig(bits=8, group=4)),))
+    with pytest.raises(ValueError, match="expected no rewards with an environment"):
+        new_evaluator(rewards=Rewards((single.Rows().reward,), seconds=None))
