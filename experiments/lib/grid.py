@@ -104,8 +104,10 @@ class Grid:
         keep_programs()  # before the workers do, so that only one process prints it
         with one_core_each(self.workers) as pool:
             for cell in self.cells:
-                while self._run_jobs(pool, list(self.pilot_jobs(cell)), began):
-                    pass  # the next rates beyond the best one
+                pilots: list[Job] = []
+                # Rows may ask for the next rate beyond the best one, those of another machine as well.
+                while pilots != (pilots := list(self.pilot_jobs(cell))):
+                    self._run_jobs(pool, pilots, began)
                 self._run_jobs(pool, list(self.reported_jobs(cell)), began)
         return self.collect()
 
@@ -175,19 +177,16 @@ class Grid:
         merge_rows(self.results, rows)
         return rows
 
-    def _run_jobs(self, pool: Pool, jobs: Sequence[Job], began: float) -> bool:
-        """Runs the missing jobs; returns whether one ran."""
+    def _run_jobs(self, pool: Pool, jobs: Sequence[Job], began: float) -> None:
+        """Runs the missing jobs."""
         self._keep_results(jobs)
         missing = [job for job in dict.fromkeys(jobs) if kept_row(job, self.runs) is None]
         until = None if self.minutes is None else time.time() + 60 * self.minutes - (time.monotonic() - began)
         work = [
             functools.partial(_unless_late, until, job, self.runs, self.command(job), self.clean) for job in missing
         ]
-        ran = False
-        for done in pool.imap_unordered(_call, work):
-            ran = ran or bool(done)
+        for _ in pool.imap_unordered(_call, work):
             self.collect()
-        return ran
 
     def _keep_results(self, jobs: Sequence[Job]) -> None:
         """Keeps the rows of these jobs from the files of results, so that another machine can resume.
@@ -217,15 +216,13 @@ def one_core_each(workers: int) -> Pool:
     return multiprocessing.get_context("spawn").Pool(workers, keep_programs)
 
 
-def _call(work: Callable[[], object]) -> object:
-    return work()
+def _call(work: Callable[[], None]) -> None:
+    work()
 
 
-def _unless_late(until: float | None, job: Job, runs: Path, command: str, clean: bool) -> bool:
-    if until is not None and time.time() >= until:
-        return False
-    finished(job, runs, command, clean)
-    return True
+def _unless_late(until: float | None, job: Job, runs: Path, command: str, clean: bool) -> None:
+    if until is None or time.time() < until:
+        finished(job, runs, command, clean)
 
 
 def merge_rows(results: Path, rows: Sequence[Row]) -> None:

@@ -110,6 +110,17 @@ def test_a_study_goes_on_from_its_results_on_another_machine(folder: Path, tmp_p
         run_here(make_grid(tmp_path / "others"))
 
 
+def test_pilots_beyond_the_first_rates_come_along_to_another_machine(folder: Path, tmp_path: Path):
+    """Otherwise their arms have no rate there, and their reported seeds never run."""
+    pilots = [row for row in read_rows(folder / "rows.json") if row["pilot"]]
+    better = [row | dict.fromkeys(DECODINGS, row["learning_rate"]) for row in pilots]
+    write_rows(tmp_path / "rows.json", better)
+    study = make_grid(tmp_path, first_rates=(1e-4,), minutes=0.0)
+    run_here(study)
+    for arm in CELL.arms[1:]:
+        assert set(study.chosen_rates(CELL, arm)) == {1e-3}
+
+
 def test_runs_of_other_settings_are_refused(folder: Path):
     job = Job(CELL.problem, CELL.sampler, CELL.arms[1], 1e-4, 100, True, replace(QUICK, rollouts=3))
     with pytest.raises(ValueError, match="a run of the present settings.*got.*rollouts=2"):
