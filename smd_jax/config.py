@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from smd_jax.added_fields import WrittenRepr, added
-from smd_jax.typed_fields import check_types
+from smd_jax.typed_fields import WrittenRepr, added, check_types
 
 FloatName = Literal["float32", "bfloat16", "float16", "float64"]
 Activation = Literal["silu", "gelu_tanh", "relu2"]

@@ -27,7 +27,7 @@ from smd_jax.text.prompts import Tokenizer
 from smd_jax.train import policy_learner
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PolicyLoop
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 TOKENIZER = byte_tokenizer(chat=False)

@@ -16,7 +16,7 @@ from smd_jax.runs.resume_settings import rounding_only
 from smd_jax.runs.run_folder import CHECKPOINTS
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.loop import Loop
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PolicyLoop
 
 
 class Fitted(NamedTuple):

@@ -76,7 +76,7 @@ from smd_jax.text.visible_text import one_line, visible
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PolicyLoop
 
 
 class Outcome(NamedTuple):

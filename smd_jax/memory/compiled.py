@@ -24,7 +24,7 @@ from smd_jax.model.value_head import drop_value_head
 from smd_jax.sampler.engine import Engine
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import Evaluator
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PolicyLoop
 
 
 @dataclass(frozen=True)

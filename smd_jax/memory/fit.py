@@ -26,7 +26,7 @@ from smd_jax.memory.compiled import (
 )
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import Evaluator
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)
 

@@ -52,6 +52,14 @@ def unpad(padded: np.ndarray, valid: np.ndarray) -> list[np.ndarray]:
     return [row[mask] for row, mask in zip(padded, valid.astype(bool), strict=True)]
 
 
+def check_terminated(terminated: Sequence[bool] | np.ndarray, rows: int) -> np.ndarray:
+    """The booleans as an array. Raises ValueError unless there is one for each row."""
+    ended = np.asarray(terminated)
+    if ended.shape != (rows,) or ended.dtype != bool:
+        raise ValueError(f"expected a boolean for each of {rows} rows in terminated; got {terminated}")
+    return ended
+
+
 def pad_tokens(
     prompts: Sequence[Ints],
     responses: Sequence[Ints],

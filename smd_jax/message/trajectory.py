@@ -87,32 +87,25 @@ class Trajectory(struct.PyTreeNode):
 
         Args:
           prompts, responses: token ids. A response includes its end-of-sequence token, if any.
-          logprobs: of the response tokens, in nats, at the sampler's temperature, over the whole vocabulary or over
-            `support`.
+          logprobs: of the response tokens, in nats, at the sampler's temperature, over `support` or all tokens.
           terminated: whether each response ended before the length limit.
-          layers, kv_heads: of the model.
+          layers, kv_heads, vocab_size: of the model; with a vocab_size, ids are checked.
           kept: compressions of each row's cache in time order, `(after, keys[layer][kv_head])`: after the attention of
             query `after`, only these keys were kept. Heads may keep different numbers of keys.
           dropped: like `kept`, with the evicted keys.
           evicted_at: `[layers, kv_heads, n]` first query that did not see a key, n or more for a key that was never
             evicted. The first two axes may be 1 if layers or heads share them.
           visible: `[layers, kv_heads, n, n]` booleans, query before key; axes of 1 as in `evicted_at`.
-          support: the tokens that pass the sampler's filters, `(token_ids, offsets)` of each row, see
-            `smd_jax.message.drawable_tokens.DrawableTokens.from_csr`; None: all tokens.
-          routed_experts: experts that each row's tokens went to, as `smd_jax.message.foreign_routing` describes;
-            None: not recorded, and the learner's router chooses.
-          experts: sizes of the model's experts; required with `routed_experts`.
-          temperature: the sampler's temperature.
-          vocab_size: if given, ids are checked against it.
+          support: the tokens that pass the sampler's filters, see `DrawableTokens.from_csr`; None: all tokens.
+          routed_experts, experts: of a model with experts, see `smd_jax.message.foreign_routing`; None: not recorded.
+          temperature, pad_token_id: of the sampler.
           prompt_width, response_width: columns P and R of the batch; None: as the longest row needs. With the same
             values for every batch of a run, jitted functions compile once.
-          pad_token_id: padding.
 
         Raises:
           ValueError: rows, layers, heads or tokens that do not fit together; a log-probability that is NaN, infinite or
-            positive; a temperature that is not positive; an id outside the vocabulary; a compression out of order or
-            after a query outside the row; a key that comes back, is evicted before its own query, or is named twice.
-            The message names row, layer, head and position.
+            positive; an id outside the vocabulary; a compression out of order or after a query outside the row; a key
+            that comes back, is evicted before its own query, or is named twice. Names row, layer, head and position.
         """
         if not 0 < temperature < math.inf:
             raise ValueError(f"expected a temperature > 0, because a greedy choice is no draw; got {temperature}")
@@ -125,18 +118,14 @@ class Trajectory(struct.PyTreeNode):
             response_width=response_width,
             pad_token_id=pad_token_id,
         )
-        batch = len(rows.lengths)
-        ended = np.asarray(terminated)
-        if ended.shape != (batch,) or ended.dtype != bool:
-            raise ValueError(f"expected a boolean for each of {batch} rows in terminated; got {terminated}")
+        ended = foreign_tokens.check_terminated(terminated, len(rows.lengths))
         seen = foreign.evicted_by_row(
             rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at, visible=visible
         )
-        drawable = None
-        if support is not None:
-            width = rows.logprobs.shape[1]
-            drawable = DrawableTokens.from_csr(support, responses, response_width=width, vocab_size=vocab_size)
         routing = foreign_routing.routing_by_column(routed_experts, rows, experts)
+        drawable, width = None, rows.logprobs.shape[1]
+        if support is not None:
+            drawable = DrawableTokens.from_csr(support, responses, response_width=width, vocab_size=vocab_size)
         return cls(
             tokens=jnp.asarray(rows.tokens),
             valid=jnp.asarray(rows.valid),

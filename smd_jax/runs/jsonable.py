@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from smd_jax.added_fields import written_fields
+from smd_jax.typed_fields import written_fields
 
 # Lists and objects hold Json, too. jaxtyping's checks could not resolve a recursive name here.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]

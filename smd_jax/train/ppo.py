@@ -32,6 +32,7 @@ from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
 from smd_jax.train.conversation_samples import last_tokens, tokens_of_turns, turn_rewards
+from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
 from smd_jax.train.samples import Samples
@@ -210,3 +211,6 @@ class PPOLoop(Loop):
         trajectory = samples.trajectory
         of_turns = jnp.asarray(turn_rewards(samples.conversations, trajectory)[0])
         return np.asarray(jnp.where(last_tokens(trajectory), tokens_of_turns(of_turns, trajectory), 0.0))
+
+
+PolicyLoop = GRPOLoop | PPOLoop  # the loops with a policy loss, whose config is a PolicyConfig

@@ -50,7 +50,7 @@ from smd_jax.runs import checkpoint
 from smd_jax.tasks.build import TaskChoice
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from smd_jax.train.evaluation import Evaluated
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PolicyLoop
 from tests.command_errors import error_of
 from tests.hub_files import questions, write_lines
 

@@ -52,8 +52,7 @@ from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from smd_jax.train.policy_loop import PolicyLoop
-from smd_jax.train.ppo import PPOConfig, PPOLoop
+from smd_jax.train.ppo import PolicyLoop, PPOConfig, PPOLoop
 from tests.drawn_cases import SLOW, cases, without_jaxtyping  # noqa: F401 - a fixture
 
 Fields = dict[str, st.SearchStrategy[Any]]

@@ -20,6 +20,9 @@ from tests.paths import ROOT
 LIBRARY = ROOT / "smd_jax"
 KERNELS = ROOT / "kernels" / "smd_kernels"
 MAX_LINES = 600
+MAX_FUNCTION = 80  # lines of a function of the library
+MAX_MODULES = {LIBRARY: 10, LIBRARY / "train": 20}  # modules of a folder, without its __init__
+SCREEN = 50  # lines of `Loop.step`
 
 # The packages from the bottom up. `message` are the modules that lie flat: what sampler and learner tell each other,
 # and the arithmetic that both share. A package imports those before it, never one behind it.
@@ -237,6 +240,29 @@ def test_files_are_short_enough():
     lines = {label(path): len(path.read_text(encoding="utf-8").splitlines()) for path in ALL_FILES}
     long = {name: count for name, count in lines.items() if count > MAX_LINES}
     assert not long, f"expected at most {MAX_LINES} lines a file; got {long}"
+
+
+def functions_of(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+
+
+def test_functions_are_short_enough():
+    lines = {
+        f"{label(path)}: {node.name}": node.end_lineno - node.lineno + 1
+        for path in SHIPPED
+        for node in functions_of(path)
+        if node.end_lineno is not None
+    }
+    long = {name: count for name, count in lines.items() if count > MAX_FUNCTION}
+    assert not long, f"expected functions of at most {MAX_FUNCTION} lines; got {long}"
+    step = lines["smd_jax/train/loop.py: step"]
+    assert step <= SCREEN, f"expected Loop.step to fit a screen of {SCREEN} lines; got {step}"
+
+
+def test_folders_hold_few_modules():
+    for folder, most in MAX_MODULES.items():
+        there = sorted(path.stem for path in folder.glob("*.py") if path.name != "__init__.py")
+        assert len(there) <= most, f"expected at most {most} modules in {label(folder)}; got {len(there)}: {there}"
 
 
 def catches_everything(handler: ast.ExceptHandler) -> bool:
