@@ -76,13 +76,13 @@ class Args:
 
 
 KINDS: dict[str, Fault] = {
-    "newest checkpoint cut off": damaged(cut_off, 2, "goes on from step 4", 3),
-    "bit flipped in the newest checkpoint": damaged(flip_a_bit, 2, "goes on from step 4", 3),
-    "file missing in the newest checkpoint": damaged(delete_a_file, 2, "goes on from step 4", 3),
-    "newest checkpoint emptied": damaged(empty, 2, "goes on from step 4", 4),
-    "newest checkpoint cut off before its checksums": damaged(cut_off_without_checksums, 2, "goes on from step 4", 1),
+    "newest checkpoint cut off": damaged(cut_off, 2, "continues from step 4", 3),
+    "bit flipped in the newest checkpoint": damaged(flip_a_bit, 2, "continues from step 4", 3),
+    "file missing in the newest checkpoint": damaged(delete_a_file, 2, "continues from step 4", 3),
+    "newest checkpoint emptied": damaged(empty, 2, "continues from step 4", 4),
+    "newest checkpoint cut off before its checksums": damaged(cut_off_without_checksums, 2, "continues from step 4", 1),
     "half a save left behind": damaged(leave_half_a_save, 0, "", 2),
-    "half a save beside a damaged checkpoint": damaged(both, 2, "goes on from step 4", 2),
+    "half a save beside a damaged checkpoint": damaged(both, 2, "continues from step 4", 2),
     "last row of the metrics torn": damaged(tear_the_last_row, 0, "", 1),
     "disk full in a save": full_disk(20_000, "checkpoint 6"),
     "disk full while metrics are written": full_disk(3_000, "metrics.jsonl"),

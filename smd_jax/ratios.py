@@ -74,7 +74,7 @@ def lower_percentile(values: Float[Array, "batch R"], mask: Bool[Array, "batch R
     """
     if not 0 <= percent <= 100:
         raise ValueError(f"expected 0 <= percent <= 100; got {percent}")
-    # Infinities sort what lies outside the mask behind the last value.
+    # Infinities sort tokens outside the mask after the last value.
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf).ravel())
     last = jnp.maximum(mask.sum() - 1, 0)
     rank = percent / 100.0 * last

@@ -111,8 +111,8 @@ def added(default: Any) -> Any:
 
 
 def written_fields(config: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass, without added ones that have their default, and without those that do not compare:
-    arrays that a digest stands for."""
+    """The fields of a dataclass, without added ones that have their default, and without those that do not compare,
+    such as arrays that a digest represents."""
     return [
         field
         for field in dataclasses.fields(config)

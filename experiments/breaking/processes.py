@@ -219,7 +219,7 @@ def one_of_two_killed(times: int) -> Fault:
 
 
 def told(*signals: signal.Signals) -> Fault:
-    """A signal, or two, in the middle of a rollout; the run goes on afterwards."""
+    """A signal, or two, in the middle of a rollout; the run resumes afterwards."""
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         whole = whole_run(folder)

@@ -1,30 +1,7 @@
 """A rollout on disk in a form that any sampler can write: tokens, log-probabilities, and the conditions of sampling.
 
-One file, `.npz` or `.safetensors`, with these arrays. Rows are padded on the right; column t has the t-th token.
-
-    tokens           int    [rows, columns]                      prompt, then response
-    prompt_lengths   int    [rows]                               tokens of each prompt
-    lengths          int    [rows]                               tokens of each row, prompt and response
-    logprobs         float  [rows, columns]                      log p(token t | tokens before it), in nats, after the
-                                                                 temperature; only columns of responses are read
-  optional:
-    temperature      float  []                                   1 without it
-    positions        int    [rows, columns]                      0, 1, 2, … without it
-    evicted_at       int    [rows, layers, kv_heads, columns]    first query that did not see the key; any number from
-                                                                 `lengths` on: never. Axes of 1 are shared
-    kept_after       int    [rows, compressions]                 instead of evicted_at: the last query before each
-    kept             int    [rows, compressions, layers, kv_heads, keys]   compression (-1: none), and the keys it kept,
-                                                                 padded with -1
-    support_ids      int    [entries]                            sampling support in compressed rows: the token ids that
-    support_offsets  int    [response tokens + 1]                filters left, for every response token in row order
-    top_ids          int    [rows, columns, k]                   the sampler's likeliest tokens in place of token t, and
-    top_logprobs     float  [rows, columns, k]                   their log-probabilities, as in logprobs; id -1: none
-    routing          int    [rows, columns, layers, experts]     of a model with experts: those that token t went to, in
-                                                                 each layer that has experts; -1 for the last token of a
-                                                                 row, which was never read
-    pad_token_id     int    []                                   of the sampler's batch
-
-Numpy only.
+One file, `.npz` or `.safetensors`, with the arrays of `REQUIRED` and any of `OPTIONAL`. Rows are padded on the right;
+column t has the t-th token. docs/certify.md lists shapes, dtypes and meanings. Numpy only.
 """
 
 from __future__ import annotations
@@ -62,7 +39,7 @@ class Top(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """A checked record; see this file's docstring.
+    """A checked record.
 
     Attributes:
       tokens, positions: int32 `[rows, columns]`. lengths, prompt_lengths: int32 `[rows]`.
@@ -140,7 +117,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def save_record(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays under the names of this file's docstring. An existing file is not replaced.
+    """Writes arrays under the names of `REQUIRED` and `OPTIONAL`. An existing file is not replaced.
 
     Raises:
       FileExistsError: `path` exists. ValueError: another suffix than .npz and .safetensors.

@@ -204,7 +204,7 @@ class ReferenceArgs:
 class OptimizerArgs:
     """The optimizer, and its learning rate."""
 
-    optim: Literal["adamw", "adafactor"] = "adamw"  # adafactor needs little memory beside the weights
+    optim: Literal["adamw", "adafactor"] = "adamw"  # adafactor needs little memory in addition to the weights
     learning_rate: Basic[float | None] = None  # the highest of the run; None: 1e-6, with LoRA 1e-5
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: float = 0.0  # optimizer steps; below 1: their share of the run
@@ -262,8 +262,8 @@ class GroupArgs:
 class ConversationArgs:
     """Conversations with an environment, in place of single completions."""
 
-    # path/to/file.py:Class or package.module:Class, made anew for every conversation; retry: several attempts at a row
-    # of the dataset, graded by its own reward; None: single completions. --max-completion-length counts all tokens
+    # path/to/file.py:Class or package.module:Class, one object per conversation; retry: several attempts at a row of
+    # the dataset, graded by its own reward; None: single completions. --max-completion-length counts all tokens
     # after the prompt
     environment: Basic[str | None] = None
     max_turns: int = 8  # turns of the policy at most

@@ -39,7 +39,7 @@ class Args:
     """Replays a recorded rollout."""
 
     record: tyro.conf.Positional[Path]  # .npz or .safetensors
-    model: str  # directory of a checkpoint in Hugging Face's format, or an id on the Hub: what is about to be trained
+    model: str  # directory of a checkpoint in Hugging Face's format, or an id on the Hub: the model to be trained
     previous: str | None = None  # an older checkpoint that the sampler may have had
     dtype: Literal["float32", "bfloat16"] = "float32"  # that the sampler computed in
     rows: int = 8  # of the record that are replayed, from the first on

@@ -32,7 +32,7 @@ ALGORITHM = "algorithm"  # the sub-command, in a file
 PRESETS = "presets"  # folder of the files that --preset names
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
-OF_A_RUN = ("metrics.jsonl", "checkpoints", "process.lock")  # what lies beside the file that a run keeps
+OF_A_RUN = ("metrics.jsonl", "checkpoints", "process.lock")  # files beside config.yaml in the directory of a run
 
 
 def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
@@ -131,8 +131,8 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def check_place(source: Path, options: Mapping[str, Any]) -> None:
-    """Raises UserError for the file that a run keeps if it names another folder than its own: somebody else's run, or
-    one that was moved, must not write to where it once was."""
+    """Raises UserError for the config.yaml of a run that names another folder than its own. A copied or moved run must
+    not write into the original folder."""
     if OUTPUT_DIR not in options or not any((source.parent / name).exists() for name in OF_A_RUN):
         return
     if not isinstance(options[OUTPUT_DIR], str):

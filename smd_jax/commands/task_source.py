@@ -55,7 +55,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     if args.conversations.environment is None or data.max_prompt_length is None:
         task, width, line = fitting(task, tokenizer, data)
         counts = [f"to train on: {line}"]
-    else:  # an environment writes its own prompts, whatever the rows' are
+    else:  # an environment writes its own prompts
         width, counts = data.max_prompt_length, []
     held_out = None
     if args.evaluation.eval_steps:

@@ -377,7 +377,7 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     optimizer = args.optimizer
     # Such a learning rate depends on the number of steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
-    # These limits decide when a run stops, not what it learns.
+    # These limits decide when a run stops, and do not change its result.
     rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
     groups = files.groups | {"rewards": rewards}
     if "conversations" in groups:

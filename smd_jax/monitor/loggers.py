@@ -27,7 +27,7 @@ class Logger(Protocol):
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Receives one row of numbers on the host; NaN stands for missing ones.
+        """Receives one row of numbers on the host; NaN marks missing ones.
 
         Args:
           step: finished rollouts: 1 for the first rollout's row, 0 for the evaluation before training; ascending.

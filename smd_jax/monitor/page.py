@@ -119,7 +119,7 @@ def text(content: str) -> str:
 
 
 def asset(name: str) -> str:
-    """The text of a file beside this module."""
+    """The text of a file in this package."""
     return files("smd_jax.monitor").joinpath(name).read_text("utf-8")
 
 

@@ -273,7 +273,7 @@ def _print_line(line: str, file: TextFile | None) -> None:
 
 
 def on_terminal(file: TextFile | None) -> bool:
-    """Whether the output is a terminal; None stands for standard output."""
+    """Whether the output is a terminal; None is standard output."""
     return (file or sys.stdout).isatty()
 
 

@@ -126,7 +126,7 @@ class ActiveRun:
             saves = is_due(self.done, self._config.checkpoint_every) and self.done < self._config.steps
             if self._evaluation_is_due:
                 # An evaluation may take minutes. So the checkpoint comes before it, with the unwritten row. A run that
-                # was told to stop skips the evaluation; a resume makes it up.
+                # must stop skips the evaluation; a resume catches up on it.
                 self.progress = gather_progress(self._stop, self._out.log, self.done)
                 if self.progress.stopped is not None:
                     break
@@ -219,7 +219,7 @@ class ActiveRun:
                 self._wait_for_newest()
         except OSError as error:
             return f"the last {lost} rollouts could not be saved: {error}"
-        return f"saved after {self.done} of {steps} rollouts in {directory}; the run goes on with resume"
+        return f"saved after {self.done} of {steps} rollouts in {directory}; resume continues the run"
 
     def _save_newest(self) -> None:
         self._save(self._out.newest)

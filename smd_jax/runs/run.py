@@ -85,7 +85,7 @@ def train(
     start = int(state.step) // loop.config.steps_per_rollout
     with all_or_none():
         if resume and start > 0 and is_first():
-            print_once(f"goes on after {start} of {run.steps} rollouts" + _repeated(directory, start))
+            print_once(f"resumes after {start} of {run.steps} rollouts" + _repeated(directory, start))
     first_row = start if unevaluated is None else start - 1
     with (
         StopSignals() as stop,
@@ -148,7 +148,7 @@ def _start(directory: Path, state: TrainState, settings: Settings) -> tuple[Trai
     restored = reading.restore_newest(directory / CHECKPOINTS, without_base(state), config=settings.config)
     state = with_base(restored.state, state)
     for line in restored.damaged:
-        print_once(f"warning: {line}; the run goes on from step {restored.step}")
+        print_once(f"warning: {line}; the run continues from step {restored.step}")
     # The run saves these steps again, and a save must be later than all others.
     discard_after(directory / CHECKPOINTS, restored.step)
     _print_differences("with another setting", restored.noted, settings.noted)

@@ -162,7 +162,7 @@ def pickled_function(
     """Pickles a function for a new Python: the files to load first, as (module, path), and the pickle.
 
     Args:
-      name: of the function, and what it is, for messages.
+      name, what: of the function, and its kind, for messages.
 
     Raises:
       ValueError: the function cannot be imported, or something that it holds cannot be pickled.

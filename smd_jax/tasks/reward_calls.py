@@ -84,7 +84,7 @@ def outcome_of(returned: Any, rows: int) -> Outcome:
 
 
 def value_of(reward: Any) -> Value:
-    """Rounds a reward to float32, keeps None, or says what is wrong with it."""
+    """Rounds a reward to float32, keeps None, or describes what is wrong with it."""
     if reward is None:
         return None
     number = _number(reward)

@@ -27,7 +27,7 @@ from smd_jax.tasks.task import Prompt, completion_of
 
 RewardFunction = Callable[..., Any]  # TRL's (prompts, completions, **columns) -> list[float | None], also async
 
-GIVEN = ("prompts", "completions", "completion_ids")  # of every rollout, whatever its rows have
+GIVEN = ("prompts", "completions", "completion_ids")  # arguments of every rollout
 
 SEARCH_LIMITS = 10  # limit of a search row by row, in limits of one call
 
@@ -150,7 +150,7 @@ class Rewards:
 
         Raises:
           TooManyFailures: for more than `max_failed` of the completions.
-          ValueError: arguments of different lengths; a function that asks for what is not there.
+          ValueError: arguments of different lengths; a function with a required argument that does not exist.
         """
         graded = self.grade_part(prompts, completions, completion_ids, columns)
         self.check_failures(graded, lambda row: prompts[row])

@@ -2,7 +2,7 @@
 
 A token may hold a part of a character, so texts are followed in bytes. Two kinds of decoders are common:
 
-    byte level     GPT-2, Qwen, Llama 3: every character of a token stands for a byte        "ĠGr", "Ã¼"   -> " Gr", "ü"
+    byte level     GPT-2, Qwen, Llama 3: every character of a token represents a byte        "ĠGr", "Ã¼"   -> " Gr", "ü"
     sentencepiece  Llama 2, Gemma: characters, "▁" for a blank, and a token for every byte   "▁Gr", "<0xC3>"
 
 For other tokenizers the bytes of a token are the text that it adds after another token, which must not depend on that
@@ -121,7 +121,7 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _byte_level() -> Callable[[str], bytes]:
-    """Reads tokens of the byte alphabet; an added token with other characters stands for itself."""
+    """Reads tokens of the byte alphabet; an added token with other characters is its own text."""
     alphabet = byte_alphabet()
     to_latin = str.maketrans({character: chr(byte) for character, byte in alphabet.items()})
 

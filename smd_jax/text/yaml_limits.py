@@ -78,7 +78,7 @@ def _check_events(text: str, limits: YamlLimits) -> None:
                 raise ValueError(f"expected YAML without aliases; got *{event.anchor:.80}")
             case yaml.AliasEvent():
                 if event.anchor in [anchor for anchor, _ in open_nodes]:
-                    raise ValueError("expected YAML that ends; got an alias of what it is a part of")
+                    raise ValueError("expected YAML that ends; got an alias inside its own anchor")
                 anchor, size = None, sizes.get(event.anchor, 1)
             case _:
                 continue

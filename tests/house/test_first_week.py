@@ -246,7 +246,7 @@ def test_one_line_begins_a_run_and_goes_on(place: Path, tmp_path: Path, capsys: 
     main([*line, "--max-steps", "1"])
     assert "resume" not in capsys.readouterr().err
     main([*line, "--max-steps", "2"])
-    assert "goes on after 1 of 2 rollouts" in capsys.readouterr().out
+    assert "resumes after 1 of 2 rollouts" in capsys.readouterr().out
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
     assert "resume_if_there: false" in (tmp_path / "run" / "config.yaml").read_text()
 

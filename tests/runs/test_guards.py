@@ -293,7 +293,7 @@ def test_the_file_is_where_the_run_is(tmp_path: Path):
     with pytest.raises(RefusedRolloutError) as caught:
         train(tampered(without_evictions), new_state(), RunConfig(steps=3), tmp_path)
     # Saved, too, without any interval: rollout 0 was learnt from, and rollout 1 left out.
-    assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; the run goes on with resume"]
+    assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; resume continues the run"]
     kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED).state
     one = train(new_loop(), new_state(), RunConfig(steps=1), tmp_path / "one")
     assert_bitwise_equal(kept, one.replace(step=one.step + 1))

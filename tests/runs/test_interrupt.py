@@ -50,7 +50,7 @@ def test_what_was_reached_is_saved_before_an_error_goes_on(tmp_path):
     parts = tmp_path / "parts"
     with pytest.raises(ConnectionError, match="503") as caught:
         start(parts, 6, PlainLoop(begins=raises_at(4)))
-    assert caught.value.__notes__ == [f"saved after 4 of 6 rollouts in {parts}; the run goes on with resume"]
+    assert caught.value.__notes__ == [f"saved after 4 of 6 rollouts in {parts}; resume continues the run"]
     assert with_notes(caught.value) == f"503\n{caught.value.__notes__[0]}"
     assert saved(parts) == [4] and [row["step"] for row in rows(parts)] == [0, 1, 2, 3]
     # It fails again at once: nothing new.

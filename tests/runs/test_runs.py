@@ -81,7 +81,7 @@ def test_a_resume_says_where_it_goes_on(tmp_path, capsys):
     with pytest.raises(DiedError):
         start(tmp_path, 9, PlainLoop(begins=dies_at(7)), checkpoint_every=4)
     start(tmp_path, 9, resume=True, checkpoint_every=4)
-    assert "goes on after 4 of 9 rollouts; 3 later ones are repeated" in capsys.readouterr().out
+    assert "resumes after 4 of 9 rollouts; 3 later ones are repeated" in capsys.readouterr().out
 
 
 def test_a_resume_that_would_lose_rollouts_is_refused(tmp_path):
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path, capsys):
     state = start(run, 9, resume=True)
     said = capsys.readouterr().out
     assert f"warning: checkpoint 6 in {run / 'checkpoints'} cannot be read" in said
-    assert "the run goes on from step 4" in said
+    assert "the run continues from step 4" in said
     assert_bitwise_equal(state, whole)
     assert rows(run) == rows(tmp_path / "whole") and saved(run) == [2, 4, 9]
 

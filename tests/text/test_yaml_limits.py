@@ -21,7 +21,7 @@ def test_yaml_that_is_meant(text):
     [
         (LAUGHS, "expected YAML of at most 100,000 values; got more, with aliases written out"),
         ("[" * 5_000, "expected YAML of at most 50 levels"),
-        ("a: &a [*a]", "expected YAML that ends; got an alias of what it is a part of"),
+        ("a: &a [*a]", "expected YAML that ends; got an alias inside its own anchor"),
         ("x" * (2**20 + 1), "expected YAML of at most 1,048,576 characters; got 1,048,577"),
         ("a: [1", "expected YAML; got "),
     ],

@@ -14,7 +14,7 @@ checkpoints unchanged.
     reading       restore, restore_newest, and checks that read no arrays
     steps         steps and paths of a directory
     integrity     verification after a save, checksums before a restore
-    ownership, leaves, errors     what is refused, and its messages
+    ownership, leaves, errors     refusals and their messages
 """
 
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError
