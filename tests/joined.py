@@ -23,11 +23,13 @@ from jax.sharding import Mesh
 from smd_jax.commands import launch, prepare, train
 from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.commands.errors import UserError
+from smd_jax.config import Experts
 from smd_jax.devices import processes
 from smd_jax.devices.process_rows import check_prompts_divide, feeders
 from smd_jax.devices.processes import OtherProcessError, on_host
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
+from smd_jax.learner.balance_term import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
@@ -96,6 +98,8 @@ def steps_of(loop: Loop, params: Any, steps: int = STEPS, reference: Any = None)
             found[f"{name} {index}"] = np.asarray(x)
         for place, x in enumerate(jax.tree.leaves(trajectory.mask)):
             found[f"mask {index} {place}"] = np.asarray(x)
+        if trajectory.routing is not None:
+            found[f"routing {index}"] = np.asarray(trajectory.routing)
         found[f"completions {index}"] = np.array(samples.completions)
         found[f"numbers {index}"] = np.array([row["number"] for row in samples.task_rows])
 
@@ -199,7 +203,34 @@ def pairs() -> dict[str, np.ndarray]:
     return steps_of(loop, params(), steps=1, reference=params())
 
 
-RUNS = {take.__name__: take for take in (grpo, taught, few_rows, ppo_with_adapters, pairs, half_without_rewards)}
+def experts(shared_by: int = 1) -> dict[str, np.ndarray]:
+    """A mixture of experts, with adapters on attention and experts, and the load-balancing loss.
+
+    Args:
+      shared_by: devices that have some of the experts each; 1: each samples and learns from rows of its own.
+    """
+    mixture = Experts(count=4, per_token=2, intermediate_size=24, balance_coef=0.01)
+    config = dataclasses.replace(MODEL.config, num_layers=2, experts=mixture)
+    update = UpdateConfig(terms=(BalanceTerm(mixture.count, mixture.balance_coef),))
+    started = add_lora(random_params(config), LoraConfig(rank=2), jax.random.key(5))
+    over = make_mesh(1, 2 // shared_by, shared_by)
+    loop_config = dataclasses.replace(CONFIG, update=update)
+    loop = GRPOLoop(Decoder(config), Words(), TOKENIZER, optimizer(), loop_config, over, rewards=rewards())
+    return steps_of(loop, started)
+
+
+def experts_over_processes() -> dict[str, np.ndarray]:
+    """Each device has two of the four experts."""
+    return experts(shared_by=2)
+
+
+RUNS = {
+    take.__name__: take
+    for take in (
+        *(grpo, taught, few_rows, ppo_with_adapters, pairs, half_without_rewards),
+        *(experts, experts_over_processes),
+    )
+}
 
 
 WRONG_ROW, WRONG_LAYER, WRONG_HEAD = 6, 1, 0

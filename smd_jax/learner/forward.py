@@ -15,6 +15,7 @@ from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.message.masks import Mask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.routing import check_expert_count
 from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.teacher_forced import hidden_and_router, hidden_states
 from smd_jax.pytrees import any_leaves
@@ -57,6 +58,7 @@ def response_hidden(
     """Hidden states that predict the response tokens: those of columns P-1 … T-2."""
     packing = trajectory.packing
     longest = None if packing is None else packing.longest
+    check_expert_count(model.shape, trajectory.expert_count)
     hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask, longest, trajectory.routing)
     if packing is not None:
         return jnp.take_along_axis(hidden, packing.sources[..., None], axis=1)
@@ -75,6 +77,7 @@ def response_hidden_and_router(
     """
     if trajectory.routing is None:
         raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
+    check_expert_count(model.shape, trajectory.expert_count)
     hidden, router = hidden_and_router(model, params, trajectory.tokens, trajectory.positions, mask, trajectory.routing)
     return hidden[:, trajectory.prompt_width - 1 : -1], router
 

@@ -243,6 +243,7 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         drawable=drawable,
         packing=packing,
         routing=None if trajectory.routing is None else _take(trajectory.routing, places.tokens, NOT_RECORDED),
+        expert_count=trajectory.expert_count,
     )
 
 

@@ -39,6 +39,8 @@ class Trajectory(struct.PyTreeNode):
         a tool: queries see them, and the loss leaves them out. None: all valid ones were sampled.
       routing: experts that each token went to, of every layer with experts; -1 for a token that was not read. The
         learner replays them, and recomputes their gates. None: the learner's router chooses.
+      expert_count: experts of a layer, of which `routing` names some; a model with another number is refused. None: not
+        known. Static.
     """
 
     tokens: Int[Array, "batch T"]
@@ -54,6 +56,7 @@ class Trajectory(struct.PyTreeNode):
     packing: Packing | None = None
     sampled: Bool[Array, "batch R"] | None = None
     routing: Int[Array, "batch T mixtures per_token"] | None = None
+    expert_count: int | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def from_records(
@@ -135,6 +138,7 @@ class Trajectory(struct.PyTreeNode):
             temperature=temperature,
             drawable=drawable,
             routing=None if routing is None else jnp.asarray(routing),
+            expert_count=None if experts is None else experts.count,
         )
 
     @classmethod

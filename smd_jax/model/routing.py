@@ -50,6 +50,17 @@ def check_routing(shape: ModelShape, sides: tuple[int, ...]) -> None:
         )
 
 
+def expert_count(shape: ModelShape) -> int | None:
+    """Experts of a layer; None of a model without experts."""
+    return None if shape.routing is None else shape.routing.count
+
+
+def check_expert_count(shape: ModelShape, recorded: int | None) -> None:
+    """Raises ValueError if routing was recorded with another number of experts. None: not known."""
+    if recorded is not None and shape.routing is not None and recorded != shape.routing.count:
+        raise ValueError(f"expected routing of a model with {shape.routing.count} experts a layer; got {recorded}")
+
+
 def recording_layers(shape: ModelShape, layers: Sequence[LayerState]) -> tuple[LayerState, ...]:
     """The layers' states, such that a model with experts says where tokens went; of other models, as they are."""
     return tuple(layers) if shape.routing is None else tuple(Routed(state) for state in layers)

@@ -39,7 +39,7 @@ from smd_jax.message.sampling import drawable_form
 from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.model.routing import NOT_RECORDED, read_routing, recording_layers
+from smd_jax.model.routing import NOT_RECORDED, expert_count, read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.attends import DecodeAttend, decode_layers
 from smd_jax.sampler.config import RolloutConfig
@@ -315,6 +315,7 @@ def to_trajectory(
         drawable=drawable,
         sampled=state.sampled,
         routing=None if state.routing is None else jnp.where(valid[..., None, None], state.routing, NOT_RECORDED),
+        expert_count=expert_count(sampler.model.shape),
     )
 
 

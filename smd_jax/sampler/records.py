@@ -20,7 +20,7 @@ from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, reco
 from smd_jax.message.quantization import Parity, QuantizedReplay
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import cost
-from smd_jax.model.routing import NOT_RECORDED
+from smd_jax.model.routing import NOT_RECORDED, expert_count
 from smd_jax.sampler.config import RolloutConfig, plan, whole_segments
 from smd_jax.sampler.prefill import PromptRecord
 from smd_jax.sampler.segment import SegmentRecord
@@ -93,6 +93,7 @@ def to_trajectory(
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
         routing=_routing(valid, prompt_records, None if records.routing is None else by_row(records.routing)),
+        expert_count=expert_count(sampler.model.shape),
     )
 
 

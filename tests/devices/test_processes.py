@@ -123,20 +123,35 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-RUNS = ["grpo", "taught", "few_rows", "ppo_with_adapters", "pairs", "half_without_rewards"]
+RUNS = [
+    *("grpo", "taught", "few_rows", "ppo_with_adapters", "pairs", "half_without_rewards"),
+    *("experts", "experts_over_processes"),
+]
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_draws_the_same(found: dict[int, Found], run: str):
     """Tokens, masks and rewards to the last bit, computed numbers up to rounding. Runs: GRPO, alone and with a teacher;
     the engine with dynamic sampling; PPO with adapters, minibatches and a KL in the reward; online DPO; GRPO
-    with rewards of one process's rows alone."""
+    with rewards of one process's rows alone; GRPO of a mixture of experts, of which each has half the rows or half
+    the experts."""
     one, two = found[1].of(run), found[2].of(run)
     assert one.keys() == two.keys() and len(one) > 40
     # Longer responses add up more terms, and a divergence is a difference of nearly equal ones.
     if HAS_AVX512 and run != "taught":
         assert not apart(one, two)
     assert_same(one, two)
+
+
+def test_experts_are_the_same_wherever_they_are(found: dict[int, Found]):
+    """Routing is recorded, and routers and adapters learn, also where each process has half of the experts."""
+    rows, experts = (found[2].of(run) for run in ("experts", "experts_over_processes"))
+    for step in range(joined.STEPS):
+        routing = rows[f"experts: routing {step}"]
+        assert routing.shape == (8, 14, 2, 2) and set(np.unique(routing)) == {-1, 0, 1, 2, 3}
+        np.testing.assert_array_equal(routing, experts[f"experts_over_processes: routing {step}"])
+        assert rows[f"experts: metric {step} experts/balance_loss"] > 0.5
+    assert_same(*({name.partition(": ")[2]: x for name, x in of.items()} for of in (rows, experts)))
 
 
 def test_four_processes_give_what_one_gives_on_four_devices(tmp_path: Path):

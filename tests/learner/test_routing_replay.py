@@ -28,10 +28,8 @@ from smd_jax.testing import random_params, tiny_model_config
 from tests.under_test import POLICIES, left_padded
 
 # The second layer has an MLP: what is recorded has an entry for each of the other two.
-CONFIG = replace(
-    tiny_model_config(num_layers=3, qkv_bias=False, vocab_size=96, tie_embeddings=False),
-    experts=Experts(count=6, per_token=2, intermediate_size=24, layers=(True, False, True)),
-)
+EXPERTS = Experts(count=6, per_token=2, intermediate_size=24, layers=(True, False, True))
+CONFIG = replace(tiny_model_config(num_layers=3, qkv_bias=False, vocab_size=96, tie_embeddings=False), experts=EXPERTS)
 SIZES = RolloutConfig(20, budget=10, buffer=6)
 PROMPTS = left_padded([12, 5, 3], 12, 96)
 
@@ -172,6 +170,11 @@ def records(trajectory: Trajectory) -> tuple[dict[str, Any], list[np.ndarray]]:
     return arguments, [np.asarray(trajectory.routing)[row][valid[row]].astype(np.int32) for row in rows]
 
 
+def from_engine(trajectory: Trajectory) -> Trajectory:
+    arguments, routed = records(trajectory)
+    return Trajectory.from_records(**arguments, routed_experts=routed, experts=FOREIGN)
+
+
 @pytest.mark.parametrize("form", ["vllm", "vllm without the last", "sglang", "tunix"])
 def test_every_form_is_taken(form: str):
     trajectory = sampled(CONFIG, "H2O")
@@ -221,6 +224,10 @@ def test_routing_of_another_model():
         replay(Decoder(dense), random_params(dense), trajectory)
     with pytest.raises(ValueError, match="of 2 layers with experts and 2 experts of a token; got 1 and 2"):
         replay(Decoder(CONFIG), params_of(CONFIG), trajectory.replace(routing=trajectory.routing[:, :, :1]))
+    more = replace(CONFIG, experts=replace(EXPERTS, count=8))
+    for of in (trajectory, from_engine(trajectory)):
+        with pytest.raises(ValueError, match="expected routing of a model with 8 experts a layer; got 6"):
+            replay(Decoder(more), random_params(more), of)
     arguments, routed = records(trajectory)
     with pytest.raises(ValueError, match="expected experts with routed_experts, and neither alone; got experts=None"):
         Trajectory.from_records(**arguments, routed_experts=routed)
