@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from smd_jax.devices.sharding import shard_tree
 from smd_jax.environments.processes import EnvironmentsHere
 from smd_jax.eviction.policies import Dense
 from smd_jax.learner.config import UpdateConfig
@@ -24,6 +25,7 @@ from smd_jax.sampler.conversation_loop import ConversationConfig
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop, advantages
+from smd_jax.train.policy_learner import PolicyLearner
 from smd_jax.train.samples import Samples, select_groups
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import run, share_programs
@@ -150,6 +152,33 @@ def test_each_context_has_the_advantage_of_its_conversation():
     expected = np.asarray(advantages(CONFIG, samples.rewards))
     np.testing.assert_array_equal(np.asarray(of_rows).reshape(8, 3), np.repeat(expected[:, None], 3, axis=1))
     np.testing.assert_array_equal(np.asarray(counted), samples.counted_rows)
+
+
+def test_the_penalty_of_all_contexts_is_in_the_reward(monkeypatch: pytest.MonkeyPatch):
+    """With kl_in_reward, before the group's mean: here one for each sampled token."""
+    loop, samples = new_loop(), sampled()
+    seen = list[Any]()
+    monkeypatch.setattr(
+        PolicyLearner, "kl_penalty", lambda self, state, drawn, counted: (drawn.response_mask.astype(jnp.float32), {})
+    )
+    monkeypatch.setattr(
+        PolicyLearner, "take_steps", lambda self, state, batch: (seen.append(batch.advantages) or state, {})
+    )
+    loop.learn(single.new_state(), samples)
+    lengths = np.asarray(samples.trajectory.lengths()).reshape(8, 3).sum(axis=1)
+    expected = np.asarray(advantages(CONFIG, samples.rewards - lengths))
+    np.testing.assert_allclose(np.asarray(seen[0]).reshape(8, 3), np.repeat(expected[:, None], 3, axis=1), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_same_step():
+    loop = new_loop()
+    state, metrics = loop.step(single.new_state())
+    other = dataclasses.replace(loop, mesh=single.make_mesh(2, 1, 1))
+    with_mesh, over_mesh = other.step(shard_tree(jax.device_get(single.new_state()), other.mesh))
+    for name in ("reward", "conversations/contexts", "completions/mean_length", "loss", "grad_norm"):
+        assert over_mesh[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), state.params, with_mesh.params)
 
 
 def test_groups_are_chosen_with_all_their_contexts():
