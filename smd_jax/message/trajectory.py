@@ -85,8 +85,7 @@ class Trajectory(struct.PyTreeNode):
 
         Rows have no padding (`smd_jax.message.foreign_tokens.unpad` removes it). Tokens, queries and keys are numbered
         by their position in their own row: prompt 0 … p-1, response p … n-1. Give exactly one of `kept`, `dropped`,
-        `evicted_at` and `visible`, with one entry per row. Keys must have been cached after RoPE at these positions,
-        and must not have been changed or merged.
+        `evicted_at` and `visible`, one entry per row. Keys must be cached after RoPE at these positions, unchanged.
 
         Args:
           prompts, responses: token ids. A response includes its end-of-sequence token, if any.
@@ -97,7 +96,7 @@ class Trajectory(struct.PyTreeNode):
             query `after`, only these keys were kept. Heads may keep different numbers of keys.
           dropped: like `kept`, with the evicted keys.
           evicted_at: `[layers, kv_heads, n]` first query that did not see a key, n or more for a key that was never
-            evicted. The first two axes may be 1 if layers or heads share them.
+            evicted. The first two axes may be 1 if shared.
           visible: `[layers, kv_heads, n, n]` booleans, query before key; axes of 1 as in `evicted_at`.
           support: the tokens that pass the sampler's filters, see `DrawableTokens.from_csr`; None: all tokens.
           routed_experts, experts: of a model with experts, see `smd_jax.message.foreign_routing`; None: not recorded.
