@@ -123,9 +123,9 @@ class Compacted(NamedTuple):
     """Conversations of several contexts.
 
     Attributes:
-      trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side. A context that there
-        was not has no valid token. `terminated` is that of the conversation, in each of its rows.
-      present: of its rows, which are contexts that there were.
+      trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side. Rows without a context
+        have no valid token. `terminated` is that of the conversation, in each of its rows.
+      present: its rows that hold a context.
       endings: of the conversations.
       stats: of each context's batch of conversations.
     """

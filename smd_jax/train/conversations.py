@@ -107,7 +107,7 @@ class ConversationBatch(NamedTuple):
 
     Attributes:
       trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side.
-      present: of its rows, which are contexts that there were.
+      present: its rows that hold a context.
       conversations: as text.
       stats: of each context's batch of conversations.
       seconds: that sampling took, environments included.

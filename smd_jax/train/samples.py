@@ -28,7 +28,7 @@ class Samples(NamedTuple):
       task_rows: the task row of each completion.
       completions: their texts.
       counted_rows: `[rows]`, false for rows that the update leaves out: completions without a reward or a signal, and
-        contexts that there were not; None: all count.
+        rows without a context; None: all count.
       metrics: metrics of all sampled completions, including those that are left out.
       reward_parts: float32 `[batch]` for each function of `Loop.rewards`, NaN where it failed or does not apply; empty
         where the task's own reward grades.
@@ -77,7 +77,7 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
     contexts = rollouts[0].contexts
     of_trajectory = (rows[:, None] * contexts + np.arange(contexts)).reshape(-1)
     counted_rows = np.repeat(np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]), contexts)
-    if contexts > 1:  # contexts that there were not
+    if contexts > 1:  # rows without a context
         counted = [samples.counted_rows for samples in rollouts if samples.counted_rows is not None]
         counted_rows &= np.concatenate(counted)[of_trajectory]
     trajectories = [samples.trajectory for samples in rollouts]
