@@ -8,7 +8,8 @@ Set-up     Four conversations, float32, temperature 0.5, a buffer of 16; a budge
            Times are those of a second call, without compilation; CPU seconds are those of all threads.
 Wrong      `wrong_max_abs`: the replay with every key of a row, as if nothing had been folded or evicted. It is right
            where nothing was: in the text without a budget.
-Result     experiments/results/folds.json, a row for each way
+Result     experiments/results/folds.json, a row for each way: replay off by 5.7e-5 nats at most; with every key by 2.0
+           to 5.3, where keys were folded or evicted.
 """
 
 from __future__ import annotations
