@@ -27,7 +27,7 @@ _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _PAIRS = np.array([[(-1) ** (half >> 3) * _VALUES[half & 7] for half in (byte & 15, byte >> 4)] for byte in range(256)])
 _NAN = 255
 _BIAS = 127
-_ROWS = 2**15  # groups at once, which take 4 MiB in float32
+_ROWS = 2**13  # groups at once, which take 1 MiB in float32
 
 
 def dequantised(

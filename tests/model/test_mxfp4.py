@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.devices.sharding import make_mesh, shard_tree
-from smd_jax.model.mxfp4 import dequantised
+from smd_jax.model.mxfp4 import Mxfp4Slice, dequantised
+from smd_jax.model.stored_tensors import Holder, read_part
+from smd_jax.model.tensor_table import Leaf, StoredTensor
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from tests.bitwise import assert_bitwise_equal
 from tests.model.test_family_logits import GOLDEN, assert_close, batch_of, logits, torch_logits
@@ -139,6 +142,22 @@ def test_parts_are_read_onto_a_mesh(checkpoint: Path):
     part = found["layers_0"]["mlp"]["experts"]["gate_proj"].addressable_shards[0].data
     assert part.shape == (2, 16, WIDTH)
     assert_bitwise_equal(found, shard_tree(whole, mesh))
+
+
+def test_the_host_holds_no_more_than_a_tensor():
+    """At most 1.2 times what is read, as with plain weights."""
+    rng, (experts, width) = np.random.default_rng(0), (32, 512)
+    blocks = rng.integers(0, 256, (experts, 2 * width, width // 32, 16), dtype=np.uint8)
+    leaves = Leaf("gate", (experts, width, width)), Leaf("up", (experts, width, width))
+    scales = np.full(blocks.shape[:-1], 120, np.uint8)
+    holder = Holder(Mxfp4Slice(blocks, scales), StoredTensor(leaves, in_turns=True))
+    tracemalloc.start()
+    try:
+        part = read_part([holder], leaves[0], tuple((0, side) for side in leaves[0].shape), "float32")
+        peak = tracemalloc.get_traced_memory()[1] / part.nbytes
+    finally:
+        tracemalloc.stop()
+    assert 1 <= peak < 1.2
 
 
 def test_an_export_has_plain_weights(checkpoint: Path, tmp_path: Path):
