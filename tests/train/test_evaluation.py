@@ -217,7 +217,7 @@ def test_texts(text, decode):
     [
         (
             "snapk:512",
-            r"expected one of the eviction policies dense, gate, h2o, .*tova, or one of your own .*; got 'snapk'",
+            r"expected one of the eviction policies dense, gate, h2o, .*on_tokens, .* or one of your own .*'snapk'",
         ),
         ("snapkv", r"expected a budget of keys, as in snapkv:512; got 'snapkv'"),
         ("dense:512", r"expected no budget for dense, which keeps all keys; got 'dense:512'"),
