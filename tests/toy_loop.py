@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import jax
@@ -21,7 +23,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
-from smd_jax.tasks.task import Task
+from smd_jax.tasks.task import Prompt, Row, Task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.train import policy_learner
@@ -36,6 +38,22 @@ EOS, PAD = 258, 256
 MODEL = Decoder(tiny_model_config(max_positions=32, num_layers=1))
 SORT = (("num_digits", 3), ("num_distractors", 4), ("partial_credit", True))
 TASK = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
+
+
+class Sevens:
+    """The same prompts; the reward is the share of one symbol in the completion, which is easy to learn."""
+
+    def __len__(self) -> int:
+        return len(TASK)
+
+    def __getitem__(self, index: int) -> Row:
+        return TASK[index]
+
+    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        return [text.count("7") / max(len(text), 1) for text in completions]
+
+
+SEVENS = Sevens()
 ROLLOUT = RolloutConfig(max_new_tokens=5, budget=5, buffer=2, eos_token_id=EOS, pad_token_id=PAD)
 CONFIG = GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O(), rollout=ROLLOUT)
 DISTILLED = dataclasses.replace(CONFIG, update=UpdateConfig(distill=DistillConfig(fraction=0.5), microbatch_size=4))

@@ -246,20 +246,6 @@ def test_h2o_one_eviction_a_step():
             assert (run.evicted_at[b, h, [start + j for j in attention]] == NEVER).all()
 
 
-@pytest.mark.parametrize(("budget", "buffer"), [(9, 3), (7, 5)])
-def test_streaming_llm_in_closed_form(budget: int, buffer: int):
-    """A key leaves at the first compression after which it is no longer among the newest `budget - sinks`."""
-    run = run_one_layer(StreamingLLM(sinks=2), budget, buffer)
-    columns = WIDTH + RESPONSE
-    compressions = range(WIDTH, columns, buffer)
-    for b, length in enumerate([11, 2, 7]):
-        start = WIDTH - length
-        for j in range(start, columns):
-            times = [n for n in compressions if n - j > budget - 2] if j - start >= 2 else []
-            assert (run.evicted_at[b, :, j] == (times[0] if times else NEVER)).all()
-        assert (run.evicted_at[b, :, :start] == 0).all()
-
-
 # Budgets and protections.
 
 

@@ -45,8 +45,10 @@ from tests.toy_loop import (
     MODEL,
     PAD,
     ROLLOUT,
+    SEVENS,
     TASK,
     TOKENIZER,
+    Sevens,
     new_loop,
     new_state,
     optimizer,
@@ -411,7 +413,7 @@ def test_who_the_old_policy_is():
 
 @pytest.mark.slow
 def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
-    class Recording(Letters):
+    class Recording(Sevens):
         def __getitem__(self, index: int) -> Row:
             visited.append(index)
             return TASK[7]  # always one prompt, so that only the random numbers differ
@@ -419,7 +421,7 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
     orders = []
     for minibatches in (1, 2):
         visited: list[int] = []
-        loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches), Recording("7"))
+        loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches), Recording())
         run(loop, new_state(), 3)
         orders.append(visited)
     assert orders[0] == orders[1], "the order of the rows must not depend on the number of optimizer steps"
@@ -483,24 +485,8 @@ def test_six_steps_equal_three_and_three(tmp_path):
 # --- it learns
 
 
-@dataclass(frozen=True)
-class Letters:
-    """The prompts of the sorting task; the reward is the share of one symbol in the completion."""
-
-    symbol: str
-
-    def __len__(self) -> int:
-        return len(TASK)
-
-    def __getitem__(self, index: int) -> Row:
-        return TASK[index]
-
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        return [text.count(self.symbol) / max(len(text), 1) for text in completions]
-
-
 def test_an_easy_reward_rises():
-    _, rows = run(new_loop(task=Letters("7")), new_state(), 30)
+    _, rows = run(new_loop(task=SEVENS), new_state(), 30)
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > 0.7, rewards
@@ -575,13 +561,13 @@ def test_a_prompt_that_is_too_long():
 
 
 def test_a_reward_that_is_no_number():
-    class Broken(Letters):
+    class Broken(Sevens):
         def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]):
             return [float("nan")] * len(completions)
 
     message = "reward 'reward' failed on completion 0: expected a finite float32 or None; got nan"
     with pytest.warns(RewardWarning, match=message), pytest.raises(TooManyFailures, match=f"got 8 of 8.*{message}"):
-        new_loop(task=Broken("7")).step(new_state())
+        new_loop(task=Broken()).step(new_state())
 
 
 def test_prompts_are_read_in_numbers_that_divide_over_the_devices():

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 from unittest import mock
 
 import jax
@@ -16,14 +15,14 @@ from smd_jax.learner.dpo_update import DPOUpdateConfig, make_dpo_update
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.monitor.metrics_log import METRICS
-from smd_jax.tasks.task import Row, Task
+from smd_jax.tasks.task import Task
 from smd_jax.train import online_dpo
 from smd_jax.train.minibatches import minibatches
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.samples import Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG as GRPO
-from tests.toy_loop import MODEL, TASK, TOKENIZER, optimizer, run, shared_replay, warm_params
+from tests.toy_loop import MODEL, SEVENS, TASK, TOKENIZER, optimizer, run, shared_replay, warm_params
 
 CONFIG = OnlineDPOConfig(
     prompts_per_step=4,
@@ -162,22 +161,9 @@ def test_a_completion_without_an_end_may_be_punished():
 # --- it learns
 
 
-class Sevens:
-    """The prompts of the sorting task; the reward is the number of one symbol in the completion."""
-
-    def __len__(self) -> int:
-        return len(TASK)
-
-    def __getitem__(self, index: int) -> Row:
-        return TASK[index]
-
-    def reward(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        return [float(text.count("7")) for text in completions]
-
-
 @pytest.mark.slow
 def test_what_is_rewarded_becomes_frequent():
-    loop, state = new_loop(task=Sevens()), new_state()
+    loop, state = new_loop(task=SEVENS), new_state()
 
     def share(state: TrainState) -> float:
         texts = loop.collect(state, 99).completions

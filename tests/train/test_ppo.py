@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
 from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.runs import checkpoint
-from smd_jax.tasks.task import Prompt, Task
+from smd_jax.tasks.task import Task
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
@@ -32,7 +31,7 @@ from tests.bitwise import assert_bitwise_equal
 from tests.corrections.test_corrections import CORRECTIONS
 from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, TEMPERATURE, WIDTH, distance, trajectory
 from tests.toy_loop import MODEL as LOOP_MODEL
-from tests.toy_loop import ROLLOUT, TASK, TOKENIZER, optimizer, run, share_programs, warm_params
+from tests.toy_loop import ROLLOUT, SEVENS, TASK, TOKENIZER, Sevens, optimizer, run, share_programs, warm_params
 
 CONFIG = PPOConfig(prompts_per_step=4, group_size=2, prompt_width=WIDTH, policy=H2O(), rollout=ROLLOUT, gamma=0.9)
 CRITIC = ValueConfig(coef=0.5, clip_range=0.3)
@@ -250,19 +249,6 @@ LOOP = PPOConfig(prompts_per_step=16, group_size=1, prompt_width=9, policy=H2O()
 TWICE = dataclasses.replace(LOOP, minibatches=2, num_iterations=2)
 
 
-class Letters:
-    """The prompts of the sorting task; the reward is the share of one symbol in the completion."""
-
-    def __len__(self) -> int:
-        return len(TASK)
-
-    def __getitem__(self, index: int):
-        return TASK[index]
-
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        return [text.count("7") / max(len(text), 1) for text in completions]
-
-
 @functools.cache
 def new_loop(config: PPOConfig = LOOP, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER) -> PPOLoop:
     loop = PPOLoop(LOOP_MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
@@ -293,7 +279,7 @@ def test_steps(visibility, config):
 @pytest.mark.slow
 def test_it_learns():
     """Rewards rise, and the critic comes to know them."""
-    _, rows = run(new_loop(TWICE, Letters()), new_state(), 25)
+    _, rows = run(new_loop(TWICE, SEVENS), new_state(), 25)
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > 0.7, rewards
@@ -351,7 +337,7 @@ def test_a_run_resumes_bitwise_with_its_critic(tmp_path):
 
 
 def test_parameters_without_a_value_head():
-    class Unread(Letters):
+    class Unread(Sevens):
         def __getitem__(self, index: int):
             raise AssertionError("refused before anything is sampled")
 
