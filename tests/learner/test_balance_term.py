@@ -16,6 +16,7 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import response_hidden_and_router
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
+from smd_jax.message.tree import Branch, to_trajectory
 from smd_jax.model.decoder import Decoder
 from tests.learner.test_routing_replay import CONFIG, params_of, sampled
 
@@ -56,7 +57,7 @@ def test_the_loss_is_transformers():
 
 
 def test_what_has_no_input():
-    trajectory = replace_routing()
+    trajectory = to_trajectory([Branch([1, 2, 3], [False, False, True])])
     with pytest.raises(ValueError, match="expected a trajectory with recorded routing"):
         response_hidden_and_router(Decoder(CONFIG), params_of(CONFIG), trajectory, trajectory.mask)
     with pytest.raises(ValueError, match="expected no eviction_coef with a BalanceTerm"):
@@ -65,7 +66,3 @@ def test_what_has_no_input():
         UpdateConfig(microbatch_size=2, pack_columns=24, terms=(BalanceTerm(6),))
     with pytest.raises(ValueError, match="expected a finite coef >= 0; got -1.0"):
         replace(BalanceTerm(6), coef=-1.0)
-
-
-def replace_routing() -> Any:
-    return sampled(CONFIG, "H2O").replace(routing=None)

@@ -227,7 +227,7 @@ def test_rows_longer_than_the_context():
                 "microbatch_size": 2,
                 "distill": DistillConfig(direction="forward", coef=0.5, fraction=0.5),
             },
-            "expected distillation of all rows and columns",
+            "expected distillation of all rows with pack_columns",
         ),
     ],
 )
