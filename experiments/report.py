@@ -20,10 +20,12 @@ from lib.starts import cells_of_two_starts, check_one_start
 from reporting import appendix, body, figure, front
 from reporting.cells import MapCell, cells_of, showdown_of
 from reporting.page import reflow
+from reporting.room import first_cell
 
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
 FILES = (
+    "room.json",
     *("map.json", "map_rates.json", "choices.json", "horizon.json", "horizon_rates.json", "horizon_weights.json"),
     *("gradients.json", "eviction_action.json", "real_model.json", "mismatch_smollm2.json"),
 )
@@ -66,16 +68,14 @@ def cells(rows: dict[str, list[Row]]) -> list[MapCell]:
 
 def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     """Path -> text of both pages."""
-    showdown, found = showdown_of(rows["map"]), cells(rows)
-    collapse_rows = [row for name in ("map", "horizon", "map_rates") for row in rows[name]]
-    first = front.page(showdown, found, rows["real_model"], collapse_rows)
-    report = first + "\n" + body.text(rows, showdown, found)
-    return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(rows, showdown, found))}
+    room, showdown, found = first_cell(rows["room"]), showdown_of(rows["map"]), cells(rows)
+    report = front.page(room, found, rows["real_model"]) + "\n" + body.text(rows, showdown, found)
+    return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(rows, room, showdown, found))}
 
 
 def digest(rows: dict[str, list[Row]]) -> str:
     """Hash of the rows in the figure."""
-    return hashlib.sha256(repr((cells(rows), rows["real_model"])).encode()).hexdigest()
+    return hashlib.sha256(repr(first_cell(rows["room"])).encode()).hexdigest()
 
 
 def stale(rows: dict[str, list[Row]]) -> list[Path]:
@@ -102,7 +102,7 @@ def main(args: Args) -> None:
             print(f"expected the pages of the committed rows; got others in {names}. Run python experiments/report.py")
             sys.exit(1)
         return
-    figure.draw(cells(rows), showdown_of(rows["map"]), rows["real_model"], RESULTS / front.FIGURE, digest(rows))
+    figure.draw(first_cell(rows["room"]), RESULTS / front.FIGURE, digest(rows))
     for path, text in pages(rows).items():
         write_text(path, text)
         print(f"{path.relative_to(ROOT)}: {len(text.encode())} bytes")

@@ -8,9 +8,10 @@ from lib.files import Row
 from reporting import others, real_model, walks
 from reporting.cells import MapCell, all_arms, every_table
 from reporting.page import LAST_COMMIT, machines
+from reporting.room import RoomCell, full_table
 
 
-def text(rows: dict[str, list[Row]], showdown: MapCell, cells: Sequence[MapCell]) -> str:
+def text(rows: dict[str, list[Row]], room: RoomCell, showdown: MapCell, cells: Sequence[MapCell]) -> str:
     usual = showdown.arms
     by_sampler = "\n\n".join(
         f"{sampler}:\n\n{walks.gains_table(lengths)}" for sampler, lengths in walks.by_sampler(rows["horizon"]).items()
@@ -25,10 +26,17 @@ Tables behind [the report](../REPORT.md), which defines the words. `python exper
 from the rows. ± is a 95 % t interval over seeds, paired by seed; bold: it excludes 0, with three seeds or more. No
 interval is corrected for several comparisons. With two seeds the difference of each seed is given.
 
+## Room and time
+
+The cell of the first page, all arms whose seeds are in. Two rates: the one chosen for the budget, and the one for the
+full cache.
+
+{full_table(room)}
+
 ## All arms
 
-`sorting-12`, TOVA of each head, 11 + 2 of 26 keys, {showdown.seeds} seeds. *Largest Δ log p*: of any token of a
-rollout between sampler and learner, nats, mean over rollouts and seeds.
+The map's cell: `sorting-12`, TOVA of each head, 11 + 2 of 26 keys, {showdown.seeds} seeds. *Largest Δ log p*: of any
+token of a rollout between sampler and learner, nats, mean over rollouts and seeds.
 
 {all_arms(showdown)}
 
