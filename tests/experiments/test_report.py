@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import report
 from lib.files import read_rows, write_rows
 from lib.intervals import Estimate
-from reporting import cells, others, real_model, walks
+from reporting import cells, others, real_model, room, walks
 from reporting.page import compared, difference, holm, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
@@ -50,9 +51,9 @@ def test_pages_of_other_rows_are_stale(
     monkeypatch.setattr(report, "APPENDIX", tmp_path / "appendix.md")
     report.main(report.Args())
     assert report.stale(report.all_rows()) == []
-    changed = read_rows(tmp_path / "map.json")
-    next(row for row in changed if row["arm"] == "tis" and not row["pilot"])["sparse"] += 0.1
-    write_rows(tmp_path / "map.json", changed)
+    changed = read_rows(tmp_path / "room.json")
+    next(row for row in changed if row["arm"] == "shadow" and not row["pilot"])["sparse"] += 0.1
+    write_rows(tmp_path / "room.json", changed)
     with pytest.raises(SystemExit) as ended:
         report.main(report.Args(check=True))
     assert ended.value.code == 1 and "report.png" in capsys.readouterr().out
@@ -63,6 +64,39 @@ def test_a_seed_of_two_starts_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     rows = [row | {"sparse_before": 0.5 + 0.1 * (row["arm"] == "tis" and row["seed"] == 1)} for row in rows_of()]
     write_rows(tmp_path / "map.json", rows)
     assert {row["seed"] for row in report.usable_rows("map.json")} == {0}
+
+
+def room_rows(arms: Sequence[str] = (*room.FRONT, *room.RIVALS)) -> list[dict[str, Any]]:
+    """Every rate is best for one way of decoding; arm number n has n hundredths more than the first."""
+    made = []
+    for place, arm in enumerate(dict.fromkeys(arms)):
+        for rate, better in ((1e-4, "sparse"), (1e-3, "dense")):
+            for seed in (100, *room.SEEDS):
+                rewards = {
+                    kind: 0.01 * place + 0.1 * kind.startswith(better)
+                    for kinds in room.COLUMNS.values()
+                    for kind in kinds
+                }
+                row = {"arm": arm, "seed": seed, "pilot": seed == 100, "learning_rate": rate, "cpu_seconds": 1.0}
+                made.append(row | dict(zip(("task", "policy", "budget"), room.FIRST, strict=True)) | rewards)
+    return made
+
+
+def test_each_column_has_the_rate_of_its_pilot():
+    cell = room.first_cell(room_rows())
+    assert cell.rate("shadow", "budget") == 1e-4 and cell.rate("shadow", "full cache") == 1e-3
+    last = room.RIVALS[-1]  # the highest pilot reward of all dense learners
+    assert cell.best_rival("budget") == cell.best_rival("full cache") == last
+    order = list(dict.fromkeys((*room.FRONT, *room.RIVALS)))
+    expected = 0.01 * (order.index(room.OURS) - order.index("naive"))
+    assert cell.contrast(room.OURS, "naive", "dense_greedy").mean == pytest.approx(expected)
+
+
+def test_nothing_is_reported_before_all_seeds_are_in():
+    rows = room_rows()
+    rows.remove(next(row for row in rows if row["arm"] == "gspo" and row["seed"] == 17))
+    with pytest.raises(ValueError, match="got too few of gspo"):
+        room.first_cell(rows)
 
 
 @pytest.mark.parametrize(("commit", "start"), [("abcdef1+", "a"), ("abcdef1", "b")])

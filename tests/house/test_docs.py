@@ -178,7 +178,7 @@ def test_reference_has_every_package():
 
 RESULTS = ROOT / "experiments" / "results"
 QUOTED = re.compile(r"([+−]\d\.\d{3}) ± (\d\.\d{3})")
-T_975 = {1: 12.706205, 2: 4.302653, 4: 2.776445}  # 97.5 % quantiles of Student's t, by degrees of freedom
+T_975 = {1: 12.706205, 2: 4.302653, 4: 2.776445, 7: 2.364624}  # 97.5 % quantiles of Student's t, by degrees of freedom
 
 
 def difference(after: np.ndarray, before: np.ndarray) -> str:
@@ -194,7 +194,7 @@ def differences(rows: list[dict[str, Any]], arm_of: tuple[str, ...]) -> set[str]
     for row in sorted(rows, key=lambda row: row["seed"]):
         arms.setdefault(tuple(row[name] for name in arm_of), []).append(row)
     found = set()
-    for decoding in ("sparse", "dense"):
+    for decoding in ("sparse", "dense", "sparse_greedy", "dense_greedy"):
         ends = [np.array([row[decoding] for row in runs]) for runs in arms.values()]
         starts = [np.array([row[f"{decoding}_before"] for row in runs]) for runs in arms.values()]
         found |= {difference(after, before) for after, before in itertools.permutations(ends, 2)}
@@ -217,6 +217,9 @@ def test_quoted_intervals_come_from_the_rows(page: Path):
     place = ("sorting-12", "tova-heads", 11)  # where all arms are compared
     arms = [row for row in rows if not row["pilot"] and (row["task"], row["policy"], row["budget"]) == place]
     known = differences(arms, ("arm",))
+    room = json.loads((RESULTS / "room.json").read_text(encoding="utf-8"))
+    first = [row for row in room if not row["pilot"] and (row["task"], row["policy"], row["budget"]) == place]
+    known |= differences(first, ("arm", "learning_rate"))
     walks = json.loads((RESULTS / "horizon.json").read_text(encoding="utf-8"))
     for cell in {(row["task"], row["policy"]) for row in walks}:
         inside = [row for row in walks if (row["task"], row["policy"]) == cell and not row["pilot"]]
