@@ -63,13 +63,12 @@ class CompressionRecord(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of one layer. Static.
+    """The compression of a layer, or of each layer of a run. Static.
 
     Attributes:
       policy: scores the keys.
       budget: number of kept keys.
       buffer: empty slots to append at the right.
-      layer: index of the layer.
       record_parity: record the parity of a quantised cache.
       window: sliding window of this layer, in columns; None: no window.
     """
@@ -77,29 +76,71 @@ class Compression:
     policy: EvictionPolicy
     budget: int
     buffer: int
-    layer: int
     record_parity: bool = False
     window: int | None = None
 
+    def parameters(self, params: Any, layers: range) -> Any:
+        """The policy's parameters of a layer; of several, stacked on a new first axis.
+
+        Args:
+          params: the sampler's parameters.
+        """
+        each = [self.policy.parameters(params, layer) for layer in layers]
+        return each[0] if len(each) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *each)
+
     def __call__(
-        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any
+        self,
+        cache: LayerCache,
+        progress: RowProgress,
+        number: Int[Array, ""],
+        parameters: Any,
+        layer: Int[Array, ""] | int,
     ) -> tuple[LayerCache, CompressionRecord]:
-        """Compresses to `budget + buffer` slots, a few rows at a time.
+        """Compresses one layer to `budget + buffer` slots, a few rows at a time.
 
         Args:
           number: number of the newest query, see `Observation.number`.
-          params: the sampler's parameters, for policies with parameters.
+          parameters: of the policy in this layer.
+          layer: index of the layer.
         """
-        parameters = self.policy.parameters(params, self.layer)
         return row_parts.apart(
-            lambda cache, progress: self._compress(cache, progress, number, parameters), cache, progress
+            lambda cache, progress: self._compress(cache, progress, number, parameters, layer), cache, progress
         )
 
     def in_place(
-        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any, layers: range
     ) -> tuple[LayerCache, CompressionRecord]:
-        """The same for a cache that already has `budget + buffer` slots."""
-        parameters = self.policy.parameters(params, self.layer)
+        """The same for a cache that already has `budget + buffer` slots, of one layer or of a run, layer by layer.
+
+        Args:
+          params: the sampler's parameters, for policies with parameters.
+          layers: whose cache this is.
+
+        Returns:
+          The cache, and the record, for a run with the layers as second axis.
+        """
+        parameters = self.parameters(params, layers)
+        if not kv_cache.of_run(cache):
+            return self._in_place(cache, progress, number, parameters, layers[0])
+
+        def step(run: LayerCache, inputs: tuple[Any, Int[Array, ""]]) -> tuple[LayerCache, CompressionRecord]:
+            own, index = inputs
+            layer = kv_cache.at_layer(run, index)
+            layer, record = self._in_place(layer, progress, number, own, layers[0] + index)
+            return kv_cache.put_layer(run, layer, index), record
+
+        numbers = jnp.arange(len(layers), dtype=jnp.int32)
+        cache, records = jax.lax.scan(step, cache, (parameters, numbers))
+        return cache, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), records)
+
+    def _in_place(
+        self,
+        cache: LayerCache,
+        progress: RowProgress,
+        number: Int[Array, ""],
+        parameters: Any,
+        layer: Int[Array, ""] | int,
+    ) -> tuple[LayerCache, CompressionRecord]:
         # Per-row statistics do not change; as written arrays they would be copied for every part.
         moved = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, cache.states, strict=True))
         fixed = tuple(() if x.per_slot else state for x, state in zip(cache.statistics, cache.states, strict=True))
@@ -113,7 +154,7 @@ class Compression:
         ) -> tuple[LayerCache, CompressionRecord]:
             fixed, progress = read
             slots = slots.replace(states=together(slots.states, fixed))
-            new, record = self._compress(slots, progress, number, parameters)
+            new, record = self._compress(slots, progress, number, parameters, layer)
             left = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, new.states, strict=True))
             return new.replace(states=left), record
 
@@ -121,7 +162,12 @@ class Compression:
         return new.replace(states=together(new.states, fixed)), record
 
     def _compress(
-        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], parameters: Any
+        self,
+        cache: LayerCache,
+        progress: RowProgress,
+        number: Int[Array, ""],
+        parameters: Any,
+        layer: Int[Array, ""] | int,
     ) -> tuple[LayerCache, CompressionRecord]:
         if self.policy.evicts and self.policy.spans is not None:
             cache = kv_cache.empty_first(cache)  # spans leave gaps, which policies do not expect
@@ -134,7 +180,7 @@ class Compression:
         logprob = None
         if self.policy.evicts:
             seen = self._within_window(cache, progress)
-            view = self._view(seen, progress, number, parameters)
+            view = self._view(seen, progress, number, parameters, layer)
             scores = self.policy.score(view)
             _check_scores(self.policy, scores, view)
             kept, evicted = kv_cache.select(scores, seen.valid, self.budget)
@@ -165,9 +211,16 @@ class Compression:
         cache, parity = kv_cache.quantize(cache, cache.quantized, progress.segment_start)
         return cache, parity if self.record_parity else None
 
-    def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], parameters: Any) -> CacheView:
+    def _view(
+        self,
+        cache: LayerCache,
+        progress: RowProgress,
+        number: Int[Array, ""],
+        parameters: Any,
+        layer: Int[Array, ""] | int,
+    ) -> CacheView:
         # One PRNG key per row, compression and layer.
-        rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), self.layer))
+        rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), layer))
         keys, values = kv_cache.full_precision(cache)
         return CacheView(
             keys=keys,

@@ -9,6 +9,9 @@ After the last slot is written the layer is compressed to its `budget` best keys
 row and head writes the same slot at the same step, an in-place update of one slice.
 
 In a quantised cache the kept keys are codes, and only the buffer is in full precision.
+
+Equal layers may share a LayerCache, for a model that loops over them. All its arrays then have the layers as second
+axis.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ class LayerCache(struct.PyTreeNode):
       quantized: keys and values of the left slots, or None if all are in full precision.
       states: of the statistics, in their order.
       statistics: those of the policy. Static.
+
+    Shapes are those of one layer; of a run of layers, `[batch, layers, …]`.
     """
 
     keys: Float[Array, "batch kv_heads precise head_dim"]
@@ -58,8 +63,35 @@ class LayerCache(struct.PyTreeNode):
     def valid(self) -> Bool[Array, "batch kv_heads slots"]:
         return self.columns != EMPTY
 
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self.columns.shape[-1]
 
-KVCache = tuple[LayerCache, ...]  # one entry per layer; sizes may differ between layers
+
+KVCache = tuple[LayerCache, ...]  # one entry per layer or run of equal layers; sizes may differ
+
+
+def of_run(cache: LayerCache) -> bool:
+    """Whether this is the cache of a run of layers."""
+    return cache.columns.ndim == 4
+
+
+def at_layer(run: Any, index: Int[Array, ""] | int) -> Any:
+    """One layer's part of a pytree of arrays `[batch, layers, …]`."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), run)
+
+
+def put_layer(run: Any, part: Any, index: Int[Array, ""] | int) -> Any:
+    """A pytree of arrays `[batch, layers, …]` with another part of one layer; an update in place."""
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, axis=1), run, part)
+
+
+def each_layer(f: Callable[..., Any], cache: LayerCache, *others: Any) -> Any:
+    """`f` of a layer's cache, or of the cache of every layer of a run; `others` are the same for all layers."""
+    if not of_run(cache):
+        return f(cache, *others)
+    return jax.vmap(lambda layer: f(layer, *others), in_axes=1, out_axes=1)(cache)
 
 
 def no_keys(statistics: tuple[Statistic[Any], ...], shape: CacheShape) -> LayerCache:
@@ -82,19 +114,29 @@ def write(
     k: Float[Array, "batch kv_heads tokens head_dim"],
     v: Float[Array, "batch kv_heads tokens head_dim"],
     columns: Int[Array, "batch tokens"],
+    layer: Int[Array, ""] | int | None = None,
 ) -> LayerCache:
     """Writes keys and values of consecutive tokens to the slots from `slot` on, and resets their statistics. Tokens
-    without a column (-1: finished rows, padding) leave their slots empty."""
+    without a column (-1: finished rows, padding) leave their slots empty.
+
+    Args:
+      layer: which one of a run; None: the cache is of one layer.
+    """
     # The buffer's arrays begin after the quantised slots.
-    own = slot if cache.quantized is None else slot - cache.quantized.keys.shape[2]
+    own = slot if cache.quantized is None else slot - cache.quantized.keys.shape[-2]
     columns = jnp.broadcast_to(columns[:, None], k.shape[:3]).astype(jnp.int32)
 
     # One slice, the same in all rows, so that the compiler updates the buffer in place.
     def put(x: Array, new: Array, at: Int[Array, ""]) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), at, axis=2)
+        new = new.astype(x.dtype)
+        if layer is None:
+            return jax.lax.dynamic_update_slice_in_dim(x, new, at, axis=2)
+        start = (0, layer, 0, at, *(0,) * (x.ndim - 4))
+        return jax.lax.dynamic_update_slice(x, new[:, None], start)
 
     def forget(x: Array) -> Array:
-        return put(x, jnp.zeros((*k.shape[:3], *x.shape[3:]), x.dtype), slot)
+        after = x.shape[3:] if layer is None else x.shape[4:]
+        return put(x, jnp.zeros((*k.shape[:3], *after), x.dtype), slot)
 
     cache = cache.replace(
         keys=put(cache.keys, k, own), values=put(cache.values, v, own), columns=put(cache.columns, columns, slot)
@@ -102,11 +144,11 @@ def write(
     return _map_states(forget, cache)
 
 
-def drop(cache: LayerCache, evicted: Bool[Array, "batch kv_heads slots"]) -> LayerCache:
+def drop(cache: LayerCache, evicted: Bool[Array, "batch *layers kv_heads slots"]) -> LayerCache:
     """Empties slots in place, between others that stay full, and zeroes their statistics."""
 
     def forget(x: Array) -> Array:
-        return jnp.where(evicted.reshape(*evicted.shape, *(1,) * (x.ndim - 3)), jnp.zeros((), x.dtype), x)
+        return jnp.where(evicted.reshape(*evicted.shape, *(1,) * (x.ndim - evicted.ndim)), jnp.zeros((), x.dtype), x)
 
     return _map_states(forget, cache.replace(columns=jnp.where(evicted, EMPTY, cache.columns)))
 

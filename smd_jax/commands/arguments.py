@@ -47,6 +47,7 @@ class ModelArgs(ModelSource):
 
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass recomputes
+    scan_layers: bool = False  # a loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
     lora_r: Basic[int | None] = None  # rank of the LoRA adapters, which are then all that is trained; None: no LoRA
     lora_alpha: float = 32.0  # adapters are scaled by alpha / rank
     lora_target_modules: tuple[LoraTarget, ...] = ALL_TARGETS  # projections of every layer that get adapters

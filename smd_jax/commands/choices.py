@@ -47,11 +47,11 @@ BOUNDS: Mapping[str, frozenset[str]] = {
 }
 
 
-def decoder(config: ModelConfig, attention: AttentionName, remat: Remat = "none") -> Decoder:
+def decoder(config: ModelConfig, attention: AttentionName, remat: Remat = "none", scan_layers: bool = False) -> Decoder:
     """The model with the platform's fastest attention, or with plain JAX."""
     if attention == "portable":
-        return Decoder(config, remat, impl="portable", decode_impl="xla")
-    return Decoder(config, remat)
+        return Decoder(config, remat, impl="portable", decode_impl="xla", scan_layers=scan_layers)
+    return Decoder(config, remat, scan_layers=scan_layers)
 
 
 def eviction_policy(args: SamplerArgs) -> EvictionPolicy:

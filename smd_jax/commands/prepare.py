@@ -105,7 +105,7 @@ def prepare(args: Common) -> Prepared:
         if task is not None:
             check_reachable(task, tokenizer, config.vocab_size)
     check_context(data.width, args.sampler.max_completion_length, config)
-    model = decoder(config, args.device.attention, args.model.gradient_checkpointing)
+    model = decoder(config, args.device.attention, args.model.gradient_checkpointing, args.model.scan_layers)
     exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, ends)
     check_export_source(config, directory, exported)
     loop = make_loop(args, model, data, tokenizer, ends)

@@ -375,18 +375,22 @@ def constrain_tree(tree: Any) -> Any:
     return jax.lax.with_sharding_constraint(tree, specs)
 
 
-def constrain_rows(tree: Any) -> Any:
+def constrain_rows(tree: Any, heads_axis: int = 1) -> Any:
     """Pins arrays `[rows, ...]` of a sampler's state to the batch axes, and those of its cache `[rows, heads, ...]`
-    also to the tensor axis. Scalars are ignored. Without a mesh does nothing."""
+    also to the tensor axis. Scalars are ignored. Without a mesh does nothing.
+
+    Args:
+      heads_axis: 2 for the cache of a run of layers, `[rows, layers, heads, ...]`.
+    """
     mesh = _mesh()
     if mesh is None:
         return tree
 
     def pin(x: Array) -> Array:
-        if x.ndim < 3:
+        if x.ndim < 2 + heads_axis:
             return constrain(x) if x.ndim else x
         # Heads that the tensor axis does not divide are replicated.
-        heads = "tensor" if x.shape[1] % mesh.shape["tensor"] == 0 else None
-        return jax.lax.with_sharding_constraint(x, P(BATCH, heads))
+        heads = "tensor" if x.shape[heads_axis] % mesh.shape["tensor"] == 0 else None
+        return jax.lax.with_sharding_constraint(x, P(BATCH, *(None,) * (heads_axis - 1), heads))
 
     return jax.tree.map(pin, tree)

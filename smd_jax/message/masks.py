@@ -198,6 +198,19 @@ def record_evictions(
     return evicted_at.at[rows, heads, target].set(jnp.broadcast_to(now, target.shape), mode="drop")
 
 
+def record_of_run(
+    evicted_at: Int[Array, "batch *layers kv_heads columns"],
+    dropped: Int[Array, "batch *layers kv_heads slots"],
+    now: Int[Array, "#batch 1 #slots"],
+) -> Int[Array, "batch *layers kv_heads columns"]:
+    """`record_evictions` of a layer, or of several layers at once, which are the second axis."""
+
+    def together(x: Array) -> Array:
+        return x.reshape(x.shape[0], -1, x.shape[-1])
+
+    return record_evictions(together(evicted_at), together(dropped), now).reshape(evicted_at.shape)
+
+
 def layer_mask(mask: Mask, index: int) -> LayerMask:
     """The mask of one layer, still broadcastable over batch and KV heads."""
     if isinstance(mask, ShadowMask):
@@ -299,6 +312,7 @@ __all__ = [
     "layer_mask",
     "positions",
     "record_evictions",
+    "record_of_run",
     "to_visible",
     "windowed",
 ]

@@ -18,6 +18,8 @@ from smd_jax.model.modules import from_nnx as from_nnx
 from smd_jax.model.modules import from_equinox as from_equinox
 from smd_jax.model.weights import load_checkpoint as load_checkpoint
 from smd_jax.model.weights import save_checkpoint as save_checkpoint
+from smd_jax.model.stacked_params import stack_params as stack_params
+from smd_jax.model.stacked_params import unstack_params as unstack_params
 from smd_jax.model.lora import LoraConfig as LoraConfig
 from smd_jax.model.lora import add_lora as add_lora
 from smd_jax.model.lora import base_params as base_params

@@ -32,7 +32,8 @@ adapters in the parameters, see `smd_jax.model.lora`. The parameters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -45,11 +46,22 @@ from smd_jax.config import Activation, ModelConfig, check_choice
 from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_embedding
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
+from smd_jax.model.layer_runs import (
+    carry_layers,
+    carry_one_by_one,
+    equal_runs,
+    run_layers,
+    run_of,
+    stack,
+    state_kind,
+    unstack,
+)
 from smd_jax.model.lora import LORA, variables_of
 from smd_jax.model.mixture import Mixture, Routing
 from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, Routed, RoutingShape
 from smd_jax.model.rope import Rope, rope_tables, rotate
+from smd_jax.model.stacked_params import layer_of, layers_of, stack_params
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 from smd_kernels.reference import product_precision, soft_capped
 
@@ -228,14 +240,37 @@ class Layer(nn.Module):
 # that attention and elementwise operations are recomputed.
 Remat = Literal["none", "full", "dots"]
 
+# Attention's products have batch dimensions, products with weights have none (`flat`).
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 # A jitted layer, which JAX traces and lowers once for all layers of the same shapes. Defined here instead of in
 # `setup`, so that calls outside `jax.jit` hit the cache. `attend` is static: argument 3 after self.
 _JITTED_LAYER = nn.jit(Layer, static_argnums=(3,))
 _REMAT_LAYER = nn.jit(nn.remat(Layer, static_argnums=(3,)), static_argnums=(3,))
-# Attention's products have batch dimensions, products with weights have none (`flat`).
-_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _DOTS_LAYER = nn.jit(nn.remat(Layer, policy=_DOTS, static_argnums=(3,)), static_argnums=(3,))
 _LAYERS: dict[Remat, Any] = {"none": _JITTED_LAYER, "full": _REMAT_LAYER, "dots": _DOTS_LAYER}
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """A layer as a function of its variables, for a loop over layers; see `smd_jax.model.layer_runs`."""
+
+    config: ModelConfig
+    mixture: bool
+    remat: Remat
+    attend: Attend
+
+    def __call__(
+        self, variables: dict[str, Any], rope: Rope | None, x: Array, state: LayerState
+    ) -> tuple[Array, LayerState]:
+        layer = Layer(self.config, self.mixture, parent=None)
+
+        def apply(variables: dict[str, Any], rope: Rope | None, x: Array, state: LayerState) -> Any:
+            return layer.apply(variables, x, rope, self.attend, state)
+
+        if self.remat != "none":
+            # In a loop, the compiler cannot merge a recomputed product with the one of the forward pass.
+            apply = jax.checkpoint(apply, policy=_DOTS if self.remat == "dots" else None, prevent_cse=False)
+        return apply(variables, rope, x, state)
 
 
 class Head(nn.Module):
@@ -266,6 +301,8 @@ class Decoder(nn.Module):
       impl, sizes: attention implementation of the teacher-forced pass and of prefill, and its block sizes, see
         `smd_jax.model.attention.attend`. None chooses the fastest that can run.
       decode_impl: attention implementation of decoding, see `smd_jax.model.attention.decode`.
+      scan_layers: loop over runs of at least four equal layers, so that compile time does not grow with the depth. On
+        CPUs a rollout is slower that way, see docs/models.md. False: every layer is compiled by itself.
     """
 
     config: ModelConfig
@@ -273,6 +310,7 @@ class Decoder(nn.Module):
     impl: Implementation | None = None
     sizes: BlockSizes | None = None
     decode_impl: DecodeImplementation | None = None
+    scan_layers: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.remat, bool):
@@ -322,12 +360,65 @@ class Decoder(nn.Module):
             # The factor is in the compute dtype, as Gemma was trained: in bfloat16 the root of 1,152 is 34.
             x = x * jnp.asarray(c.hidden_size**0.5, c.dtype)
         x = _times(x, c.embedding_multiplier)
-        new = []
-        for index, (layer, state) in enumerate(zip(self.layers, layers, strict=True)):
-            rope = ropes[0] if c.window(index) is None else ropes[-1]
-            x, state = layer(x, rope if c.has_rope(index) else None, attend, state)
-            new.append(state)
-        return self.norm(x), tuple(new)
+        x, new = self._all_layers(x, ropes, attend, layers)
+        return self.norm(x), new
+
+    def _all_layers(
+        self, x: Array, ropes: Ropes, attend: Attend, layers: tuple[LayerState, ...]
+    ) -> tuple[Array, tuple[LayerState, ...]]:
+        """All layers in order, runs of equal ones in a loop."""
+        new: list[LayerState] = []
+        first = 0
+        for states in self._in_runs(layers):
+            run = run_of(states[0])
+            here = range(first, first + (len(states) if run is None else run.layers))
+            first = here.stop
+            weights = layers_of(self.variables, here) if len(here) > 1 else None
+            rope = self._rope(here[0], ropes)
+            one = OneLayer(self.config, self.config.is_mixture(here[0]), self.recomputed, attend)
+            if weights is not None and run is not None:
+                x, state = carry_layers(one, weights, rope, x, states[0])
+                new.append(state)
+            elif weights is not None:
+                x, stacked = run_layers(one, weights, rope, x, stack(states))
+                new.extend(unstack(stacked, len(here)))
+            elif run is not None:  # its layers differ in their adapters
+                parts = [layer_of(self.variables, index) for index in here]
+                x, state = carry_one_by_one(one, parts, rope, x, states[0])
+                new.append(state)
+            else:
+                for index, state in zip(here, states, strict=True):
+                    x, state = self._layer(index, x, self._rope(index, ropes), attend, state)
+                    new.append(state)
+        return x, tuple(new)
+
+    def _layer(
+        self, index: int, x: Array, rope: Rope | None, attend: Attend, state: LayerState
+    ) -> tuple[Array, LayerState]:
+        if self.is_initializing() or f"layers_{index}" in self.variables["params"]:
+            return self.layers[index](x, rope, attend, state)
+        one = OneLayer(self.config, self.config.is_mixture(index), self.recomputed, attend)
+        return one(layer_of(self.variables, index), rope, x, state)
+
+    def _in_runs(self, layers: tuple[LayerState, ...]) -> Iterator[Sequence[LayerState]]:
+        """The states of each run; a state that several layers share is alone."""
+        if not self.scan_layers or self.is_initializing() or any(run_of(state) is not None for state in layers):
+            yield from ((state,) for state in layers)
+            return
+        kinds = [(self._kind(index), state_kind(state, index)) for index, state in enumerate(layers)]
+        for here in equal_runs(kinds):
+            yield layers[here.start : here.stop]
+
+    @nn.nowrap
+    def _kind(self, index: int) -> tuple[Any, ...]:
+        """What equal layers share in the configuration."""
+        c = self.config
+        return c.window(index), c.has_rope(index), c.is_mixture(index)
+
+    def _rope(self, index: int, ropes: Ropes) -> Rope | None:
+        if not self.config.has_rope(index):
+            return None
+        return ropes[0] if self.config.window(index) is None else ropes[-1]
 
     def _logits(self, hidden: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens vocab"]:
         # Multiplied here, because logits of nn.Embed or nn.Dense would have the compute dtype instead of float32.
@@ -365,7 +456,15 @@ class Decoder(nn.Module):
                 impl=self.impl, sizes=self.sizes, decode_impl=self.decode_impl, softcap=c.attention_softcap
             ),
             routing=_routing_shape(c),
+            runs=self._runs(),
         )
+
+    @nn.nowrap
+    def _runs(self) -> tuple[int, ...]:
+        """Lengths of the runs of equal layers; empty if there is no loop."""
+        kinds = [self._kind(index) for index in range(self.config.num_layers)]
+        runs = tuple(len(layers) for layers in equal_runs(kinds))
+        return runs if self.scan_layers and max(runs) > 1 else ()
 
     @nn.nowrap
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Ropes:
@@ -406,4 +505,4 @@ class Decoder(nn.Module):
             unchanged = path[-1].key in ("scale", "sinks") or leaf.dtype == self.config.dtype
             return leaf if unchanged else leaf.astype(self.config.dtype)
 
-        return jax.tree_util.tree_map_with_path(converted, params)
+        return stack_params(jax.tree_util.tree_map_with_path(converted, params), self.shape.layer_runs)

@@ -29,6 +29,7 @@ from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Key
 
+from smd_jax.model.layer_runs import layers_in_name
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
@@ -155,7 +156,10 @@ def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
         return {"params": params}
     adapters: Adapters = params[LORA]
     # The scale is an array, because layers share one trace and have no static arguments here.
-    scaled = {path: pair | {"scale": _scale(adapters, pair)} for path, pair in by_module(adapters).items()}
+    scaled = {
+        path: pair | {"scale": _of_each_layer(_scale(adapters, pair), path[0])}
+        for path, pair in by_module(adapters).items()
+    }
     return {"params": base_params(params), LORA: unflatten_dict(scaled)}
 
 
@@ -175,6 +179,11 @@ def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, .
 def _scale(adapters: Adapters, pair: Mapping[str, Array]) -> Float[Array, ""]:
     # Float32 or wider, so that a 16-bit copy of the adapters has the same scale.
     return jnp.asarray(adapters.config.scale, jnp.promote_types(pair["lora_A"].dtype, jnp.float32))
+
+
+def _of_each_layer(scale: Float[Array, ""], name: str) -> Float[Array, "*layers"]:
+    layers = layers_in_name(name)
+    return scale if layers is None else jnp.broadcast_to(scale, (len(layers),))
 
 
 @jax.jit

@@ -22,9 +22,11 @@ dataclass does. It holds no arrays; those are in `params`, any pytree.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from smd_jax.config import FloatName, check_model_sizes, check_windows
@@ -80,6 +82,30 @@ class Routed(NamedTuple):
     logits: Float[Array, "batch tokens count"] | None = None
 
 
+@any_leaves
+class LayerRun(struct.PyTreeNode):
+    """The state of consecutive equal layers, for a model that loops over them (`ModelShape.runs`).
+
+    The model calls `attend` with `AtLayer(state, i)` for i from 0 on, gets the state back, and returns the run with it.
+    With `Routed(LayerRun(…))`, it calls with `Routed(AtLayer(…))` and stacks experts and logits on a new first axis.
+
+    Attributes:
+      state: of all layers.
+      layers: number of layers. Static.
+    """
+
+    state: LayerState
+    layers: int = struct.field(pytree_node=False)
+
+
+@any_leaves
+class AtLayer(NamedTuple):
+    """A run's state, and which of its layers attends."""
+
+    state: LayerState
+    index: Int[Array, ""] | int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingShape:
     """The experts of a model.
@@ -109,6 +135,8 @@ class ModelShape:
         window. The library applies them, not the model.
       attention: implementations of attention.
       routing: of a model with experts; None: the model has none, or the library does not see them.
+      runs: lengths of runs of consecutive equal layers, over which the model can loop: it takes a LayerRun for some of
+        a run's layers or all. Empty: every layer has a state of its own.
     """
 
     num_layers: int
@@ -122,6 +150,7 @@ class ModelShape:
     windows: tuple[int | None, ...] = ()
     attention: AttentionConfig = AttentionConfig()
     routing: RoutingShape | None = None
+    runs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_model_sizes(vars(self))
@@ -135,6 +164,12 @@ class ModelShape:
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer, see `windows`."""
         return self.windows[layer] if self.windows else None
+
+    @property
+    def layer_runs(self) -> tuple[range, ...]:
+        """The layers of each run, see `runs`."""
+        lengths = self.runs or (1,) * self.num_layers
+        return tuple(range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True))
 
 
 @runtime_checkable

@@ -80,8 +80,10 @@ def read_routing(
     """The states that came back from `recording_layers`, and where the tokens went."""
     if shape.routing is None:
         return tuple(layers), None
-    chosen = [layers[layer].experts for layer in shape.routing.layers]
-    routing = jnp.stack(chosen, axis=2).astype(routing_dtype(shape.routing.count))
+    given = [layer.experts for layer in layers if layer.experts is not None]
+    # Of a run of layers: [layers, batch, tokens, per_token].
+    chosen = [experts[:, :, None] if experts.ndim == 3 else jnp.moveaxis(experts, 0, 2) for experts in given]
+    routing = jnp.concatenate(chosen, axis=2).astype(routing_dtype(shape.routing.count))
     return tuple(layer.state for layer in layers), routing
 
 

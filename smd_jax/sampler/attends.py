@@ -1,98 +1,26 @@
-"""What a layer does with its q, k and v when it reads a prompt, and when it reads a token against its cache.
+"""What a layer does with its q, k and v when it reads tokens against its cache.
 
-The model calls these in every layer, see `smd_jax.model.protocol`; it never sees a cache, a policy or a kernel. What is
+The model calls this in every layer, see `smd_jax.model.protocol`; it never sees a cache, a policy or a kernel. What is
 the same in all layers and all steps is a static field; what changes is in the layer's state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
-from smd_jax.eviction.statistics import CacheShape, Observation, Statistic
-from smd_jax.message.masks import LayerMask, to_visible
+from smd_jax.eviction.statistics import Observation
 from smd_jax.model.attention import AttentionConfig, decode, decode_codes
-from smd_jax.model.protocol import ModelShape
+from smd_jax.model.protocol import AtLayer, LayerRun, LayerState
 from smd_jax.pytrees import any_leaves
+from smd_jax.sampler.static import Sampler
 from smd_kernels.observed import attend_and_observe
-
-
-@any_leaves
-class PromptLayer(struct.PyTreeNode):
-    """What the queries of a prompt see in one layer, and where its tokens are.
-
-    Attributes:
-      mask: of the layer.
-      columns: `[batch, tokens]` ascending; -1 for padding.
-      start: `[batch]` column of the first token.
-    """
-
-    mask: LayerMask
-    columns: Int[Array, "batch tokens"]
-    start: Int[Array, " batch"]
-
-
-@dataclass(frozen=True)
-class PrefillAttend:
-    """The attention of a whole prompt. A layer's state is a PromptLayer, and becomes a LayerCache with a slot for
-    every column.
-
-    Attributes:
-      statistics: those of the eviction policy. first: column of the first token, padding or not.
-    """
-
-    attention: AttentionConfig
-    statistics: tuple[Statistic[Any], ...]
-    first: int
-
-    def __call__(
-        self,
-        q: Float[Array, "batch heads tokens head_dim"],
-        k: Float[Array, "batch kv_heads tokens head_dim"],
-        v: Float[Array, "batch kv_heads tokens head_dim"],
-        layer: PromptLayer,
-        /,
-        sinks: Float[Array, " heads"] | None = None,
-    ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
-        if kv_cache.needs_attention(self.statistics):  # tokens × tokens weights exist, of a few rows at a time
-            out, states = row_parts.apart(partial(self._observed, sinks), q, k, v, layer)
-        else:
-            out = self.attention.attend(q, k, v, layer.mask, sinks)
-            states = self._states(q, k, v, layer, None)
-        columns = jnp.broadcast_to(layer.columns[:, None], k.shape[:3])
-        return out, LayerCache(k, v, columns, states=states, statistics=self.statistics)
-
-    def _observed(
-        self, sinks: Array | None, q: Array, k: Array, v: Array, layer: PromptLayer
-    ) -> tuple[Array, tuple[Any, ...]]:
-        out, received = attend_and_observe(q, k, v, to_visible(layer.mask), self.attention.softcap, sinks)
-        return out, self._states(q, k, v, layer, received)
-
-    def _states(self, q: Array, k: Array, v: Array, layer: PromptLayer, received: Array | None) -> tuple[Any, ...]:
-        rows, heads, tokens, head_dim = q.shape
-        shape = CacheShape(rows, heads, k.shape[1], tokens, head_dim, k.dtype)
-        cache = kv_cache.no_keys(self.statistics, shape)
-        seen = Observation(
-            queries=q,
-            query_columns=layer.columns,
-            keys=k,
-            values=v,
-            columns=jnp.broadcast_to(layer.columns[:, None], k.shape[:3]),
-            start=layer.start,
-            received=received,
-            # A prompt's queries are numbered by their columns, and its keys lie in slots of their own from 0 on.
-            number=jnp.int32(self.first),
-            slot=jnp.int32(0),
-        )
-        return kv_cache.observe(cache, seen).states
 
 
 @any_leaves
@@ -122,7 +50,7 @@ class DecodeLayer(struct.PyTreeNode):
 @dataclass(frozen=True)
 class DecodeAttend:
     """Attention of response tokens or of a prompt's chunk: writes the keys to their slots and attends to every live
-    key, including the new ones. A layer's state is a DecodeLayer; the new state is its LayerCache."""
+    key, including the new ones. A layer's state is a DecodeLayer, also afterwards, with the new cache."""
 
     attention: AttentionConfig
 
@@ -131,13 +59,31 @@ class DecodeAttend:
         q: Float[Array, "batch heads tokens head_dim"],
         k: Float[Array, "batch kv_heads tokens head_dim"],
         v: Float[Array, "batch kv_heads tokens head_dim"],
-        layer: DecodeLayer,
+        layer: DecodeLayer | AtLayer,
         /,
         sinks: Float[Array, " heads"] | None = None,
+    ) -> tuple[Float[Array, "batch heads tokens head_dim"], DecodeLayer]:
+        # Keys are written before attention, because a query sees its own. Compression follows at the segment's end.
+        if not isinstance(layer, AtLayer):
+            cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
+            out, cache = self._read(q, layer, cache, sinks)
+            return out, layer.replace(cache=cache)
+        run: DecodeLayer = layer.state
+        caches = kv_cache.write(run.cache, run.slot, k, v, run.columns, layer.index)
+        out, cache = self._read(q, run, kv_cache.at_layer(caches, layer.index), sinks)
+        # Attention changes only statistics.
+        states = kv_cache.put_layer(caches.states, cache.states, layer.index)
+        return out, run.replace(cache=caches.replace(states=states))
+
+    def _read(
+        self,
+        q: Float[Array, "batch heads tokens head_dim"],
+        layer: DecodeLayer,
+        cache: LayerCache,
+        sinks: Float[Array, " heads"] | None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
-        # Before attention, because a query sees its own key. Compression follows at the segment's end.
+        """Attention of these queries to a layer's cache, and the cache with new statistics."""
         softcap = self.attention.softcap
-        cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
         # For a quantised cache only statistics that need keys read these; otherwise the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
         if q.shape[2] == 1:
@@ -171,17 +117,29 @@ class DecodeAttend:
 
 
 def decode_layers(
-    shape: ModelShape,
+    sampler: Sampler,
     cache: KVCache,
     slots: tuple[Int[Array, ""], ...],
     columns: Int[Array, "batch tokens"],
     start: Int[Array, " batch"],
     number: Int[Array, ""],
     evicted_at: Int[Array, "batch T"] | None = None,
-) -> tuple[DecodeLayer, ...]:
-    """The state of every layer; arguments as for DecodeLayer, with one of `slots` per layer."""
-    layers = zip(cache, slots, strict=True)
-    return tuple(
-        DecodeLayer(*layer, columns, start, number, evicted_at, shape.window(index))
-        for index, layer in enumerate(layers)
-    )
+) -> tuple[LayerState, ...]:
+    """The state of every layer or run; arguments as for DecodeLayer, with one of `slots` per layer or run."""
+    window = sampler.model.shape.window
+    states = [
+        DecodeLayer(layer, slot, columns, start, number, evicted_at, window(layers[0]))
+        for layers, layer, slot in zip(sampler.runs, cache, slots, strict=True)
+    ]
+    return layer_states(sampler.runs, states)
+
+
+def layer_states(runs: Sequence[range], states: Sequence[LayerState]) -> tuple[LayerState, ...]:
+    """States for `LanguageModel.hidden`, those of several layers as LayerRun."""
+    pairs = zip(runs, states, strict=True)
+    return tuple(state if len(layers) == 1 else LayerRun(state, len(layers)) for layers, state in pairs)
+
+
+def states_of(layers: Sequence[LayerState]) -> list[Any]:
+    """The inverse of `layer_states`, of what came back from the model."""
+    return [layer.state if isinstance(layer, LayerRun) else layer for layer in layers]

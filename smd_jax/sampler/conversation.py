@@ -19,7 +19,7 @@ The token that ends a turn is sampled but not read in that turn. It is the first
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +34,19 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.message.drawable_tokens import DrawableTokens
-from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
+from smd_jax.message.masks import NEVER, Segments, ShadowMask, record_of_run
 from smd_jax.message.sampling import drawable_form
 from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.routing import NOT_RECORDED, expert_count, read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, decode_layers
+from smd_jax.sampler.attends import DecodeAttend, decode_layers, states_of
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.prefill import prefill
-from smd_jax.sampler.seats import SamplerState, begin
+from smd_jax.sampler.records import pad_columns, with_layers, within_window
+from smd_jax.sampler.seats import SamplerState, begin, constrained
 from smd_jax.sampler.segment import draw_segment
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
@@ -62,7 +63,7 @@ class Conversations(struct.PyTreeNode):
       read: `[rows]` how many of these tokens are in the cache: `drawn`, or one fewer after the end of a turn.
       tokens, logprobs, entropy, sampled: `[rows, R]` as in Trajectory.
       drawable: `[rows, R, ...]`, see `DrawableTokens.sets`; None without filters.
-      evicted_at: per layer `[rows, kv_heads, T]` of the shadow mask.
+      evicted_at: of the shadow mask, `[rows, kv_heads, T]` per layer, `[rows, layers, kv_heads, T]` per run of layers.
       routing: `[rows, T, mixtures, per_token]` experts of read tokens, -1 of others; None without experts.
     """
 
@@ -73,7 +74,7 @@ class Conversations(struct.PyTreeNode):
     entropy: Float[Array, "rows R"]
     sampled: Bool[Array, "rows R"]
     drawable: Array | None
-    evicted_at: tuple[Int[Array, "rows kv_heads T"], ...]
+    evicted_at: tuple[Int[Array, "rows *layers kv_heads T"], ...]
     routing: Int[Array, "rows T mixtures per_token"] | None = None
 
 
@@ -116,8 +117,7 @@ def begin_conversations(
     prefilled = prefill(sampler, params, prompts, prompt_keys)
     count, response = keys.shape[0], sampler.config.max_new_tokens
     group = count // prompts.tokens.shape[0]
-    after = [(0, 0), (0, 0), (0, response)]
-    records = [jnp.pad(record.evicted_at, after, constant_values=NEVER) for record in prefilled.records]
+    records = [pad_columns(record.evicted_at, response) for record in prefilled.records]
     numbers = jnp.zeros((count, response), jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
     form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
     routing = prefilled.records[0].routing
@@ -191,10 +191,11 @@ def read_chunk(
     number = jnp.int32(sampler.prompt_width)
     spans, gone = _read_spans(sampler, rows, tokens, columns)
     shape = sampler.model.shape
-    layers = decode_layers(shape, rows.cache, slots, columns, rows.start, number, gone)
+    layers = decode_layers(sampler, rows.cache, slots, columns, rows.start, number, gone)
     attend = DecodeAttend(shape.attention)
     hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
-    cache, experts = read_routing(shape, layers)
+    layers, experts = read_routing(shape, layers)
+    cache = tuple(layer.cache for layer in states_of(layers))
     if gone is not None:
         cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) < NEVER) for layer in cache)
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
@@ -268,15 +269,19 @@ def _compressed(
     # Every row counts its queries as if all that it read were its prompt: see `kv_cache.settle`.
     newest = jnp.int32(sampler.prompt_width - 1)
     cache, evicted_at = [], []
-    layers = zip(sampler.compressions(sampler.config.buffer), rows.cache, state.evicted_at, strict=True)
-    for compression, layer, record in layers:
-        layer = kv_cache.settle(layer, written, sampler.config.buffer)
-        layer, gone = compression.in_place(layer, progress, newest, params)
+    settle = partial(kv_cache.settle, written=written, buffer=sampler.config.buffer)
+    compressions = sampler.compressions(sampler.config.buffer)
+    runs = zip(sampler.runs, compressions, rows.cache, state.evicted_at, strict=True)
+    for layers, compression, layer, record in runs:
+        layer = kv_cache.each_layer(settle, layer)
+        layer, gone = compression.in_place(layer, progress, newest, params, layers)
         assert gone.dropped is not None, "the buffer is emptied"
         cache.append(layer)
-        evicted_at.append(record_evictions(record, gone.dropped, boundary[:, None, None]))
+        evicted_at.append(record_of_run(record, gone.dropped, boundary[:, None, None]))
     rows = rows.replace(cache=tuple(cache), cache_steps=jnp.zeros_like(rows.cache_steps))
-    return constrain_rows(state.replace(rows=rows, read=read, evicted_at=tuple(evicted_at)))
+    records = tuple(constrain_rows(record, record.ndim - 2) for record in evicted_at)
+    others = constrain_rows(state.replace(rows=(), read=read, evicted_at=()))
+    return others.replace(rows=constrained(rows), evicted_at=records)
 
 
 def to_trajectory(
@@ -291,9 +296,10 @@ def to_trajectory(
     after = state.rows.drawn
     emitted = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None] < after[:, None]
     valid = jnp.concatenate([prompts.valid, emitted], axis=1)
-    layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(state.evicted_at)]
+    runs = zip(sampler.runs, state.evicted_at, strict=True)
+    layers = [within_window(with_layers(x), sampler.model.shape.window(run[0])) for run, x in runs]
     tokens = jnp.concatenate([prompts.tokens, state.tokens], axis=1)
-    evicted_at = jnp.where(valid[:, None, None], jnp.stack(layers, axis=1), 0)
+    evicted_at = jnp.where(valid[:, None, None], jnp.concatenate(layers, axis=1), 0)
     if sampler.policy.spans is not None:  # in no record, because they follow from the tokens
         evicted_at = jnp.minimum(evicted_at, sampler.policy.spans.read(tokens, valid)[1][:, None, None])
     # Nothing but itself sees a token that was sampled and never read.
@@ -323,10 +329,5 @@ def _segments(sampler: Sampler) -> tuple[Segments, ...]:
     """Rows are compressed after different columns. Wherever a segment of the learner begins, its first query sees no
     more earlier keys than the cache has slots for."""
     buffer, most = sampler.config.buffer, sampler.columns
-    sizes = [budget + buffer - 1 for budget in sampler.budgets]
+    sizes = [budget + buffer - 1 for budget in sampler.layer_budgets]
     return () if max(sizes) >= most else tuple(Segments(sampler.prompt_width, buffer, max(size, 1)) for size in sizes)
-
-
-def _within_window(evicted_at: Int[Array, "rows kv_heads T"], window: int | None) -> Int[Array, "rows kv_heads T"]:
-    mask: Any = windowed(KeyInterval(evicted_at), window)
-    return mask.evicted_at

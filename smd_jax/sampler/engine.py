@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
-from smd_jax.devices.sharding import batch_sharding, check_rows, constrain_rows, gathered_tree, row_ways
+from smd_jax.devices.sharding import batch_sharding, check_rows, gathered_tree, row_ways
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
@@ -40,7 +40,7 @@ from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.prefill import Prefilled, prefill
 from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
-from smd_jax.sampler.seats import SamplerState, Seats, empty, seat
+from smd_jax.sampler.seats import SamplerState, Seats, constrained, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, check_prompts
@@ -410,14 +410,14 @@ def _prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Ar
 
 @partial(jax.jit, static_argnames="decode_rows")
 def _empty(prefilled: Prefilled, decode_rows: int) -> SamplerState:
-    return constrain_rows(empty(prefilled, decode_rows))
+    return constrained(empty(prefilled, decode_rows))
 
 
 # Both programs donate the state: otherwise old and new caches, which fill the device, would exist at the same time.
 # Prefilled prompts are not donated, because other rows may use them later.
 @partial(jax.jit, static_argnames="sampler", donate_argnames="state")
 def _seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Seats) -> SamplerState:
-    return constrain_rows(seat(sampler, state, prefilled, seats))
+    return constrained(seat(sampler, state, prefilled, seats))
 
 
 @partial(jax.jit, static_argnames="sampler", donate_argnames="state")
@@ -425,4 +425,4 @@ def _segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord]:
     state, record = run_segment(sampler, params, state, stop)
-    return constrain_rows(state), record
+    return constrained(state), record

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from smd_jax.message.trajectory import Trajectory, check_finite
-from smd_jax.sampler.prefill import PromptRecord
+from smd_jax.sampler.prompt_layer import PromptRecord
 from smd_jax.sampler.records import no_records, to_trajectory
 from smd_jax.sampler.segment import SegmentRecord
 from smd_jax.sampler.static import Sampler

@@ -8,7 +8,8 @@ in chunks   [. . a b] ─► compress ─► [c d e f] ─► compress ─► �
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,42 +17,20 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
-from smd_jax.cache.compression import RowProgress
-from smd_jax.cache.quantized import no_slots
+from smd_jax.cache.compression import Compression, RowProgress
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape
-from smd_jax.message.draws import STAYED, record_order
-from smd_jax.message.masks import NEVER, dense_mask, positions, record_evictions
-from smd_jax.message.quantization import Parity
+from smd_jax.message.masks import NEVER, dense_mask, positions, record_of_run
 from smd_jax.message.spans import SpanState
 from smd_jax.model.protocol import Params
 from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, PrefillAttend, PromptLayer, decode_layers
-from smd_jax.sampler.config import whole_segments
+from smd_jax.sampler.attends import DecodeAttend, decode_layers, layer_states, states_of
 from smd_jax.sampler.keys import eviction_keys
+from smd_jax.sampler.prompt_layer import PrefillAttend, PromptLayer, PromptRecord, PromptRun
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
-
-
-@any_leaves
-class PromptRecord(struct.PyTreeNode):
-    """The learner's record of one layer's prefill.
-
-    Attributes:
-      evicted_at: `[prompts, kv_heads, P]` of the shadow mask.
-      parity: parity of a quantised cache, `[prompts, kv_heads, P, bytes]`; else None.
-      order, logprob: `[prompts, kv_heads, P]` and `[prompts, kv_heads]` of sampled evictions, see
-        `smd_jax.message.draws`; else None.
-      routing: `[prompts, P, mixtures, per_token]` of all layers, in the first layer's record; None without experts.
-    """
-
-    evicted_at: Int[Array, "prompts kv_heads P"]
-    parity: Parity | None
-    order: Int[Array, "prompts kv_heads P"] | None = None
-    logprob: Float[Array, "prompts kv_heads"] | None = None
-    routing: Int[Array, "prompts P mixtures per_token"] | None = None
 
 
 @any_leaves
@@ -61,7 +40,7 @@ class Prefilled(struct.PyTreeNode):
     Attributes:
       hidden: `[prompts, hidden]` of the last token.
       start: `[prompts]` column of the first token.
-      cache, records: per layer.
+      cache, records: per layer or run of layers.
       spans: state of the token-triggered spans; else None.
     """
 
@@ -78,32 +57,31 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     if sampler.config.prefill_chunk is not None:
         return _prefill_chunks(sampler, params, prompts, rng, sampler.config.prefill_chunk)
     model = sampler.model
-    policy = sampler.policy
     width = prompts.tokens.shape[1]
     first = sampler.prompt_width - width
-    start = _first_column(sampler, prompts)
     columns = jnp.where(prompts.valid, first + jnp.arange(width, dtype=jnp.int32)[None], EMPTY)
-    attend = PrefillAttend(model.shape.attention, policy.statistics, first)
     mask = dense_mask(prompts.valid)
     spans, span_evicted_at = _read_spans(sampler, prompts)
     if span_evicted_at is not None:
         mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, span_evicted_at[:, None, None]))
     masks = layer_masks(model.shape, prompts.tokens, mask)
-    places = model.encode_positions(positions(prompts.valid))
-    layers = recording_layers(model.shape, [PromptLayer(mask, columns, start) for mask in masks])
-    hidden, layers = model.hidden(params, prompts.tokens, places, attend, layers)
-    layers, routing = read_routing(model.shape, layers)
-    if span_evicted_at is not None:
-        layers = tuple(kv_cache.drop(layer, (span_evicted_at < NEVER)[:, None] & layer.valid) for layer in layers)
-    caches = [_from_prompt(sampler, layer, first) for layer in layers]
     progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
-    # Padding is also NEVER here; `smd_jax.sampler.records` sets it to 0.
-    evicted_at = jnp.full((*caches[0].columns.shape[:2], sampler.prompt_width), NEVER, jnp.int32)
-    compressed = [
-        _compress_prompt(sampler, params, cache, evicted_at, progress, layer) for layer, cache in enumerate(caches)
-    ]
-    cache, records = zip(*compressed, strict=True)
-    return Prefilled(hidden[:, -1], start, cache, _with_routing(sampler, records, routing), spans)
+    attend = PrefillAttend(sampler, first)
+
+    def state(layers: range, compression: Compression) -> PromptLayer | PromptRun:
+        parameters = compression.parameters(params, layers)
+        number = jnp.int32(layers[0])
+        one = PromptLayer(masks[layers[0]], columns, progress, span_evicted_at, parameters, number, compression)
+        return one if len(layers) == 1 else PromptRun(one, attend.nothing_read(one, len(layers)))
+
+    pairs = zip(sampler.runs, sampler.compressions(sampler.row_buffer), strict=True)
+    layers = layer_states(sampler.runs, [state(*pair) for pair in pairs])
+    places = model.encode_positions(positions(prompts.valid))
+    hidden, layers = model.hidden(params, prompts.tokens, places, attend, recording_layers(model.shape, layers))
+    layers, routing = read_routing(model.shape, layers)
+    results = [state.result if isinstance(state, PromptRun) else state for state in states_of(layers)]
+    records = _with_routing(sampler, tuple(result.record for result in results), routing)
+    return Prefilled(hidden[:, -1], progress.start, tuple(result.cache for result in results), records, spans)
 
 
 def _with_routing(
@@ -162,8 +140,8 @@ class _Reading(NamedTuple):
     """Carry of the loop over chunks.
 
     Attributes:
-      cache: per layer.
-      evicted_at: per layer, as in PromptRecord.
+      cache: per layer or run of layers.
+      evicted_at: likewise, as in PromptRecord.
       hidden: `[prompts, hidden]` of the newest token.
       routing: of the columns of all chunks; None without experts.
     """
@@ -207,7 +185,8 @@ def _prefill_chunks(
     routing = None if reading.routing is None else reading.routing[:, -width:]
     records = _with_routing(sampler, tuple(PromptRecord(x, None) for x in reading.evicted_at), routing)
     layers = zip(reading.cache, sampler.budgets, strict=True)
-    return Prefilled(reading.hidden, start, tuple(_to_rows(sampler, *layer) for layer in layers), records, spans)
+    cache = tuple(kv_cache.each_layer(partial(_to_rows, sampler, budget), layer) for layer, budget in layers)
+    return Prefilled(reading.hidden, start, cache, records, spans)
 
 
 def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
@@ -218,9 +197,16 @@ def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
     # `_to_rows` takes that many from the right.
     slots = [budget + chunks.length if sampler.policy.evicts else max(whole, budget) for budget in sampler.budgets]
     never = jnp.full((rows, shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
+
+    def of_all(layers: range, one: Any) -> Any:
+        if len(layers) == 1:
+            return one
+        return jax.tree.map(lambda x: jnp.repeat(x[:, None], len(layers), axis=1), one)
+
+    pairs = list(zip(sampler.runs, slots, strict=True))
     return _Reading(
-        cache=tuple(_no_keys(sampler, rows, count) for count in slots),
-        evicted_at=(never,) * len(slots),
+        cache=tuple(of_all(layers, _no_keys(sampler, rows, count)) for layers, count in pairs),
+        evicted_at=tuple(of_all(layers, never) for layers, _ in pairs),
         hidden=jnp.zeros((rows, shape.hidden_size), shape.dtype),
         routing=not_recorded(shape, rows, whole),
     )
@@ -254,12 +240,13 @@ def _read_chunk(
         slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     else:  # the last token of the last chunk goes into the last slot
         left = (chunks.count - index) * chunks.length
-        slots = tuple(cache.columns.shape[2] - left for cache in reading.cache)
+        slots = tuple(cache.slots - left for cache in reading.cache)
     shape = sampler.model.shape
-    layers = decode_layers(shape, reading.cache, slots, columns, start, column[0, 0], span_evicted_at)
+    layers = decode_layers(sampler, reading.cache, slots, columns, start, column[0, 0], span_evicted_at)
     attend = DecodeAttend(shape.attention)
     hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
-    cache, chosen = read_routing(shape, layers)
+    layers, chosen = read_routing(shape, layers)
+    cache = tuple(layer.cache for layer in states_of(layers))
     routing = reading.routing
     if routing is not None and chosen is not None:
         routing = jax.lax.dynamic_update_slice_in_dim(routing, chosen, index * chunks.length, axis=1)
@@ -280,11 +267,11 @@ def _compress_chunk(
     """Compresses every layer to its budget, and records that evicted keys are invisible from column `boundary` on."""
     cache = []
     noted = []
-    layers = zip(sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
-    for compression, layer, evicted_at in layers:
-        layer, record = compression.in_place(layer, progress, boundary - 1, params)
+    runs = zip(sampler.runs, sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
+    for layers, compression, layer, evicted_at in runs:
+        layer, record = compression.in_place(layer, progress, boundary - 1, params, layers)
         if record.dropped is not None:
-            evicted_at = record_evictions(evicted_at, record.dropped, boundary[None, None, None])
+            evicted_at = record_of_run(evicted_at, record.dropped, boundary[None, None, None])
         cache.append(layer)
         noted.append(evicted_at)
     return reading._replace(cache=tuple(cache), evicted_at=tuple(noted))
@@ -307,34 +294,6 @@ def _progress(
     return RowProgress(start, everywhere - 1, jnp.zeros_like(start), step, eviction_keys(rng))
 
 
-def _from_prompt(sampler: Sampler, cache: LayerCache, missing: int) -> LayerCache:
-    """A prompt's cache before quantisation, if any; `missing` columns of the prompt have no slot yet."""
-    quant = sampler.config.quant
-    if quant is None:
-        return cache
-    cache = kv_cache.pad(cache, missing, 0)  # groups of columns are counted from the prompt's end
-    return cache.replace(quantized=no_slots(cache.keys, sampler.prompt_width, whole_segments(sampler.config), quant))
-
-
-def _compress_prompt(
-    sampler: Sampler, params: Params, cache: LayerCache, evicted_at: Array, progress: RowProgress, layer: int
-) -> tuple[LayerCache, PromptRecord]:
-    compression = sampler.compressions(sampler.row_buffer)[layer]
-    cache, record = compression(cache, progress, jnp.int32(sampler.prompt_width - 1), params)
-    order = logprob = None
-    if sampler.policy.gate is not None:
-        # Also if all keys fit, so that batches of narrower prompts have the same records.
-        order = jnp.full_like(evicted_at, STAYED)
-        logprob = jnp.zeros(evicted_at.shape[:2], jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
-    if order is not None and record.dropped is not None:
-        order = record_order(order, record.dropped[:, :, None])
-        logprob = record.logprob
-    if record.dropped is not None:
-        # Queries of the prompt see these keys, queries of the response do not.
-        evicted_at = record_evictions(evicted_at, record.dropped, jnp.full((1, 1, 1), sampler.prompt_width, jnp.int32))
-    return cache, PromptRecord(evicted_at, record.parity, order, logprob)
-
-
 def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
     """An empty cache of a layer."""
     c = sampler.model.shape
@@ -342,7 +301,7 @@ def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
     return kv_cache.no_keys(sampler.policy.statistics, shape)
 
 
-def _to_rows(sampler: Sampler, cache: LayerCache, budget: int) -> LayerCache:
+def _to_rows(sampler: Sampler, budget: int, cache: LayerCache) -> LayerCache:
     """Moves the kept keys after chunked prefill to the slots of a row's cache."""
     # A compression leaves the kept keys at the left; without compression the newest are at the right.
     first = 0 if sampler.policy.evicts else cache.columns.shape[2] - budget

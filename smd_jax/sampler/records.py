@@ -16,13 +16,13 @@ from smd_jax.cache.slots import EMPTY
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.draws import STAYED, EvictionDraws, boundary_count, record_order
-from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
+from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_of_run, windowed
 from smd_jax.message.quantization import Parity, QuantizedReplay
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import cost
 from smd_jax.model.routing import NOT_RECORDED, expert_count
 from smd_jax.sampler.config import RolloutConfig, plan, whole_segments
-from smd_jax.sampler.prefill import PromptRecord
+from smd_jax.sampler.prompt_layer import PromptRecord
 from smd_jax.sampler.segment import SegmentRecord
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
@@ -58,7 +58,7 @@ def to_trajectory(
 
     Args:
       prompts: `[rows, …]` each row's prompt.
-      prompt_records: `[rows, …]` per layer, from the prefill.
+      prompt_records: `[rows, …]` per layer or run of layers, from the prefill.
       records: `[segments, rows, …]`.
       terminated: rows that ended before the length limit.
       group_size: consecutive rows that share a prompt, and the evictions sampled while it was read.
@@ -73,7 +73,7 @@ def to_trajectory(
 
     emitted = by_row(records.emitted)
     valid = jnp.concatenate([prompts.valid, emitted], axis=1)
-    segments = segments_of(sampler.policy, config, len(prompt_records), sampler.prompt_width)
+    segments = segments_of(sampler.policy, config, sampler.model.shape.num_layers, sampler.prompt_width)
     tokens = jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1)
     evicted_at = _evicted_at(sampler, valid, prompt_records, records)
     if sampler.policy.spans is not None:
@@ -121,24 +121,23 @@ def _evicted_at(
     response = sampler.config.max_new_tokens
     compressions = records.compressions or (None,) * len(prompt_records)
 
-    def one(prompt: PromptRecord, compression: Any) -> Array:
-        pad = [(0, 0), (0, 0), (0, response)]
-        evicted_at = jnp.pad(prompt.evicted_at, pad, constant_values=NEVER)
-        if compression is None or compression.dropped is None:
-            return evicted_at
-        dropped = jnp.moveaxis(compression.dropped, 0, 2)  # [rows, kv_heads, segments, buffer]
-        segments, rest = dropped.shape[2:]
-        # Segment i is compressed after its last query; the first query of segment i + 1 does not see the evicted keys.
-        boundary = sampler.prompt_width + (1 + jnp.arange(segments, dtype=jnp.int32)) * sampler.config.buffer
-        # No query follows the last column, so evictions there are not recorded.
-        dropped = jnp.where((boundary < sampler.columns)[None, None, :, None], dropped, EMPTY)
-        now = jnp.repeat(boundary, rest)[None, None]
-        return record_evictions(evicted_at, dropped.reshape(*dropped.shape[:2], -1), now)
+    def one(layers: range, prompt: PromptRecord, compression: Any) -> Int[Array, "rows layers kv_heads T"]:
+        evicted_at = pad_columns(prompt.evicted_at, response)
+        if compression is not None and compression.dropped is not None:
+            dropped = jnp.moveaxis(compression.dropped, 0, -2)  # [rows, (layers,) kv_heads, segments, buffer]
+            segments, rest = dropped.shape[-2:]
+            # Segment i is compressed after its last query; the first query of segment i + 1 does not see the evicted
+            # keys.
+            boundary = sampler.prompt_width + (1 + jnp.arange(segments, dtype=jnp.int32)) * sampler.config.buffer
+            # No query follows the last column, so evictions there are not recorded.
+            dropped = jnp.where((boundary < sampler.columns)[:, None], dropped, EMPTY)
+            now = jnp.repeat(boundary, rest)[None, None]
+            evicted_at = record_of_run(evicted_at, dropped.reshape(*dropped.shape[:-2], -1), now)
+        # Sliding windows are not in a record, because the columns determine them. The mask includes them.
+        return within_window(with_layers(evicted_at), sampler.model.shape.window(layers[0]))
 
-    layers = [one(*layer) for layer in zip(prompt_records, compressions, strict=True)]
-    # Sliding windows are not in a record, because the columns determine them. The mask includes them.
-    layers = [_within_window(x, sampler.model.shape.window(index)) for index, x in enumerate(layers)]
-    evicted_at = jnp.stack(layers, axis=1)
+    runs = zip(sampler.runs, prompt_records, compressions, strict=True)
+    evicted_at = jnp.concatenate([one(*run) for run in runs], axis=1)
     # After the evictions, so that columns without a token are never visible.
     evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
     return _without_last(sampler, evicted_at, valid) if sampler.policy.evicts else evicted_at
@@ -161,11 +160,15 @@ def _evictions(
     for prompt, compression in zip(prompt_records, records.compressions, strict=True):
         assert prompt.order is not None and prompt.logprob is not None
         assert compression.dropped is not None and compression.logprob is not None
-        order = jnp.pad(prompt.order, [(0, 0), (0, 0), (0, sampler.config.max_new_tokens)], constant_values=STAYED)
+        order = pad_columns(prompt.order, sampler.config.max_new_tokens, STAYED)
         # Behind the last boundary nothing is recorded in the mask either. A key goes once, so each has one number.
-        orders.append(record_order(order, jnp.moveaxis(compression.dropped[: count - 1], 0, 2)))
-        logprobs.append(jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(compression.logprob, 0, -1)], axis=-1))
-    order, logprob = jnp.stack(orders, axis=1), jnp.stack(logprobs, axis=1)[..., :count]
+        dropped = jnp.moveaxis(compression.dropped[: count - 1], 0, -2)
+        heads = order.shape[:-1]
+        order = record_order(_heads_together(order, 1), _heads_together(dropped, 2)).reshape(*heads, -1)
+        logprob = jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(compression.logprob, 0, -1)], axis=-1)
+        orders.append(with_layers(order))
+        logprobs.append(with_layers(logprob))
+    order, logprob = jnp.concatenate(orders, axis=1), jnp.concatenate(logprobs, axis=1)[..., :count]
     draws = EvictionDraws(order, logprob, gate, first, length, group_size)
     # Finished rows continued to evict.
     counted = draws.counted(valid)[:, None, None]
@@ -174,10 +177,28 @@ def _evictions(
     )
 
 
-def _within_window(evicted_at: Int[Array, "rows kv_heads T"], window: int | None) -> Int[Array, "rows kv_heads T"]:
-    mask = windowed(KeyInterval(evicted_at), window)
+def within_window(
+    evicted_at: Int[Array, "rows layers kv_heads T"], window: int | None
+) -> Int[Array, "rows layers kv_heads T"]:
+    """`evicted_at` of layers with this sliding window."""
+    mask = windowed(KeyInterval(_heads_together(evicted_at, 1)), window)
     assert isinstance(mask, KeyInterval)
-    return mask.evicted_at
+    return mask.evicted_at.reshape(evicted_at.shape)
+
+
+def with_layers(x: Array) -> Array:
+    """`[rows, layers, kv_heads, n]` of a run; of a layer `[rows, kv_heads, n]` with an axis for it."""
+    return x if x.ndim == 4 else x[:, None]
+
+
+def pad_columns(x: Array, count: int, fill: int = NEVER) -> Array:
+    """Adds columns at the end, `[..., n]` to `[..., n + count]`."""
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, count)], constant_values=fill)
+
+
+def _heads_together(x: Array, after: int) -> Array:
+    """`[rows, layers, kv_heads, …]` to `[rows, layers * kv_heads, …]`, with `after` axes behind the heads."""
+    return x.reshape(x.shape[0], -1, *x.shape[x.ndim - after :])
 
 
 def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows T"]) -> Array:
@@ -240,13 +261,15 @@ def _replay(
             (prompt.parity, compression.parity)
             for prompt, compression in zip(prompt_records, records.compressions, strict=True)
         ]
-        layers = [jax.tree.map(lambda x, y: _join(sampler, x, y), *pair) for pair in pairs]
-        parity: Parity | None = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *layers)
+        runs = [jax.tree.map(lambda x, y: _join(sampler, x, y), *pair) for pair in pairs]
+        parity: Parity | None = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *runs)
     return QuantizedReplay(parity, config.quant, sampler.prompt_width, config.buffer)
 
 
 def _join(sampler: Sampler, prompt: Array, segments: Array) -> Array:
-    """`[rows, kv_heads, P, bytes]` and `[segments, rows, kv_heads, buffer, bytes]` to `[rows, kv_heads, T, bytes]`."""
-    response = jnp.moveaxis(segments, 0, 2)
-    response = response.reshape(*response.shape[:2], -1, response.shape[-1])
-    return jnp.concatenate([prompt, response], axis=2)[:, :, : sampler.columns]
+    """`[rows, (layers,) kv_heads, P, bytes]` and `[segments, rows, (layers,) kv_heads, buffer, bytes]` to
+    `[rows, layers, kv_heads, T, bytes]`."""
+    response = jnp.moveaxis(segments, 0, -3)
+    response = response.reshape(*response.shape[:-3], -1, response.shape[-1])
+    joined = jnp.concatenate([prompt, response], axis=-2)[..., : sampler.columns, :]
+    return joined if joined.ndim == 5 else joined[:, None]

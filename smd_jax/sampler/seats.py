@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, KVCache
+from smd_jax.devices.sharding import constrain_rows
 from smd_jax.message.spans import SpanState
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.prefill import Prefilled
@@ -46,7 +48,7 @@ class SamplerState(struct.PyTreeNode):
       start: `[rows]` column of the first token.
       rng: `[rows]` PRNG keys.
       hidden: `[rows, hidden]` of the newest token.
-      cache: per layer.
+      cache: per layer or run of layers.
       spans: state of the token-triggered spans; else None.
     """
 
@@ -88,6 +90,12 @@ def empty(prefilled: Prefilled, rows: int) -> SamplerState:
         cache=tuple(layer.replace(columns=jnp.full_like(layer.columns, EMPTY)) for layer in cache),
         spans=jax.tree.map(zeros_like, prefilled.spans),
     )
+
+
+def constrained(state: SamplerState) -> SamplerState:
+    """Pins rows and heads to their axes of the mesh, see `constrain_rows`."""
+    cache = tuple(constrain_rows(layer, 2 if kv_cache.of_run(layer) else 1) for layer in state.cache)
+    return constrain_rows(state.replace(cache=())).replace(cache=cache)
 
 
 def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Seats) -> SamplerState:
@@ -146,4 +154,5 @@ def _turn(sampler: Sampler, cache: KVCache, cache_steps: Int[Array, ""]) -> KVCa
     and the slots of a ring (a cache that is never compressed), are rotated to the current count. See the timeline in
     `smd_jax.sampler.static`.
     """
-    return tuple(kv_cache.turn(layer, cache_steps, ring=not sampler.compresses) for layer in cache)
+    turn = partial(kv_cache.turn, ring=not sampler.compresses)
+    return tuple(kv_cache.each_layer(turn, layer, cache_steps) for layer in cache)

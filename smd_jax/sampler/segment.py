@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import CompressionRecord, RowProgress
-from smd_jax.cache.slots import EMPTY
+from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.message.sampling import drawable_form, forbid, is_one_of, sample
 from smd_jax.model.protocol import EncodedPositions, Params
 from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, decode_layers
+from smd_jax.sampler.attends import DecodeAttend, decode_layers, states_of
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
@@ -32,7 +32,7 @@ class SegmentRecord(struct.PyTreeNode):
       tokens, logprobs, entropy: `[rows, buffer]`.
       emitted: `[rows, buffer]` tokens that belong to the response.
       drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
-      compressions: per layer, record of the compression at its end; None without evictions.
+      compressions: per layer or run of layers, record of the compression at its end; None without evictions.
       routing: `[rows, buffer, mixtures, per_token]` experts of each token, -1 of ended rows; None without experts.
     """
 
@@ -66,9 +66,11 @@ def run_segment(
     )
     # `cache_steps` counts the steps that were taken, and queries are numbered from 0.
     newest_query = sampler.prompt_width + state.cache_steps - 1
-    layers = zip(sampler.compressions(sampler.config.buffer), state.cache, strict=True)
+    runs = zip(sampler.runs, sampler.compressions(sampler.config.buffer), state.cache, strict=True)
     with jax.named_scope("compress"):
-        compressed = [compression.in_place(layer, progress, newest_query, params) for compression, layer in layers]
+        compressed = [
+            compression.in_place(cache, progress, newest_query, params, layers) for layers, compression, cache in runs
+        ]
     cache, compressions = zip(*compressed, strict=True)
     return state.replace(cache=cache), record.replace(compressions=compressions)
 
@@ -209,15 +211,16 @@ def _encode(
     else:
         # A ring, because a row may begin at any step. It has slots for a whole prompt and response, so a row never
         # overwrites its own first key, only those of the previous row, which `seat` has replaced.
-        slots = tuple(query_number % layer.columns.shape[2] for layer in state.cache)
+        slots = tuple(query_number % layer.slots for layer in state.cache)
     column = sampler.prompt_width + state.drawn - 1  # column of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
     state = _evict_spans(sampler, state, token, columns[:, 0])
     shape = sampler.model.shape
-    layers = decode_layers(shape, state.cache, slots, columns, state.start, query_number)
+    layers = decode_layers(sampler, state.cache, slots, columns, state.start, query_number)
     attend = DecodeAttend(shape.attention)
     hidden, layers = sampler.model.hidden(params, token[:, None], place, attend, recording_layers(shape, layers))
-    cache, chosen = read_routing(shape, layers)
+    layers, chosen = read_routing(shape, layers)
+    cache = tuple(layer.cache for layer in states_of(layers))
     if chosen is not None:
         # A row that has ended reads padding.
         chosen = jnp.where(state.done[:, None, None], NOT_RECORDED, chosen[:, 0])
@@ -232,6 +235,9 @@ def _evict_spans(
         return state
     assert state.spans is not None, "prefill made it"
     spans, first, end = sampler.policy.spans.advance(state.spans, token, columns)
-    first, end = first[:, None, None], end[:, None, None]
-    cache = tuple(kv_cache.drop(layer, (first <= layer.columns) & (layer.columns < end)) for layer in state.cache)
-    return state.replace(spans=spans, cache=cache)
+
+    def drop(layer: LayerCache) -> LayerCache:
+        low, high = (x.reshape(-1, *(1,) * (layer.columns.ndim - 1)) for x in (first, end))
+        return kv_cache.drop(layer, (low <= layer.columns) & (layer.columns < high))
+
+    return state.replace(spans=spans, cache=tuple(drop(layer) for layer in state.cache))

@@ -49,6 +49,7 @@ from dataclasses import dataclass
 from smd_jax.cache.compression import Compression
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.spans import TokenSpans
+from smd_jax.model.layer_runs import equal_runs
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.sampler.config import RolloutConfig, plan
 
@@ -125,18 +126,32 @@ class Sampler:
         return self.policy.evicts or self.config.quant is not None
 
     @property
-    def budgets(self) -> tuple[int, ...]:
+    def layer_budgets(self) -> tuple[int, ...]:
         """Slots of each layer, without the buffer."""
         return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[0]
 
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """Layers that share a LayerCache: those over which the model loops, if they have the same budget; see
+        `ModelShape.runs`."""
+        budgets = self.layer_budgets
+        runs = self.model.shape.layer_runs
+        alike = [equal_runs([budgets[layer] for layer in run], first=run.start) for run in runs]
+        return tuple(run for parts in alike for run in parts)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Slots of each layer of each run, without the buffer."""
+        return tuple(self.layer_budgets[layers[0]] for layers in self.runs)
+
     def compressions(self, buffer: int) -> tuple[Compression, ...]:
-        """The compression of every layer, which appends `buffer` empty slots to the budget."""
+        """The compression of every run, which appends `buffer` empty slots to the budget."""
         quant = self.config.quant
         record_parity = quant is not None and quant.record_parity
         window = self.model.shape.window
         return tuple(
-            Compression(self.policy, budget, buffer, layer, record_parity, window(layer))
-            for layer, budget in enumerate(self.budgets)
+            Compression(self.policy, budget, buffer, record_parity, window(layers[0]))
+            for layers, budget in zip(self.runs, self.budgets, strict=True)
         )
 
     @property

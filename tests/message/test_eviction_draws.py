@@ -206,8 +206,9 @@ def test_draws_come_as_often_as_their_probability_says():
     params = {EVICTION_GATE: {"layers_0": {"kernel": jnp.asarray(kernel)}}}
 
     def compressed(policy: LearnedGate) -> CompressionRecord:
-        compression = Compression(policy, budget=2, buffer=1, layer=0)
-        return jax.jit(lambda cache: compression(cache, progress, jnp.int32(3), params)[1])(cache)
+        compression = Compression(policy, budget=2, buffer=1)
+        parameters = compression.parameters(params, range(1))
+        return jax.jit(lambda cache: compression(cache, progress, jnp.int32(3), parameters, 0)[1])(cache)
 
     record: Any = compressed(LearnedGate())
     gone = np.asarray(record.dropped)[:, 0]

@@ -1,0 +1,141 @@
+"""Runs of equal layers in one loop, so that compile time and program size do not grow with the depth of a model.
+
+    layers_0 … layers_29   ─ stack ─►   layers_0_to_29 [30, …]      x, states[i] = layer(weights[i], x) for i in 0 … 29
+
+`smd_jax.model.stacked_params` has the two forms of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from smd_jax.model.protocol import AtLayer, LayerRun, LayerState, Routed
+
+LEAST = 4  # layers of a loop; a shorter run compiles fast enough one by one
+
+# Static and hashable: a layer's variables, what all layers share (encoded positions), its input and its state ─► its
+# output and new state.
+OneLayer = Callable[[Any, Any, Array, LayerState], tuple[Array, LayerState]]
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def run_layers(
+    layer: OneLayer, weights: Any, shared: Any, x: Float[Array, "batch tokens hidden"], states: Any
+) -> tuple[Float[Array, "batch tokens hidden"], Any]:
+    """Loops over layers with a state each.
+
+    Args:
+      weights, states: pytrees of arrays with one entry per layer on their first axis.
+
+    Returns:
+      The last output, and the new states, stacked alike.
+    """
+
+    def step(x: Array, inputs: tuple[Any, Any]) -> tuple[Array, Any]:
+        return layer(inputs[0], shared, x, inputs[1])
+
+    return jax.lax.scan(step, x, (weights, states))
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def carry_layers(
+    layer: OneLayer, weights: Any, shared: Any, x: Float[Array, "batch tokens hidden"], run: Any
+) -> tuple[Float[Array, "batch tokens hidden"], Any]:
+    """Loops over layers that share one state, which is updated in place.
+
+    Args:
+      weights: with one entry per layer on the first axis.
+      run: a LayerRun, or Routed around one.
+
+    Returns:
+      The last output and the new state of the run. Routing has one entry per layer on the first axis.
+    """
+    routed = isinstance(run, Routed)
+    given = run.state if routed else run
+
+    def step(carry: tuple[Array, Any], inputs: tuple[Any, Int[Array, ""]]) -> tuple[tuple[Array, Any], Any]:
+        x, state = carry
+        here = AtLayer(state, inputs[1])
+        x, new = layer(inputs[0], shared, x, Routed(here) if routed else here)
+        return ((x, new.state), (new.experts, new.logits)) if routed else ((x, new), None)
+
+    numbers = jnp.arange(given.layers, dtype=jnp.int32)
+    (x, state), routing = jax.lax.scan(step, (x, given.state), (weights, numbers))
+    new = LayerRun(state, given.layers)
+    return x, Routed(new, *routing) if routed else new
+
+
+def carry_one_by_one(
+    layer: OneLayer, weights: Sequence[Any], shared: Any, x: Float[Array, "batch tokens hidden"], run: Any
+) -> tuple[Float[Array, "batch tokens hidden"], Any]:
+    """`carry_layers` without a loop, for weights of different structures, one of each layer."""
+    routed = isinstance(run, Routed)
+    given = run.state if routed else run
+    state, routing = given.state, []
+    for index, own in enumerate(weights):
+        here = AtLayer(state, index)
+        x, state = layer(own, shared, x, Routed(here) if routed else here)
+        if routed:
+            routing.append((state.experts, state.logits))
+            state = state.state
+    new = LayerRun(state, given.layers)
+    return x, Routed(new, *stack(routing)) if routed else new
+
+
+def run_of(state: LayerState) -> LayerRun | None:
+    """The run that this is the state of; None for a single layer's."""
+    state = state.state if isinstance(state, Routed) else state
+    return state if isinstance(state, LayerRun) else None
+
+
+def state_kind(state: LayerState, index: int) -> Any:
+    """Equal for layers whose states can be stacked. Explicit boolean masks are not: all layers may share one."""
+    shared = any(jnp.ndim(x) == 4 and x.dtype == jnp.bool_ for x in jax.tree.leaves(state))
+    return index if shared else structure(state)
+
+
+def equal_runs(kinds: Sequence[Any], *, first: int = 0, least: int = LEAST) -> Iterator[range]:
+    """Splits layers into runs of at least `least` equal consecutive ones, and single ones.
+
+    Args:
+      kinds: of the layers from `first` on.
+    """
+    for _, equal in groupby(kinds):
+        layers = range(first, first + len(list(equal)))
+        yield from [layers] if len(layers) >= least else (range(layer, layer + 1) for layer in layers)
+        first = layers.stop
+
+
+def structure(tree: Any) -> Any:
+    """What two pytrees must share to be stacked: structure, shapes and dtypes."""
+    return jax.tree.structure(tree), tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """One pytree of several with the same structure, with a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def unstack(tree: Any, count: int) -> list[Any]:
+    """The inverse of `stack`."""
+    return [jax.tree.map(lambda x, index=index: x[index], tree) for index in range(count)]
+
+
+def run_name(layers: range) -> str:
+    """The key of a stacked run in the parameters."""
+    return f"layers_{layers.start}_to_{layers.stop - 1}"
+
+
+def layers_in_name(name: str) -> range | None:
+    """The inverse of `run_name`; None for other keys."""
+    parts = name.split("_")
+    if len(parts) != 4 or parts[0] != "layers" or parts[2] != "to":
+        return None
+    return range(int(parts[1]), int(parts[3]) + 1)

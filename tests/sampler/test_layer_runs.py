@@ -1,0 +1,176 @@
+"""A model that loops over its layers is the same policy as one whose layers are compiled one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from smd_jax.certify.record import arrays_of
+from smd_jax.config import Experts, ModelConfig
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import H2O, RKV, Dense, Random, SnapKV, StreamingLLM
+from smd_jax.eviction.wrappers import OnTokens, Pyramid
+from smd_jax.learner.forward import replay
+from smd_jax.message.gate import LinearGate, add_gate
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.spans import TokenSpans
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.layer_runs import equal_runs
+from smd_jax.model.lora import LORA, LoraConfig, add_lora
+from smd_jax.model.stacked_params import stack_params, unstack_params
+from smd_jax.sampler.engine import Engine
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.sampler.static import Sampler
+from smd_jax.testing import tiny_model_config
+from tests.under_test import left_padded, make_params
+
+SHAPE = tiny_model_config(vocab_size=40, num_layers=5, tie_embeddings=False)
+# Four equal layers, one with a window, one more.
+MIXED = dataclasses.replace(SHAPE, num_layers=6, sliding_windows=(None, None, None, None, 6, None))
+EXPERTS = dataclasses.replace(SHAPE, experts=Experts(count=4, per_token=2, intermediate_size=32))
+LENGTHS, WIDTH = [12, 5, 9], 12
+SIZES = RolloutConfig(max_new_tokens=20, budget=8, buffer=4, eos_token_id=7)
+SPANS = TokenSpans(open=3, close=4, summary=(5, 6))
+CASES: dict[str, tuple[ModelConfig, EvictionPolicy, RolloutConfig]] = {
+    "ring": (SHAPE, Dense(), SIZES),
+    "per head": (MIXED, H2O(), SIZES),
+    "queries": (SHAPE, SnapKV(window=3), SIZES),
+    "similar keys": (SHAPE, RKV(window=3), SIZES),
+    "drawn": (SHAPE, Random(), SIZES),
+    "budgets": (SHAPE, Pyramid(H2O(), beta=4.0), SIZES),
+    "gate": (SHAPE, LearnedGate(), SIZES),
+    "spans": (SHAPE, OnTokens(SPANS, inner=SnapKV(window=3)), SIZES),
+    "chunks": (MIXED, SnapKV(window=3), dataclasses.replace(SIZES, prefill_chunk=5)),
+    "codes": (SHAPE, SnapKV(window=3), dataclasses.replace(SIZES, quant=QuantConfig(bits=4, group=4))),
+    "codes alone": (SHAPE, Dense(), dataclasses.replace(SIZES, quant=QuantConfig(bits=4, group=4))),
+    "experts": (EXPERTS, StreamingLLM(sinks=2), SIZES),
+}
+
+
+def params_of(config: ModelConfig, policy: EvictionPolicy) -> Mapping[str, Any]:
+    params = make_params(config)
+    if policy.gate is None:
+        return params
+    sizes = {name: getattr(config, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
+    return add_gate(params, LinearGate(), **sizes)
+
+
+def sample(model: Decoder, params: Any, policy: EvictionPolicy, config: RolloutConfig) -> Trajectory:
+    prompts = left_padded(LENGTHS, WIDTH, model.config.vocab_size)
+    return rollout(model, params, prompts, jax.random.key(5), policy=policy, config=config, group_size=2)
+
+
+def assert_equal(one: Trajectory, other: Trajectory) -> None:
+    for name, x in arrays_of(one).items():
+        y = arrays_of(other)[name]
+        if np.issubdtype(x.dtype, np.inexact):
+            np.testing.assert_allclose(x, y, atol=2e-5, err_msg=name)
+        else:
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rollout_is_the_same(name: str):
+    shape, policy, config = CASES[name]
+    params = params_of(shape, policy)
+    looped = Decoder(shape, scan_layers=True)
+    expected = sample(Decoder(shape), params, policy, config)
+    sampled = sample(looped, params, policy, config)
+    assert_equal(sampled, expected)
+    scores = jax.jit(replay, static_argnums=0)(looped, params, sampled)
+    away = np.abs(np.asarray(scores.logprobs - sampled.logprobs))[np.asarray(sampled.response_mask)]
+    assert away.max() <= 2e-5
+
+
+def test_stacked_parameters_sample_the_same():
+    params = make_params(SHAPE)
+    looped = Decoder(SHAPE, scan_layers=True)
+    stacked = stack_params(params, looped.shape.layer_runs)
+    assert set(stacked) == {"embed", "layers_0_to_4", "norm", "lm_head"}
+    expected = sample(Decoder(SHAPE), params, H2O(), SIZES)
+    for model in (looped, Decoder(SHAPE)):
+        assert_equal(sample(model, stacked, H2O(), SIZES), expected)
+
+
+def test_rows_that_come_and_go_are_the_same():
+    params, prompts = make_params(SHAPE), left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
+    for policy in (Dense(), SnapKV(window=3)):
+        engines = [
+            Engine(Decoder(SHAPE, scan_layers=scan), policy=policy, config=SIZES, decode_rows=2)
+            for scan in (False, True)
+        ]
+        expected, looped = (each.run(params, prompts, jax.random.key(5)) for each in engines)
+        assert_equal(looped.trajectory, expected.trajectory)
+
+
+def test_caches_of_a_run_have_its_layers():
+    sampler = Sampler(Decoder(MIXED, scan_layers=True), H2O(), SIZES, WIDTH)
+    assert sampler.runs == (range(0, 4), range(4, 5), range(5, 6))
+    pyramid = Sampler(Decoder(SHAPE, scan_layers=True), Pyramid(H2O(), beta=4.0), SIZES, WIDTH)
+    assert sum(len(run) for run in pyramid.runs) == 5 and max(map(len, pyramid.runs)) == 1, "budgets differ"
+    assert Sampler(Decoder(SHAPE), H2O(), SIZES, WIDTH).runs == tuple(range(index, index + 1) for index in range(5))
+
+
+def test_equal_runs():
+    assert list(equal_runs("aaaabaaaaa")) == [range(0, 4), range(4, 5), range(5, 10)]
+    assert list(equal_runs("aaab", first=2)) == [range(2, 3), range(3, 4), range(4, 5), range(5, 6)]
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_gradients_are_the_same(remat: Any):
+    params = add_lora(make_params(MIXED), LoraConfig(rank=2), jax.random.key(1))
+    trajectory = sample(Decoder(MIXED), params, H2O(), SIZES)
+
+    def loss(params: Any, model: Decoder) -> jax.Array:
+        return replay(model, params, trajectory).logprobs.sum()
+
+    expected = jax.jit(jax.grad(loss), static_argnums=1)(params, Decoder(MIXED))
+    looped = Decoder(MIXED, scan_layers=True, remat=remat)
+    stacked = stack_params(params, looped.shape.layer_runs)
+    for gradient in (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, looped),
+        unstack_params(jax.jit(jax.grad(loss), static_argnums=1)(stacked, looped)),
+    ):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4, rtol=2e-4), gradient, expected)
+
+
+def test_both_forms_of_parameters():
+    params = add_lora(make_params(MIXED), LoraConfig(rank=2), jax.random.key(1))
+    runs = Decoder(MIXED, scan_layers=True).shape.layer_runs
+    stacked = stack_params(params, runs)
+    assert {name for name in stacked if name.startswith("layers")} == {"layers_0_to_3", "layers_4", "layers_5"}
+    assert stacked[LORA].matrices["layers_0_to_3"]["attention"]["q_proj"]["lora_A"].shape == (4, 32, 2)
+    assert stack_params(stacked, runs).keys() == stacked.keys()
+    back = unstack_params(stacked)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+
+
+def test_layers_with_other_adapters_are_not_stacked():
+    """PEFT's `layers_to_transform` leaves layers out."""
+    params = add_lora(make_params(SHAPE), LoraConfig(rank=2), jax.random.key(1))
+    matrices = {name: part for name, part in params[LORA].matrices.items() if name != "layers_2"}
+    matrices = jax.tree.map(lambda x: x + 0.1 * jnp.ones_like(x), matrices)
+    params[LORA] = params[LORA].replace(matrices=matrices)
+    looped = Decoder(SHAPE, scan_layers=True)
+    assert set(stack_params(params, looped.shape.layer_runs)[LORA].matrices) == set(matrices)
+    assert_equal(sample(looped, params, H2O(), SIZES), sample(Decoder(SHAPE), params, H2O(), SIZES))
+
+
+def test_the_program_does_not_grow_with_the_depth():
+    def size(layers: int, scan: bool) -> int:
+        model = Decoder(dataclasses.replace(SHAPE, num_layers=layers), scan_layers=scan)
+        params = stack_params(make_params(model.config), model.shape.layer_runs)
+        lowered = jax.jit(lambda params: sample(model, params, SnapKV(window=3), SIZES)).lower(params)
+        return len(lowered.as_text())
+
+    assert size(16, True) <= 1.05 * size(4, True)
+    assert size(16, False) > 1.5 * size(4, False)
