@@ -3,7 +3,7 @@
 Question   Which collectives do the compiled update and rollout of a mixture have on meshes of 8 to 4,096 TPUs, and how
            many bytes does each device send for them?
 Command    make compile-kernels, which makes the environment; then
-           .venv-compilers/bin/python experiments/collectives_experts.py --out experiments/results/collectives_experts.json
+           .venv-compilers/bin/python experiments/collectives_experts.py --out FILE
 Cost       some minutes of compilation on two CPU cores; nothing is run, and no TPU is needed
 Result     rows `{program, mesh, devices, topology, kind, axis, where, count, payload_bytes, sent_bytes}`, bytes of one
            device: `payload_bytes` is the whole array that a collective works on, `sent_bytes` what a device of a ring
