@@ -197,7 +197,7 @@ def visible(
     return seen if window is None else seen & (query < key + window)
 
 
-def of_columns(cache: LayerCache, table: Int[Array, "batch T"]) -> Int[Array, "batch kv_heads slots"]:
+def of_columns(cache: LayerCache, table: Int[Array, "batch T"]) -> Int[Array, "batch *layers kv_heads slots"]:
     """The table's entry for every slot's column; arbitrary for empty slots."""
     flat = jnp.maximum(cache.columns, 0).reshape(table.shape[0], -1)
     return jnp.take_along_axis(table, flat, axis=1).reshape(cache.columns.shape)

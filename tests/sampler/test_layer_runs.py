@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.certify.record import arrays_of
 from smd_jax.config import Experts, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
@@ -26,10 +25,14 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.layer_runs import equal_runs
 from smd_jax.model.lora import LORA, LoraConfig, add_lora
 from smd_jax.model.stacked_params import stack_params, unstack_params
+from smd_jax.sampler.conversation_loop import converse
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
+from tests.sampler.test_conversation import CONFIG, TALK, VOCAB, Scripted
+from tests.sampler.test_conversation import LENGTHS as CONVERSATION_LENGTHS
+from tests.sampler.test_conversation import SHAPE as CONVERSATION_SHAPE
 from tests.under_test import left_padded, make_params
 
 SHAPE = tiny_model_config(vocab_size=40, num_layers=5, tie_embeddings=False)
@@ -69,12 +72,10 @@ def sample(model: Decoder, params: Any, policy: EvictionPolicy, config: RolloutC
 
 
 def assert_equal(one: Trajectory, other: Trajectory) -> None:
-    for name, x in arrays_of(one).items():
-        y = arrays_of(other)[name]
-        if np.issubdtype(x.dtype, np.inexact):
-            np.testing.assert_allclose(x, y, atol=2e-5, err_msg=name)
-        else:
-            np.testing.assert_array_equal(x, y, err_msg=name)
+    def check(x: jax.Array, y: jax.Array) -> None:
+        np.testing.assert_allclose(x, y, atol=2e-5 if jnp.issubdtype(x.dtype, jnp.inexact) else 0)
+
+    jax.tree.map(check, one, other)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,6 +110,26 @@ def test_rows_that_come_and_go_are_the_same():
         ]
         expected, looped = (each.run(params, prompts, jax.random.key(5)) for each in engines)
         assert_equal(looped.trajectory, expected.trajectory)
+
+
+@pytest.mark.parametrize("policy", [SnapKV(window=3), OnTokens(SPANS, inner=H2O())], ids=["queries", "spans"])
+def test_conversations_are_the_same(policy: EvictionPolicy):
+    deep = dataclasses.replace(CONVERSATION_SHAPE, num_layers=5)
+    expected, looped = (
+        converse(
+            Decoder(deep, scan_layers=scan),
+            make_params(deep),
+            left_padded(CONVERSATION_LENGTHS, 10, VOCAB),
+            jax.random.key(3),
+            Scripted(),
+            policy=policy,
+            config=CONFIG,
+            conversation=TALK,
+            decode_rows=2,
+        )
+        for scan in (False, True)
+    )
+    assert_equal(looped.trajectory, expected.trajectory)
 
 
 def test_caches_of_a_run_have_its_layers():
