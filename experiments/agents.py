@@ -34,7 +34,7 @@ from lib.starts import StartLevel
 
 ARMS = arms_of(("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50"))
 SEEDS = tuple(range(10, 16))
-RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = (3e-4, 1e-3)
 START = StartLevel(0.6, every=20, rows=256)
 SIZES = Sizes(rollouts=120, prompts=16, minibatches=2, evaluate_every=20, evaluation_rows=256, last=3, start=START)
