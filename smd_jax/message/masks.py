@@ -19,6 +19,7 @@ Six tokens; key 0 is padding (evicted_at 0), key 2 was evicted after query 3 (ev
 from __future__ import annotations
 
 import dataclasses
+from math import prod
 
 import jax.numpy as jnp
 import numpy as np
@@ -206,7 +207,7 @@ def record_of_run(
     """`record_evictions` of a layer, or of several layers at once, which are the second axis."""
 
     def together(x: Array) -> Array:
-        return x.reshape(x.shape[0], -1, x.shape[-1])
+        return x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1])
 
     return record_evictions(together(evicted_at), together(dropped), now).reshape(evicted_at.shape)
 

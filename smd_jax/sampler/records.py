@@ -6,6 +6,7 @@ independent of when and in which cache row it ran.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax
@@ -198,7 +199,8 @@ def pad_columns(x: Array, count: int, fill: int = NEVER) -> Array:
 
 def _heads_together(x: Array, after: int) -> Array:
     """`[rows, layers, kv_heads, …]` to `[rows, layers * kv_heads, …]`, with `after` axes behind the heads."""
-    return x.reshape(x.shape[0], -1, *x.shape[x.ndim - after :])
+    first_after = x.ndim - after
+    return x.reshape(x.shape[0], prod(x.shape[1:first_after]), *x.shape[first_after:])
 
 
 def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows T"]) -> Array:
