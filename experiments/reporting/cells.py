@@ -33,9 +33,14 @@ DESCRIPTIONS = {
     "naive": "ignores the eviction",
     "bypass": "PPO's ratio is taken to the sampler",
     "tis": "token weights, cut at 2",
+    "tis-1.5": "token weights, cut at 1.5",
+    "tis-5": "token weights, cut at 5",
     "tis-sequence": "weights of whole responses",
     "mis-sequence": "accepts or rejects whole responses",
     "icepop": "accepts or rejects tokens",
+    "geometric": "rejects responses by the mean log ratio",
+    "gspo": "one ratio per response",
+    "sparse-rl-paper": "Sparse-RL as in its paper",
     "sparse-rl": "the correction that Sparse-RL released",
     "shadow": "replays the sampler's masks",
     "naive-anchor": "naive with the frozen teacher",
@@ -48,6 +53,7 @@ DESCRIPTIONS = {
     "mixed-50": "shadow masks and TIS, half and half",
     "mixed-80": "shadow masks and four fifths TIS",
     "anchor-alone": "the frozen teacher without reward",
+    "anchor-then-shadow": "a quarter of the rollouts imitates, the rest has rewards",
     "forward-alone": "the live teacher without reward",
 }
 

@@ -46,7 +46,12 @@ def reflow(text: str) -> str:
 def rate_of(rows: Sequence[Row]) -> str:
     """The learning rate of an arm: "3e-4"; empty for the start."""
     rate = rows[0]["learning_rate"]
-    return "" if rate is None or rows[0]["arm"] == "untrained" else f"{rate:.0e}".replace("e-0", "e-")
+    return "" if rate is None or rows[0]["arm"] == "untrained" else rate_words(rate)
+
+
+def rate_words(rate: float) -> str:
+    """ "3e-4"."""
+    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def reported(rows: Iterable[Row]) -> list[Row]:

@@ -11,7 +11,7 @@ from lib.files import Row
 from lib.grid import best_rate
 from lib.intervals import Estimate
 from reporting.cells import DESCRIPTIONS
-from reporting.page import difference, mean_of, p_value, plain, signed, table
+from reporting.page import difference, mean_of, p_value, plain, rate_words, signed, table
 
 FIRST = ("sorting-12", "tova-heads", 11)  # task, policy, budget of the primary contrast
 SEEDS = range(10, 18)
@@ -109,27 +109,10 @@ def _table(cell: RoomCell, arms: Sequence[str]) -> str:
         means = [f"{mean_of(cell.rows(arm, column_of(kind)), kind).mean:.2f}" for kind in kinds]
         leads = ["" if arm == OURS else signed(cell.contrast(OURS, arm, kind)) for kind in kinds[1::2]]
         trained = "" if arm == "untrained" else " / ".join(dict.fromkeys(rates))
-        return [f"{arm}: {describe(arm)}", trained, *means, *leads]
+        return [f"{arm}: {DESCRIPTIONS[arm]}", trained, *means, *leads]
 
     columns = ["arm", "rates", "budget", "greedy", "full cache", "greedy"]
     return table([*columns, f"{OURS} minus it: budget, greedy", "full cache, greedy"], [line(arm) for arm in arms])
-
-
-def describe(arm: str) -> str:
-    """What an arm does, in a few words."""
-    others = {
-        "tis-1.5": "token weights, cut at 1.5",
-        "tis-5": "token weights, cut at 5",
-        "geometric": "rejects responses by the mean log ratio",
-        "gspo": "one ratio per response",
-        "sparse-rl-paper": "Sparse-RL as in its paper",
-        "anchor-then-shadow": "a quarter of the rollouts imitates, the rest has rewards",
-    }
-    return others[arm] if arm in others else DESCRIPTIONS[arm]
-
-
-def rate_words(rate: float) -> str:
-    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def against_all(cell: RoomCell, kind: str) -> str:
