@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Key
 from smd_jax.config import check_whole
 from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.routing import NOT_RECORDED
 from smd_jax.sampler.conversation_loop import ABSENT, TURNS, ConversationStats, Conversed, Reply, Respondent
 from smd_jax.sampler.keys import row_keys
 from smd_jax.text.prompts import PromptBatch, pad_left
@@ -189,5 +190,5 @@ def _without_absent(trajectory: Trajectory, active: Bool[Array, " rows"]) -> Tra
     valid = trajectory.valid & active[:, None]
     routing = trajectory.routing
     if routing is not None:
-        routing = jnp.where(active[:, None, None, None], routing, -1)
+        routing = jnp.where(active[:, None, None, None], routing, NOT_RECORDED)
     return trajectory.replace(valid=valid, mask=mask.replace(evicted_at=evicted_at), routing=routing)
