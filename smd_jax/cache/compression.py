@@ -9,7 +9,7 @@ policy's scratch space for all rows (`smd_jax.cache.row_parts`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from smd_jax.eviction.base import CacheView, EvictionPolicy
 from smd_jax.message.draws import STAYED, ordered_logprob
 from smd_jax.message.gate import Gate
 from smd_jax.message.quantization import Parity
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import any_leaves, stack
 
 
 @any_leaves
@@ -61,6 +61,19 @@ class CompressionRecord(struct.PyTreeNode):
     logprob: Float[Array, "rows kv_heads"] | None = None
 
 
+@any_leaves
+class PolicyLayer(NamedTuple):
+    """What a policy has of its own in a layer.
+
+    Attributes:
+      parameters: see `EvictionPolicy.parameters`.
+      index: of the layer in the model.
+    """
+
+    parameters: Any
+    index: Int[Array, ""]
+
+
 @dataclass(frozen=True)
 class Compression:
     """The compression of a layer, or of each layer of a run. Static.
@@ -79,33 +92,25 @@ class Compression:
     record_parity: bool = False
     window: int | None = None
 
-    def parameters(self, params: Any, layers: range) -> Any:
-        """The policy's parameters of a layer; of several, stacked on a new first axis.
+    def of_layers(self, params: Any, layers: range) -> PolicyLayer:
+        """What the policy has of its own in a layer; of several layers, stacked on a new first axis.
 
         Args:
-          params: the sampler's parameters.
+          params: the sampler's parameters, for policies with parameters.
         """
-        each = [self.policy.parameters(params, layer) for layer in layers]
-        return each[0] if len(each) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *each)
+        each = [PolicyLayer(self.policy.parameters(params, layer), jnp.int32(layer)) for layer in layers]
+        return each[0] if len(each) == 1 else stack(each)
 
     def __call__(
-        self,
-        cache: LayerCache,
-        progress: RowProgress,
-        number: Int[Array, ""],
-        parameters: Any,
-        layer: Int[Array, ""] | int,
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], own: PolicyLayer
     ) -> tuple[LayerCache, CompressionRecord]:
         """Compresses one layer to `budget + buffer` slots, a few rows at a time.
 
         Args:
           number: number of the newest query, see `Observation.number`.
-          parameters: of the policy in this layer.
-          layer: index of the layer.
+          own: of the policy in this layer.
         """
-        return row_parts.apart(
-            lambda cache, progress: self._compress(cache, progress, number, parameters, layer), cache, progress
-        )
+        return row_parts.apart(lambda cache, progress: self._compress(cache, progress, number, own), cache, progress)
 
     def in_place(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any, layers: range
@@ -119,27 +124,20 @@ class Compression:
         Returns:
           The cache, and the record, for a run with the layers as second axis.
         """
-        parameters = self.parameters(params, layers)
+        own = self.of_layers(params, layers)
         if not kv_cache.of_run(cache):
-            return self._in_place(cache, progress, number, parameters, layers[0])
+            return self._in_place(cache, progress, number, own)
 
-        def step(run: LayerCache, inputs: tuple[Any, Int[Array, ""]]) -> tuple[LayerCache, CompressionRecord]:
-            own, index = inputs
-            layer = kv_cache.at_layer(run, index)
-            layer, record = self._in_place(layer, progress, number, own, layers[0] + index)
+        def step(run: LayerCache, own: PolicyLayer) -> tuple[LayerCache, CompressionRecord]:
+            index = own.index - layers[0]
+            layer, record = self._in_place(kv_cache.at_layer(run, index), progress, number, own)
             return kv_cache.put_layer(run, layer, index), record
 
-        numbers = jnp.arange(len(layers), dtype=jnp.int32)
-        cache, records = jax.lax.scan(step, cache, (parameters, numbers))
+        cache, records = jax.lax.scan(step, cache, own)
         return cache, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), records)
 
     def _in_place(
-        self,
-        cache: LayerCache,
-        progress: RowProgress,
-        number: Int[Array, ""],
-        parameters: Any,
-        layer: Int[Array, ""] | int,
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], own: PolicyLayer
     ) -> tuple[LayerCache, CompressionRecord]:
         # Per-row statistics do not change; as written arrays they would be copied for every part.
         moved = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, cache.states, strict=True))
@@ -154,7 +152,7 @@ class Compression:
         ) -> tuple[LayerCache, CompressionRecord]:
             fixed, progress = read
             slots = slots.replace(states=together(slots.states, fixed))
-            new, record = self._compress(slots, progress, number, parameters, layer)
+            new, record = self._compress(slots, progress, number, own)
             left = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, new.states, strict=True))
             return new.replace(states=left), record
 
@@ -162,12 +160,7 @@ class Compression:
         return new.replace(states=together(new.states, fixed)), record
 
     def _compress(
-        self,
-        cache: LayerCache,
-        progress: RowProgress,
-        number: Int[Array, ""],
-        parameters: Any,
-        layer: Int[Array, ""] | int,
+        self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], own: PolicyLayer
     ) -> tuple[LayerCache, CompressionRecord]:
         if self.policy.evicts and self.policy.spans is not None:
             cache = kv_cache.empty_first(cache)  # spans leave gaps, which policies do not expect
@@ -180,7 +173,7 @@ class Compression:
         logprob = None
         if self.policy.evicts:
             seen = self._within_window(cache, progress)
-            view = self._view(seen, progress, number, parameters, layer)
+            view = self._view(seen, progress, number, own)
             scores = self.policy.score(view)
             _check_scores(self.policy, scores, view)
             kept, evicted = kv_cache.select(scores, seen.valid, self.budget)
@@ -211,16 +204,9 @@ class Compression:
         cache, parity = kv_cache.quantize(cache, cache.quantized, progress.segment_start)
         return cache, parity if self.record_parity else None
 
-    def _view(
-        self,
-        cache: LayerCache,
-        progress: RowProgress,
-        number: Int[Array, ""],
-        parameters: Any,
-        layer: Int[Array, ""] | int,
-    ) -> CacheView:
+    def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], own: PolicyLayer) -> CacheView:
         # One PRNG key per row, compression and layer.
-        rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), layer))
+        rng = jax.vmap(lambda key, step: jax.random.fold_in(jax.random.fold_in(key, step), own.index))
         keys, values = kv_cache.full_precision(cache)
         return CacheView(
             keys=keys,
@@ -234,7 +220,7 @@ class Compression:
             rng=rng(progress.rng, progress.step.astype(jnp.uint32)),
             budget=self.budget,
             declared=cache.statistics,
-            parameters=parameters,
+            parameters=own.parameters,
         )
 
 

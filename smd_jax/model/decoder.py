@@ -46,16 +46,7 @@ from smd_jax.config import Activation, ModelConfig, check_choice
 from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_embedding
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
-from smd_jax.model.layer_runs import (
-    carry_layers,
-    carry_one_by_one,
-    equal_runs,
-    run_layers,
-    run_of,
-    stack,
-    state_kind,
-    unstack,
-)
+from smd_jax.model.layer_runs import carry_layers, equal_runs, run_layers, run_of, state_kind
 from smd_jax.model.lora import LORA, variables_of
 from smd_jax.model.mixture import Mixture, Routing
 from smd_jax.model.projection import Projection
@@ -63,6 +54,7 @@ from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, Route
 from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.stacked_params import layer_of, layers_of, stack_params
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
+from smd_jax.pytrees import stack, unstack
 from smd_kernels.reference import product_precision, soft_capped
 
 Ropes = tuple[Rope, ...]  # of all layers; or of full layers, and of layers with a window
@@ -376,16 +368,14 @@ class Decoder(nn.Module):
             weights = layers_of(self.variables, here) if len(here) > 1 else None
             rope = self._rope(here[0], ropes)
             one = OneLayer(self.config, self.config.is_mixture(here[0]), self.recomputed, attend)
-            if weights is not None and run is not None:
+            if run is not None:
+                if weights is None:  # its layers differ in their adapters
+                    weights = [layer_of(self.variables, index) for index in here]
                 x, state = carry_layers(one, weights, rope, x, states[0])
                 new.append(state)
             elif weights is not None:
                 x, stacked = run_layers(one, weights, rope, x, stack(states))
                 new.extend(unstack(stacked, len(here)))
-            elif run is not None:  # its layers differ in their adapters
-                parts = [layer_of(self.variables, index) for index in here]
-                x, state = carry_one_by_one(one, parts, rope, x, states[0])
-                new.append(state)
             else:
                 for index, state in zip(here, states, strict=True):
                     x, state = self._layer(index, x, self._rope(index, ropes), attend, state)
@@ -462,9 +452,11 @@ class Decoder(nn.Module):
     @nn.nowrap
     def _runs(self) -> tuple[int, ...]:
         """Lengths of the runs of equal layers; empty if there is no loop."""
+        if not self.scan_layers:
+            return ()
         kinds = [self._kind(index) for index in range(self.config.num_layers)]
         runs = tuple(len(layers) for layers in equal_runs(kinds))
-        return runs if self.scan_layers and max(runs) > 1 else ()
+        return runs if max(runs) > 1 else ()
 
     @nn.nowrap
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Ropes:

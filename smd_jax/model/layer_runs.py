@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smd_jax.model.protocol import AtLayer, LayerRun, LayerState, Routed
+from smd_jax.pytrees import stack
 
 LEAST = 4  # layers of a loop; a shorter run compiles fast enough one by one
 
@@ -51,7 +52,8 @@ def carry_layers(
     """Loops over layers that share one state, which is updated in place.
 
     Args:
-      weights: with one entry per layer on the first axis.
+      weights: with one entry per layer on the first axis. Or a list of one entry per layer, if their structures differ;
+        there is no loop then.
       run: a LayerRun, or Routed around one.
 
     Returns:
@@ -60,33 +62,24 @@ def carry_layers(
     routed = isinstance(run, Routed)
     given = run.state if routed else run
 
-    def step(carry: tuple[Array, Any], inputs: tuple[Any, Int[Array, ""]]) -> tuple[tuple[Array, Any], Any]:
+    def step(carry: tuple[Array, Any], inputs: tuple[Any, Int[Array, ""] | int]) -> tuple[tuple[Array, Any], Any]:
         x, state = carry
         here = AtLayer(state, inputs[1])
         x, new = layer(inputs[0], shared, x, Routed(here) if routed else here)
         return ((x, new.state), (new.experts, new.logits)) if routed else ((x, new), None)
 
-    numbers = jnp.arange(given.layers, dtype=jnp.int32)
-    (x, state), routing = jax.lax.scan(step, (x, given.state), (weights, numbers))
+    carry = (x, given.state)
+    if isinstance(weights, list):
+        routings = []
+        for index, own in enumerate(weights):
+            carry, routing = step(carry, (own, index))
+            routings.append(routing)
+        routing = stack(routings)
+    else:
+        carry, routing = jax.lax.scan(step, carry, (weights, jnp.arange(given.layers, dtype=jnp.int32)))
+    x, state = carry
     new = LayerRun(state, given.layers)
     return x, Routed(new, *routing) if routed else new
-
-
-def carry_one_by_one(
-    layer: OneLayer, weights: Sequence[Any], shared: Any, x: Float[Array, "batch tokens hidden"], run: Any
-) -> tuple[Float[Array, "batch tokens hidden"], Any]:
-    """`carry_layers` without a loop, for weights of different structures, one of each layer."""
-    routed = isinstance(run, Routed)
-    given = run.state if routed else run
-    state, routing = given.state, []
-    for index, own in enumerate(weights):
-        here = AtLayer(state, index)
-        x, state = layer(own, shared, x, Routed(here) if routed else here)
-        if routed:
-            routing.append((state.experts, state.logits))
-            state = state.state
-    new = LayerRun(state, given.layers)
-    return x, Routed(new, *stack(routing)) if routed else new
 
 
 def run_of(state: LayerState) -> LayerRun | None:
@@ -116,16 +109,6 @@ def equal_runs(kinds: Sequence[Any], *, first: int = 0, least: int = LEAST) -> I
 def structure(tree: Any) -> Any:
     """What two pytrees must share to be stacked: structure, shapes and dtypes."""
     return jax.tree.structure(tree), tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
-
-
-def stack(trees: Sequence[Any]) -> Any:
-    """One pytree of several with the same structure, with a new first axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def unstack(tree: Any, count: int) -> list[Any]:
-    """The inverse of `stack`."""
-    return [jax.tree.map(lambda x, index=index: x[index], tree) for index in range(count)]
 
 
 def run_name(layers: range) -> str:

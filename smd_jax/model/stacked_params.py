@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from smd_jax.model.layer_runs import layers_in_name, run_name, stack, structure, unstack
+from smd_jax.model.layer_runs import layers_in_name, run_name, structure
 from smd_jax.model.lora import LORA
+from smd_jax.pytrees import stack, unstack
 
 
 def _runs_in(tree: Mapping[str, Any]) -> dict[range, str]:

@@ -69,9 +69,8 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     attend = PrefillAttend(sampler, first)
 
     def state(layers: range, compression: Compression) -> PromptLayer | PromptRun:
-        parameters = compression.parameters(params, layers)
-        number = jnp.int32(layers[0])
-        one = PromptLayer(masks[layers[0]], columns, progress, span_evicted_at, parameters, number, compression)
+        own = compression.of_layers(params, layers)
+        one = PromptLayer(masks[layers[0]], columns, progress, span_evicted_at, own, compression)
         return one if len(layers) == 1 else PromptRun(one, attend.nothing_read(one, len(layers)))
 
     pairs = zip(sampler.runs, sampler.compressions(sampler.row_buffer), strict=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
-from smd_jax.cache.compression import Compression, RowProgress
+from smd_jax.cache.compression import Compression, PolicyLayer, RowProgress
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import LayerCache
 from smd_jax.eviction.statistics import CacheShape, Observation
@@ -66,8 +66,7 @@ class PromptLayer(struct.PyTreeNode):
       columns: `[prompts, tokens]` ascending; -1 for padding.
       progress: of the rows at the prompt's end.
       span_evicted_at: `[prompts, tokens]` of token-triggered spans, see `TokenSpans.read`; None without any.
-      parameters: of the policy in this layer.
-      layer: index of the layer.
+      own: of the policy in this layer.
       compression: static.
     """
 
@@ -75,8 +74,7 @@ class PromptLayer(struct.PyTreeNode):
     columns: Int[Array, "prompts tokens"]
     progress: RowProgress
     span_evicted_at: Int[Array, "prompts tokens"] | None
-    parameters: Any
-    layer: Int[Array, ""]
+    own: PolicyLayer
     compression: Compression = struct.field(pytree_node=False)
 
 
@@ -85,7 +83,7 @@ class PromptRun(struct.PyTreeNode):
     """A run of layers.
 
     Attributes:
-      prompt: as of its first layer, but with parameters of all layers, on a new first axis.
+      prompt: as of one layer, but `own` has all layers, on a new first axis.
       result: of the layers so far.
     """
 
@@ -98,10 +96,7 @@ class PromptRun(struct.PyTreeNode):
 
 
 def _of_layer(prompt: PromptLayer, index: Int[Array, ""] | int) -> PromptLayer:
-    def one(x: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False)
-
-    return prompt.replace(parameters=jax.tree.map(one, prompt.parameters), layer=prompt.layer + index)
+    return prompt.replace(own=jax.tree.map(lambda x: x[index], prompt.own))
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,7 @@ class PrefillAttend:
         # Padding is also NEVER here; `smd_jax.sampler.records` sets it to 0.
         evicted_at = jnp.full((*cache.columns.shape[:2], width), NEVER, jnp.int32)
         number = jnp.int32(width - 1)
-        cache, record = layer.compression(cache, layer.progress, number, layer.parameters, layer.layer)
+        cache, record = layer.compression(cache, layer.progress, number, layer.own)
         order = logprob = None
         if self.sampler.policy.gate is not None:
             # Also if all keys fit, so that batches of narrower prompts have the same records.

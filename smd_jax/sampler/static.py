@@ -142,7 +142,8 @@ class Sampler:
     @property
     def budgets(self) -> tuple[int, ...]:
         """Slots of each layer of each run, without the buffer."""
-        return tuple(self.layer_budgets[layers[0]] for layers in self.runs)
+        budgets = self.layer_budgets
+        return tuple(budgets[layers[0]] for layers in self.runs)
 
     def compressions(self, buffer: int) -> tuple[Compression, ...]:
         """The compression of every run, which appends `buffer` empty slots to the budget."""

@@ -207,8 +207,8 @@ def test_draws_come_as_often_as_their_probability_says():
 
     def compressed(policy: LearnedGate) -> CompressionRecord:
         compression = Compression(policy, budget=2, buffer=1)
-        parameters = compression.parameters(params, range(1))
-        return jax.jit(lambda cache: compression(cache, progress, jnp.int32(3), parameters, 0)[1])(cache)
+        own = compression.of_layers(params, range(1))
+        return jax.jit(lambda cache: compression(cache, progress, jnp.int32(3), own)[1])(cache)
 
     record: Any = compressed(LearnedGate())
     gone = np.asarray(record.dropped)[:, 0]
