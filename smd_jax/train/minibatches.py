@@ -78,10 +78,12 @@ def minibatches(
         for first in range(config.minibatches):
             rows = groups[order[first :: config.minibatches]].reshape(-1)
             # A single minibatch keeps its order: another one would only change rounding.
-            yield shard_batch(batch if config.minibatches == 1 else _take_rows(batch, rows), mesh)
+            yield shard_batch(batch if config.minibatches == 1 else _take_rows(batch, jnp.asarray(rows)), mesh)
 
 
-def _take_rows(batch: Any, rows: np.ndarray) -> Any:
+# One program per shape instead of one per field: a small model would wait for dispatch longer than for its update.
+@jax.jit
+def _take_rows(batch: Any, rows: jax.Array) -> Any:
     return jax.tree.map(lambda x: x[rows], batch)
 
 
@@ -115,10 +117,12 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
     if not steps:
         return {}
     first = {name: value for name, value in steps[0].items() if name in SAMPLER_LEARNER_METRICS}
-    over = {name: _of_steps(name, [metrics[name] for metrics in steps]) for name in steps[0].keys() - first.keys()}
-    return over | (before or first)
+    names = sorted(steps[0].keys() - first.keys())
+    return _of_steps([{name: metrics[name] for name in names} for metrics in steps]) | (before or first)
 
 
-def _of_steps(name: str, values: list[jax.Array]) -> jax.Array:
+@jax.jit
+def _of_steps(steps: Sequence[Metrics]) -> Metrics:
     reductions = {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
-    return values[0] if len(values) == 1 else reductions.get(name, jnp.mean)(jnp.stack(values))
+    stacked = jax.tree.map(lambda *values: jnp.stack(values), *steps)
+    return {name: reductions.get(name, jnp.mean)(values) for name, values in stacked.items()}
