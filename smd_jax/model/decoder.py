@@ -71,13 +71,16 @@ class RMSNorm(nn.Module):
         # The initial scale is 1 in either form.
         fresh = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", fresh, (x.shape[-1],))
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # XLA:CPU reduces slowly behind an axis of one, such as the batch of one packed row: 1,024 tokens of width 256
+        # took 3.9 ms forward and backward, and take 0.2 without it.
+        rows = x[0] if x.ndim > 2 and x.shape[0] == 1 else x
+        wide = rows.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.plus_one:
             # Added in float32: in bfloat16 the sum would lose the difference from one.
             scale = 1 + scale.astype(wide.dtype)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         # Scaled in float32, so that there is only one rounding to the dtype of x.
-        return (normed * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+        return (normed * scale.reshape((1,) * (rows.ndim - 1) + (-1,))).astype(x.dtype).reshape(x.shape)
 
 
 def norm_of(config: ModelConfig) -> RMSNorm:
