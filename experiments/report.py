@@ -25,7 +25,7 @@ from reporting.room import first_cell
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
 FILES = (
-    "room.json",
+    *("room.json", "agents.json"),
     *("map.json", "map_rates.json", "choices.json", "horizon.json", "horizon_rates.json", "horizon_weights.json"),
     *("gradients.json", "eviction_action.json", "real_model.json", "mismatch_smollm2.json"),
 )

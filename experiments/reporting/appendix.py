@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lib.files import Row
 from reporting import others, real_model, walks
-from reporting.cells import MapCell, all_arms, every_table
+from reporting.cells import MapCell, all_arms, every_table, teacher_at_one_rate
 from reporting.page import LAST_COMMIT, machines
 from reporting.room import RoomCell, full_table
 
@@ -39,6 +39,12 @@ The map's cell: `sorting-12`, TOVA of each head, 11 + 2 of 26 keys, {showdown.se
 token of a rollout between sampler and learner, nats, mean over rollouts and seeds.
 
 {all_arms(showdown)}
+
+What the frozen teacher adds to shadow masks at one learning rate:
+
+{teacher_at_one_rate(rows["map"], rows["map_rates"])}
+
+The teacher allows larger steps. At a small rate it adds little.
 
 ## The map
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import mean
 
 from lib.files import Row
-from reporting import others, real_model, walks
-from reporting.cells import MapCell, decided, decided_table, extreme_leads, main_table, median_lead, teacher_at_one_rate
+from reporting import others, real_model, tools, walks
+from reporting.cells import MapCell, decided, decided_table, extreme_leads, main_table, median_lead
 from reporting.page import LAST_COMMIT, difference, hours, plain, table
 
 Rows = dict[str, list[Row]]
@@ -15,6 +15,7 @@ Rows = dict[str, list[Row]]
 
 def text(rows: Rows, showdown: MapCell, cells: Sequence[MapCell]) -> str:
     sections = (
+        tools.section(rows["agents"]),
         the_map(cells),
         all_arms(rows, showdown),
         longer(rows),
@@ -30,7 +31,6 @@ def all_arms(rows: Rows, showdown: MapCell) -> str:
     arms = showdown.arms
     leads = {name: plain(difference(arms[name], arms["tis"], "sparse")) for name in arms if name != "tis"}
     rejected = mean(row["rollout_corr/rollout_rs_masked_fraction"] for row in arms["sparse-rl"])
-    seconds = {name: mean(row["cpu_seconds"] for row in arms[name]) for name in ("mixed-50", "shadow")}
     naive = plain(difference(arms["shadow"], arms["naive"], "sparse"))
     return f"""## The map's cell with all arms
 
@@ -45,14 +45,6 @@ correction {leads["sparse-rl"]} (it rejects {rejected:.0%} of the tokens here, f
 weights {leads["tis-sequence"]}, response rejection {leads["mis-sequence"]}, `bypass` (PPO's ratio taken to the
 sampler) {leads["bypass"]}, a live teacher without reward {leads["forward-alone"]}. Mixtures with a fifth and four
 fifths of TIS: {leads["mixed-20"]} and {leads["mixed-80"]}. All rows: [appendix](docs/report_appendix.md#all-arms).
-Equal rollouts are not equal time: a run of half and half takes {seconds["mixed-50"]:.0f} CPU seconds, one of shadow
-masks {seconds["shadow"]:.0f}.
-
-What the frozen teacher adds to shadow masks at one learning rate:
-
-{teacher_at_one_rate(rows["map"], rows["map_rates"])}
-
-The teacher allows larger steps. At a small rate it adds little.
 """
 
 
@@ -148,6 +140,7 @@ def commands(rows: Rows) -> str:
     gone = f"`git show {LAST_COMMIT}:experiments/"
     studies = [
         ["room and time", "`python experiments/room.py`", "room.json", hours(rows["room"])],
+        ["turns with a tool", "`python experiments/agents.py`", "agents.json", hours(rows["agents"])],
         ["the map", "`python experiments/map.py`", "map.json, map_rates.json", hours(rows["map"])],
         ["choices", f"{gone}choices.py`", "choices.json", hours(rows["choices"])],
         ["walks", "`python experiments/horizon.py`", "horizon.json, horizon_rates.json", hours(rows["horizon"])],
@@ -173,7 +166,7 @@ def commands(rows: Rows) -> str:
     ]
     return f"""## Commands and rows
 
-Every row has its command, commit, CPU and date. Starts of the study of room and time are stored. Those of the others
+Every row has its command, commit, CPU and date. Starts of the first two studies are stored. Those of the others
 were not and depend on the CPU, so their rows repeat on one kind of CPU only. A `+` behind a commit means that tracked
 files had changed: so it is for most rows of the map and of the gradients, and half of those of the walks. A script
 behind `git show` was deleted after its study; commit {LAST_COMMIT} is the last one that has it. One seed is left out,

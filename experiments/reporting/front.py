@@ -46,9 +46,9 @@ these seeds ran.
 {lost(cell, cells, real)}
 
 **Not measured yet**, all [planned](experiments/PLAN.md): the other cells of this study (copied sums, walks, other
-samplers and budgets), the lead by mismatch, the collapse of naive, equal bytes and seconds, several turns with a
-tool, eight seeds of the real model, a gate beside Neural Garbage Collection. Not planned: public benchmarks, a GPU. No
-run had a full cache that did not fit.
+samplers and budgets), the lead by mismatch, the collapse of naive, equal bytes and seconds, eight seeds of the real
+model, a gate beside Neural Garbage Collection. Not planned: public benchmarks, a GPU. No run had a full cache that did
+not fit.
 
 **Related methods, not trained here.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and
