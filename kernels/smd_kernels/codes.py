@@ -77,7 +77,7 @@ class Codes:
         """Returns keys and values `[batch, kv_heads, slots, head_dim]` in the dtype of the ranges."""
 
         def of_slots(table: Array) -> Array:
-            return jnp.take_along_axis(table, self.group[..., None], axis=2)
+            return jnp.take_along_axis(table, self.group[..., None], axis=2, mode="promise_in_bounds")
 
         def of_channels(x: Array) -> Array:
             return jnp.repeat(x, self.head_dim // self.parts, axis=3)
@@ -90,9 +90,10 @@ class Codes:
 
 def unpack(packed: UInt8[Array, "*lead bytes"], bits: int, count: int) -> UInt8[Array, "*lead {count}"]:
     """Unpacks the first `count` codes of 1, 2, 4 or 8 bits."""
-    shifts = jnp.arange(0, BYTE, bits, dtype=jnp.uint8).reshape((1,) * packed.ndim + (-1,))
-    codes = (packed[..., None] >> shifts) & jnp.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * BYTE // bits)[..., :count]
+    each = BYTE // bits
+    # A shift per channel: an extra axis for the codes of a byte takes XLA:CPU twice as long.
+    shifts = (jnp.arange(count) % each * bits).astype(jnp.uint8).reshape((1,) * (packed.ndim - 1) + (-1,))
+    return (jnp.repeat(packed, each, axis=-1)[..., :count] >> shifts) & jnp.uint8(2**bits - 1)
 
 
 def dequantize(
