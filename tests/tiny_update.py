@@ -28,9 +28,10 @@ TEMPERATURE = 0.9
 # One layer: half the program to compile, and what layers do to masks is the business of tests/sampler/test_identity.py.
 MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1))
 
-# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
+# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state. NumPy's zeros and copies
+# compile no program for every shape.
 RECORD = optax.GradientTransformation(
-    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    init=lambda params: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params),
     update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
 )
 
@@ -88,10 +89,23 @@ def metrics_and_gradients(
     params=PARAMS,
 ):
     """One update of copies of the parameters (it donates them)."""
-    params, reference = jax.tree.map(jnp.copy, (params, reference))
+    params, reference = copied((params, reference))
     state = init_state(params, RECORD, jax.random.key(3), reference).replace(step=jnp.int32(step))
     state, metrics = recording_update(config, model)(state, batch() if data is None else data)
     return jax.device_get(metrics), state.opt_state
+
+
+def copied(tree):
+    return jax.tree.map(lambda x: jax.device_put(np.array(x)), tree)
+
+
+def rows_of(tree, which):
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[which]), tree)
+
+
+def norm(tree) -> float:
+    """Over all leaves, in float64."""
+    return float(np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(tree))))
 
 
 def distance(left, right) -> float:
@@ -104,7 +118,12 @@ def distance(left, right) -> float:
 def explicit_logprobs(params, mask):
     """Log-probabilities `[ROWS, LENGTH, 32]` of the response's distributions, from the model's plain call."""
     t = trajectory()
-    logits = apply_model(MODEL, params, t.tokens, t.positions, mask)
+    return _logprobs(params, t.tokens, t.positions, mask)
+
+
+@jax.jit
+def _logprobs(params, tokens, positions, mask):
+    logits = apply_model(MODEL, params, tokens, positions, mask)
     return jax.nn.log_softmax(logits[:, WIDTH - 1 : -1] / TEMPERATURE)
 
 

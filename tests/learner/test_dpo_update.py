@@ -23,7 +23,7 @@ from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
-from tests.tiny_update import RECORD, distance, spread_params
+from tests.tiny_update import RECORD, copied, distance, norm, rows_of, spread_params
 
 PAIRS, WIDTH, LENGTH = 6, 6, 7
 TEMPERATURE, BETA = 0.9, 0.3
@@ -50,11 +50,7 @@ SIGNAL = np.array([True, True, False, True, True, True])
 
 
 def batch(chosen=CHOSEN, rejected=REJECTED, signal=SIGNAL) -> PairBatch:
-    return PairBatch(
-        jax.tree.map(lambda x: x[chosen], trajectory()),
-        jax.tree.map(lambda x: x[rejected], trajectory()),
-        jnp.asarray(signal),
-    )
+    return PairBatch(rows_of(trajectory(), chosen), rows_of(trajectory(), rejected), jnp.asarray(signal))
 
 
 def config_of(**options: Any) -> DPOUpdateConfig:
@@ -62,7 +58,6 @@ def config_of(**options: Any) -> DPOUpdateConfig:
 
 
 SHADOW = config_of()
-DENSE = config_of(visibility="dense")
 
 
 @functools.cache
@@ -72,7 +67,7 @@ def recording_update(config: DPOUpdateConfig):
 
 def metrics_and_gradients(config=SHADOW, data=None, reference=REFERENCE):
     """One update of copies of the parameters (it donates them)."""
-    params, reference = jax.tree.map(jnp.copy, (PARAMS, reference))
+    params, reference = copied((PARAMS, reference))
     state = init_state(params, RECORD, jax.random.key(3), reference)
     state, metrics = recording_update(config)(state, batch() if data is None else data)
     return jax.device_get(metrics), state.opt_state
@@ -116,12 +111,10 @@ def assert_plain(config: DPOUpdateConfig, weights, data=None) -> None:
     value, expected = plain(PARAMS, jnp.asarray(weights, jnp.float32), config.visibility, config.loss.loss_type)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     assert distance(grads, expected) < 1e-5
-    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected), rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], norm(expected), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("visibility", "loss_type"), [("shadow", "sigmoid"), ("shadow", "ipo"), ("dense", "sigmoid"), ("dense", "ipo")]
-)
+@pytest.mark.parametrize(("visibility", "loss_type"), [("shadow", "sigmoid"), ("dense", "ipo")])
 def test_loss_and_gradient_against_the_definition(visibility, loss_type):
     assert_plain(DPOUpdateConfig(visibility=visibility, loss=DPOConfig(beta=BETA, loss_type=loss_type)), SIGNAL / 5)
 
@@ -274,9 +267,9 @@ def test_the_update_compiles_once_and_takes_the_old_buffers():
 def test_the_reference_may_follow():
     """TR-DPO: after its step, half-way to the policy."""
     optimizer = optax.adam(1e-2)
-    params, reference = jax.tree.map(jnp.copy, (PARAMS, REFERENCE))
+    params, reference = copied((PARAMS, REFERENCE))
     state = init_state(params, optimizer, jax.random.key(3), reference)
     update = make_dpo_update(MODEL, optimizer, config_of(reference_sync=ReferenceSync(0.5, 1)))
     state, _ = update(state, batch())
-    halfway = jax.tree.map(lambda new, old: 0.5 * (new + old), state.params, REFERENCE)
+    halfway = jax.tree.map(lambda new, old: 0.5 * (np.asarray(new) + old), state.params, REFERENCE)
     assert distance(state.reference, halfway) < 1e-6 < distance(REFERENCE, halfway)

@@ -20,7 +20,7 @@ from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.value_head import add_value_head
-from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, WIDTH, batch, metrics_and_gradients, trajectory
+from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, WIDTH, batch, metrics_and_gradients, rows_of, trajectory
 
 COUNTED = np.arange(ROWS) != 2
 
@@ -85,7 +85,7 @@ def empty() -> Trajectory:
 
 def moved(before: TrainState, after: TrainState) -> bool:
     both = zip(*(jax.tree.leaves((state.params, state.opt_state)) for state in (before, after)), strict=True)
-    return not all(bool((a == b).all()) for a, b in both)
+    return not all(np.array_equal(a, b) for a, b in both)
 
 
 def fresh_state(reference: bool) -> tuple[TrainState, TrainState]:
@@ -115,7 +115,7 @@ def test_pairs_of_empty_responses_move_nothing():
     before, taken = fresh_state(reference=True)
 
     def pairs(of: Trajectory) -> PairBatch:
-        chosen, rejected = (jax.tree.map(lambda x, i=i: x[i::2], of) for i in range(2))
+        chosen, rejected = (rows_of(of, slice(i, None, 2)) for i in range(2))
         return PairBatch(chosen, rejected, jnp.ones(ROWS // 2, bool))
 
     after, metrics = update(taken, pairs(empty()))

@@ -72,7 +72,7 @@ def test_the_replay_is_exact_under_every_policy(policy: str):
     assert gap(CONFIG, sampled(CONFIG, policy)).max() <= 2e-5
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("chunk", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_record_decides(chunk: int | None):
     """Other experts give other log-probabilities; a token without any chooses itself."""
     sizes = replace(SIZES, prefill_chunk=chunk)
@@ -127,7 +127,7 @@ def test_rows_that_share_a_prompt():
     np.testing.assert_allclose(np.asarray(found)[there], np.asarray(expected)[there], atol=2e-5)
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_experts_over_the_tensor_axis(tensor: int):
     """Shared by two devices; by four they cannot be, and each has all."""
     batch = left_padded([12, 12, 5, 3], 12, 96)

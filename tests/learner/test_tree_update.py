@@ -66,8 +66,11 @@ def update_of(config: UpdateConfig, dtype: str):
 
 def stepped(config: UpdateConfig, batch: TrainBatch, dtype: str = "float32"):
     """Gradients, as RECORD keeps them, and metrics."""
-    params = jax.tree.map(lambda x: jnp.array(x, dtype), PARAMS)
-    state = init_state(params, RECORD, jax.random.key(0), jax.tree.map(lambda x: 1.1 * x, params))
+    params, reference = (
+        jax.tree.map(lambda x, s=scale: jax.device_put(np.array(s * np.asarray(x), dtype)), PARAMS)
+        for scale in (1, 1.1)
+    )
+    state = init_state(params, RECORD, jax.random.key(0), reference)
     state, metrics = update_of(config, dtype)(state, batch)
     return jax.device_get(state.opt_state), {name: float(value) for name, value in metrics.items()}
 
@@ -151,9 +154,7 @@ def test_a_row_shows_every_sequence_what_it_saw(early: float, late: float, most:
         found = set()
         for part in range(len(packs.tokens)):
             places = jax.tree.map(lambda x, part=part: x[part], packs)
-            mask = packed_trajectory(rows, places).mask
-            assert isinstance(mask, ShadowMask)
-            visible = np.asarray(mask.to_boolean())
+            visible = np.asarray(packed_mask(rows, places))
             for row, answer in np.argwhere(places.responses != ABSENT):
                 index, drawn = divmod(int(places.responses[row, answer]), RESPONSE)
                 column, source = places.columns[row, answer], places.sources[row, answer]
@@ -168,6 +169,13 @@ def test_a_row_shows_every_sequence_what_it_saw(early: float, late: float, most:
                 assert sees.sum() == seen[index][:, :, tokens[-1]].sum()
         assert found == {(int(i), int(r)) for i, r in np.argwhere(np.asarray(rows.response_mask))}
     assert 20 < shared < most
+
+
+@jax.jit
+def packed_mask(rows, places):
+    mask = packed_trajectory(rows, places).mask
+    assert isinstance(mask, ShadowMask)
+    return mask.to_boolean()
 
 
 def path_to(places, row: int, column: int) -> list[int]:
@@ -188,6 +196,7 @@ def test_evicted_keys_that_come_back_are_in_the_row_twice():
     assert metrics["loss"] == pytest.approx(of_rows_metrics["loss"], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_training_on_a_tree():
     """The branch with a positive advantage becomes likelier, the other one less; with Adam as with separate rows."""
     nodes = (
@@ -216,7 +225,7 @@ def test_training_on_a_tree():
         found = jnp.take_along_axis(jax.nn.log_softmax(whole), rows.response[..., None], -1)[..., 0]
         return (found * rows.response_mask)[:, 2:].sum(1)
 
-    before, after = jax.jit(jax.vmap(logprobs))(jax.tree.map(lambda *x: jnp.stack(x), PARAMS, state.params))
+    before, after = (jax.jit(logprobs)(params) for params in (PARAMS, state.params))
     assert after[0] > before[0] and after[1] < before[1]
 
 

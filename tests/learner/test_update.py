@@ -36,7 +36,9 @@ from tests.tiny_update import (
     explicit_logprobs,
     explicit_token_logprobs,
     metrics_and_gradients,
+    norm,
     recording_update,
+    rows_of,
     trajectory,
     without_advantages,
 )
@@ -80,7 +82,7 @@ def test_gradient_and_metrics_against_the_definition():
     mask = np.asarray(trajectory().response_mask)
     expected = explicit_policy_gradient(PARAMS, mask / mask.sum())
     assert distance(grads, expected) < 1e-5
-    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected), rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], norm(expected), rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"], -(ADVANTAGES[:, None] * mask).sum() / mask.sum(), rtol=1e-5)
     logprobs = np.asarray(explicit_logprobs(PARAMS, trajectory().mask), np.float64)
     entropy = -(np.exp(logprobs) * logprobs).sum(-1)
@@ -123,7 +125,7 @@ def test_microbatches_change_nothing():
 
 def test_the_order_of_the_rows_changes_nothing():
     order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
-    shuffled = jax.tree.map(lambda x: x[order], batch())
+    shuffled = rows_of(batch(), order)
     for config in (UpdateConfig(), UpdateConfig(microbatch_size=2)):
         one, other = metrics_and_gradients(config), metrics_and_gradients(config, shuffled)
         np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-6)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from smd_jax.corrections import (
@@ -43,7 +42,7 @@ from tests.bigram_update import (
     trajectory,
 )
 from tests.corrections.test_corrections import CORRECTIONS
-from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, distance
+from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, distance, norm, rows_of
 
 NOISE = np.random.default_rng(4).normal(size=(ROWS, LENGTH)).astype(np.float32)
 
@@ -91,8 +90,8 @@ def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
 
 def assert_near(found, expected):
     """Geometric rejection leaves nothing of this batch: then there is no norm to measure a distance by."""
-    if optax.tree.norm(expected) == 0:
-        assert optax.tree.norm(found) == 0
+    if norm(expected) == 0:
+        assert norm(found) == 0
     else:
         assert distance(found, expected) < 1e-5
 
@@ -109,7 +108,7 @@ def test_every_correction_in_any_split_and_order(correction):
     lost = mask & (~np.asarray(terms.counted) | (np.asarray(terms.weights) == 0))
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost.sum() / mask.sum(), atol=1e-6)
     order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
-    shuffled = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[order]), stale())
+    shuffled = rows_of(stale(), order)
     metrics, found = metrics_and_gradients(config, shuffled)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
     assert_near(found, gradients)
@@ -172,7 +171,7 @@ def test_advantages_of_single_tokens():
 def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss):
     config = UpdateConfig(loss=loss)
     counts = np.array([True, False, True, True, False, False, True, True])
-    left = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[counts]), batch())
+    left = rows_of(batch(), counts)
     one, expected = metrics_and_gradients(config, left)
     other, found = metrics_and_gradients(config, batch().replace(counted_rows=jnp.asarray(counts)))
     assert distance(found, expected) < 1e-5

@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_merged_matrices():
     assert np.abs(expected_a).max() > 1e-3 and set(of_adapters) == {LORA}
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_over_the_tensor_axis(tensor: int):
     """Split by expert; where four devices cannot share six experts, each has all."""
     mesh = make_mesh(data=1, fsdp=8 // tensor, tensor=tensor)

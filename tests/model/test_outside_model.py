@@ -115,17 +115,20 @@ def test_a_learner_without_windows_is_another_policy():
     assert gap(trajectory, trajectory.dense_mask(), replace(MODEL, windows=(None,) * 3)) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunk"), [("Dense", 8), ("H2O", 5)])
 def test_identity_with_prompts_read_in_chunks(name: str, chunk: int):
     assert gap(rolled(name, replace(SIZES, prefill_chunk=chunk), TWO_LAYERS), model=TWO_LAYERS) <= 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Dense", "H2O"])
 def test_identity_with_a_quantised_cache(name: str):
     quantised = replace(SIZES, quant=QuantConfig(bits=4, group=4))
     assert gap(rolled(name, quantised, TWO_LAYERS), model=TWO_LAYERS) <= 2e-5
 
 
+@pytest.mark.slow
 def test_identity_in_float64():
     with jax.enable_x64(True):
         model = replace(TWO_LAYERS, dtype="float64")

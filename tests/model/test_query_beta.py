@@ -22,6 +22,7 @@ from tests.tiny_update import spread_params
 from tests.under_test import POLICIES, left_padded
 
 ROPE = YarnRope(4.0, 4, attention_factor=1.0, query_beta=0.5)
+replay_jitted = jax.jit(replay, static_argnums=0)
 CONFIG = replace(PLAIN, num_layers=1, rope_scaling=ROPE)
 PUBLISHED = {
     "rope_type": "yarn",
@@ -81,7 +82,7 @@ def test_sampler_and_learner_are_one_policy(policy: str):
     drawn = rollout(Decoder(CONFIG), params, prompts, jax.random.key(3), policy=POLICIES[policy], config=sizes)
     there = np.asarray(drawn.response_mask)
     gaps = [
-        np.abs(np.asarray(replay(Decoder(config), params, drawn).logprobs - drawn.logprobs))[there].max()
+        np.abs(np.asarray(replay_jitted(Decoder(config), params, drawn).logprobs) - drawn.logprobs)[there].max()
         for config in (CONFIG, replace(CONFIG, rope_scaling=replace(ROPE, query_beta=0.0)))
     ]
     assert gaps[0] <= 2e-5 and gaps[1] > 1e-2

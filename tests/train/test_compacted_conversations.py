@@ -121,7 +121,8 @@ def test_a_run_interrupted_in_a_later_context_resumes_bitwise():
     assert_bitwise_equal(again, whole)
 
 
-@pytest.mark.parametrize("policy", [Dense(), pytest.param(CONFIG.policy, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Dense(), CONFIG.policy])
 def test_one_tree_learns_what_rows_do(policy: Any):
     """The packed update, which reads shared beginnings once, against separate rows."""
     update = UpdateConfig(microbatch_size=4)

@@ -45,6 +45,11 @@ def ppo_params(scale: float) -> Any:
     return {**params, "value_head": {**head, "kernel": scale * noise}}
 
 
+@jax.jit
+def critic_values(params: Any, policy_params: Any, trajectory: Any) -> jax.Array:
+    return values(params, response_hidden(single.MODEL, policy_params, trajectory, trajectory.mask))
+
+
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_ppo_against_the_definition(credit: str):
     """GAE by hand over the sampled tokens alone: what was read is no step, and has no advantage."""
@@ -53,8 +58,10 @@ def test_ppo_against_the_definition(credit: str):
     samples = loop.sample(loop.policy_params(params), jax.random.key(0), 0)
     trajectory = samples.trajectory
     batch, _ = loop.train_batch(params, trajectory, jnp.asarray(loop._rewards(samples)), None)
-    hidden = response_hidden(single.MODEL, loop.policy_params(params), trajectory, trajectory.mask)
-    critic, sampled = np.asarray(values(params, hidden)), np.asarray(trajectory.response_mask)
+    critic, sampled = (
+        np.asarray(critic_values(params, loop.policy_params(params), trajectory)),
+        np.asarray(trajectory.response_mask),
+    )
     turns = np.asarray(trajectory.turns())
     assert turns.max() > 2
     for row in range(8):
@@ -75,6 +82,7 @@ def test_ppo_against_the_definition(credit: str):
         assert not np.asarray(batch.advantages)[row, ~sampled[row]].any()
 
 
+@pytest.mark.slow
 def test_a_step_of_ppo():
     loop = new_loop(PPO, credit="turn")
     state = shard_tree(init_state(ppo_params(0.0), optax.adam(1e-3), jax.random.key(4)), make_mesh(1, 1, 1))

@@ -37,12 +37,13 @@ def new_evaluator(kind: str = "judges", decodes: Any = DECODES, rewards: Any = N
     return Evaluator(single.MODEL, rows, single.TOKENIZER, config, rewards=rewards, environment=environment)
 
 
-def test_whole_conversations_count():
+@pytest.mark.parametrize("decodes", [pytest.param(DECODES, marks=pytest.mark.slow), DECODES[1:]])
+def test_whole_conversations_count(decodes: Any):
     """Against a direct call, under the full cache and under the budget; the second batch is filled up with rows that do
     not count."""
-    evaluator = new_evaluator()
+    evaluator = new_evaluator(decodes=decodes)
     rows = [FirstRows()[index] for index in range(3)]
-    for decode, result in zip(DECODES, evaluator.run(PARAMS), strict=True):
+    for decode, result in zip(decodes, evaluator.run(PARAMS), strict=True):
         assert result.rewards.shape == (3, 2) and len(result.completions) == 3
         respondent = EnvironmentRespondent(
             EnvironmentsHere(single.Judge), Dialogue(single.TOKENIZER), single.TOKENIZER, rows, 2, 8

@@ -89,7 +89,7 @@ NAMES = {
 
 @pytest.mark.parametrize(
     ("policy", "visibility", "minibatches"),
-    [(H2O(), "shadow", 2), (SnapKV(window=2), "dense", 2), (Dense(), "shadow", 1)],
+    [(H2O(), "shadow", 2), (SnapKV(window=2), "dense", 2), pytest.param(Dense(), "shadow", 1, marks=pytest.mark.slow)],
 )
 def test_steps_under_several_policies(policy, visibility, minibatches):
     update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else Naive())
@@ -155,7 +155,7 @@ def test_rewards_belong_to_their_completions():
     assert rewards.dtype == np.float32 and len(set(expected)) > 1
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=minibatches))
     samples = loop.collect(new_state(), 0)

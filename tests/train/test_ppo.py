@@ -29,7 +29,7 @@ from smd_jax.text.prompts import Tokenizer
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
 from tests.bitwise import assert_bitwise_equal
 from tests.corrections.test_corrections import CORRECTIONS
-from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, TEMPERATURE, WIDTH, distance, trajectory
+from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, TEMPERATURE, WIDTH, copied, distance, trajectory
 from tests.toy_loop import MODEL as LOOP_MODEL
 from tests.toy_loop import ROLLOUT, SEVENS, TASK, TOKENIZER, Sevens, optimizer, run, share_programs, warm_params
 
@@ -40,7 +40,7 @@ REWARDS = np.array([2.0, 0.5, 3.0, 1.0, 1.3, 0.0, 2.5, 1.7], np.float32)
 
 def moved(params, seed: int, scale: float):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(x + scale * rng.normal(size=x.shape), jnp.float32), params)
+    return jax.tree.map(lambda x: jax.device_put(np.float32(x + scale * rng.normal(size=x.shape))), params)
 
 
 OLD = {**PARAMS, VALUE_HEAD: moved(add_value_head(PARAMS, MODEL.config)[VALUE_HEAD], seed=0, scale=0.2)}
@@ -70,7 +70,7 @@ def recording_update(config: UpdateConfig):
 
 def step(config: PPOConfig, params, batch):
     """Metrics and gradients; the parameters are copied, because a step takes them."""
-    state = init_state(jax.tree.map(jnp.copy, params), RECORD, jax.random.key(3))
+    state = init_state(copied(params), RECORD, jax.random.key(3))
     state, metrics = recording_update(config.update)(state, batch)
     return jax.device_get(metrics), state.opt_state
 
@@ -190,6 +190,7 @@ def test_whitening_is_over_the_tokens_that_count():
 # --- every split, every correction
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing():
     whole, parts = updated(config_of()), updated(config_of(microbatch_size=2))
     assert distance(parts[1], whole[1]) < 1e-5

@@ -16,6 +16,7 @@ from tests.under_test import bos_tokenizer
 
 TOKENIZER = byte_tokenizer(chat=False)
 MODEL = Decoder(tiny_model_config(max_positions=16))
+apply_jitted, loss_jitted = (jax.jit(f, static_argnums=0) for f in (apply_model, cross_entropy))
 PAD, EOS = 256, 258
 A, B, C, X, Y = b"abcxy"  # their ids: a token is a byte
 PROMPTS, ANSWERS = ["abc", "a"], ["x", "xy"]
@@ -48,19 +49,19 @@ def test_an_example_that_is_too_long_is_named():
 
 def test_loss_against_numpy():
     params, batch = random_params(MODEL.config), examples()
-    logits = apply_model(MODEL, params, batch.tokens, positions(batch.valid), dense_mask(batch.valid))
+    logits = apply_jitted(MODEL, params, batch.tokens, positions(batch.valid), dense_mask(batch.valid))
     weights = np.exp(np.asarray(logits, np.float64))
     logprobs = np.log(weights / weights.sum(-1, keepdims=True))
     # The logits of a column are those of the token in the next one.
     wanted = [(0, 3, X), (0, 4, EOS), (1, 2, X), (1, 3, Y), (1, 4, EOS)]
     expected = -np.mean([logprobs[place] for place in wanted])
-    np.testing.assert_allclose(cross_entropy(MODEL, params, batch), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss_jitted(MODEL, params, batch), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_more_padding_changes_nothing():
     params = random_params(MODEL.config)
-    narrow, wide = (cross_entropy(MODEL, params, examples(width)) for width in (6, 9))
+    narrow, wide = (loss_jitted(MODEL, params, examples(width)) for width in (6, 9))
     np.testing.assert_allclose(wide, narrow, rtol=1e-5)
 
 
