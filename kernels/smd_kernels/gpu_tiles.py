@@ -30,31 +30,17 @@ LOWEST = -1e30  # initial running maximum: below any score but finite, so that L
 
 
 class Walk(NamedTuple):
-    """Schedule of the tiles that one program visits, as scalars in the kernel.
+    """Schedule of the live tiles that one program visits, as scalars in the kernel.
 
-    Full tiles, `first_full` up to `after_full`, come first: every row sees every key, so they need no mask. The other
-    tiles from `first` up to `after` follow. The remaining tiles have no visible pair.
+    Attributes:
+      full: number of its first steps, in whose tiles every row sees every key, so that they need no mask.
+      steps: number of all steps; tiles without a visible pair have none.
+      tile: index of the tile that a step visits; reads one number from main memory.
     """
 
-    first: Any
-    first_full: Any
-    after_full: Any
-    after: Any
-
-    @property
-    def steps(self) -> Any:
-        return self.after - self.first
-
-    @property
-    def full(self) -> Any:
-        return self.after_full - self.first_full
-
-    def tile(self, step: Any) -> Any:
-        """Index of the tile that `step` visits."""
-        # Masked steps count up from the first tile and skip the run of full tiles, which were visited before.
-        masked = self.first + step - self.full
-        masked = jnp.where(masked < self.first_full, masked, masked + self.full)
-        return jnp.where(step < self.full, self.first_full + step, masked)
+    full: Any
+    steps: Any
+    tile: Callable[[Any], Any]
 
     def run(self, step: Callable[..., Any], carry: Any) -> Any:
         """Runs `step(index, carry, masked=…)` over all steps and returns the last carry."""
@@ -62,16 +48,21 @@ class Walk(NamedTuple):
         return lax.fori_loop(self.full, self.steps, lambda i, carry: step(i, carry, masked=True), carry)
 
 
-def walks(blocks: Blocks, rows: int, keys: int, *, of_keys: bool = False) -> Int[Array, "blocks tiles 4"]:
+def walks(blocks: Blocks, rows: int, keys: int, *, of_keys: bool = False) -> Int[Array, "blocks tiles numbers"]:
     """Computes the `Walk` of each row tile over key tiles or, with `of_keys`, of each key tile over row tiles.
 
-    `rows` and `keys` must divide the blocks.
+    `rows` and `keys` must divide the blocks. Each walk is `full`, `steps`, and the tiles in the order of its steps:
+    full ones, partly visible ones, and then those that it does not visit. Live tiles need not be neighbours: between
+    them are the other branches of a tree, or evicted keys. The table has one number per tile of scores.
     """
-    live = live_tiles(blocks, rows, keys)
+    live = live_tiles(blocks, rows, keys).live
     full = full_tiles(blocks, rows, keys)
-    first, after = live.of_keys() if of_keys else live.of_rows()
-    first_full, after_full = first_run(full.swapaxes(1, 2) if of_keys else full, first)
-    return jnp.stack([first, first_full, after_full, after], axis=-1)
+    if of_keys:
+        live, full = live.swapaxes(1, 2), full.swapaxes(1, 2)
+    # A full tile is live, too.
+    order = jnp.argsort(-(live.astype(jnp.int32) + full), axis=-1, stable=True)
+    counts = jnp.stack([full.sum(-1), live.sum(-1)], axis=-1)
+    return jnp.concatenate([counts, order], axis=-1).astype(jnp.int32)
 
 
 def full_tiles(blocks: Blocks, rows: int, keys: int) -> Bool[Array, "blocks row_tiles key_tiles"]:
@@ -82,17 +73,6 @@ def full_tiles(blocks: Blocks, rows: int, keys: int) -> Bool[Array, "blocks row_
     evicted_at = evicted_at.min(-1)[:, None]
     # A tile with padding is never full: padded rows have negative columns, padded keys have empty intervals.
     return (born <= column.min(-1)[:, :, None]) & (column.max(-1)[:, :, None] < evicted_at)
-
-
-def first_run(
-    full: Bool[Array, "blocks tiles others"], default: Int[Array, "blocks tiles"]
-) -> tuple[Int[Array, "blocks tiles"], Int[Array, "blocks tiles"]]:
-    """Start and end of the first run of true entries along the last axis; `default` for both if there is none."""
-    start = jnp.where(full.any(-1), jnp.argmax(full, axis=-1), default)
-    number = jnp.arange(full.shape[-1])
-    broken = ~full & (number[None, None] >= start[..., None])
-    end = jnp.where(broken.any(-1), jnp.argmax(broken, axis=-1), full.shape[-1])
-    return start.astype(jnp.int32), jnp.where(full.any(-1), end, default).astype(jnp.int32)
 
 
 @any_leaves
@@ -229,7 +209,7 @@ def own_tile(walks: Any, tiles: int) -> tuple[Any, Any, Walk]:
     number = lax.axis_index("program")
     block = lax.div(number, tiles)
     tile = lax.rem(number, tiles)
-    return block, tile, Walk(*(walks[block, tile, i] for i in range(4)))
+    return block, tile, Walk(walks[block, tile, 0], walks[block, tile, 1], lambda step: walks[block, tile, 2 + step])
 
 
 def launch(kernel: Callable[..., None], out: Any, scratch: Any, programs: int, warpgroups: int, interpret: Any) -> Any:

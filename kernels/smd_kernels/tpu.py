@@ -3,7 +3,7 @@
 The online softmax and its recomputation in the backward pass follow FlashAttention-2 (arXiv 2307.08691). The forward
 and dq passes loop over the keys of a row tile; the dk and dv pass loops over the rows of a key tile. The inner axis of
 the grid runs in order, so sums stay in vector memory: no atomics, and results are bitwise reproducible. Score tiles
-without a visible pair are not computed; those before the first and after the last live tile are not fetched either.
+without a visible pair are neither computed nor fetched; a gap of them between live tiles may fetch one tile in vain.
 
 Per-row and per-key numbers arrive along lanes (`tpu_walk`). Where a score tile needs them along sublanes, each outer
 tile transposes its own once. The dk and dv pass computes transposed scores, `[keys, rows]`.

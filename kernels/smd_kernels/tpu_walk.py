@@ -59,7 +59,11 @@ def is_live(spans: Spans, *, row_axis: int, key_axis: int) -> Any:
     block = pl.program_id(0)
     row_tile = block * pl.num_programs(row_axis) + pl.program_id(row_axis)
     key_tile = block * pl.num_programs(key_axis) + pl.program_id(key_axis)
-    # Only the two ends of a span are known to be live; tiles between them may be dead.
+    return may_see(spans, row_tile, key_tile)
+
+
+def may_see(spans: Spans, row_tile: Any, key_tile: Any) -> Any:
+    """Whether a row of one tile may see a key of another; both are numbered over all blocks."""
     return (spans.born_low[key_tile] <= spans.column_high[row_tile]) & (
         spans.column_low[row_tile] < spans.evicted_high[key_tile]
     )
@@ -88,15 +92,19 @@ class Walk:
         return (self.row_tiles, self.key_tiles) if self.rows_outside else (self.key_tiles, self.row_tiles)
 
     def _spec(self, of_rows: bool, shape: tuple[int, ...], place: Callable[..., Any]) -> pl.BlockSpec:
-        """Tiles of the rows or the keys; inner tiles are clipped to the live span, so that dead ends are not read."""
+        """Tiles of the rows or the keys. A dead inner tile is not read: its step asks for a live one."""
         if of_rows == self.rows_outside:
             return pl.BlockSpec((None, *shape), lambda block, outer, inner, spans: (block, *place(outer)))
-        outer_tiles = self.grid[0]
+        outer_tiles, inner_tiles = self.grid
 
         def held(block, outer, inner, spans):
             at = block * outer_tiles + outer
-            # Pallas does not fetch an unchanged tile again: steps outside the live span cause no memory traffic.
-            return block, *place(jnp.clip(inner, spans.first[at], spans.last[at]))
+            tiles = at, block * inner_tiles + inner
+            row_tile, key_tile = tiles if self.rows_outside else tiles[::-1]
+            # Pallas does not fetch an unchanged tile again. Steps before the first live tile ask for it, dead ones
+            # after it for the last one: a gap between live tiles causes at most one fetch that is not needed.
+            dead = jnp.where(inner < spans.first[at], spans.first[at], spans.last[at])
+            return block, *place(jnp.where(may_see(spans, row_tile, key_tile), inner, dead))
 
         return pl.BlockSpec((None, *shape), held, pipeline_mode=pl.Buffered(self.stages))
 

@@ -125,13 +125,47 @@ def test_walks_visit_every_seen_tile_once_and_spare_the_mask_only_where_all_is_s
     table = np.asarray(gpu_tiles.walks(blocks, 64, 64, of_keys=of_keys))
     unmasked = 0
     for block, outer in np.ndindex(table.shape[:2]):
-        walk = gpu_tiles.Walk(*table[block, outer])
-        visited = [int(walk.tile(step)) for step in range(walk.steps)]
-        assert sorted(visited) == list(range(walk.first, walk.after))
-        assert set(np.flatnonzero(tiled[block, outer].any((1, 2)))) <= set(visited)
-        assert tiled[block, outer, visited[: walk.full]].all()
-        unmasked += walk.full
+        full, steps, *order = table[block, outer]
+        assert sorted(order) == list(range(tiled.shape[2]))
+        assert set(np.flatnonzero(tiled[block, outer].any((1, 2)))) <= set(order[:steps])
+        assert set(order[:full]) == set(np.flatnonzero(tiled[block, outer].all((1, 2))))
+        unmasked += full
     assert unmasked, "no tile without a mask: the test does not test it"
+
+
+def with_gaps() -> tuple[Blocks, np.ndarray]:
+    """Three tiles of 64 rows and keys, `live[row_tile, key_tile]`: a dead one lies between live ones in row tile 0, as
+    between a branch of a tree and its beginning, and in key tile 0."""
+    q, k, v = random_blocks(0, 1, 192, 192, 64)[:3]
+    column, born, evicted_at = (
+        jnp.repeat(jnp.array([x], jnp.int32), 64, axis=1) for x in ([10, 50, 12], [0, 40, 0], [20, 60, 100])
+    )
+    return Blocks(q, k, v, column, born, evicted_at), np.array([[1, 0, 1], [0, 1, 1], [1, 0, 1]], bool)
+
+
+def test_walks_pass_over_gaps():
+    blocks, live = with_gaps()
+    for of_keys, expected in ((False, live), (True, live.T)):
+        (table,) = np.asarray(gpu_tiles.walks(blocks, 64, 64, of_keys=of_keys))
+        visited = [sorted(order[:steps]) for _, steps, *order in table.tolist()]
+        assert visited == [np.flatnonzero(x).tolist() for x in expected]
+
+
+@pytest.mark.slow
+def test_dead_tiles_between_live_ones_are_not_computed():
+    """NaN in them would spread, because 0 * NaN is NaN; an infinite value times 0 is NaN, too."""
+    blocks, live = with_gaps()
+    d_out = jnp.asarray(np.random.default_rng(1).standard_normal(blocks.q.shape), blocks.q.dtype)
+    kernel = MosaicGpuKernel(BlockSizes(64, 64, 64, 64, 64, 64), races.STRICT_GPU)
+    middle = (jnp.arange(192) // 64 == 1)[None, :, None]
+    poisoned = blocks._replace(**{name: jnp.where(middle, jnp.nan, getattr(blocks, name)) for name in "qkv"})
+    clean, got = run(kernel, blocks, d_out), run(kernel, poisoned, jnp.where(middle, jnp.nan, d_out))
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, clean, strict=True):
+        x, y = (np.asarray(value, np.float32).reshape(3, -1) for value in (x, y))  # by tile
+        # Key tile 2 is seen by the poisoned rows; all rows but those see none of the poisoned keys.
+        kept = [0] if name in ("dk", "dv") else [0, 2]
+        np.testing.assert_array_equal(x[kept], y[kept], err_msg=name)
+        assert np.isnan(x[1]).any(), "the poison is not read where it is seen"
 
 
 def test_lowers_for_cuda():

@@ -162,17 +162,26 @@ def test_dead_tiles_are_not_computed():
         np.testing.assert_array_equal(x, y)
 
 
-def test_dead_ends_are_not_fetched():
-    """The key tile that each step asks for, first and last live ones being 1 and 2 in row tile 1 and none in tile 0."""
-    column = jnp.repeat(jnp.array([-1, 50], jnp.int32), 128)[None]
-    born = jnp.repeat(jnp.array([90, 10, 20, 60], jnp.int32), 128)[None]
-    x = jnp.zeros((1, 1, 64))
+@pytest.mark.parametrize("rows_outside", [True, False])
+def test_dead_tiles_are_not_fetched(rows_outside: bool):
+    """The inner tile that each step asks for. No inner tile is live in outer tile 0; in outer tile 1 those at 1 and 2
+    are in one block, and those at 1, 4 and 5 in the other. A gap asks for the last one, here once in vain."""
+    live = np.zeros((2, 2, 6), bool)
+    live[0, 1, [1, 2]] = live[1, 1, [1, 4, 5]] = True
+    if rows_outside:  # of row tile 0 all rows are padding
+        column = np.where(live.any(2), 50, -1)
+        born = np.where(live[:, 1], 20, 90)
+    else:  # the keys of key tile 0 are born after every row
+        column = np.where(live[:, 1], 50, 10)
+        born = np.where(live.any(2), 20, 90)
+    x = jnp.zeros((2, 1, 64))
+    column, born = (jnp.asarray(np.repeat(x, 128, axis=1), jnp.int32) for x in (column, born))
     blocks = Blocks(x, x, x, column, born, born + 1000)
-    walk = tpu_walk.Walk(128, 128, 2, 4, rows_outside=True, stages=2)
-    table = tpu_walk.spans(blocks, 128, 128, rows_outside=True)
-    index_map: Any = walk.matrix(False, 64).index_map
-    fetched = [[int(index_map(0, i, j, table)[1]) for j in range(4)] for i in range(2)]
-    assert fetched == [[0, 0, 0, 0], [1, 1, 2, 2]]
+    walk = tpu_walk.Walk(128, 128, *((2, 6) if rows_outside else (6, 2)), rows_outside=rows_outside, stages=2)
+    table = tpu_walk.spans(blocks, 128, 128, rows_outside=rows_outside)
+    index_map: Any = walk.matrix(not rows_outside, 64).index_map
+    fetched = [[[int(index_map(n, i, j, table)[1]) for j in range(6)] for i in range(2)] for n in range(2)]
+    assert fetched == [[[0] * 6, [1, 1, 2, 2, 2, 2]], [[0] * 6, [1, 1, 5, 5, 4, 5]]]
 
 
 @pytest.mark.parametrize("rows_outside", [True, False])
