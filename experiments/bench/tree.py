@@ -7,15 +7,18 @@ Cost       ten minutes on two idle cores
 Result     seconds and bytes of an update in each way, the ratios to separate rows, and the bound
 
 One tree: a prompt of 512 tokens and 2 to 16 branches of 128 sampled tokens each, a decoder of 3.4 M parameters,
-nothing evicted. "rows" has one row per branch; "shared prompt" is `rows_per_prompt`, which reads the prompt once and
-attends row by row; "tree" has all branches in one row. The ways take turns in one process. `seconds` is the median,
-`ratio` the median of the turns' own ratios of "rows" to this way, with the least and the largest. `cpu_ratio` is the
-same of the process's CPU seconds, which other load on the machine changes less. `temp_bytes` is what XLA's memory
-analysis says of the program that makes the gradients of the whole batch, besides arguments and results.
+nothing evicted. "rows" has one row per branch in one microbatch, "rows, one at a time" in microbatches of one row.
+"shared prompt" is `rows_per_prompt`, which reads the prompt once and attends row by row; "tree" has all branches in one
+row. The ways take turns in one process. `seconds` and `cpu_seconds` (of the process, which other load on the machine
+changes less) are medians. `ratio` is the median of the turns' own ratios of separate rows to this way, with the least
+and the largest, and `cpu_ratio` the same of CPU seconds. Separate rows are those of the way named in `baseline`, the
+faster of the two in CPU seconds. `temp_bytes` is what XLA's memory analysis says of the program that makes the
+gradients of a microbatch, besides arguments and results.
 
 `bound` counts products: those with weights (3 times the forward pass), attention over visible pairs (2 products forward
 and 5 backward) and logits of sampled tokens (4 times, because they are made again). It assumes one rate for all of them
-and no other cost. `of_bound` is ratio / bound, `cpu_of_bound` is cpu_ratio / bound.
+and no other cost. So it leaves out the optimizer, and that attention's products are slower than those with weights; a
+tree has more of them per token. `of_bound` is ratio / bound, `cpu_of_bound` is cpu_ratio / bound.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ MODEL = smd.Decoder(
     tiny_model_config(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32)
 )
 OPTIMIZER = optax.adamw(1e-5)
-ROWS = "rows"
+ROWS = "rows", "rows, one at a time"
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,13 @@ def bound(args: Args, branches: int) -> float:
 def ways(args: Args, branches: int, state: Any, batch: TrainBatch) -> dict[str, Way]:
     """All ways to run the update, compiled."""
     config = smd.UpdateConfig()
+    one_row = smd.UpdateConfig(microbatch_size=1)
     shared = smd.UpdateConfig(rows_per_prompt=branches)
     packed = smd.UpdateConfig(microbatch_size=1, pack_columns=args.prompt + branches * args.response)
     places = packs_of(batch.trajectory, packed, share_beginnings=True)
     assert len(places.tokens) == 1, "one tree, one row"
 
-    def bytes_of(config: smd.UpdateConfig, packs: Any = None) -> int:
+    def bytes_of(config: smd.UpdateConfig, packs: Any = None, rows: int = branches) -> int:
         model = shared_prompt(MODEL, config.rows_per_prompt, args.prompt)
 
         def gradients(state: Any, prepared: Any) -> Any:
@@ -128,11 +132,14 @@ def ways(args: Args, branches: int, state: Any, batch: TrainBatch) -> dict[str, 
             return jax.value_and_grad(make_objective(model, config, state), has_aux=True)(state.params, part)
 
         prepared = jax.jit(lambda state, batch: prepare(MODEL, smd.UpdateConfig(), state.params, batch))(state, batch)
+        prepared = jax.tree.map(lambda x: x[:rows] if x.ndim else x, prepared)
         analysis: Any = jax.jit(gradients).lower(state, prepared).compile().memory_analysis()
         return analysis.temp_size_in_bytes
 
+    together, alone = ROWS
     return {
-        ROWS: Way(make_update(MODEL, OPTIMIZER, config), bytes_of(config)),
+        together: Way(make_update(MODEL, OPTIMIZER, config), bytes_of(config)),
+        alone: Way(make_update(MODEL, OPTIMIZER, one_row), bytes_of(one_row, rows=1)),
         "shared prompt": Way(make_update(MODEL, OPTIMIZER, shared), bytes_of(shared)),
         "tree": Way(make_packed_update(MODEL, OPTIMIZER, packed, share_beginnings=True), bytes_of(packed, places)),
     }
@@ -157,29 +164,31 @@ def measure(args: Args, branches: int) -> list[dict[str, Any]]:
                 cpu_seconds[name].append(time.process_time() - cpu_start)
     rows = []
     limit = bound(args, branches)
+    baseline = min(ROWS, key=lambda name: statistics.median(cpu_seconds[name]))
     for name, way in found.items():
-        ratios = ratios_to_rows(seconds, name)
-        cpu_ratio = statistics.median(ratios_to_rows(cpu_seconds, name))
+        ratios = of_turns(seconds[baseline], seconds[name])
+        cpu_ratio = statistics.median(of_turns(cpu_seconds[baseline], cpu_seconds[name]))
         row = {"branches": branches, "way": name, "prompt": args.prompt, "response": args.response}
-        row |= {"seconds": statistics.median(seconds[name]), "turns": args.turns, "ratio": statistics.median(ratios)}
+        row |= {"seconds": statistics.median(seconds[name]), "cpu_seconds": statistics.median(cpu_seconds[name])}
+        row |= {"turns": args.turns, "baseline": baseline, "ratio": statistics.median(ratios)}
         row |= {"ratio_min": min(ratios), "ratio_max": max(ratios), "cpu_ratio": cpu_ratio}
         row |= {"bound": limit, "of_bound": statistics.median(ratios) / limit, "cpu_of_bound": cpu_ratio / limit}
         row |= {"temp_bytes": way.temp_bytes}
-        rows.append(row | {"memory_ratio": found[ROWS].temp_bytes / way.temp_bytes})
-        print(as_row(rows[-1]), flush=True)
+        rows.append(row)
+        print(as_row(row), flush=True)
     return rows
 
 
-def ratios_to_rows(seconds: dict[str, list[float]], name: str) -> list[float]:
-    """Of every turn."""
-    return [theirs / mine for mine, theirs in zip(seconds[name], seconds[ROWS], strict=True)]
+def of_turns(rows: list[float], way: list[float]) -> list[float]:
+    """Ratio of separate rows to a way in every turn."""
+    return [theirs / mine for theirs, mine in zip(rows, way, strict=True)]
 
 
 def as_row(row: dict[str, Any]) -> str:
     ratio = f"{row['ratio']:.2f} x ({row['ratio_min']:.2f} to {row['ratio_max']:.2f}), bound {row['bound']:.2f}"
-    memory = f"{row['temp_bytes'] / 2**20:.0f} MiB, {row['memory_ratio']:.2f} x"
-    cpu = f"{row['cpu_ratio']:.2f} x CPU"
-    return f"{row['branches']:>2} branches, {row['way']:<14}{row['seconds']:.2f} s  {ratio}  {cpu}  {memory}"
+    cpu = f"{row['cpu_seconds']:.2f} CPU s, {row['cpu_ratio']:.2f} x"
+    memory = f"{row['temp_bytes'] / 2**20:.0f} MiB"
+    return f"{row['branches']:>2} branches, {row['way']:<20}{row['seconds']:.2f} s  {ratio}  {cpu}  {memory}"
 
 
 def main(args: Args) -> None:
