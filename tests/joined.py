@@ -39,6 +39,7 @@ from smd_jax.losses.value import ValueConfig
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.stacked_params import stack_params
 from smd_jax.model.value_head import add_value_head
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.runs import checkpoint, run
@@ -224,11 +225,19 @@ def experts_over_processes() -> dict[str, np.ndarray]:
     return experts(shared_by=2)
 
 
+def looped_layers() -> dict[str, np.ndarray]:
+    """A loop over four layers, whose stacked parameters are sharded over both devices."""
+    model = Decoder(dataclasses.replace(MODEL.config, num_layers=4), scan_layers=True)
+    stacked = stack_params(random_params(model.config), model.shape.layer_runs)
+    loop = GRPOLoop(model, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
+    return steps_of(loop, stacked)
+
+
 RUNS = {
     take.__name__: take
     for take in (
         *(grpo, taught, few_rows, ppo_with_adapters, pairs, half_without_rewards),
-        *(experts, experts_over_processes),
+        *(experts, experts_over_processes, looped_layers),
     )
 }
 

@@ -125,7 +125,7 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
 
 RUNS = [
     *("grpo", "taught", "few_rows", "ppo_with_adapters", "pairs", "half_without_rewards"),
-    *("experts", "experts_over_processes"),
+    *("experts", "experts_over_processes", "looped_layers"),
 ]
 
 
@@ -134,7 +134,7 @@ def test_a_run_draws_the_same(found: dict[int, Found], run: str):
     """Tokens, masks and rewards to the last bit, computed numbers up to rounding. Runs: GRPO, alone and with a teacher;
     the engine with dynamic sampling; PPO with adapters, minibatches and a KL in the reward; online DPO; GRPO
     with rewards of one process's rows alone; GRPO of a mixture of experts, of which each has half the rows or half
-    the experts."""
+    the experts; GRPO with a loop over stacked layers."""
     one, two = found[1].of(run), found[2].of(run)
     assert one.keys() == two.keys() and len(one) > 40
     # Longer responses add up more terms, and a divergence is a difference of nearly equal ones.

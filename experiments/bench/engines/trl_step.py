@@ -1,0 +1,99 @@
+"""A whole GRPO step of TRL: GRPOTrainer.train() with transformers' `generate`. Started by `bench/step.py`.
+
+Settings other than the defaults: no gradient checkpointing, float32, a constant learning rate, nothing logged or saved;
+microbatches are accumulated, so that one optimizer step follows one generation of all completions. The end of a
+completion is suppressed until its last token. The first step samples 8 tokens per completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import common
+import whole_step
+
+common.one_thread()  # before torch is imported
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+WARM_UP = 8  # tokens of a completion of the first step
+
+
+class Timer(TrainerCallback):
+    """The clock runs from before the generation of a step to the end of its update."""
+
+    def __init__(self, clock: whole_step.StepClock, new_tokens: int) -> None:
+        self.clock = clock
+        self.new_tokens = new_tokens
+        self.trainer: GRPOTrainer | None = None
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        new_tokens = self.new_tokens if self.clock.begun else WARM_UP
+        config, kwargs = self.trainer.generation_config, self.trainer.generation_kwargs
+        config.max_new_tokens = config.min_new_tokens = new_tokens
+        kwargs["max_new_tokens"] = kwargs["min_new_tokens"] = new_tokens
+        self.clock.begin()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.clock.end_step()
+
+
+def grpo_config(args: argparse.Namespace, updates: int, folder: str) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=args.microbatch,
+        gradient_accumulation_steps=args.completions // args.microbatch,
+        num_generations=args.group,
+        max_completion_length=args.new_tokens,
+        generation_kwargs={"min_new_tokens": args.new_tokens},
+        max_steps=updates,
+        learning_rate=common.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=common.BETAS[0],
+        adam_beta2=common.BETAS[1],
+        adam_epsilon=common.ADAM_EPS,
+        weight_decay=common.WEIGHT_DECAY,
+        max_grad_norm=whole_step.MAX_GRADIENT_NORM,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    args = whole_step.parser(__doc__).parse_args()
+    graded = whole_step.Reward()
+    clock = whole_step.StepClock(args, graded)
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+
+    def reward(completions, **columns) -> list[float]:
+        return graded([messages[-1]["content"] for messages in completions])
+
+    timer = Timer(clock, args.new_tokens)
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in whole_step.questions(args)]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=grpo_config(args, clock.updates, folder),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(args.model),
+            callbacks=[timer],
+        )
+        timer.trainer = trainer
+        trainer.train()
+    parameters = sum(p.numel() for p in model.parameters())
+    clock.report_steps("trl", parameters, ["trl", "torch", "transformers", "accelerate"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Shared by the engines of `bench/step.py`: prompts, command line, and a reward that separates rollout from update.
+
+Standard library only, because it runs in several environments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+import common
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+MAX_GRADIENT_NORM = 1.0  # TRL's default
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The command line of an engine; `completions` is a multiple of `group` and of `microbatch`."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
+    made.add_argument("--completions", type=int, default=32, help="of a step")
+    made.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    made.add_argument("--new-tokens", type=int, default=256, help="of a completion; none ends early")
+    made.add_argument("--microbatch", type=int, default=4, help="completions of one forward and backward pass")
+    made.add_argument("--repeats", type=int, default=2)
+    made.add_argument("--driven", action="store_true", help="every measured step waits for a line on standard input")
+    return made
+
+
+def questions(args: argparse.Namespace) -> list[str]:
+    """One prompt per group, the same in all engines."""
+    draw = random.Random(0)
+    terms = [[str(draw.randrange(10, 1000)) for _ in range(12)] for _ in range(args.completions // args.group)]
+    return [f"Add these numbers. Write every partial sum, then the total: {', '.join(row)}." for row in terms]
+
+
+class Reward:
+    """The share of even characters, and the time at which it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0.0
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        self.asked = time.perf_counter()
+        return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in completions]
+
+
+class StepClock(common.Clock):
+    """Times whole steps and their rollouts; the first step is not measured."""
+
+    def __init__(self, args: argparse.Namespace, reward: Reward) -> None:
+        super().__init__(args, warmup=1)
+        self.reward = reward
+        self.rollouts: list[float] = []
+
+    def end_step(self) -> None:
+        """Stops the clock, after the results of a step are ready."""
+        self.end()
+        if self.seconds:
+            self.rollouts.append(self.reward.asked - self.start)
+
+    def report_steps(self, engine: str, parameters: int, packages: list[str], more: dict | None = None) -> None:
+        """Prints the result as one JSON object."""
+        args = self.args
+        row = {"engine": engine, "device": "cpu", "dtype": "float32", "threads": 1, "completions": args.completions}
+        row |= {"group": args.group, "new_tokens": args.new_tokens, "microbatch": args.microbatch}
+        row |= {"rollout_seconds": statistics.median(self.rollouts)}
+        self.say(row | (more or {}) | self.measured(parameters, packages))

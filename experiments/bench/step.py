@@ -1,0 +1,73 @@
+"""Speed of a whole GRPO step in smd_jax and TRL, with a real model on one CPU core.
+
+Question   Seconds and peak memory of a step (rollout, reward, update) of SmolLM2-135M-Instruct in float32.
+Sizes      4 prompts of 12 numbers to add, 8 completions each of exactly 256 tokens at temperature 1; one optimizer step
+           of AdamW in microbatches of 4 completions; no reference model.
+Engines    ours          R-KV with 128 + 32 keys in the sampler, shadow masks in the learner
+           ours-dense    a full cache and a dense learner
+           trl           GRPOTrainer with transformers' `generate`
+           The header of each file in experiments/bench/engines/ lists its settings.
+Fairness   Every engine is its own process on the same core. All warm up, then take turns, step by step. No completion
+           ends early, so all engines do the same work. Ratios depend on the CPU: torch's products are fast on Intel's.
+Fields     seconds: median of the steps; rollout_seconds: from the start of a step until its reward is asked.
+           max_abs_dlogp: ours, learner against sampler, over all tokens.
+Command    make smollm2
+           python experiments/bench/step.py --trl-python PATH --json
+Cost       15 minutes and 16 GB of memory, because all engines stay alive
+Result     experiments/results/step_cpu.json
+
+The environment of TRL is that of experiments/bench/update.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
+
+from bench.turns import take_turns, write
+from lib.files import RESULTS
+from smd_jax.monitor.progress import summary_table
+
+ENGINES = Path(__file__).parent / "engines"
+
+
+@dataclass(frozen=True)
+class Args:
+    """Times whole GRPO steps of both libraries, in turns."""
+
+    model: Path = Path("runs/smollm2")  # Hugging Face checkpoint directory
+    trl_python: str | None = None  # interpreter with TRL; without one TRL is left out
+    completions: int = 32  # of a step
+    new_tokens: int = 256  # of a completion
+    budget: int = 128  # keys kept per layer and KV head
+    repeats: int = 2  # measured steps of each
+    json: bool = False  # write experiments/results/step_cpu.json
+
+
+def commands(args: Args) -> list[list[str]]:
+    sizes = ["--model", args.model, "--completions", args.completions, "--new-tokens", args.new_tokens]
+    same = [*map(str, sizes), "--repeats", str(args.repeats), "--driven"]
+    ours = [sys.executable, str(ENGINES / "smd_step.py"), *same]
+    trl = [] if args.trl_python is None else [[args.trl_python, str(ENGINES / "trl_step.py"), *same]]
+    return [[*ours, "--budget", str(args.budget)], ours, *trl]
+
+
+def main(args: Args) -> None:
+    rows = take_turns(args.repeats, commands(args))
+    cells = []
+    for row in rows:
+        parts = (row["seconds"], row["rollout_seconds"], row["seconds"] - row["rollout_seconds"])
+        cells.append((row["engine"], *parts, rows[-1]["seconds"] / row["seconds"], row["peak_bytes"] / 1e9))
+    columns = ("engine", "seconds", "rollout", "rest", "times faster than the last", "peak GB")
+    summary_table(f"A step of {args.completions} completions of {args.new_tokens} tokens", columns, cells)
+    if args.json:
+        write(RESULTS / "step_cpu.json", rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
