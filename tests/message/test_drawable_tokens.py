@@ -37,7 +37,7 @@ from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, make_train_batch
 from tests import toy_loop
-from tests.tiny_update import RECORD, distance, spread_params
+from tests.tiny_update import RECORD, copied, distance, rows_of, spread_params
 from tests.under_test import left_padded
 
 ROWS, WIDTH, LENGTH, VOCAB, EOS, MINIMUM = 4, 8, 10, 300, 5, 4
@@ -239,7 +239,7 @@ def test_padding_keeps_ordinary_numbers():
 
 def one_step(update: Any, batch: Any) -> tuple[dict[str, Any], Any]:
     """Metrics and gradients; the parameters are copied, because a step takes them."""
-    params, reference = jax.tree.map(jnp.copy, (PARAMS, REFERENCE))
+    params, reference = copied((PARAMS, REFERENCE))
     state, metrics = update(init_state(params, RECORD, jax.random.key(3), reference), batch)
     return jax.device_get(metrics), state.opt_state
 
@@ -338,7 +338,7 @@ def test_gradients_of_distillation_are_finite():
 def test_online_dpo():
     """Policy and reference: the margins of the implicit rewards, from the plain definition."""
     trajectory = sampled("all")
-    chosen, rejected = (jax.tree.map(lambda x, r=r: x[r], trajectory) for r in (np.array([0, 3]), np.array([2, 1])))
+    chosen, rejected = (rows_of(trajectory, rows) for rows in ([0, 3], [2, 1]))
     pairs = PairBatch(chosen, rejected, jnp.array([True, True]))
     metrics, _ = one_step(make_dpo_update(MODEL, RECORD, DPOUpdateConfig(microbatch_size=1)), pairs)
     assert metrics["sampling/sampling_logp_difference/max"] < 2e-5

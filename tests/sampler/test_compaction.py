@@ -27,6 +27,7 @@ from smd_jax.sampler.compaction import (
 )
 from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, Reply, converse
 from tests.sampler.test_conversation import CONFIG, SHAPE, Scripted, gap
+from tests.tiny_update import rows_of
 from tests.under_test import POLICIES, make_params
 
 WIDTH = 48
@@ -119,7 +120,7 @@ def trained(make: Any, config: UpdateConfig, name: str) -> tuple[Any, dict[str, 
     return state.params, {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize(("name", "shares"), [("Dense", True), ("SnapKV", False)])
+@pytest.mark.parametrize(("name", "shares"), [("Dense", True), pytest.param("SnapKV", False, marks=pytest.mark.slow)])
 def test_contexts_train_as_one_tree(name: str, shares: bool):
     """The update that reads shared beginnings once is that of separate rows. Keys of a prompt that branches evict at
     different times are not shared."""
@@ -139,7 +140,7 @@ def test_contexts_that_were_not_there_hold_nothing():
         isinstance(result.trajectory.mask, ShadowMask)
         and not np.asarray(result.trajectory.mask.evicted_at)[absent].any()
     )
-    present = jax.tree.map(lambda x: x[np.flatnonzero(result.present)], result.trajectory)
+    present = rows_of(result.trajectory, result.present)
     model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
     advantages = jnp.linspace(-1, 1, len(absent))
     found = []

@@ -53,10 +53,7 @@ def gap(trajectory: Trajectory) -> np.ndarray:
     return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
 
 
-FAST = ("Dense", "SnapKV")
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in POLICIES])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "SnapKV" else pytest.mark.slow) for x in POLICIES])
 def test_exact_over_turns(name: str):
     trajectory = conversed(name)
     assert (np.asarray(trajectory.turns()).max(axis=1) >= 3).sum() >= 2
@@ -80,7 +77,7 @@ def test_what_is_recorded(decode_rows: int | None):
     sampled = np.asarray(trajectory.sampled)
     ends = sampled[:, :-1] & ~sampled[:, 1:] & valid[:, 11:]
     assert ends.sum() > 4 and there[:, 10:-1][ends].all(), "tokens that end a turn are read with the answer"
-    _, router = response_hidden_and_router(MODEL, params(), trajectory, trajectory.mask)
+    _, router = jax.jit(response_hidden_and_router, static_argnums=0)(MODEL, params(), trajectory, trajectory.mask)
     chosen = np.argsort(-np.asarray(router), axis=-1)[..., :2]
     np.testing.assert_array_equal(np.sort(routing[there]), np.sort(chosen[there]))
 
@@ -108,6 +105,7 @@ def stepped(policy: str, make: Any, config: UpdateConfig) -> tuple[Any, dict[str
     return jax.device_get(state.opt_state), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["Dense", "SnapKV"])
 def test_contexts_of_a_conversation_are_a_tree(policy: str):
     """Exact, and the update that reads shared beginnings once has the gradients of separate rows."""

@@ -35,7 +35,7 @@ from tests.sampler.test_conversation import LENGTHS as CONVERSATION_LENGTHS
 from tests.sampler.test_conversation import SHAPE as CONVERSATION_SHAPE
 from tests.under_test import left_padded, make_params
 
-SHAPE = tiny_model_config(vocab_size=40, num_layers=5, tie_embeddings=False)
+SHAPE = tiny_model_config(vocab_size=40, num_layers=4, tie_embeddings=False)
 # Four equal layers, one with a window, one more.
 MIXED = dataclasses.replace(SHAPE, num_layers=6, sliding_windows=(None, None, None, None, 6, None))
 EXPERTS = dataclasses.replace(SHAPE, experts=Experts(count=4, per_token=2, intermediate_size=32))
@@ -78,7 +78,10 @@ def assert_equal(one: Trajectory, other: Trajectory) -> None:
     jax.tree.map(check, one, other)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("per head", "spans")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES])
 def test_a_rollout_is_the_same(name: str):
     shape, policy, config = CASES[name]
     params = params_of(shape, policy)
@@ -95,26 +98,26 @@ def test_stacked_parameters_sample_the_same():
     params = make_params(SHAPE)
     looped = Decoder(SHAPE, scan_layers=True)
     stacked = stack_params(params, looped.shape.layer_runs)
-    assert set(stacked) == {"embed", "layers_0_to_4", "norm", "lm_head"}
+    assert set(stacked) == {"embed", "layers_0_to_3", "norm", "lm_head"}
     expected = sample(Decoder(SHAPE), params, H2O(), SIZES)
     for model in (looped, Decoder(SHAPE)):
         assert_equal(sample(model, stacked, H2O(), SIZES), expected)
 
 
-def test_rows_that_come_and_go_are_the_same():
+@pytest.mark.parametrize("policy", [pytest.param(Dense(), marks=pytest.mark.slow), SnapKV(window=3)])
+def test_rows_that_come_and_go_are_the_same(policy: EvictionPolicy):
     params, prompts = make_params(SHAPE), left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
-    for policy in (Dense(), SnapKV(window=3)):
-        engines = [
-            Engine(Decoder(SHAPE, scan_layers=scan), policy=policy, config=SIZES, decode_rows=2)
-            for scan in (False, True)
-        ]
-        expected, looped = (each.run(params, prompts, jax.random.key(5)) for each in engines)
-        assert_equal(looped.trajectory, expected.trajectory)
+    engines = [
+        Engine(Decoder(SHAPE, scan_layers=scan), policy=policy, config=SIZES, decode_rows=2) for scan in (False, True)
+    ]
+    expected, looped = (each.run(params, prompts, jax.random.key(5)) for each in engines)
+    assert_equal(looped.trajectory, expected.trajectory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [SnapKV(window=3), OnTokens(SPANS, inner=H2O())], ids=["queries", "spans"])
 def test_conversations_are_the_same(policy: EvictionPolicy):
-    deep = dataclasses.replace(CONVERSATION_SHAPE, num_layers=5)
+    deep = dataclasses.replace(CONVERSATION_SHAPE, num_layers=4)
     expected, looped = (
         converse(
             Decoder(deep, scan_layers=scan),
@@ -136,8 +139,8 @@ def test_caches_of_a_run_have_its_layers():
     sampler = Sampler(Decoder(MIXED, scan_layers=True), H2O(), SIZES, WIDTH)
     assert sampler.runs == (range(0, 4), range(4, 5), range(5, 6))
     pyramid = Sampler(Decoder(SHAPE, scan_layers=True), Pyramid(H2O(), beta=4.0), SIZES, WIDTH)
-    assert sum(len(run) for run in pyramid.runs) == 5 and max(map(len, pyramid.runs)) == 1, "budgets differ"
-    assert Sampler(Decoder(SHAPE), H2O(), SIZES, WIDTH).runs == tuple(range(index, index + 1) for index in range(5))
+    assert sum(len(run) for run in pyramid.runs) == 4 and max(map(len, pyramid.runs)) == 1, "budgets differ"
+    assert Sampler(Decoder(SHAPE), H2O(), SIZES, WIDTH).runs == tuple(range(index, index + 1) for index in range(4))
 
 
 def test_equal_runs():
@@ -145,7 +148,7 @@ def test_equal_runs():
     assert list(equal_runs("aaab", first=2)) == [range(2, 3), range(3, 4), range(4, 5), range(5, 6)]
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("remat", ["full", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "dots"))])
 def test_gradients_are_the_same(remat: Any):
     params = add_lora(make_params(MIXED), LoraConfig(rank=2), jax.random.key(1))
     trajectory = sample(Decoder(MIXED), params, H2O(), SIZES)
@@ -193,5 +196,5 @@ def test_the_program_does_not_grow_with_the_depth():
         lowered = jax.jit(lambda params: sample(model, params, SnapKV(window=3), SIZES)).lower(params)
         return len(lowered.as_text())
 
-    assert size(16, True) <= 1.05 * size(4, True)
-    assert size(16, False) > 1.5 * size(4, False)
+    assert size(8, True) <= 1.05 * size(4, True)
+    assert size(8, False) > 1.3 * size(4, False)
