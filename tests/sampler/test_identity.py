@@ -133,9 +133,14 @@ def test_budget_above_the_length(name: str):
 
 
 KEEPING = [case for case in FAR_BELOW if POLICIES[case[0]].evicts] + [("H2O", "MHA", LONG), ("Pyramid", "MHA", LONG)]
+# By position, by attention, with budgets of its own; and in both shapes.
+QUICK = {"StreamingLLM", "H2O", "Pyramid of H2O"}
 
 
-@pytest.mark.parametrize(("name", "shape", "config"), KEEPING)
+@pytest.mark.parametrize(
+    ("name", "shape", "config"),
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in KEEPING],
+)
 def test_masks_keep_to_their_segments(name: str, shape: str, config: RolloutConfig):
     """What the learner's attention relies on when it gathers keys: also in rows that ended long before the others."""
     mask: Any = roll(SHAPES[shape], POLICIES[name], config)[-1].mask
