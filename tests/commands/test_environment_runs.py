@@ -78,6 +78,7 @@ def test_refused(words: list[str], more: list[str], message: str, tmp_path: Path
     assert message in said
 
 
+@pytest.mark.slow
 def test_contexts_are_summarised(words: list[str], tmp_path: Path):
     run = tmp_path / "run"
     contexts = [
@@ -87,8 +88,6 @@ def test_contexts_are_summarised(words: list[str], tmp_path: Path):
         "12",
         "--summary-request",
         "Sum up!",
-        "--max-prompt-length",
-        "160",
     ]
     main([*words, *contexts, "--max-prompt-length", "160", "--output-dir", str(run), "--max-steps", "1"])
     (row,) = read_metrics(run / "metrics.jsonl")

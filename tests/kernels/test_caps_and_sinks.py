@@ -107,8 +107,15 @@ IMPLEMENTATIONS = {
 }
 
 
-@each_option
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+# Interpreted kernels take long: with both options at once, and with each alone where there is time.
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        pytest.param(name, option, marks=pytest.mark.slow if "tpu" in name and option != "both" else ())
+        for name in IMPLEMENTATIONS
+        for option in OPTIONS
+    ],
+)
 def test_every_implementation(name: str, option: str):
     softcap, arrays = problem(option)
     found = results(IMPLEMENTATIONS[name](softcap), arrays)
