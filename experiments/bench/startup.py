@@ -4,7 +4,8 @@ Question   Seconds from the start of a process to the end of its first GRPO step
            with the one that this start has filled.
 Sizes      SmolLM2-135M's shape (hidden 576, 9 query and 3 KV heads of 64, FFN 1,536, vocabulary 49,152, tied), random
            weights, float32, of 4 layers and of its 30. 2 prompts of 96 columns, 4 completions each of at most 32
-           tokens, H2O with 48 + 16 keys, AdamW: compile time does not depend on the number of rows.
+           tokens, H2O with 48 + 16 keys, AdamW: compile time does not depend on the number of rows. For the loop,
+           parameters are stacked.
 Measure    Wall seconds; processes start one after another and use all cores, as compilers do. `second_step_seconds` is
            the time of a step without compilation.
 Command    python experiments/bench/startup.py --json
@@ -70,6 +71,8 @@ def first_step(layers: int, loop: bool, began: float) -> Row:
     # Numbers from numpy, which compiles nothing: a user's weights come from a file.
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), param_shapes(model))
+    if loop:
+        params = smd.model.stack_params(params, model.shape.layer_runs)
     tokenizer = byte_tokenizer(chat=False)
     # The loop refuses a tokenizer with other tokens than the model's embeddings.
     tokenizer.add_tokens([f"<unused {number}>" for number in range(shape.vocab_size - len(tokenizer))])
