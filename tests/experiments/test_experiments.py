@@ -22,7 +22,6 @@ RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
-    *("bench/startup", "bench/step"),
 }
 
 
