@@ -8,7 +8,7 @@ from lib.files import Row
 from reporting import others, real_model, walks
 from reporting.cells import MapCell, all_arms, every_table, teacher_at_one_rate
 from reporting.page import LAST_COMMIT, machines
-from reporting.room import RoomCell, full_table
+from reporting.room import RoomCell, copy_cell, full_table
 
 
 def text(rows: dict[str, list[Row]], room: RoomCell, showdown: MapCell, cells: Sequence[MapCell]) -> str:
@@ -32,6 +32,10 @@ The cell of the first page, all arms whose seeds are in. Two rates: the one chos
 full cache.
 
 {full_table(room)}
+
+## Copied sums
+
+{full_table(copy_cell(rows["room"]))}
 
 ## All arms
 

@@ -14,6 +14,7 @@ from reporting.cells import DESCRIPTIONS
 from reporting.page import difference, mean_of, p_value, plain, rate_words, signed, table
 
 FIRST = ("sorting-12", "tova-heads", 11)  # task, policy, budget of the primary contrast
+COPY = ("copy-8", "tova-heads", 10)
 SEEDS = range(10, 18)
 COLUMNS = {"budget": ("sparse", "sparse_greedy"), "full cache": ("dense", "dense_greedy")}
 # The dense learners of the primary contrast, see experiments/PLAN.md.
@@ -48,7 +49,8 @@ class RoomCell:
 
     def best_rival(self, column: str) -> str:
         """The dense learner with the best pilot reward of this column."""
-        return max(RIVALS, key=lambda arm: self.pilot(arm, self.rate(arm, column), column))
+        ran = [arm for arm in RIVALS if arm in self.pilots]
+        return max(ran, key=lambda arm: self.pilot(arm, self.rate(arm, column), column))
 
     def contrast(self, ours: str, theirs: str, kind: str) -> Estimate:
         column = column_of(kind)
@@ -77,18 +79,28 @@ def column_of(kind: str) -> str:
 
 
 def first_cell(rows: Sequence[Row]) -> RoomCell:
-    """The cell of the primary contrast.
+    """The cell of the primary contrast; errors as `cell_of`."""
+    return cell_of(rows, FIRST, {*FRONT, *RIVALS})
+
+
+def copy_cell(rows: Sequence[Row]) -> RoomCell:
+    """The first cell of copied sums; errors as `cell_of`."""
+    return cell_of(rows, COPY, {"untrained", "full-cache", "naive", "tis", "shadow", OURS})
+
+
+def cell_of(rows: Sequence[Row], which: tuple[str, str, int], arms: set[str]) -> RoomCell:
+    """The cell of a task, policy and budget.
 
     Raises:
-      ValueError: if an arm of the front page lacks a seed: nothing is reported before all are in.
+      ValueError: if one of these arms lacks a seed: nothing is reported before all are in.
     """
     parts: dict[bool, dict[str, dict[float, list[Row]]]] = {True: {}, False: {}}
     for row in rows:
-        if (row["task"], row["policy"], row["budget"]) == FIRST:
+        if (row["task"], row["policy"], row["budget"]) == which:
             parts[row["pilot"]].setdefault(row["arm"], {}).setdefault(row["learning_rate"], []).append(row)
     cell = RoomCell(parts[True], parts[False])
-    if missing := sorted({*FRONT, *RIVALS} - set(cell.complete)):
-        raise ValueError(f"expected all seeds of the study of room and time; got too few of {', '.join(missing)}")
+    if missing := sorted(arms - set(cell.complete)):
+        raise ValueError(f"expected all seeds of {which[0]} in room.json; got too few of {', '.join(missing)}")
     return cell
 
 
