@@ -114,7 +114,13 @@ def assert_plain(config: DPOUpdateConfig, weights, data=None) -> None:
     np.testing.assert_allclose(metrics["grad_norm"], norm(expected), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("visibility", "loss_type"), [("shadow", "sigmoid"), ("dense", "ipo")])
+@pytest.mark.parametrize(
+    ("visibility", "loss_type"),
+    [
+        *(("shadow", "sigmoid"), ("dense", "ipo")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shadow", "ipo"), ("dense", "sigmoid"))),
+    ],
+)
 def test_loss_and_gradient_against_the_definition(visibility, loss_type):
     assert_plain(DPOUpdateConfig(visibility=visibility, loss=DPOConfig(beta=BETA, loss_type=loss_type)), SIGNAL / 5)
 

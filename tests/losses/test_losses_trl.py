@@ -153,9 +153,11 @@ def hard_inputs(config: LossConfig) -> LossInputs:
 
 
 @EVERY_LOSS
-def test_microbatches_change_nothing(config):
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_microbatches_change_nothing(config, size):
     inputs = hard_inputs(config)
-    parts = [loss_and_gradient(jax.tree.map(lambda x, i=i: x[i : i + 1], inputs), config) for i in range(4)]
+    starts = range(0, 4, size)
+    parts = [loss_and_gradient(jax.tree.map(lambda x, i=i: x[i : i + size], inputs), config) for i in starts]
     whole = loss_and_gradient(inputs, config)
     np.testing.assert_allclose(sum(loss for loss, _ in parts), whole[0], rtol=1e-5)
     np.testing.assert_allclose(jnp.concatenate([grad for _, grad in parts]), whole[1], rtol=1e-6)
@@ -194,9 +196,18 @@ def test_padding_changes_nothing(config):
     np.testing.assert_allclose(other[1], padded(one[1], 0.0), rtol=1e-6)
 
 
-# Every loss with one scale, every scale with several losses: they don't know each other.
+SCALES = ("group", "batch", "none")
+# Quick: every loss with one scale, every scale with several losses.
+QUICK = tuple(zip(CONFIGS, cycle(SCALES), strict=False))
+
+
 @pytest.mark.parametrize(
-    ("config", "scale"), list(zip(CONFIGS.values(), cycle(["group", "batch", "none"]), strict=False))
+    ("config", "scale"),
+    [
+        pytest.param(config, scale, marks=() if (name, scale) in QUICK else pytest.mark.slow)
+        for name, config in CONFIGS.items()
+        for scale in SCALES
+    ],
 )
 def test_the_layout_of_groups_changes_nothing(config, scale):
     """Groups in another order, and completions in another order within theirs."""

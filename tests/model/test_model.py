@@ -79,7 +79,13 @@ def assert_trees_close(one: Any, other: Any, *, relative: float) -> None:
         np.testing.assert_allclose(a, b, atol=relative * float(jnp.abs(b).max()))
 
 
-@pytest.mark.parametrize(("heads", "kind"), [("MHA", "any booleans"), ("GQA", "intervals")])
+@pytest.mark.parametrize(
+    ("heads", "kind"),
+    [
+        *(("MHA", "any booleans"), ("GQA", "intervals")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("MHA", "intervals"), ("GQA", "any booleans"))),
+    ],
+)
 def test_logits_against_numpy(heads: str, kind: str):
     """Padded rows, a mask of its own per layer and head, queries that see nothing."""
     config = CONFIGS[heads]
@@ -171,9 +177,10 @@ def test_a_mask_that_layers_and_heads_share():
     assert float(jnp.abs(own - expected).max()) > 1e-2
 
 
-def test_left_padding_changes_nothing():
+@pytest.mark.parametrize("heads", ["GQA", pytest.param("MHA", marks=pytest.mark.slow)])
+def test_left_padding_changes_nothing(heads: str):
     """A row gives the same logits with padding as without; what the padding holds does not matter."""
-    config = CONFIGS["GQA"]
+    config = CONFIGS[heads]
     batch, model = prompts(), Decoder(config)
     got = logits(model, dense_mask(batch.valid))
     for b, length in enumerate([9, 5, 2]):
@@ -184,7 +191,13 @@ def test_left_padding_changes_nothing():
     np.testing.assert_allclose(got[batch.valid], again[batch.valid], atol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "remat"), [("MHA", True), ("GQA", "dots")])
+@pytest.mark.parametrize(
+    ("heads", "remat"),
+    [
+        *(("MHA", True), ("GQA", "dots")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("MHA", "dots"), ("GQA", True))),
+    ],
+)
 def test_remat_changes_nothing(heads: str, remat: Any):
     config = CONFIGS[heads]
     mask = ShadowMask(jnp.array(evicted_at(config)))
