@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the package lib
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
 import smd_jax as smd
+from bench.smollm2_shape import smollm2_shape
 from lib.files import RESULTS, write_rows
 from lib.provenance import command_line, provenance
 from smd_jax.message.masks import positions
@@ -55,19 +56,7 @@ class Args:
 
 
 def model_of(layers: int, loop: bool) -> smd.Decoder:
-    config = smd.ModelConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=layers,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        max_positions=8192,
-        rope_theta=1e5,
-        tie_embeddings=True,
-    )
-    return smd.Decoder(config, scan_layers=loop)
+    return smd.Decoder(smollm2_shape(layers), scan_layers=loop)
 
 
 def params_of(model: smd.Decoder) -> Any:

@@ -17,6 +17,7 @@ FIRST = ("sorting-12", "tova-heads", 11)  # task, policy, budget of the primary 
 COPY = ("copy-8", "tova-heads", 10)
 SEEDS = range(10, 18)
 COLUMNS = {"budget": ("sparse", "sparse_greedy"), "full cache": ("dense", "dense_greedy")}
+KINDS = tuple(kind for kinds in COLUMNS.values() for kind in kinds)
 # The dense learners of the primary contrast, see experiments/PLAN.md.
 RIVALS = ("naive", "tis-1.5", "tis", "tis-5", "icepop", "geometric", "sparse-rl-paper", "gspo")
 OURS = "mixed-50"
@@ -114,12 +115,10 @@ def full_table(cell: RoomCell) -> str:
 
 
 def _table(cell: RoomCell, arms: Sequence[str]) -> str:
-    kinds = [kind for kinds in COLUMNS.values() for kind in kinds]
-
     def line(arm: str) -> list[str]:
         rates = [rate_words(cell.rate(arm, column)) for column in COLUMNS]
-        means = [f"{mean_of(cell.rows(arm, column_of(kind)), kind).mean:.2f}" for kind in kinds]
-        leads = ["" if arm == OURS else signed(cell.contrast(OURS, arm, kind)) for kind in kinds[1::2]]
+        means = [f"{mean_of(cell.rows(arm, column_of(kind)), kind).mean:.2f}" for kind in KINDS]
+        leads = ["" if arm == OURS else signed(cell.contrast(OURS, arm, kind)) for kind in KINDS[1::2]]
         trained = "" if arm == "untrained" else " / ".join(dict.fromkeys(rates))
         return [f"{arm}: {DESCRIPTIONS[arm]}", trained, *means, *leads]
 

@@ -7,8 +7,8 @@ from statistics import mean
 
 from lib.files import Row
 from lib.grid import best_rate
-from lib.runs import DECODINGS
-from reporting.page import difference, mean_of, of_arms, p_value, plain, rate_words, table
+from reporting.page import difference, mean_of, of_arms, p_value, plain, rate_words, reported, table
+from reporting.room import KINDS
 
 CHOICE = ("sparse_greedy", "dense_greedy")  # their mean on the pilot seeds chooses a rate
 FOUND = dict[str, list[Row]]
@@ -22,7 +22,7 @@ def chosen(rows: Sequence[Row]) -> FOUND:
     """
     pilots = of_arms(row for row in rows if row["pilot"])
     found = {}
-    for arm, of_arm in of_arms(row for row in rows if not row["pilot"]).items():
+    for arm, of_arm in of_arms(reported(rows)).items():
         rate = rate_by_pilot(pilots[arm]) if arm in pilots else of_arm[0]["learning_rate"]
         found[arm] = [row for row in of_arm if row["learning_rate"] == rate]
     seeds = {arm: sorted(row["seed"] for row in of_arm) for arm, of_arm in found.items()}
@@ -70,11 +70,5 @@ def arms_table(arms: FOUND) -> str:
     lines = []
     for arm in ("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50"):
         rate = "" if arm == "untrained" else rate_words(arms[arm][0]["learning_rate"])
-        lines.append([arm, rate, *(f"{mean_of(arms[arm], kind).mean:.2f}" for kind in order())])
+        lines.append([arm, rate, *(f"{mean_of(arms[arm], kind).mean:.2f}" for kind in KINDS)])
     return table(["arm", "rate", "budget", "greedy", "full cache", "greedy"], lines)
-
-
-def order() -> tuple[str, ...]:
-    """The decodings as the first page orders them."""
-    sparse, dense, sparse_greedy, dense_greedy = DECODINGS
-    return sparse, sparse_greedy, dense, dense_greedy

@@ -92,7 +92,7 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
     """Bytes of a device during the update."""
     # Under the mesh, where a step looks for the compiled program.
     with jax.set_mesh(loop.mesh):
-        return _program_bytes(loop.lower_update(state))
+        return program_bytes(loop.lower_update(state))
 
 
 def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
@@ -101,7 +101,7 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
     params = loop.policy_params(state.params)
     read = _sampler_shapes(loop.model, params, loop.mesh, place.own_mesh)
     if config.decode_rows is None:
-        sampling = _program_bytes(loop.responder.lower(read))
+        sampling = program_bytes(loop.responder.lower(read))
     else:
         engine = loop.responder.engine(config.policy, config.rollout, config.decode_rows)
         sampling = segment_memory(engine, read, config.prompt_width).total
@@ -113,14 +113,14 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:
     """Bytes of a device while a batch of prompts is decoded, with the weights."""
     read = _sampler_shapes(evaluator.model, drop_value_head(params), evaluator.mesh, evaluator.place.own_mesh)
-    return _program_bytes(evaluator.lower(read, decode))
+    return program_bytes(evaluator.lower(read, decode))
 
 
 def segment_memory(engine: Engine, params: Params, prompt_width: int) -> SegmentMemory:
     """Compiles a segment for prompts of `prompt_width` columns; `params` are arrays or their shapes."""
     program = engine.segment_program(params, prompt_width)
     found: Any = program.lowered.compile().memory_analysis()
-    total = _program_bytes(program.lowered) + tree_bytes(program.waiting.cache)
+    total = program_bytes(program.lowered) + tree_bytes(program.waiting.cache)
     return SegmentMemory(found.alias_size_in_bytes, found.temp_size_in_bytes, total)
 
 
@@ -153,8 +153,8 @@ def _sampler_shapes(model: LanguageModel, params: Params, mesh: Mesh, own_mesh: 
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
 
 
-def _program_bytes(lowered: jax.stages.Lowered) -> int:
-    """Bytes of arguments, results and temporary arrays of a program."""
+def program_bytes(lowered: jax.stages.Lowered) -> int:
+    """Compiles a program: bytes of its arguments, results and temporary arrays on a device, as XLA plans them."""
     found: Any = lowered.compile().memory_analysis()
     # A donated array counts as an argument and as a result, but exists once.
     results = found.output_size_in_bytes - found.alias_size_in_bytes

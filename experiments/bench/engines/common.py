@@ -32,6 +32,7 @@ LEARNING_RATE = 1e-6
 BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
 WEIGHT_DECAY = 0.01
+MAX_GRADIENT_NORM = 1.0  # of whole steps; TRL's default
 GROUP = 8  # completions of a prompt: the advantages of a group have mean 0 and deviation 1
 WARMUP = 2  # updates before the clock runs: the first compiles
 

@@ -66,7 +66,7 @@ def main() -> None:
         ),
     )
     adamw = optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
-    optimizer = optax.chain(optax.clip_by_global_norm(whole_step.MAX_GRADIENT_NORM), adamw)
+    optimizer = optax.chain(optax.clip_by_global_norm(common.MAX_GRADIENT_NORM), adamw)
     loop = smd.GRPOLoop(smd.Decoder(config), task, tokenizer, optimizer, grpo)
     state = smd.init_state(params, optimizer, jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(params))

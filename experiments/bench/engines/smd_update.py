@@ -58,7 +58,7 @@ def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfi
     update = make_update(model, optimizer(), config)
     batch = random_batch(args)
     # A training loop also returns the memory that the compiler freed.
-    planned = update.lower(state, batch).compile().memory_analysis()
+    planned_bytes = smd.memory.program_bytes(update.lower(state, batch))
     return_freed_memory()
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     for _ in range(clock.updates):
@@ -69,9 +69,7 @@ def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfi
     sizes = {"visibility": config.visibility, "budget": args.budget, "buffer": args.buffer}
     sizes["mask"] = "boolean" if args.boolean else "compact"
     sizes["rows_per_prompt"] = config.rows_per_prompt
-    # The new state takes the place of the old one: results that are not aliased count besides the arguments.
-    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
-    sizes["planned_bytes"] = planned.argument_size_in_bytes + results + planned.temp_size_in_bytes
+    sizes["planned_bytes"] = planned_bytes
     clock.report("ours", parameters, ["smd_jax", "jax", "jaxlib", "flax"], sizes)
 
 

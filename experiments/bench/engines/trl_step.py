@@ -7,7 +7,6 @@ completion is suppressed until its last token. The first step samples 8 tokens p
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 
 import common
@@ -18,7 +17,8 @@ common.one_thread()  # before torch is imported
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+from trl_settings import grpo_config  # noqa: E402
 
 WARM_UP = 8  # tokens of a completion of the first step
 
@@ -42,32 +42,6 @@ class Timer(TrainerCallback):
         self.clock.end_step()
 
 
-def grpo_config(args: argparse.Namespace, updates: int, folder: str) -> GRPOConfig:
-    return GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=args.microbatch,
-        gradient_accumulation_steps=args.completions // args.microbatch,
-        num_generations=args.group,
-        max_completion_length=args.new_tokens,
-        generation_kwargs={"min_new_tokens": args.new_tokens},
-        max_steps=updates,
-        learning_rate=common.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta1=common.BETAS[0],
-        adam_beta2=common.BETAS[1],
-        adam_epsilon=common.ADAM_EPS,
-        weight_decay=common.WEIGHT_DECAY,
-        max_grad_norm=whole_step.MAX_GRADIENT_NORM,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
 def main() -> None:
     args = whole_step.parser(__doc__).parse_args()
     graded = whole_step.Reward()
@@ -84,7 +58,15 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=reward,
-            args=grpo_config(args, clock.updates, folder),
+            args=grpo_config(
+                folder,
+                rows=args.completions,
+                microbatch=args.microbatch,
+                group=args.group,
+                new_tokens=args.new_tokens,
+                steps=clock.updates,
+                generation_kwargs={"min_new_tokens": args.new_tokens},
+            ),
             train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(args.model),
             callbacks=[timer],

@@ -17,7 +17,8 @@ from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torch_update import qwen2_config  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+from trl_settings import grpo_config  # noqa: E402
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -62,30 +63,6 @@ def random_completions(sequences: int, prompt: int, response: int) -> dict:
     }
 
 
-def grpo_config(args, clock: common.Clock, folder: str) -> GRPOConfig:
-    return GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=args.microbatch,
-        gradient_accumulation_steps=args.sequences // args.microbatch,
-        num_generations=min(common.GROUP, args.sequences),
-        max_completion_length=args.tokens - args.prompt,
-        max_steps=clock.updates,
-        learning_rate=common.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        adam_beta1=common.BETAS[0],
-        adam_beta2=common.BETAS[1],
-        adam_epsilon=common.ADAM_EPS,
-        weight_decay=common.WEIGHT_DECAY,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
 def main() -> None:
     args = common.parser(__doc__).parse_args()
     clock = common.Clock(args)
@@ -95,7 +72,14 @@ def main() -> None:
         trainer = Trainer(
             model=model,
             reward_funcs=lambda completions, **columns: [0.0] * len(completions),
-            args=grpo_config(args, clock, folder),
+            args=grpo_config(
+                folder,
+                rows=args.sequences,
+                microbatch=args.microbatch,
+                group=min(common.GROUP, args.sequences),
+                new_tokens=args.tokens - args.prompt,
+                steps=clock.updates,
+            ),
             train_dataset=Dataset.from_dict({"prompt": ["1"] * args.sequences}),
             processing_class=tokenizer(),
             callbacks=[Timer(clock)],

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import common
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-MAX_GRADIENT_NORM = 1.0  # TRL's default
 
 
 def parser(description: str) -> argparse.ArgumentParser:
