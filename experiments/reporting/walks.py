@@ -41,7 +41,7 @@ def short_table(rows: Sequence[Row]) -> str:
             cells = [f"{mean_of(start, 'sparse').mean:.2f} / {mean_of(start, 'sparse_greedy').mean:.2f}", rates]
             cells += [signed(difference(arms["shadow"], arms["tis"], kind)) for kind in KINDS[:2]]
             cells += [signed(difference(arms["shadow"], arms["naive"], kind)) for kind in ("sparse", "dense")]
-            lines.append([f"{length} tokens, {sampler.split(',')[0]}", *cells, " / ".join(entropies)])
+            lines.append([f"{length} tokens, {sampler.split(',')[0]}", *cells, entropies])
     columns = ["walk", "start, budget: T = 1 / greedy", "rates: shadow / TIS", "shadow − TIS, budget"]
     columns += ["greedy", "shadow − naive, budget", "full cache", "end entropy: shadow / TIS"]
     return table(columns, lines)
