@@ -20,12 +20,12 @@ from lib.starts import cells_of_two_starts, check_one_start
 from reporting import appendix, body, figure, front
 from reporting.cells import MapCell, cells_of, showdown_of
 from reporting.page import reflow
-from reporting.room import first_cell
+from reporting.room import first_cell, other_cells
 
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
 FILES = (
-    *("room.json", "agents.json"),
+    *("room.json", "dose.json", "agents.json"),
     *("map.json", "map_rates.json", "choices.json", "horizon.json", "horizon_rates.json", "horizon_weights.json"),
     *("gradients.json", "eviction_action.json", "real_model.json", "mismatch_smollm2.json"),
 )
@@ -69,7 +69,9 @@ def cells(rows: dict[str, list[Row]]) -> list[MapCell]:
 def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     """Path -> text of both pages."""
     room, showdown, found = first_cell(rows["room"]), showdown_of(rows["map"]), cells(rows)
-    report = front.page(room, found, rows["real_model"]) + "\n" + body.text(rows, showdown, found)
+    report = (
+        front.page(room, other_cells(rows["room"]), found, rows["real_model"]) + "\n" + body.text(rows, showdown, found)
+    )
     return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(rows, room, showdown, found))}
 
 

@@ -8,7 +8,7 @@ from lib.files import Row
 from reporting import others, real_model, walks
 from reporting.cells import MapCell, all_arms, every_table, teacher_at_one_rate
 from reporting.page import LAST_COMMIT, machines
-from reporting.room import RoomCell, copy_cell, full_table
+from reporting.room import RoomCell, full_table, other_cells
 
 
 def text(rows: dict[str, list[Row]], room: RoomCell, showdown: MapCell, cells: Sequence[MapCell]) -> str:
@@ -19,7 +19,8 @@ def text(rows: dict[str, list[Row]], room: RoomCell, showdown: MapCell, cells: S
     gates = "\n\n".join(
         f"{task}:\n\n{others.gate_table(rows['eviction_action'], task)}" for task in ("sorting-12", "sums-12")
     )
-    made = "\n".join(f"* `{name}.json`: {machines(found)}." for name, found in rows.items())
+    others_of_room = "\n\n".join(f"{cell.label}:\n\n{full_table(cell)}" for cell in other_cells(rows["room"]))
+    made = "\n".join(f"* `{name}.json`: {machines(found)}." for name, found in rows.items() if found)
     return f"""# Appendix of the report
 
 Tables behind [the report](../REPORT.md), which defines the words. `python experiments/report.py` builds this page
@@ -33,9 +34,9 @@ full cache.
 
 {full_table(room)}
 
-## Copied sums
+## Other cells
 
-{full_table(copy_cell(rows["room"]))}
+{others_of_room}
 
 ## All arms
 
@@ -69,7 +70,12 @@ starts).
 
 ## Walks
 
-The first line is the start; the others are gains over it.
+Shadow masks against TIS and naive, 3 seeds, 60 rollouts. The rate of each arm and length was chosen on one pilot seed,
+where arms often differ by a few thousandths.
+
+{walks.short_table(rows["horizon"])}
+
+All arms. The first line is the start; the others are gains over it.
 
 {by_sampler}
 

@@ -106,25 +106,8 @@ def showdown_of(rows: Sequence[Row]) -> MapCell:
     return next(cell for cell in cells_of(rows) if (cell.task, cell.policy, cell.budget) == SHOWDOWN)
 
 
-def main_table(cell: MapCell) -> str:
-    """The table of the first page."""
-    lines = []
-    for name in MAIN:
-        rows = cell.arms[name]
-        rewards = [f"{mean_of(rows, kind).mean:.2f}" for kind in IN_ORDER]
-        against = ["" if name == "tis" else signed(difference(rows, cell.arms["tis"], kind), 2) for kind in CACHES]
-        lines.append([f"{TITLES[name]}", rate_of(rows), *rewards, *against])
-    columns = ["arm", "learning rate", "budget", "budget, greedy", "full cache", "full cache, greedy"]
-    return table([*columns, "minus TIS, budget", "minus TIS, full cache"], lines)
-
-
 CACHES = ("sparse", "dense")
 IN_ORDER = ("sparse", "sparse_greedy", "dense", "dense_greedy")
-MAIN = (
-    *("untrained", "naive", "tis", "shadow", "shadow-published", "mixed-50"),
-    *("anchor-alone", "shadow-anchor"),
-)
-TITLES = {name: f"{name}: {DESCRIPTIONS[name]}" for name in MAIN}
 
 
 def all_arms(cell: MapCell) -> str:

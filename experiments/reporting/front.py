@@ -9,15 +9,16 @@ from lib.files import Row
 from reporting import real_model
 from reporting.cells import APART, MapCell, median_lead
 from reporting.page import plain
-from reporting.room import OURS, RoomCell, against_all, front_table, level, seconds
+from reporting.room import OURS, RoomCell, against_all, front_table, leads_sentence, level, seconds
 
 FIGURE = "report.png"
 
 
-def page(cell: RoomCell, cells: Sequence[MapCell], real: Sequence[Row]) -> str:
+def page(cell: RoomCell, others: Sequence[RoomCell], cells: Sequence[MapCell], real: Sequence[Row]) -> str:
     """Question, set-up, table, figure, and what holds, lost and was not measured.
 
     Args:
+      others: further cells of the study.
       cells: of the older map.
     """
     return f"""# Is replaying the sampler's masks worth it?
@@ -43,7 +44,7 @@ these seeds ran.
 
 {holds(cell)}
 
-{lost(cell, cells, real)}
+{lost(cell, others, cells, real)}
 
 **Not measured yet**, all [planned](experiments/PLAN.md): the other cells of this study (walks, other samplers and
 budgets), the lead by mismatch, the collapse of naive, equal bytes and seconds, eight seeds of the real
@@ -81,7 +82,7 @@ def holds(cell: RoomCell) -> str:
   shadow masks and {apart(cell, "naive")} with naive (mean over rollouts)."""
 
 
-def lost(cell: RoomCell, cells: Sequence[MapCell], real: Sequence[Row]) -> str:
+def lost(cell: RoomCell, others: Sequence[RoomCell], cells: Sequence[MapCell], real: Sequence[Row]) -> str:
     full = cell.contrast(OURS, "full-cache", "dense_greedy")
     shadow = cell.contrast("shadow", cell.best_rival("full cache"), "dense_greedy")
     mixture = cell.contrast(OURS, "shadow", "sparse_greedy")
@@ -109,7 +110,8 @@ def lost(cell: RoomCell, cells: Sequence[MapCell], real: Sequence[Row]) -> str:
 * *External validity.* A dense learner is {mismatch:.2g} nats per token away from the sampler here (KL, mean over the
   {cell.best_rival("budget")} runs); on SmolLM2 {kl["snapkv"]:.2f} under SnapKV and {kl["tova-heads"]:.2f} under TOVA.
   The lead by mismatch is not measured yet.
-* *Other tasks.* On [copied sums](#copied-sums) the mixture shows no lead over naive. In the
+* *Other cells* of this study ([table](#other-cells), {len(others)} so far), greedily under the budget:
+  {leads_sentence(others)}. In the
   [older map](#the-map) of {len(cells)} cells, with starts at 97 %, 60 rollouts and two to five
   seeds, the median lead of shadow masks over TIS under the budget is {median_lead(cells, "sparse")}.
 * *Real model.* SmolLM2 under SnapKV, older runs: greedy leads over TIS by seed are {each} (the last is the pilot

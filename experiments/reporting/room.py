@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
@@ -11,14 +11,17 @@ from lib.files import Row
 from lib.grid import best_rate
 from lib.intervals import Estimate
 from reporting.cells import DESCRIPTIONS
-from reporting.page import difference, mean_of, p_value, plain, rate_words, signed, table
+from reporting.page import difference, mean_of, number, p_value, plain, rate_words, signed, table
 
-FIRST = ("sorting-12", "tova-heads", 11)  # task, policy, budget of the primary contrast
-COPY = ("copy-8", "tova-heads", 10)
+Key = tuple[str, str, int]  # task, policy, budget
+FIRST: Key = ("sorting-12", "tova-heads", 11)  # the cell of the primary contrast
+# Task -> the cell that chose its learning rates.
+RATES_FROM = {"sorting-12": FIRST, "copy-8": ("copy-8", "tova-heads", 10), "walk-64": ("walk-64", "tova-heads", 20)}
 SEEDS = range(10, 18)
 COLUMNS = {"budget": ("sparse", "sparse_greedy"), "full cache": ("dense", "dense_greedy")}
 KINDS = tuple(kind for kinds in COLUMNS.values() for kind in kinds)
 # The dense learners of the primary contrast, see experiments/PLAN.md.
+MAIN = ("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50")  # ran in every cell
 RIVALS = ("naive", "tis-1.5", "tis", "tis-5", "icepop", "geometric", "sparse-rl-paper", "gspo")
 OURS = "mixed-50"
 FRONT = ("untrained", "full-cache", "naive", "tis-1.5", "tis-5", "shadow", OURS, "anchor-then-shadow")
@@ -29,9 +32,11 @@ class RoomCell:
     """One task under one sampler.
 
     Attributes:
-      pilots, reported: arm -> learning rate -> rows.
+      pilots: arm -> learning rate -> rows of the cell that chose the rates of this task.
+      reported: arm -> learning rate -> rows.
     """
 
+    label: str
     pilots: Mapping[str, Mapping[float, Sequence[Row]]]
     reported: Mapping[str, Mapping[float, Sequence[Row]]]
 
@@ -84,25 +89,43 @@ def first_cell(rows: Sequence[Row]) -> RoomCell:
     return cell_of(rows, FIRST, {*FRONT, *RIVALS})
 
 
-def copy_cell(rows: Sequence[Row]) -> RoomCell:
-    """The first cell of copied sums; errors as `cell_of`."""
-    return cell_of(rows, COPY, {"untrained", "full-cache", "naive", "tis", "shadow", OURS})
+def other_cells(rows: Sequence[Row]) -> list[RoomCell]:
+    """The cells after the first that have all seeds of the main arms, in file order."""
+    keys = dict.fromkeys(_key(row) for row in rows if not row["pilot"])
+    cells = [_cell(rows, key) for key in keys if key != FIRST]
+    return [cell for cell in cells if set(MAIN) <= set(cell.complete)]
 
 
-def cell_of(rows: Sequence[Row], which: tuple[str, str, int], arms: set[str]) -> RoomCell:
+def cell_of(rows: Sequence[Row], key: Key, arms: set[str]) -> RoomCell:
     """The cell of a task, policy and budget.
 
     Raises:
       ValueError: if one of these arms lacks a seed: nothing is reported before all are in.
     """
-    parts: dict[bool, dict[str, dict[float, list[Row]]]] = {True: {}, False: {}}
-    for row in rows:
-        if (row["task"], row["policy"], row["budget"]) == which:
-            parts[row["pilot"]].setdefault(row["arm"], {}).setdefault(row["learning_rate"], []).append(row)
-    cell = RoomCell(parts[True], parts[False])
+    cell = _cell(rows, key)
     if missing := sorted(arms - set(cell.complete)):
-        raise ValueError(f"expected all seeds of {which[0]} in room.json; got too few of {', '.join(missing)}")
+        raise ValueError(f"expected all seeds of {cell.label} in room.json; got too few of {', '.join(missing)}")
     return cell
+
+
+def _cell(rows: Sequence[Row], key: Key) -> RoomCell:
+    pilots = by_rate(row for row in rows if row["pilot"] and _key(row) == RATES_FROM[key[0]])
+    reported = [row for row in rows if not row["pilot"] and _key(row) == key]
+    task, policy, budget = key
+    label = f"{task}, {policy}, {budget} keys"
+    return RoomCell(label, pilots, by_rate(reported))
+
+
+def by_rate(rows: Iterable[Row]) -> dict[str, dict[float, list[Row]]]:
+    """Arm -> learning rate -> rows."""
+    found: dict[str, dict[float, list[Row]]] = {}
+    for row in rows:
+        found.setdefault(row["arm"], {}).setdefault(row["learning_rate"], []).append(row)
+    return found
+
+
+def _key(row: Row) -> Key:
+    return row["task"], row["policy"], row["budget"]
 
 
 def front_table(cell: RoomCell) -> str:
@@ -124,6 +147,33 @@ def _table(cell: RoomCell, arms: Sequence[str]) -> str:
 
     columns = ["arm", "rates", "budget", "greedy", "full cache", "greedy"]
     return table([*columns, f"{OURS} minus it: budget, greedy", "full cache, greedy"], [line(arm) for arm in arms])
+
+
+def cells_table(cells: Sequence[RoomCell]) -> str:
+    """A line per cell: mean rewards of the start, and leads of the mixture and of shadow masks."""
+    lines = []
+    for cell in cells:
+        rival, full_rival = cell.best_rival("budget"), cell.best_rival("full cache")
+        start = " / ".join(f"{mean_of(cell.rows('untrained', column_of(k)), k).mean:.2f}" for k in KINDS[1::2])
+        leads = [(OURS, rival), (OURS, "naive"), (OURS, "untrained"), ("shadow", rival)]
+        numbers = [signed(cell.contrast(ours, theirs, "sparse_greedy")) for ours, theirs in leads]
+        full = signed(cell.contrast(OURS, full_rival, "dense_greedy"))
+        lines.append([cell.label, start, f"{rival} / {full_rival}", *numbers, full])
+    columns = ["cell", "start, greedy: budget / full", "best rival of the pilot: budget / full"]
+    columns += [f"{OURS} minus it", "minus naive", "minus the start", "shadow minus the rival"]
+    return table([*columns, f"full cache: {OURS} minus the rival"], lines)
+
+
+def leads_sentence(cells: Sequence[RoomCell]) -> str:
+    """The least and largest lead of the mixture over all cells, greedily under the budget."""
+
+    def leads(theirs: Callable[[RoomCell], str]) -> str:
+        means = [cell.contrast(OURS, theirs(cell), "sparse_greedy").mean for cell in cells]
+        return " to ".join(dict.fromkeys((number(min(means)), number(max(means)))))
+
+    rival = leads(lambda cell: cell.best_rival("budget"))
+    naive, start = leads(lambda _: "naive"), leads(lambda _: "untrained")
+    return f"{OURS} minus the best rival of the pilot {rival}; minus naive {naive}; minus its start {start}"
 
 
 def against_all(cell: RoomCell, kind: str) -> str:

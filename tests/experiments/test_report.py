@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import report
 from lib.files import read_rows, write_rows
 from lib.intervals import Estimate
-from reporting import cells, others, real_model, room, walks
+from reporting import cells, dose, others, real_model, room, walks
 from reporting.page import compared, difference, holm, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
@@ -202,3 +203,48 @@ def test_the_real_models_pilot_seed_counts_at_the_reported_rate():
     assert lead.mean == pytest.approx(0.12) and lead.count == 3
     shown = real_model.trained_table([*rows, *pilots], "snapkv")
     assert "| `shadow` | 3e-4 | 0.70 0.71 (0.10) |" in shown
+
+
+def dose_rows(slope: float, offset: float) -> list[dict[str, Any]]:
+    """Cells on a line: mixed-50 leads TIS, the better rival, by offset + slope · log(mismatch)."""
+    made = []
+    for budget, mismatch in ((20, 0.1), (14, 0.4), (8, 1.6)):
+        lead = offset + slope * math.log(mismatch)
+        rewards = {"untrained": 0.2, "naive": 0.3, "tis": 0.4, "shadow": 0.45, "mixed-50": 0.4 + lead}
+        for arm, reward in rewards.items():
+            for seed in dose.SEEDS:
+                row = {"arm": arm, "seed": seed, "task": "sorting-12", "policy": "h2o", "budget": budget}
+                row |= {"pilot": False, "sparse_greedy": reward + 0.01 * seed, "mismatch_kl": mismatch}
+                made.append(row)
+    return made
+
+
+def test_the_lead_at_a_mismatch_is_on_the_line_of_the_cells():
+    found = dose.cells_of(dose_rows(slope=0.05, offset=0.2))
+    expected = 0.2 + 0.05 * math.log(0.15)
+    assert dose.lead_at(found, "mixed-50", 0.15) == pytest.approx(expected)
+    # All seeds have the same lead, so the bootstrap has no spread.
+    assert dose.interval_at(found, "mixed-50", 0.15) == pytest.approx((expected, expected))
+
+
+def test_the_rival_is_the_better_one_of_the_reported_seeds():
+    rows = dose_rows(slope=0.0, offset=0.1)
+    for row in rows:
+        row["sparse_greedy"] += 0.2 * (row["arm"] == "naive" and row["budget"] == 8)
+    leads = {cell.label: (cell.rival(dose.SEEDS), cell.lead("mixed-50", dose.SEEDS)) for cell in dose.cells_of(rows)}
+    assert leads["sorting-12, h2o, 8 keys"] == ("naive", pytest.approx(0.0))
+    assert leads["sorting-12, h2o, 20 keys"] == ("tis", pytest.approx(0.1))
+
+
+def test_a_cell_without_all_seeds_is_not_reported():
+    rows = dose_rows(slope=0.0, offset=0.1)
+    rows.remove(next(row for row in rows if row["arm"] == "shadow" and row["budget"] == 8))
+    assert len(dose.cells_of(rows)) == 2
+
+
+def test_cells_of_room_are_reported_when_all_seeds_are_in():
+    pilots = [row for row in room_rows() if row["pilot"]]
+    second = [row | {"policy": "snapkv"} for row in room_rows(room.MAIN) if not row["pilot"]]
+    (cell,) = room.other_cells(pilots + second)
+    assert cell.label == "sorting-12, snapkv, 11 keys" and cell.rate("shadow", "budget") == 1e-4
+    assert room.other_cells(pilots + second[1:]) == []
