@@ -23,7 +23,6 @@ class Arm:
     Attributes:
       teacher: divergence to a policy with its full context; None: no teacher.
       teacher_coef: its weight in the loss.
-      teacher_rows: the share of the rows that it is computed on.
       policy_coef: weight of the policy loss; 0: only the teacher.
       dense_share: share of a dense learner's loss with token weights (TIS), see `smd_jax.learner.dense_learner`.
       full_cache: whether the sampler evicts nothing.
@@ -39,7 +38,6 @@ class Arm:
     correction: smd.corrections.Correction
     teacher: Direction | None = None
     teacher_coef: float = 0.1
-    teacher_rows: float = 1.0
     policy_coef: float = 1.0
     dense_share: float = 0.0
     full_cache: bool = False
@@ -63,7 +61,7 @@ class Arm:
     def update(self) -> smd.UpdateConfig:
         distill = None
         if self.teacher is not None:
-            distill = smd.DistillConfig(direction=self.teacher, coef=self.teacher_coef, fraction=self.teacher_rows)
+            distill = smd.DistillConfig(direction=self.teacher, coef=self.teacher_coef)
         return smd.UpdateConfig(
             visibility=self.visibility,
             loss=self.loss,

@@ -18,7 +18,7 @@ Basic = Annotated[T, BASIC]
 
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo"]
 CorrectionName = Literal[
-    "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "qurl", "geometric_rejection", "dppo_tv"
+    "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "geometric_rejection", "dppo_tv"
 ]
 AttentionName = Literal["auto", "portable"]
 TemplateName = Literal["auto", "none"]
@@ -177,7 +177,6 @@ class LossArgs:
     dense_share: float = 0.0  # share of the policy loss that a dense TIS learner gets; shadow gets the rest
     distill: Distillation = "auto"  # auto: anchor, a frozen dense teacher, if correction is shadow and keys are evicted
     distill_coef: float = 0.1  # weight of the distillation in the loss
-    distill_fraction: float = 1.0  # share of the rows that the teacher reads
     loss_type: Basic[LossName] = "grpo"  # with its paper's token weighting and bounds
     epsilon: float | None = None  # lower bound of the ratio's clipping; None: the paper's
     epsilon_high: float | None = None  # upper bound, over 1 (TRL's cispo takes the bound itself); None: the paper's

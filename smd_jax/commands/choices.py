@@ -160,11 +160,7 @@ def update_config(
       evicts: whether this run evicts any key.
     """
     direction = distillation(loss, reference, evicts)
-    distill = (
-        None
-        if direction is None
-        else DistillConfig(direction=direction, coef=loss.distill_coef, fraction=loss.distill_fraction)
-    )
+    distill = None if direction is None else DistillConfig(direction=direction, coef=loss.distill_coef)
     # A microbatch may hold fewer rows than a prompt has: as many of a prompt's rows as are always in one microbatch.
     together = math.gcd(completions, device.microbatch or completions) if device.share_prompts else 1
     if device.share_prompts and together == 1:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from smd_jax.byte_sizes import parse_bytes, show_bytes
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError
 from smd_jax.learner.state import TrainState
 from smd_jax.memory.compiled import LoopMemory
-from smd_jax.memory.fit import fit_evaluator, fit_loop, with_microbatch
-from smd_jax.runs.checkpoint.reading import saved_config
-from smd_jax.runs.checkpoint.steps import latest_step
-from smd_jax.runs.resume_settings import rounding_only
-from smd_jax.runs.run_folder import CHECKPOINTS
+from smd_jax.memory.fit import fit_evaluator, fit_loop
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.loop import Loop
 from smd_jax.train.ppo import PolicyLoop
@@ -47,27 +43,9 @@ def fitted(args: Common, loop: Loop, evaluator: Evaluator | None, state: TrainSt
     if not isinstance(loop, PolicyLoop):
         raise UserError("expected no --memory with online-dpo; set --microbatch yourself")
     memory_bytes = parse_bytes(args.device.memory)
-    fits, memory = _fitted_loop(args, loop, state, memory_bytes)
+    fits, memory = fit_loop(loop, state, memory_bytes)
     fits_too = None if evaluator is None else fit_evaluator(evaluator, state, memory_bytes)
     return Fitted(fits, fits_too, memory, _choices(loop, fits, evaluator, fits_too, memory_bytes))
-
-
-def _fitted_loop(args: Common, loop: Any, state: TrainState, memory_bytes: int) -> tuple[Any, LoopMemory]:
-    """The loop as it fits, and its memory.
-
-    A resumed run keeps the microbatch that was chosen at its start where that decides which rows a teacher reads.
-    """
-    update = loop.config.update
-    checkpoints = args.run.output_dir / CHECKPOINTS
-    begun = args.run.resume and latest_step(checkpoints) is not None
-    if not begun or update.microbatch_size is not None or "update.microbatch_size" in rounding_only(loop.config):
-        return fit_loop(loop, state, memory_bytes)
-    saved: Any = saved_config(checkpoints)
-    # Settings of another algorithm or loss may lack it; that run is refused when all settings are compared.
-    size = saved["loop"]["update"].get("microbatch_size")
-    minibatch = loop.config.completions_per_step // loop.config.minibatches
-    found, memory = fit_loop(with_microbatch(loop, size or minibatch), state, memory_bytes)
-    return with_microbatch(found, size), memory
 
 
 def _choices(

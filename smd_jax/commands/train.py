@@ -325,8 +325,7 @@ def teacher(loop: PolicyLoop) -> str:
     distill = loop.config.update.distill
     if distill is None:
         return "none"
-    rows = "" if distill.fraction == 1 else f", on {distill.fraction:g} of the rows"
-    return f"{distill.direction}, with a weight of {distill.coef} in the loss{rows}"
+    return f"{distill.direction}, with a weight of {distill.coef} in the loss"
 
 
 def first_state(args: Common, ready: Prepared) -> TrainState:

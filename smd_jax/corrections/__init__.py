@@ -13,15 +13,14 @@ from smd_jax.corrections.uncorrected import Naive as Naive
 from smd_jax.corrections.uncorrected import Shadow as Shadow
 from smd_jax.corrections.uncorrected import Bypass as Bypass
 from smd_jax.corrections.chain import Chain as Chain
-from smd_jax.corrections.sparse_rl import SparseRL as SparseRL
-from smd_jax.corrections.sparse_rl import SparseRLPaper as SparseRLPaper
 from smd_jax.corrections.importance import TIS as TIS
 from smd_jax.corrections.importance import MIS as MIS
 from smd_jax.corrections.importance import IcePop as IcePop
-from smd_jax.corrections.importance import QuRL as QuRL
 from smd_jax.corrections.rejection import Rejection as Rejection
 from smd_jax.corrections.rejection import GeometricRejection as GeometricRejection
 from smd_jax.corrections.rejection import Veto as Veto
 from smd_jax.corrections.trust_region import OPSM as OPSM
 from smd_jax.corrections.trust_region import DPPOTV as DPPOTV
+from smd_jax.corrections.named import SparseRL as SparseRL
+from smd_jax.corrections.named import SparseRLPaper as SparseRLPaper
 from smd_jax.corrections.named import CORRECTIONS as CORRECTIONS

@@ -55,12 +55,10 @@ class CorrectionTerms(struct.PyTreeNode):
         weight 0 still counts in the denominators of the loss.
       counted: tokens that the loss averages over; false outside the response. Rejected tokens are not counted in the
         denominators.
-      high_scale: factor of the upper clipping bound of a token's ratio, 1 outside the response; None: all 1.
     """
 
     weights: Float[Array, "batch R"]
     counted: Bool[Array, "batch R"]
-    high_scale: Float[Array, "batch R"] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,24 +69,21 @@ class CorrectionTraits:
       ratio_to: denominator of the loss's ratio: "old" for pi / pi_old, "sampler" for pi / pi_sampler.
       weighs: xi is a factor of the weights. The loss must not contain xi a second time.
       clips: the loss clips the ratio; false for a correction with a trust region.
-      scales_bounds: the terms have a `high_scale`, for a loss that clips token ratios.
       whole_batch: rows depend on each other, so `terms` needs the whole minibatch before it is split.
       uses_mismatch: the terms depend on xi. If not, `old_logprobs` may be the sampler's.
       uses_present: the terms depend on `logprobs`, the current learner, and are computed after its forward pass. Such a
-        correction rejects a token by weight 0, because the denominators are computed before. It has no `high_scale`,
-        and its rows are independent (`split_by_time`).
-      per_response: all tokens of a response have the same weight and are kept or rejected together, for any advantage.
-      judges_responses: the terms need one advantage per response; PPO's advantages per token are refused.
+        correction rejects a token by weight 0, because the denominators are computed before, and its rows are
+        independent (`split_by_time`).
+      judges_responses: the terms need whole responses with one advantage each; PPO's advantages per token and packed
+        rows are refused.
     """
 
     ratio_to: RatioTo = "old"
     weighs: bool = False
     clips: bool = True
-    scales_bounds: bool = False
     whole_batch: bool = False
     uses_mismatch: bool = True
     uses_present: bool = False
-    per_response: bool = False
     judges_responses: bool = False
 
     @property
@@ -103,12 +98,9 @@ class CorrectionTraits:
             ratio_to="sampler" if "sampler" in (self.ratio_to, other.ratio_to) else "old",
             weighs=self.weighs or other.weighs,
             clips=self.clips and other.clips,
-            scales_bounds=self.scales_bounds or other.scales_bounds,
             whole_batch=self.whole_batch or other.whole_batch,
             uses_mismatch=self.uses_mismatch or other.uses_mismatch,
             uses_present=self.uses_present or other.uses_present,
-            # One number per response only if all parts give one.
-            per_response=self.per_response and other.per_response,
             judges_responses=self.judges_responses or other.judges_responses,
         )
 
@@ -135,12 +127,8 @@ class Correction:
 
 
 def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> CorrectionTerms:
-    """Combines two corrections: weights and bounds multiply, and a token counts if it counts in both."""
-    # None means all 1.
-    high_scale = first.high_scale if second.high_scale is None else second.high_scale
-    if first.high_scale is not None and second.high_scale is not None:
-        high_scale = first.high_scale * second.high_scale
-    return CorrectionTerms(first.weights * second.weights, first.counted & second.counted, high_scale)
+    """Combines two corrections: weights multiply, and a token counts if it counts in both."""
+    return CorrectionTerms(first.weights * second.weights, first.counted & second.counted)
 
 
 # --- configurations

@@ -20,7 +20,6 @@ from smd_jax.corrections.base import (
     CorrectionTraits,
     bounds_of,
     check_bounds,
-    check_positive,
     mismatch_ratio,
     weighing,
 )
@@ -45,7 +44,7 @@ class _ByRatio(Correction):
 
     @property
     def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(weighs=True, per_response=self.level == "sequence")
+        return CorrectionTraits(weighs=True)
 
 
 @dataclass(frozen=True)
@@ -108,41 +107,6 @@ class IcePop(MIS):
     level: Level = "token"
     clip_min: float | None = 0.5
     clip_max: float | None = 5.0
-
-
-@dataclass(frozen=True)
-class QuRL(Correction):
-    """Token-level TIS with an adaptive clipping range, QuRL (arXiv:2602.13953, ICLR 2026) eq. 9, for a quantised
-    sampler and a learner in full precision.
-
-        min(xi, clip_max) * min(r A, clip(r, 1 - epsilon, (1 + epsilon) / s) A),    s = pi_sampler / truncated one
-
-    A truncated weight is that of a sampler with probability at least pi_old / clip_max. So s is clip_max / xi if xi
-    exceeds clip_max, else 1: if the weight is truncated, the ratio may grow further before it is clipped
-    (`high_scale`).
-
-    Equations 7 to 9 are from a summary (papernotes.org, ICLR2026, QuRL); we could not access the paper, and its code is
-    not public. The baseline in the repository of Shadow Mask Distillation (baselines/qurl.py) is another method:
-    pi / pi_sampler, at least 0.5, instead of s, and no weights. The paper takes clip_max from FlashRL: 2 for GSM8K, 8
-    for DAPO (github.com/yaof20/Flash-RL, README.md). QuRL also scales the model's weights before quantisation; that
-    part is not a correction.
-    """
-
-    clip_max: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_positive("clip_max", self.clip_max)
-
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(weighs=True, scales_bounds=True)
-
-    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        ratio = mismatch_ratio(inputs, "token")
-        cut = weighing(inputs, jnp.minimum(ratio, self.clip_max))
-        # The factor is 1 / s: the ratio may grow by the factor by which the weight was truncated.
-        return cut.replace(high_scale=jnp.where(inputs.mask, jnp.maximum(ratio / self.clip_max, 1.0), 1.0))
 
 
 def _normalize(weights: Float[Array, "batch R"], mask: Bool[Array, "batch R"], level: Level) -> Float[Array, "batch R"]:

@@ -15,7 +15,6 @@ from smd_jax.corrections.base import (
     Correction,
     CorrectionInputs,
     CorrectionTerms,
-    CorrectionTraits,
     check_bounds,
     check_positive,
     log_mismatch,
@@ -42,10 +41,6 @@ class Rejection(Correction):
         check_types(self)
         check_bounds("low", self.low, "high", self.high)
 
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(per_response=self.level != "token")
-
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         ratio = mismatch_ratio(inputs, self.level)
         # Above the token level all tokens of a response have one ratio, so they are kept or rejected together.
@@ -70,10 +65,6 @@ class Veto(Correction):
     def __post_init__(self) -> None:
         check_types(self)
         check_positive("threshold", self.threshold)
-
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(per_response=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         # Logarithms are not cut at -20, so the threshold may be below exp(-20).

@@ -22,7 +22,7 @@ class Naive(Correction):
 
     @property
     def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(uses_mismatch=False, per_response=True)
+        return CorrectionTraits(uses_mismatch=False)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         # The rollout may have recorded no log-probabilities, so the shape comes from the learner's.
@@ -47,5 +47,4 @@ class Bypass(Naive):
 
     @property
     def traits(self) -> CorrectionTraits:
-        # Not per response: the loss clips token ratios.
         return CorrectionTraits(ratio_to="sampler", uses_mismatch=False)

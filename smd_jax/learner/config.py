@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.uncorrected import Shadow
-from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.balance_term import BalanceTerm
 from smd_jax.learner.dense_learner import DenseLearner, DensePolicyTerm
 from smd_jax.learner.distill import DistillTerm
@@ -19,7 +18,7 @@ from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import TrainState, reference_params
 from smd_jax.learner.terms import LearnerSetup, Needs, Term, joint_needs
 from smd_jax.learner.value_term import ValueTerm
-from smd_jax.losses.distillation import DistillConfig, teacher_rows
+from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.typed_fields import check_types
@@ -189,11 +188,3 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
 def uses_sampler_logprobs_as_old(config: UpdateConfig) -> bool:
     """Whether the sampler's recorded log-probabilities are used as the learner's at the rollout's parameters."""
     return config.policy_term.uses_sampler_logprobs_as_old
-
-
-def check_rows_of(config: UpdateConfig, rows: int) -> None:
-    """Raises ValueError for a minibatch of `rows` responses that the configuration cannot split."""
-    # The fraction is a share of a microbatch, the rows of one teacher pass.
-    part = rows // count_parts(rows, config.microbatch_size)
-    if config.distill is not None:
-        teacher_rows(part, config.distill.fraction)  # called for its error: no row is divided

@@ -16,12 +16,9 @@ from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInpu
 from smd_jax.losses.distillation import (
     REFERENCE_TEACHERS,
     DistillConfig,
-    choose,
     divergence,
-    sampled_divergence,
 )
 from smd_jax.losses.weighting import TokenMean
-from smd_jax.message.sampling import token_logprobs
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
@@ -68,13 +65,6 @@ class DistillTerm(Term):
             raise ValueError(
                 "expected a reference_sync with direction 'ema', whose teacher moves with the policy; got None"
             )
-        if setup.pack_columns is not None and config.fraction < 1:
-            raise ValueError(f"expected distillation of all rows with pack_columns; got {config}")
-        if setup.rows_per_prompt > 1 and config.fraction < 1:
-            raise ValueError(
-                f"expected distillation of all rows with rows_per_prompt {setup.rows_per_prompt}, because a share "
-                f"splits rows of one prompt; got {config}"
-            )
 
     def coefficient(self, step: Int[Array, ""]) -> float:
         return self.config.coef
@@ -88,7 +78,6 @@ class DistillTerm(Term):
             self.config,
             inputs.params,
             inputs.reference,
-            inputs.step,
             inputs.trajectory,
             inputs.hidden,
             inputs.prepared,
@@ -97,9 +86,7 @@ class DistillTerm(Term):
         return TermOutputs(loss, {"distill": loss}, agreement)
 
     def metrics(self, results: TermResults) -> Metrics:
-        agreement: Agreement | None = results.rows
-        if agreement is None:
-            return {}
+        agreement: Agreement = results.rows
         return {"distill/agreement_p5": lower_percentile(agreement.overlap, agreement.inside, 5.0)}
 
     def learns(self, results: TermResults) -> Bool[Array, ""]:
@@ -111,13 +98,11 @@ def distill_term(
     config: DistillConfig,
     params: Params,
     reference: Params | None,
-    step: Int[Array, ""],
     trajectory: Trajectory,
     hidden: Float[Array, "batch R hidden"],
     weights: Float[Array, "batch R"],
-) -> tuple[Float[Array, ""], Agreement | None]:
-    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement for an "exact"
-    divergence. D is computed on the rows that `config` selects in this step, and scaled up to all.
+) -> tuple[Float[Array, ""], Agreement]:
+    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement.
 
     Args:
       params: parameters of the policy, with a gradient, also through `hidden`.
@@ -126,30 +111,23 @@ def distill_term(
       weights: weight of each token in the loss, 0 outside the response.
 
     Raises:
-      ValueError: if the reference is missing, or the fraction is not a whole number of rows.
+      ValueError: if the reference is missing.
     """
     teacher = _teacher(config, params, reference)
-    rows = choose(config, step, weights.shape[0])
-    # Over the steps every row is selected equally often; dividing by the share keeps the mean.
-    scale = weights.shape[0] / rows.size
-    if rows.size < weights.shape[0]:
-        trajectory, hidden, weights = jax.tree.map(lambda x: x[rows], (trajectory, hidden, weights))
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
     columns = jnp.arange(weights.shape[1])
 
     def of_block(
-        both: tuple[Params, Params], columns: Array, hidden: Array, dense_hidden: Array, tokens: Array
-    ) -> tuple[Array, Array | None]:
+        both: tuple[Params, Params], columns: Array, hidden: Array, dense_hidden: Array
+    ) -> tuple[Array, Array]:
         shadow = response_logits(model, both[0], hidden, trajectory, columns)
         dense = response_logits(model, both[1], dense_hidden, trajectory, columns)
-        agree = jax.lax.stop_gradient(overlap(dense, shadow)) if config.estimator == "exact" else None
-        return _per_token(config, dense, shadow, tokens), agree
+        return divergence(dense, shadow, config.direction), jax.lax.stop_gradient(overlap(dense, shadow))
 
     # Logits of two policies: blocks of half as many columns.
-    size = columns_at_once(model.shape, 2 * rows.size, columns.size)
-    terms, agree = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden, trajectory.response)
-    agreement = None if agree is None else Agreement(agree, weights > 0)
-    return jnp.sum(weights * terms) * scale, agreement
+    size = columns_at_once(model.shape, 2 * weights.shape[0], columns.size)
+    terms, agree = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden)
+    return jnp.sum(weights * terms), Agreement(agree, weights > 0)
 
 
 def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:
@@ -162,18 +140,3 @@ def _teacher(config: DistillConfig, params: Params, reference: Params | None) ->
     if reference is None:
         raise ValueError(f"expected reference parameters for direction {config.direction!r}; got None")
     return jax.lax.stop_gradient(reference)
-
-
-def _per_token(
-    config: DistillConfig,
-    dense: Float[Array, "batch R vocab"],
-    shadow: Float[Array, "batch R vocab"],
-    tokens: Int[Array, "batch R"],
-) -> Float[Array, "batch R"]:
-    """The divergence of each token, exact or estimated from the token; logits as from `response_logits`."""
-    if config.estimator == "exact":
-        return divergence(dense, shadow, config.direction)
-    # Temperature 1, because `response_logits` has divided by the sampler's temperature.
-    of_dense = token_logprobs(dense, tokens, 1.0)
-    of_shadow = token_logprobs(shadow, tokens, 1.0)
-    return sampled_divergence(of_dense, of_shadow, config.direction, config.estimator)

@@ -92,11 +92,6 @@ class PolicyTerm(Term):
                 f"expected the plain token ratio (Clip without delta, ratio_level 'token') with {name}, which replaces "
                 f"its clipping; got {self.loss}"
             )
-        if traits.scales_bounds and not self.loss.takes_high_scale:
-            raise ValueError(
-                f"expected a loss that clips token ratios (Clip, ratio_level 'token') with {name}, which "
-                f"scales its bounds; got {self.loss}"
-            )
 
     @property
     def uses_sampler_logprobs_as_old(self) -> bool:
@@ -127,7 +122,7 @@ class PolicyTerm(Term):
         if setup.pack_columns is None:
             return
         late = split_by_time(self.correction)[1]
-        judges_responses = late is not None and (late.traits.per_response or late.traits.judges_responses)
+        judges_responses = late is not None and late.traits.judges_responses
         if self.loss.ratio_level != "token" or judges_responses:
             raise ValueError(
                 "expected pack_columns None with ratios of whole responses, or a correction that judges them, because "
@@ -167,7 +162,6 @@ class PolicyTerm(Term):
             # A token that is not selected loses only its surrogate, like a token of correction weight 0. It still
             # counts in the KL and in the denominators.
             correction_weights=weights if prepared.chosen is None else jnp.where(prepared.chosen, weights, 0.0),
-            high_scale=prepared.correction.high_scale,
         )
         loss, terms = policy_loss(loss_inputs, self.used_loss)
         return TermOutputs(loss, rows=PolicyRows(terms, weights))
@@ -189,8 +183,6 @@ class PolicyTerm(Term):
         # Weights are constants of the step, without gradient.
         present = jax.lax.stop_gradient(logprobs)
         terms = late.terms(_correction_inputs(inputs.batch, inputs.mask, prepared.old_logprobs, present))
-        if terms.high_scale is not None:
-            raise ValueError(f"expected no high_scale from a correction that uses the current policy; got {late}")
         # The denominators were computed before the forward pass, so a late rejection only sets the weight to 0.
         return prepared.correction.weights * jnp.where(terms.counted, terms.weights, 0.0)
 

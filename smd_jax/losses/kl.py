@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.losses.distillation import sampled_divergence
 from smd_jax.ratios import SAFETY_BOUND, log_ratio_inside
 from smd_jax.shapes import check_shape
 
@@ -37,7 +37,10 @@ def reference_kl(
     """
     if estimator == "k3":
         return k3(logprobs, reference_logprobs)
-    return sampled_divergence(reference_logprobs, logprobs, "reverse", estimator)
+    log_ratio = jax.lax.stop_gradient(jnp.clip(logprobs - reference_logprobs, -SAFETY_BOUND, SAFETY_BOUND))
+    value = log_ratio if estimator == "k1" else log_ratio**2 / 2
+    # The last factor is 0 with a gradient of 1: it makes `log_ratio` the gradient, also where the ratio is cut.
+    return value + log_ratio * (logprobs - jax.lax.stop_gradient(logprobs))
 
 
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:

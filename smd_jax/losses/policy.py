@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,6 @@ class LossConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
-        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         if not self.beta >= 0:
             raise ValueError(f"expected beta >= 0; got {self.beta}")
         # Unused options are refused rather than ignored.
@@ -75,11 +73,6 @@ class LossConfig:
                 f"expected kl_estimator 'k3' with use_bias_correction_kl, because k1 and k2 have the gradient of the "
                 f"KL already; got {self.kl_estimator!r}"
             )
-
-    @property
-    def takes_high_scale(self) -> bool:
-        """Whether a correction may scale the upper bound of single tokens; false for GSPO, which clips a response."""
-        return self.surrogate.takes_high_scale and self.ratio_level == "token"
 
     @property
     def clips_plainly(self) -> bool:
@@ -108,7 +101,6 @@ class LossInputs(struct.PyTreeNode):
         rejected tokens. It is also the mask: where it is 0, the other arrays may hold any value, and so may the
         advantage of a response with only zero weights.
       correction_weights: factor of each token's surrogate, such as truncated importance weights; None: all 1.
-      high_scale: factor of the upper bound of each token's ratio, from a correction; None: all 1.
     """
 
     logprobs: Float[Array, "batch R"]
@@ -117,7 +109,6 @@ class LossInputs(struct.PyTreeNode):
     advantages: Float[Array, " batch"] | Float[Array, "batch R"]
     weights: Float[Array, "batch R"]
     correction_weights: Float[Array, "batch R"] | None = None
-    high_scale: Float[Array, "batch R"] | None = None
 
 
 @any_leaves
@@ -155,8 +146,8 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     cut at -20 and 20 as in verl (verl/trainer/ppo/core_algos.py), to avoid overflow; there is no gradient beyond.
 
     Raises:
-      ValueError: if shapes differ from that of the log-probabilities, if beta is positive without reference
-        log-probabilities, or if token bounds are scaled for a loss that does not clip token ratios.
+      ValueError: if shapes differ from that of the log-probabilities, or if beta is positive without reference
+        log-probabilities.
     """
     _check_shapes(inputs)
     # Weights are never negative, so weight 0 is the mask.
@@ -173,8 +164,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     log_ratio = jnp.where(inside, at_level(log_ratio, inside, config.ratio_level), 0.0)
     ratio = bounded_exp(log_ratio)
 
-    high_scale = _high_scale(inputs.high_scale, inside, config)
-    surrogate = config.surrogate.terms(SurrogateInputs(ratio, logprobs, advantages, high_scale))
+    surrogate = config.surrogate.terms(SurrogateInputs(ratio, logprobs, advantages))
     objective = _corrected(surrogate.objective, inputs.correction_weights, inside)
     kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config)
     if config.use_bias_correction_kl:
@@ -208,25 +198,9 @@ def surrogate_metrics(
 def _check_shapes(inputs: LossInputs) -> None:
     check_shape("logprobs", inputs.logprobs, ("batch", "R"))
     shape = inputs.logprobs.shape
-    check_shape("old_logprobs", inputs.old_logprobs, shape)
-    check_shape("reference_logprobs", inputs.reference_logprobs, shape)
     check_shape("advantages", inputs.advantages, shape[:1], shape)
-    check_shape("weights", inputs.weights, shape)
-    check_shape("correction_weights", inputs.correction_weights, shape)
-    check_shape("high_scale", inputs.high_scale, shape)
-
-
-def _high_scale(
-    high_scale: Float[Array, "batch R"] | None, inside: Bool[Array, "batch R"], config: LossConfig
-) -> Float[Array, "batch R"] | None:
-    """The scale of the bounds for the surrogate: 1 where the weight is 0, without gradient."""
-    if high_scale is None:
-        return None
-    if not config.takes_high_scale:
-        raise ValueError(
-            f"expected a loss that clips token ratios, because the correction scales their bounds; got {config}"
-        )
-    return jax.lax.stop_gradient(jnp.where(inside, high_scale, 1.0))
+    for name in ("old_logprobs", "reference_logprobs", "weights", "correction_weights"):
+        check_shape(name, getattr(inputs, name), shape)
 
 
 def _corrected(

@@ -24,14 +24,11 @@ class SurrogateInputs(struct.PyTreeNode):
       ratio: new over old probability of the token or its response (`LossConfig.ratio_level`); with a gradient.
       logprobs: log-probabilities of the trained policy; with a gradient.
       advantages: `[batch, 1]` of responses, or `[batch, R]` of tokens.
-      high_scale: factor of the upper bound of each token's ratio, from a correction; None: all 1. Only surrogates with
-        `takes_high_scale` get it.
     """
 
     ratio: Float[Array, "batch R"]
     logprobs: Float[Array, "batch R"]
     advantages: Float[Array, "batch _"]
-    high_scale: Float[Array, "batch R"] | None = None
 
 
 @any_leaves
@@ -51,11 +48,6 @@ class SurrogateTerms(struct.PyTreeNode):
 @dataclass(frozen=True)
 class Surrogate:
     """Base of all surrogates: a frozen, hashable dataclass, usable as a static argument."""
-
-    @property
-    def takes_high_scale(self) -> bool:
-        """Whether it has an upper clipping bound, which a correction may scale per token."""
-        return False
 
     @property
     def only_clips(self) -> bool:
@@ -100,10 +92,6 @@ class Clip(Surrogate):
         return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
     @property
-    def takes_high_scale(self) -> bool:
-        return True
-
-    @property
     def only_clips(self) -> bool:
         return self.delta is None
 
@@ -111,8 +99,6 @@ class Clip(Surrogate):
         ratio = inputs.ratio
         advantages = inputs.advantages
         low, high = self.bounds
-        if inputs.high_scale is not None:
-            high = high * inputs.high_scale
         clipped_low = (ratio < low) & (advantages < 0)
         clipped_high = (ratio > high) & (advantages > 0)
         # After the comparisons, so that tokens cut by delta are not reported as clipped, as in TRL.

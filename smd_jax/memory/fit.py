@@ -15,7 +15,6 @@ from typing import TypeVar
 from smd_jax.byte_sizes import UNITS, show_bytes
 from smd_jax.cache.row_parts import PARTS
 from smd_jax.devices.sharding import row_ways, sampling_ways
-from smd_jax.learner.config import check_rows_of
 from smd_jax.learner.state import TrainState
 from smd_jax.memory.compiled import (
     LoopMemory,
@@ -96,11 +95,6 @@ def _fit_decode(evaluator: Evaluator, state: TrainState, decode: Decode, memory_
     return evaluator if rows == sizes[0] else sized(rows)
 
 
-def with_microbatch(loop: L, rows: int | None) -> L:
-    """The loop with `rows` in a microbatch; None: whole minibatches."""
-    return replace(loop, config=replace(loop.config, update=replace(loop.config.update, microbatch_size=rows)))
-
-
 def _first_fitting(sizes: Sequence[int], needed: Callable[[int], int], memory_bytes: int) -> tuple[int, int]:
     """The first of descending sizes that fits, and its bytes; the last if none fits. Each size that is tried is at most
     half of the one before."""
@@ -117,7 +111,9 @@ def _fit_microbatch(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, i
         return loop, update_memory(loop, state)
 
     def sized(rows: int) -> L:
-        return loop if rows == minibatch else with_microbatch(loop, rows)
+        if rows == minibatch:
+            return loop
+        return replace(loop, config=replace(loop.config, update=replace(loop.config.update, microbatch_size=rows)))
 
     rows, needed = _first_fitting(
         _microbatches(loop, minibatch), lambda rows: update_memory(sized(rows), state), memory_bytes
@@ -128,18 +124,7 @@ def _fit_microbatch(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, i
 def _microbatches(loop: PolicyLoop, minibatch: int) -> list[int]:
     """Sizes into which a minibatch can be split, largest first; a device has whole groups."""
     least = loop.config.update.rows_per_prompt * row_ways(loop.mesh)
-    sizes = (rows for rows in range(minibatch, 0, -1) if minibatch % rows == 0 and rows % least == 0)
-    return [rows for rows in sizes if _splits(loop, minibatch, rows)]
-
-
-def _splits(loop: PolicyLoop, minibatch: int, rows: int) -> bool:
-    """Whether a microbatch has whole shares of the distillation, and whole groups of rows that share a prompt."""
-    try:
-        update = replace(loop.config.update, microbatch_size=rows)
-        check_rows_of(update, minibatch)
-    except ValueError:
-        return False
-    return True
+    return [rows for rows in range(minibatch, 0, -1) if minibatch % rows == 0 and rows % least == 0]
 
 
 def _fit_decode_rows(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, int]:

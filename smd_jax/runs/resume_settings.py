@@ -26,9 +26,7 @@ def rounding_only(config: LoopConfig) -> tuple[str, ...]:
     on another machine.
     """
     names = ["decode_rows", "prefill_rows", "update_widths"]
-    distill = config.update.distill if isinstance(config, PolicyConfig) else None
-    # Distillation takes a share of the rows of every microbatch: another size would select other rows.
-    if isinstance(config, PolicyConfig | OnlineDPOConfig) and (distill is None or distill.fraction == 1):
+    if isinstance(config, PolicyConfig | OnlineDPOConfig):
         names.append("update.microbatch_size")
     if isinstance(config, PolicyConfig):
         names += ["update.pack_columns", "update.rows_per_prompt"]

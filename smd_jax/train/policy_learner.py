@@ -13,11 +13,11 @@ from jaxtyping import Array, Float
 
 from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import check_rows, check_sequence, sequence_ways
+from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.config import (
     UpdateConfig,
     Visibility,
     check_reference,
-    check_rows_of,
     uses_sampler_logprobs_as_old,
 )
 from smd_jax.learner.forward import ReplayFunction, make_replay
@@ -81,7 +81,7 @@ class PolicyLearner:
         config, update = self.config, self.config.update
         minibatch = config.completions_per_step // config.minibatches
         if update.pack_columns is None:
-            check_rows_of(update, minibatch)
+            count_parts(minibatch, update.microbatch_size)
         else:
             _check_pack_columns(config)
             check_sequence(update.pack_columns, self.model.shape.num_heads, self.mesh)

@@ -32,7 +32,6 @@ from smd_jax.commands.arguments import (
 )
 from smd_jax.commands.choices import eviction_policy, loss_config, update_config, with_sinks
 from smd_jax.commands.command_line import ALGORITHMS, parse
-from smd_jax.commands.contents import by_content
 from smd_jax.commands.errors import FLAGS, UserError, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.evaluate import print_results
@@ -41,16 +40,14 @@ from smd_jax.commands.limits import check_devices, unused_devices
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.prepare import check_ahead, learning_rate, prepare
 from smd_jax.commands.task_source import held_out_choice, task_choice
-from smd_jax.commands.train import main, run_settings
+from smd_jax.commands.train import main
 from smd_jax.eviction.policies import Dense, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
-from smd_jax.runs import checkpoint
 from smd_jax.tasks.build import TaskChoice
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from smd_jax.train.evaluation import Evaluated
-from smd_jax.train.ppo import PolicyLoop
 from tests.command_errors import error_of
 from tests.hub_files import questions, write_lines
 
@@ -467,23 +464,6 @@ def test_sizes_that_fit_the_memory(model: Path, tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert "so that an update fits" in said or "so that a rollout fits" in said
     assert f"into {show_bytes(less)}" in said and "weights, optimizer, reference" in said
-
-
-def test_a_run_goes_on_with_its_microbatch_on_another_machine(model: Path, tmp_path: Path):
-    """Where it decides which rows the teacher reads."""
-    words = planned_words(model, tmp_path, "--distill", "anchor", "--distill-fraction", "0.5")
-    _, args = parse(words)
-    ready = prepare(args)
-    assert isinstance(ready.loop, PolicyLoop)
-    update = dataclasses.replace(ready.loop.config.update, microbatch_size=4)
-    loop = dataclasses.replace(ready.loop, config=dataclasses.replace(ready.loop.config, update=update))
-    files = by_content(args)
-    checkpoint.save(
-        tmp_path / "checkpoints", 1, {"step": np.zeros(())}, data_position={}, config=run_settings(args, loop, files)[0]
-    )
-    _, again = parse([*words, "--resume", "--memory", "1TiB"])  # here all rows fit
-    resumed = prepare(again).loop
-    assert run_settings(again, resumed, files)[0] == run_settings(args, loop, files)[0]
 
 
 @pytest.mark.slow

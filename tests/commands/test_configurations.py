@@ -87,7 +87,7 @@ QUANTS = [
 ]
 CORRECTIONS = [
     *(corrections.Shadow(), corrections.Naive(), corrections.Bypass(), corrections.TIS(), corrections.MIS()),
-    *(corrections.TIS("sequence", batch_normalize=True), corrections.IcePop(), corrections.QuRL(), corrections.OPSM()),
+    *(corrections.TIS("sequence", batch_normalize=True), corrections.IcePop(), corrections.OPSM()),
     *(corrections.DPPOTV(), corrections.Rejection("geometric"), corrections.Veto(), corrections.SparseRL()),
     corrections.Chain((corrections.TIS(), corrections.OPSM())),
     corrections.Chain((corrections.DPPOTV(), corrections.Veto())),
@@ -96,11 +96,11 @@ CORRECTIONS = [
 DISTILLS = [
     *(
         DistillConfig(),
-        DistillConfig(direction="reverse", estimator="k2"),
+        DistillConfig(direction="reverse"),
         DistillConfig(direction="published"),
         DistillConfig(direction="anchor"),
     ),
-    *(DistillConfig(direction="ema"), DistillConfig(fraction=0.5), DistillConfig(fraction=0.25, estimator="k3")),
+    DistillConfig(direction="ema"),
 ]
 MODELS = {
     "plain": MODEL,

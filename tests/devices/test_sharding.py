@@ -41,7 +41,7 @@ MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1,
 ONE = (1, 1, 1)
 
 PLAIN = UpdateConfig()
-FULL = UpdateConfig(distill=DistillConfig(direction="forward", fraction=0.5), microbatch_size=4)
+FULL = UpdateConfig(distill=DistillConfig(direction="forward"), microbatch_size=4)
 
 # An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
 RECORD = optax.GradientTransformation(

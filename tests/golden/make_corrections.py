@@ -1,12 +1,11 @@
-"""Writes corrections.json: weights, kept tokens and statistics as TRL, verl, slime and QuRL define them, in torch.
+"""Writes corrections.json: weights, kept tokens and statistics as TRL, verl and slime define them, in torch.
 
     pip install torch==2.13.0 trl==1.16.0
     python tests/golden/make_corrections.py
 
 Where TRL has a function that can be called by itself, `GRPOTrainer.get_off_policy_mask`, it is called. The rest of its
 definitions stand in the middle of `_generate_and_score_completions`, and verl and slime need their whole stack to be
-imported: those are written out below, one response at a time over its own tokens alone, in float64. So is QuRL, whose
-code is not public.
+imported: those are written out below, one response at a time over its own tokens alone, in float64.
 
     inputs     float lists [6, 8], log-probabilities (natural) of sampler, old and present policy; mask; advantages [6]
     cases      name -> {"weights": [6, 8], "keep": [6, 8]}; outside the mask 0 and false.
@@ -180,29 +179,6 @@ def slime_sparse_rl(data: dict[str, torch.Tensor]) -> tuple[Rows, Rows]:
     return weights, [row & (not drop) for row, drop in zip(inside, vetoed, strict=True)]
 
 
-# --- QuRL, arXiv:2602.13953 eq. 9, token by token in the paper's terms
-
-
-def qurl(data: dict[str, torch.Tensor], cap: float, epsilon: float) -> torch.Tensor:
-    """Gradient of the summed loss. behavior is the quantised actor, proximal the learner that it was made from."""
-    gradients, seen = [], set()
-    policies = (tokens_of(data[name], data) for name in ("logprobs", "old_logprobs", "sampler_logprobs"))
-    for new, proximal, behavior, advantage in zip(*policies, data["advantages"], strict=True):
-        new = new.clone().requires_grad_()
-        for policy, prox, behav in zip(new.exp(), proximal.exp(), behavior.exp(), strict=True):
-            truncated = max(behav, prox / cap)
-            ratio, scale = policy / prox, behav / truncated
-            clipped = torch.clamp(ratio, 1 - epsilon, (1 + epsilon) / scale)
-            (-min(prox / behav, cap) * min(ratio * advantage, clipped * advantage)).backward(retain_graph=True)
-            if advantage > 0 and ratio > 1 + epsilon:
-                seen.add("spared" if clipped == ratio else "clipped further up" if scale < 1 else "clipped")
-        assert new.grad is not None
-        gradients.append(new.grad)
-    assert "spared" in seen and "clipped" in seen, seen
-    assert cap != 1.5 or "clipped further up" in seen, seen
-    return padded(gradients, data)
-
-
 def main() -> None:
     data = draw()
     cases = {
@@ -243,8 +219,6 @@ def main() -> None:
         },
         "gradients": {
             "verl dppo_tv 0.15 0.15 20": gradient.tolist(),
-            "qurl 1.5 0.05": qurl(data, 1.5, 0.05).tolist(),
-            "qurl 1.2 0.1": qurl(data, 1.2, 0.1).tolist(),
         },
         "metrics": verl_metrics(data),
     }

@@ -33,7 +33,6 @@ from tests.toy_loop import CONFIG
         (OptimizerConfig(), "lr_scheduler_type", "step", "constant, linear, cosine"),
         (OptimizerConfig(), "momentum_dtype", "int8", "float32, bfloat16"),
         (DistillConfig(), "direction", "backward", "forward, reverse, published, anchor, ema"),
-        (DistillConfig(), "estimator", "k4", "exact, k1, k2, k3"),
         (CONFIG.rollout, "mask_storage", "bool", "compact, boolean"),
     ],
 )

@@ -81,7 +81,7 @@ CONFIGS: list[Any] = [
     *(Protect(H2O, sinks=2, recent=2), Pyramid(H2O), LearnedGate(), LinearGate()),
     *(TokenSpans(open=3, close=4), OnTokens(TokenSpans(open=3, close=4), inner=H2O)),
     *(LinearRope(4.0), Llama3Rope(8.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768)),
-    *(corrections.TIS(), corrections.MIS(), corrections.QuRL(), corrections.OPSM(), corrections.DPPOTV()),
+    *(corrections.TIS(), corrections.MIS(), corrections.OPSM(), corrections.DPPOTV()),
     *(corrections.Rejection(), corrections.Veto(), corrections.Chain((corrections.TIS(),)), DenseLearner()),
     *(Clip(), ClipWeight(), SoftGate(), FixedLength()),
 ]

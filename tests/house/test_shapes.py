@@ -69,7 +69,6 @@ MESSAGES = [
         ("reference_logprobs", (4, 1), r"expected reference_logprobs of shape \[4, 6\]; got \[4, 1\]"),
         ("weights", (4,), r"expected weights of shape \[4, 6\]; got \[4\]"),
         ("correction_weights", (1, 6), r"expected correction_weights of shape \[4, 6\]; got \[1, 6\]"),
-        ("high_scale", (1,), r"expected high_scale of shape \[4, 6\]; got \[1\]"),
         ("logprobs", (6,), r"expected logprobs of shape \[batch, R\]; got \[6\]"),
     ],
 )

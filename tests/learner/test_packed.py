@@ -221,14 +221,6 @@ def test_rows_longer_than_the_context():
             {"pack_columns": 24, "microbatch_size": 2, "correction": OPSM()},
             "expected pack_columns None with .* a correction that judges them, .*; got 24 with .* and OPSM",
         ),
-        (
-            {
-                "pack_columns": 24,
-                "microbatch_size": 2,
-                "distill": DistillConfig(direction="forward", coef=0.5, fraction=0.5),
-            },
-            "expected distillation of all rows with pack_columns",
-        ),
     ],
 )
 def test_choices_that_do_not_go_together(options, message):

@@ -207,7 +207,6 @@ def test_a_replay_in_microbatches():
     [
         ({"rows_per_prompt": 0}, "expected rows_per_prompt >= 1"),
         ({"rows_per_prompt": 4, "microbatch_size": 6}, "that divide microbatch_size 6; got 4"),
-        ({"rows_per_prompt": 2, "distill": DistillConfig(fraction=0.5)}, "expected distillation of all rows with rows"),
     ],
 )
 def test_choices_that_do_not_go_together(options, message):

@@ -21,7 +21,6 @@ from smd_jax.corrections import (
     CorrectionTerms,
     CorrectionTraits,
     Naive,
-    QuRL,
     Shadow,
     SparseRL,
     Veto,
@@ -47,13 +46,8 @@ from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, distance, norm, rows_of
 NOISE = np.random.default_rng(4).normal(size=(ROWS, LENGTH)).astype(np.float32)
 
 
-def kind(correction: Correction) -> object:
-    """What the train step knows of a correction: its traits. `per_response` is DPO's business."""
-    return dataclasses.replace(correction.traits, per_response=False)
-
-
 # One correction of every kind, and what is special: a response that is rejected as a whole, and a Chain.
-DENSE = {kind(c): (name, c) for name, c in reversed(CORRECTIONS.items()) if not isinstance(c, Shadow)}
+DENSE = {c.traits: (name, c) for name, c in reversed(CORRECTIONS.items()) if not isinstance(c, Shadow)}
 DENSE = dict(DENSE.values()) | {name: CORRECTIONS[name] for name in ("sequence rejection", "IcePop")}
 DENSE["geometric rejection and token TIS"] = CORRECTIONS["geometric rejection and token TIS"]
 
@@ -81,8 +75,7 @@ def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
 
     def of(logprobs):
         weights = loss.weighting.weights(terms.counted)
-        inputs = LossInputs(logprobs, ratio_to, None, data.advantages, weights, terms.weights)
-        return policy_loss(inputs.replace(high_scale=terms.high_scale), clipped)[0]
+        return policy_loss(LossInputs(logprobs, ratio_to, None, data.advantages, weights, terms.weights), clipped)[0]
 
     value, cotangent = jax.value_and_grad(of)(logprobs)
     return value, pull(cotangent)[0], terms
@@ -138,18 +131,6 @@ def test_under_shadow_masks_there_is_nothing_to_correct(correction):
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
     np.testing.assert_allclose(metrics["loss"], expected[0]["loss"], rtol=1e-5)
     assert distance(found, expected[1]) < 1e-5
-
-
-def test_a_wider_range_clips_less():
-    """QuRL is TIS but for the upper bound of the ratio."""
-    configs = [
-        UpdateConfig(visibility="dense", correction=correction)
-        for correction in (TIS("token", clip_max=0.8), QuRL(0.8))
-    ]
-    data = stale(0.3)  # so that many ratios are clipped
-    tis, qurl = (metrics_and_gradients(config, data)[0] for config in configs)
-    assert tis["rollout_corr/rollout_is_mean"] == qurl["rollout_corr/rollout_is_mean"]
-    assert 0 <= qurl["clip_ratio/high_mean"] < tis["clip_ratio/high_mean"]
 
 
 PLAIN = UpdateConfig()
@@ -288,7 +269,6 @@ def test_what_is_rejected_late_weighs_nothing():
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
         ({"correction": DPPOTV(), "loss": cispo()}, "expected the plain token ratio.*DPPOTV"),
         ({"correction": DPPOTV(), "loss": LossConfig(ratio_level="geometric")}, "plain token ratio"),
-        ({"correction": QuRL(), "loss": cispo()}, "clips token ratios.*QuRL"),
         ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
     ],
 )

@@ -41,6 +41,16 @@ def test_estimates_by_hand(estimator, value, slope):
     np.testing.assert_allclose(found, [[slope]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("log_ratio", [-1e6, -30.0, 30.0, 1e6])
+def test_nothing_overflows(estimator, log_ratio):
+    policy, reference = jnp.full((1, 1), min(0.0, log_ratio)), jnp.full((1, 1), min(0.0, -log_ratio))
+    value, slope = jax.value_and_grad(lambda x: reference_kl(x, reference, estimator).sum())(policy)
+    assert np.isfinite(value) and abs(slope) < 2e10
+    if estimator != "k3":  # towards the reference
+        assert slope == np.sign(log_ratio) * 20
+
+
 def exact_gradient(kl) -> np.ndarray:
     """Of a divergence of softmax(logits), at POLICY."""
     return np.asarray(jax.grad(lambda logits: kl(jax.nn.softmax(logits)))(jnp.log(jnp.asarray(POLICY))))

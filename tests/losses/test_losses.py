@@ -184,39 +184,6 @@ def test_a_counted_token_may_have_any_ratio(config):
     np.testing.assert_allclose(policy_loss(inputs, config)[1].ratio, np.exp(np.sign(log_ratio) * 20), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope", "clipped"),
-    [
-        (1.7, 1.0, -1.7, -1.7, False),  # the bound is 1.2 * 1.5 = 1.8
-        (2.0, 1.0, -1.8, 0.0, True),
-        (2.0, -1.0, 2.0, 2.0, False),
-        (0.5, -1.0, 0.8, 0.0, False),  # the lower bound stays
-    ],
-)
-@pytest.mark.parametrize("delta", [None, 2.5])
-def test_the_upper_bound_of_a_token_scaled(ratio, advantage, loss, slope, clipped, delta):
-    inputs, config = one_token(ratio, advantage).replace(high_scale=jnp.array([[1.5]])), bnpo(delta=delta)
-    value, terms = policy_loss(inputs, config)
-    np.testing.assert_allclose(value, loss, rtol=1e-6)
-    np.testing.assert_allclose(gradient(inputs, config), [[slope]], rtol=1e-6)
-    assert bool(terms.surrogate["clip_ratio/high_mean"][0, 0]) == clipped
-
-
-def test_delta_bounds_bad_tokens_alone():
-    """A scaled bound may be above it."""
-    inputs, config = one_token(2.7, 1.0).replace(high_scale=jnp.array([[3.0]])), bnpo(delta=2.5)
-    np.testing.assert_allclose(policy_loss(inputs, config)[0], -2.7, rtol=1e-6)
-    bad = inputs.replace(advantages=-inputs.advantages)
-    np.testing.assert_allclose(policy_loss(bad, config)[0], 2.5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("config", [cispo(), LossConfig(weighting=SequenceMean(), ratio_level="geometric")])
-def test_only_the_ratio_of_a_token_has_a_scaled_bound(config):
-    inputs = one_token(1.0, 1.0).replace(high_scale=jnp.ones((1, 1)))
-    with pytest.raises(ValueError, match="expected a loss that clips token ratios.*got"):
-        policy_loss(inputs, config)
-
-
 def test_rejected_tokens_are_not_counted_as_clipped():
     inputs = one_token(1.5, 1.0).replace(weights=jnp.zeros((1, 1)))
     assert not policy_loss(inputs, LossConfig())[1].surrogate["clip_ratio/high_mean"][0, 0]

@@ -13,7 +13,6 @@ from smd_jax.byte_sizes import parse_bytes, show_bytes
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
-from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory import fit
 from smd_jax.memory.compiled import LoopMemory, loop_memory, param_shapes, tree_bytes
 from smd_jax.memory.fit import fit_evaluator, fit_loop
@@ -142,11 +141,9 @@ def test_rows_divide_over_the_devices(shapes: TrainState, monkeypatch: pytest.Mo
     assert fitted.config.prefill_rows == 8
 
 
-def test_microbatches_have_whole_shares_and_groups():
-    """A half of the rows of a microbatch is whole, and rows that share a prompt stay together."""
-    halves = new_loop(replace(WIDER, update=UpdateConfig(distill=DistillConfig(fraction=0.5))))
-    assert fit._microbatches(halves, 32) == [32, 16, 8, 4, 2]
-    groups = replace(halves, config=replace(halves.config, update=UpdateConfig(rows_per_prompt=4)))
+def test_microbatches_have_whole_groups():
+    """Rows that share a prompt stay together."""
+    groups = new_loop(replace(WIDER, update=UpdateConfig(rows_per_prompt=4)))
     assert fit._microbatches(groups, 32) == [32, 16, 8, 4]
     on_two = replace(new_loop(replace(groups.config, prompts_per_step=6)), mesh=make_mesh(2))
     assert fit._microbatches(on_two, 24) == [24, 8], "every device has whole groups"

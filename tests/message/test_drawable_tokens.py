@@ -303,15 +303,9 @@ def test_distillation(name: str, direction: Any):
     shared = np.minimum(np.exp(of_dense), np.exp(of_shadow)).sum(-1)
     inside = np.asarray(agreement.inside)
     np.testing.assert_allclose(np.asarray(agreement.overlap)[inside], shared[inside], rtol=1e-4)
-    if direction in ("published", "reverse"):
-        return  # the halves are those of the other directions
-    half = DistillConfig(direction=direction, fraction=0.5)
-    part = jnp.zeros((ROWS, LENGTH)).at[np.array([1, 3])].set(2.0)
-    value, _ = distilled(name, half, weights, step=1)
-    np.testing.assert_allclose(value, (part * weights * each).sum(), rtol=1e-4)
 
 
-def distilled(name: str, config: DistillConfig, weights: Any, step: int = 0) -> Any:
+def distilled(name: str, config: DistillConfig, weights: Any) -> Any:
     reference = REFERENCE if config.direction == "anchor" else None
 
     @jax.jit
@@ -319,20 +313,11 @@ def distilled(name: str, config: DistillConfig, weights: Any, step: int = 0) -> 
     def term(params: Any, reference: Any) -> Any:
         trajectory = sampled(name)
         hidden = response_hidden(MODEL, params, trajectory, trajectory.mask)
-        return distill_term(MODEL, config, params, reference, jnp.int32(step), trajectory, hidden, weights)
+        return distill_term(MODEL, config, params, reference, trajectory, hidden, weights)
 
     result, grads = term(PARAMS, reference)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     return result
-
-
-@pytest.mark.slow
-def test_gradients_of_distillation_are_finite():
-    """By the estimator that looks at the drawn token alone; the exact one's are looked at above."""
-    config = UpdateConfig(distill=DistillConfig(direction="reverse", estimator="k3"), microbatch_size=2)
-    metrics, grads = one_step(policy_update(config), TrainBatch(sampled("all"), ADVANTAGES, sampled("all").logprobs))
-    assert all(np.isfinite(value).all() for value in metrics.values())
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
 def test_online_dpo():

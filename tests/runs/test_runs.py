@@ -11,12 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from smd_jax.learner.config import UpdateConfig
-from smd_jax.losses.distillation import DistillConfig
 from smd_jax.runs import checkpoint
 from smd_jax.runs.machine import machine
 from smd_jax.runs.objective import Best, Objective
-from smd_jax.runs.resume_settings import rounding_only, split_fields, split_settings
+from smd_jax.runs.resume_settings import split_fields, split_settings
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import check_directory
@@ -293,13 +291,6 @@ def test_without_a_config_that_of_the_loop_is_compared(tmp_path, capsys):
     assert "resumed with another setting, decode_rows: was null, is now 2" in capsys.readouterr().out
     with pytest.raises(checkpoint.OtherConfigError, match="seed: expected 0, got 1"):
         go(3, seed=1)
-
-
-def test_what_chooses_the_rows_of_a_teacher_is_compared():
-    def free(fraction: float) -> set[str]:
-        return {*rounding_only(replace(GRPO, update=UpdateConfig(distill=DistillConfig(fraction=fraction))))}
-
-    assert free(1.0) - free(0.5) == {"update.microbatch_size"} and "update_widths" in free(0.5)
 
 
 def test_taking_out_what_is_not_there():

@@ -543,16 +543,9 @@ def test_a_reference_that_is_missing(monkeypatch):
         new_loop(config).step(new_state())
 
 
-@pytest.mark.parametrize(
-    ("update", "message"),
-    [
-        (UpdateConfig(microbatch_size=3), "expected a microbatch_size that divides 8 rows; got 3"),
-        (UpdateConfig(distill=DistillConfig(fraction=0.3)), r"a microbatch to be a whole number >= 1; got 0.3 \* 8"),
-    ],
-)
-def test_sizes_that_do_not_divide(update, message):
-    with pytest.raises(ValueError, match=message):
-        new_loop(dataclasses.replace(CONFIG, update=update))
+def test_sizes_that_do_not_divide():
+    with pytest.raises(ValueError, match="expected a microbatch_size that divides 8 rows; got 3"):
+        new_loop(dataclasses.replace(CONFIG, update=UpdateConfig(microbatch_size=3)))
 
 
 def test_a_prompt_that_is_too_long():
