@@ -26,7 +26,7 @@ from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import full_path, is_file
 from smd_jax.commands.trl_names import in_place_of
 from smd_jax.text.near_names import did_you_mean, nearest_file
-from smd_jax.text.yaml_limits import OPTIONS, load_yaml
+from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
 PRESETS = "presets"  # folder of the files that --preset names
@@ -119,9 +119,9 @@ def read_options(path: Path) -> dict[str, Any]:
         raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_file(path)}")
     try:
         size = path.stat().st_size
-        if size > 4 * OPTIONS.characters:
-            raise UserError(f"{path}: expected at most {OPTIONS.characters:,} characters; got {size:,} bytes")
-        options = load_yaml(path.read_text(encoding="utf-8"), OPTIONS)
+        if size > 4 * MAX_CHARACTERS:
+            raise UserError(f"{path}: expected at most {MAX_CHARACTERS:,} characters; got {size:,} bytes")
+        options = load_yaml(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):

@@ -20,7 +20,7 @@ from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
 from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean, nearest_file
-from smd_jax.text.yaml_limits import OPTIONS, load_yaml
+from smd_jax.text.yaml_limits import load_yaml
 
 READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
 
@@ -202,7 +202,7 @@ def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...
     for text in texts:
         name, equals, value = text.partition("=")
         try:
-            parameters.append((name, load_yaml(value, OPTIONS)))
+            parameters.append((name, load_yaml(value)))
         except ValueError as error:
             raise UserError(f"expected {flag} as name=value with YAML as value; got {text[:80]!r}: {error}") from error
         if not name or not equals:

@@ -18,7 +18,7 @@ from smd_jax.tasks.presets import PRESETS, Preset
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import RewardFunction
 from smd_jax.tasks.row_format import RowFormat, RowFunction
-from smd_jax.tasks.sources import DataSource, MissingColumnError, load_rows
+from smd_jax.tasks.sources import DataSource, load_rows
 from smd_jax.tasks.task import Task
 
 PROCEDURAL = "reasoning_gym:"
@@ -82,12 +82,7 @@ def build_task(choice: TaskChoice) -> Task:
     source = DataSource(choice.name, choice.config, choice.split)
     prompt_column = choice.prompt_column or "prompt"
     row_format = RowFormat(prompt_column, choice.system_prompt, choice.map_row, choice.chat_template_kwargs)
-    # A map function may make the prompt column itself.
-    columns = () if choice.map_row is not None else (row_format.prompt_column,)
-    try:
-        return _task(choice, source, row_format, choice.reward, columns)
-    except MissingColumnError as error:
-        raise MissingColumnError(f"{error}; prompt_column says which one has the prompt") from error
+    return DatasetTask(load_rows(source), choice.reward, row_format)
 
 
 def _preset(choice: TaskChoice, preset: Preset) -> Task:
@@ -99,17 +94,7 @@ def _preset(choice: TaskChoice, preset: Preset) -> Task:
         # The preset's configuration and split do not apply to other data.
         source = DataSource(choice.source, choice.config, choice.split)
     row_format = RowFormat("prompt", choice.system_prompt, preset.map_row, choice.chat_template_kwargs)
-    return _task(choice, source, row_format, choice.reward or preset.reward, preset.columns)
-
-
-def _task(
-    choice: TaskChoice,
-    source: DataSource,
-    row_format: RowFormat,
-    reward: RewardFunction | None,
-    columns: tuple[str, ...],
-) -> DatasetTask:
-    return DatasetTask(load_rows(source, columns), reward, row_format)
+    return DatasetTask(load_rows(source, preset.columns), choice.reward or preset.reward, row_format)
 
 
 def _procedural(choice: TaskChoice) -> Task:

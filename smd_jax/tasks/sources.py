@@ -4,14 +4,13 @@
     load_rows(DataSource("problems.parquet"))                                .jsonl .json .csv .tsv .parquet .arrow
     load_rows(DataSource("folder", split="test"))                            files in the Hub's layout
 
-`datasets` finds files and splits (`smd_jax.tasks.folders`) and reads Parquet and Arrow. `smd_jax.tasks.text_files`
-reads CSV and JSON, and keeps their values as they are.
+`datasets` finds files and splits, and reads the Hub, Parquet and Arrow. `smd_jax.tasks.text_files` reads CSV and JSON
+of this machine, and keeps their values as they are.
 """
 
 from __future__ import annotations
 
 import glob
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,30 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from smd_jax.tasks.data_files import (
-    builder_name,
-    check_beginning,
-    check_unpacked,
-    is_compressed,
-    is_text,
-    looks_like_a_path,
-)
-from smd_jax.tasks.folders import (
-    builder_of,
-    fetch_files,
-    fetched_folder,
-    files_of_folder,
-    is_text_builder,
-    library,
-    module_of,
-)
-from smd_jax.tasks.task import Row
-from smd_jax.tasks.text_files import text_rows
+import yaml
+
+from smd_jax.tasks.task import Row, missing_extra
+from smd_jax.tasks.text_files import FORMATS, check_first_bytes, data_format, text_rows
 from smd_jax.text.visible_text import one_line
 
+_DATA_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+)  # of `datasets`
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# `datasets` raises these for files whose values have other types than it expects.
-DATA_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 FILE_SPLIT = "train"  # of data without splits, as in `datasets`
 
 
@@ -86,186 +77,121 @@ def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
     """
     path = _path_of(source.name)
     if path is None:
-        check_hub_id(source.name)
-        return _of_hub(source, columns)
-    if path.is_file():
-        return _of_file(path.resolve(), source, columns)
-    return _of_folder(path.resolve(), source, columns)
+        rows = _load(source.name, source)
+    elif path.is_dir():
+        rows = _of_folder(path, source, columns)
+    else:
+        rows = _of_file(path, source, columns)
+    if not len(rows):
+        raise ValueError(f"expected at least one row in split {source.split!r} of {source.name}; got none")
+    _check_columns(rows[0], columns, source.name)
+    return rows
 
 
 def _path_of(name: str) -> Path | None:
-    """The file or folder of this name, or None."""
-    if not name:
-        return None  # and not the working directory
+    """The existing file or folder of this name; None for a data set of the Hub.
+
+    Raises:
+      FileNotFoundError: a name that must mean a path, where nothing is.
+      ValueError: a name that nothing can have.
+    """
     try:
-        path = Path(name).expanduser()
-        return path if path.exists() else None
+        path = Path(name).expanduser().absolute()
+        if name and path.exists():
+            return path.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # longer than names can be, a NUL in it, an unknown ~user
         said = one_line(str(error), 80)
         raise ValueError(f"expected the name of a file or a folder; got {name[:80]!r} ({said})") from error
-
-
-def check_hub_id(name: str) -> None:
-    """Raises FileNotFoundError for a name that must mean a path, ValueError for one that no data set can have."""
-    if looks_like_a_path(name):
-        path = Path(name).expanduser().absolute()
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix.lower() in FORMATS:
         folder = next(parent for parent in path.parents if parent.is_dir())
+        there = sorted(entry.name for entry in folder.iterdir())[:8]
         raise FileNotFoundError(
-            f"expected a file or a folder at {one_line(str(path))}; got nothing there ({folder} has {_entries(folder)})"
+            f"expected a file or a folder at {one_line(str(path))}; got nothing there ({folder} has {there})"
         )
     if not HUB_ID.fullmatch(name):
         raise ValueError(
             "expected a data set of the Hub as 'owner/name', or a file or a folder; "
             f"got {name[:80]!r}, which is neither"
         )
+    return None
 
 
 def _of_file(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     if source.config is not None:
         raise ValueError(f"expected no configuration with a file, which has none; got {source.config!r} with {path}")
-    builder = builder_name(path)
-    check_beginning(path)
-    if is_text(path):
+    kind = data_format(path)
+    if kind in ("csv", "json"):
         return _of_text_files({FILE_SPLIT: [path]}, source, columns)
-    if is_compressed(path):
-        check_unpacked(path)
-    files = {FILE_SPLIT: [glob.escape(str(path))]}
-    return _of_builder(library().load_dataset_builder(builder, data_files=files), source, columns)
-
-
-def _of_text_files(
-    splits: Mapping[str, Sequence[Path]],
-    source: DataSource,
-    columns: Sequence[str],
-    separator: str | None = None,
-) -> Rows:
-    """The rows of CSV or JSON files."""
-    wanted = _chosen_split([*splits], source)
-    named = {part.partition("[")[0].strip() for part in wanted.split("+")}
-    read = {name: [*_checked_rows([*map(str, splits[name])], columns, separator)] for name in named}
-    if wanted in read:
-        return read[wanted]  # without `datasets`, whose import takes a second
-    ranges = _ranges(wanted, {name: len(rows) for name, rows in read.items()}, source)
-    return [read[name][number] for name, numbers in ranges for number in numbers]
-
-
-def _checked_rows(paths: Sequence[str], columns: Sequence[str], separator: str | None) -> Iterator[Row]:
-    for path in paths:
-        for where, row in text_rows(Path(path), separator):
-            check_columns(row, columns, where)
-            yield row
+    with path.open("rb") as file:
+        check_first_bytes(path, file.read(32))
+    return _load(kind, source, {FILE_SPLIT: [glob.escape(str(path))]})
 
 
 def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     """The rows of files in the Hub's layout."""
-    try:
-        builder, splits = files_of_folder(path, source.config)
-    except FileNotFoundError as error:
-        raise _no_data(source) from error
-    if not is_text_builder(builder):
-        return _of_builder(builder, source, columns)
-    for file in itertools.chain(*splits.values()):
-        check_beginning(file)
-    separator = str(builder.config.sep) if module_of(builder) == "csv" else None
-    return _of_text_files(splits, source, columns, separator)
+    with _one_error(source.name) as datasets:
+        found = datasets.load_dataset_builder(str(path), source.config).config.data_files
+    splits = {str(name): [*map(Path, files)] for name, files in (found or {}).items()}
+    if all(data_format(file) in ("csv", "json") for files in splits.values() for file in files):
+        return _of_text_files(splits, source, columns)
+    return _load(str(path), source)
 
 
-def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
-    name, here = source.name, Path(source.name).expanduser().absolute()
-    try:
-        builder = builder_of(name, source.config)
-    except ConnectionError as error:
-        fetched = fetched_folder(name)
-        if fetched is not None:
-            return _of_folder(fetched, source, columns)
-        raise ConnectionError(
-            f"expected to reach the Hub, or to have {name!r} in its cache; got neither ({_first_line(error)}). "
-            f"There is no file or folder {here} either"
-        ) from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"expected a data set of the Hub that you may read; got {name!r} ({_first_line(error)}). "
-            f"There is no file or folder {here} either"
-        ) from error
-    if not is_text_builder(builder):
-        return _of_builder(builder, source, columns)
-    # As files, because `datasets` would change their values on the way into its tables.
-    return _of_folder(fetch_files(name, builder), source, columns)
+def _of_text_files(splits: Mapping[str, Sequence[Path]], source: DataSource, columns: Sequence[str]) -> Rows:
+    rows = dict[str, list[Row]]()
+    for name, files in splits.items():
+        placed = [pair for file in files for pair in text_rows(file)]
+        for where, row in placed:
+            _check_columns(row, columns, where)
+        rows[name] = [row for _, row in placed]
+    wanted = source.split or _default_split([*rows], source.name)
+    if wanted in rows:
+        return rows[wanted]  # without `datasets`, whose import takes a second
+    with _one_error(source.name) as datasets:
+        parts = datasets.ReadInstruction.from_spec(wanted).to_absolute({name: len(rows[name]) for name in rows})
+    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
 
 
-def _of_builder(builder: Any, source: DataSource, columns: Sequence[str]) -> Rows:
-    """The rows of a `datasets.DatasetBuilder`."""
-    with _read_errors(source):
-        builder.download_and_prepare()
-    wanted = _chosen_split([*builder.info.splits], source)
-    # Raises our error for an empty split, before `datasets` raises its own.
-    _ranges(wanted, {name: split.num_examples for name, split in builder.info.splits.items()}, source)
-    rows = builder.as_dataset(split=wanted)
-    check_columns(rows.column_names, columns, source.name)
-    return rows
+def _load(name: str, source: DataSource, files: Mapping[str, list[str]] | None = None) -> Rows:
+    """Loads rows with `datasets`."""
+    with _one_error(source.name) as datasets:
+        rows = datasets.load_dataset(name, source.config, data_files=files, split=source.split)
+    return rows[_default_split([*rows], source.name)] if isinstance(rows, dict) else rows
 
 
-def _ranges(wanted: str, lengths: Mapping[str, int], source: DataSource) -> list[tuple[str, range]]:
-    """The split and the row numbers of each part of `wanted`."""
-    try:
-        instruction = library().ReadInstruction.from_spec(wanted)
-    except (ValueError, AssertionError) as error:
-        raise ValueError(
-            f"expected a split such as 'train[:1000]' or 'train[90%:]'; got {wanted!r} ({error})"
-        ) from error
-    parts = [(part.splitname, range(part.from_, part.to)) for part in instruction.to_absolute(dict(lengths))]
-    if not any(numbers for _, numbers in parts):
-        raise ValueError(f"expected at least one row in split {wanted!r} of {source.name}; got none")
-    return parts
+def _default_split(splits: Sequence[str], name: str) -> str:
+    if len(splits) > 1 and "train" not in splits:
+        raise ValueError(f"expected a split of {name}, one of {splits}; got None")
+    return splits[0] if len(splits) == 1 else "train"
+
+
+def _check_columns(row: Row, wanted: Sequence[str], where: str) -> None:
+    missing = [name for name in wanted if name not in row]
+    if missing:
+        got = one_line(repr([*row]), 300)
+        raise ValueError(f"{where}: expected the columns {list(wanted)}; got {got}, without {missing}")
 
 
 @contextmanager
-def _read_errors(source: DataSource) -> Iterator[None]:
-    """Replaces the errors of `datasets` and pyarrow about unreadable data by ours."""
-    datasets = library()
+def _one_error(name: str) -> Iterator[Any]:
+    """Gives the package `datasets`, imported late because that takes a second, and shortens its errors to one line."""
     try:
-        yield
-    except datasets.exceptions.DataFilesNotFoundError as error:
-        raise _no_data(source) from error
-    except (datasets.exceptions.DatasetBuildError, *DATA_ERRORS) as error:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ModuleNotFoundError as error:
+        raise missing_extra("datasets") from error
+    try:
+        yield datasets
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"expected to reach the Hub, or to have {name!r} in its cache; got neither ({_shortened(error)})"
+        ) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"expected data that you may read in {name!r}; got {_shortened(error)}") from error
+    except (DatasetsError, yaml.YAMLError, *_DATA_ERRORS) as error:
         reason = error.__cause__ or error
-        raise ValueError(f"expected data that can be read in {source.name}; got {_first_line(reason)}") from error
+        raise ValueError(f"expected data that can be read in {name!r}; got {_shortened(reason)}") from error
 
 
-def _chosen_split(there: Sequence[str], source: DataSource) -> str:
-    names = [str(name) for name in there]
-    if source.split is None:
-        if len(names) > 1 and "train" not in names:
-            raise ValueError(f"expected a split of {source.name}, one of {names}; got None")
-        return names[0] if len(names) == 1 else "train"
-    for part in source.split.split("+"):
-        if part.partition("[")[0].strip() not in names:
-            raise ValueError(f"expected a split of {source.name}, one of {names}; got {source.split!r}")
-    return source.split
-
-
-class MissingColumnError(ValueError):
-    """Rows lack a column."""
-
-
-def check_columns(there: Sequence[str] | Mapping[str, Any], wanted: Sequence[str], where: str) -> None:
-    """Raises MissingColumnError for a missing column, listing the present ones."""
-    missing = [name for name in wanted if name not in there]
-    if missing:
-        got = one_line(repr([*there]), 300)
-        raise MissingColumnError(f"{where}: expected the columns {list(wanted)}; got {got}, without {missing}")
-
-
-def _no_data(source: DataSource) -> FileNotFoundError:
-    folder = Path(source.name).expanduser()
-    there = _entries(folder) if folder.is_dir() else "none"
-    return FileNotFoundError(f"expected files of data in {source.name}; got {there}")
-
-
-def _entries(folder: Path, most: int = 8) -> list[str]:
-    names = sorted(entry.name for entry in itertools.islice(folder.iterdir(), 1000))
-    return names[:most] + ["…"] * (len(names) > most)
-
-
-def _first_line(error: BaseException) -> str:
-    return one_line(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 300)
+def _shortened(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)

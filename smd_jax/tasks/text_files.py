@@ -6,139 +6,162 @@ that would lose something are refused: two columns of one name, a row of another
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import csv
+import gzip
 import io
 import json
-from collections import Counter
-from collections.abc import Iterator
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from smd_jax.tasks.data_files import UNPACKING_ERRORS, builder_name, data_suffix, open_data
 from smd_jax.tasks.task import Row
 from smd_jax.text.visible_text import one_line
 
+FORMATS: Mapping[str, str] = MappingProxyType(
+    {
+        **{".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"},
+        **{".parquet": "parquet", ".arrow": "arrow"},
+    }
+)
+UNPACKERS: Mapping[str, Callable[..., Any]] = MappingProxyType({".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open})
+FIRST_BYTES: Mapping[bytes, str] = MappingProxyType(
+    {
+        b"PAR1": "a parquet file: name it *.parquet",
+        b"ARROW1": "an arrow file: name it *.arrow",
+        b"\x1f\x8b": "a file compressed by gzip: name it *.gz, behind its own suffix",
+        b"PK\x03\x04": "a zip archive: unpack it",
+        b"version https://git-lfs": "a pointer of Git LFS, without the data: get it with `git lfs pull`",
+    }
+)
+
+# A compressed file may unpack to the larger of these: rows repeat themselves 5 to 50 times, zeros 1,000 times.
+FREE_BYTES, MAX_RATIO = 2**26, 200
 MAX_DEPTH = 64  # of lists and objects in a row; chat messages with schemas of tools have 10
 MAX_FIELD = 2**26  # characters of a field of CSV
-LINES = (".jsonl", ".ndjson")
 
 
-def text_rows(path: Path, separator: str | None = None) -> Iterator[tuple[str, Row]]:
-    """Reads the rows of a file one by one, each with its place, such as "rows.jsonl, line 3".
+def data_format(path: Path) -> str:
+    """Which of "json", "csv", "parquet" and "arrow" a file's name promises; only text may be compressed.
 
-    Args:
-      separator: of the fields of a CSV file; None: a tab for *.tsv, else a comma.
+    Raises:
+      ValueError: none of them.
+    """
+    plain = path.with_suffix("") if path.suffix.lower() in UNPACKERS else path
+    found = FORMATS.get(plain.suffix.lower())
+    if found is None or (plain != path and found not in ("json", "csv")):
+        raise ValueError(f"expected a file of data, named {', '.join('*' + known for known in FORMATS)}; got {path}")
+    return found
+
+
+def check_first_bytes(path: Path, beginning: bytes) -> None:
+    """Raises ValueError for an empty file, or one that begins like a file of another format."""
+    if not beginning:
+        raise ValueError(f"{path}: expected data; got an empty file")
+    wanted = data_format(path)
+    got = next((what for start, what in FIRST_BYTES.items() if beginning.startswith(start)), "")
+    if wanted == "parquet" and not beginning.startswith(b"PAR1"):
+        raise ValueError(f"{path}: expected a parquet file, which begins with 'PAR1'; got {got or repr(beginning)}")
+    if got and wanted not in got:
+        raise ValueError(f"{path}: expected {wanted} data; got {got}")
+
+
+def text_rows(path: Path) -> list[tuple[str, Row]]:
+    """Reads the rows of a CSV or JSON file, each with its place, such as "rows.jsonl, line 3".
 
     Raises:
       ValueError: a file that is damaged, of another form, or without rows.
     """
     try:
-        if builder_name(path) == "csv":
-            yield from _csv_rows(path, separator or ("\t" if data_suffix(path) == ".tsv" else ","))
-        else:
-            yield from _json_rows(path)
-    except (*UNPACKING_ERRORS, csv.Error, UnicodeDecodeError) as error:
+        content = _content(path)
+        check_first_bytes(path, content[:32])
+        rows = [*(_csv_rows if data_format(path) == "csv" else _json_rows)(path, content)]
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as error:
         said = one_line(f"{type(error).__name__}: {error}", 300)
         raise ValueError(f"expected data that can be read in {path}; got {said}") from error
+    if not rows:
+        raise ValueError(f"expected at least one row in {path}; got none")
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected a JSON object; got {type(row).__name__} {one_line(repr(row), 60)}")
+    return rows
 
 
-def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Row]]:
+def _content(path: Path) -> bytes:
+    """Reads and unpacks a file, up to a limit."""
+    unpacker = UNPACKERS.get(path.suffix.lower())
+    if unpacker is None:
+        return path.read_bytes()
+    size = path.stat().st_size
+    most = max(FREE_BYTES, MAX_RATIO * size)
+    with unpacker(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path}: expected {size:,} bytes to unpack to at most {most:,}; got more")
+    return content
+
+
+def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(MAX_FIELD)
-    with io.TextIOWrapper(open_data(path), encoding="utf-8-sig", newline="") as file:
-        rows = filter(None, csv.reader(file, delimiter=delimiter))  # csv gives [] for an empty line
-        header = next(rows, [])
-        twice = [name for name, count in Counter(header).items() if count > 1]
-        if twice:
-            got = one_line(repr(twice), 200)
-            raise ValueError(f"{path}: expected columns of different names; got {got} more than once")
-        number = 0
-        for number, row in enumerate(rows, start=1):
-            if len(row) != len(header):
-                hint = ". Put quotes around text that has a separator in it" if len(row) > len(header) else ""
-                got = f"{len(row)}: {one_line(delimiter.join(row), 80)}"
-                raise ValueError(
-                    f"{path}: expected {len(header)} fields in every row, as in the header; got {got}{hint}"
-                )
-            yield f"{path}, row {number}", dict(zip(header, row, strict=True))
-        if not number:
-            raise ValueError(f"expected at least one row in {path}; got none")
+    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter)
+    rows = filter(None, reader)  # csv gives [] for an empty line
+    header = next(rows, [])
+    if len(set(header)) < len(header):
+        got = one_line(repr([name for name in dict.fromkeys(header) if header.count(name) > 1]), 200)
+        raise ValueError(f"{path}: expected columns of different names; got {got} more than once")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(header):
+            got = f"{len(row)}: {one_line(delimiter.join(row), 80)}"
+            raise ValueError(f"{path}: expected {len(header)} fields in every row, as in the header; got {got}")
+        yield f"{path}, row {number}", dict(zip(header, row, strict=True))
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """An object per line; in a file named *.json also one list of objects."""
-    where = ""
-    with open_data(path) as file:
-        start = file.peek().removeprefix(b"\xef\xbb\xbf").lstrip()
-        if start.startswith(b"[") and not any(suffix in LINES for suffix in path.suffixes):
-            for number, row in enumerate(_parsed(file.read(), str(path), "a list of JSON objects")):
-                where = f"{path}, row {number}"
-                yield where, _checked_object(row, where)
-        else:
-            for number, line in enumerate(file, start=1):  # bytes, because U+2028 ends no line
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    yield where, _checked_object(_parsed(line, where, "a JSON object"), where)
-    if not where:
-        raise ValueError(f"{path}: expected at least one JSON object; got an empty file")
+def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
+    """One list of objects, or an object per line."""
+    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        listed = _parsed(content, str(path))
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(listed))
+        return
+    for number, line in enumerate(io.BytesIO(content), start=1):  # bytes, because U+2028 ends no line
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _parsed(line, where)
 
 
-def _parsed(text: bytes, where: str, expected: str) -> Any:
+def _parsed(text: bytes, where: str) -> Any:
     """Parses a JSON text.
 
     Raises:
-      ValueError: no JSON; an object with two fields of one name; nested deeper than `MAX_DEPTH`; halves of characters.
+      ValueError: no JSON; an object with two fields of one name; nested too deep; halves of characters, which JSON can
+        write as `\\ud83d` and no tokenizer takes.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
-    except _TwiceError as error:
-        raise ValueError(f"{where}: expected fields of different names; got {error} twice") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: expected JSON nested at most {MAX_DEPTH} deep; got more") from error
-    except ValueError as error:  # also a number of thousands of digits
-        listed = text.lstrip().startswith(b"[") and expected == "a JSON object"
-        hint = ". A file that is one list of objects is named *.json" if listed else ""
+        is_deep = _depth(value) > MAX_DEPTH
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        is_deep = True
+    except ValueError as error:
         got = text.strip()[:60].decode("utf-8", errors="replace")
-        raise ValueError(f"{where}: expected {expected}; got {got!r} ({one_line(str(error), 200)}){hint}") from error
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and _is_deep(value):
+        raise ValueError(f"{where}: expected JSON; got {got!r} ({one_line(str(error), 200)})") from error
+    if is_deep:
         raise ValueError(f"{where}: expected JSON nested at most {MAX_DEPTH} deep; got more")
-    if b"\\ud" in text.lower():
-        _check_characters(value, where)
     return value
-
-
-class _TwiceError(ValueError):
-    """An object has a field twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise _TwiceError(one_line(repr(name), 80))
+        raise ValueError(f"expected fields of different names; got {[name for name, _ in pairs]}")
     return found
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested deeper than `MAX_DEPTH`."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inside = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
-        if not inside:
-            return False
-        level = [inner for values in inside for inner in values]
-    return True
-
-
-def _check_characters(value: Any, where: str) -> None:
-    """Raises ValueError for halves of characters, which JSON can write as `\\ud83d` and no tokenizer takes."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        got = repr(error.object[error.start : error.end])[:40]
-        raise ValueError(f"{where}: expected whole characters; got half of one, {got}") from error
-
-
-def _checked_object(row: Any, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object; got {type(row).__name__} {one_line(repr(row), 60)}")
-    return row
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)

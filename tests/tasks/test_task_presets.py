@@ -141,7 +141,7 @@ def test_other_layouts_of_math(tmp_path: Path):
         task = build_task(choice)
         assert isinstance(task, Task)
         assert rewards(task, task[0], r"\boxed{0.5}", r"\boxed{2}") == [1.0, 0.0]
-    with pytest.raises(ValueError, match=r"expected a configuration of .*, one of \['algebra', 'geometry'\]; got None"):
+    with pytest.raises(ValueError, match=r"Config name is missing. .*\['algebra', 'geometry'\]"):
         build_task(TaskChoice("math", source=str(folder)))
 
 

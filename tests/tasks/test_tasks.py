@@ -1,6 +1,5 @@
 """Rows, their rewards, the files they come from, and the order in which training visits them."""
 
-import json
 import re
 import sys
 import threading
@@ -21,6 +20,7 @@ from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
 from smd_jax.tasks.sources import DataSource, load_rows
 from smd_jax.tasks.task import Task, batch_columns, batch_indices, prompt_text
 from smd_jax.testing import byte_tokenizer
+from tests.hub_files import write_lines
 from tests.paths import ROOT
 from tests.under_test import bos_tokenizer
 
@@ -180,7 +180,7 @@ def test_an_answer_that_cannot_be_computed_is_wrong():
 
 @pytest.mark.parametrize("answer", ["18", "so it is ####", "####  \n", 18])
 def test_a_solution_without_a_final_answer(tmp_path, answer):
-    path = write(tmp_path, json.dumps({"question": "?", "answer": answer}))
+    path = write_lines(tmp_path / "rows.jsonl", [{"question": "?", "answer": answer}])
     with pytest.raises(ValueError, match="row 0: .* expected an answer that ends with '#### <number>'; got"):
         build_task(TaskChoice("gsm8k", source=str(path)))
 
@@ -193,36 +193,6 @@ def test_real_gsm8k_solutions_earn_their_reward():
     assert math_answer(plain, solutions) == [1.0] * 200
     wrong = [re.sub(r"#### (.*)", r"#### 1\1", solution) for solution in solutions]  # one digit more in front
     assert math_answer(wrong, solutions) == [0.0] * 200
-
-
-# --- JSONL
-
-
-def write(folder, *lines):
-    path = folder / "rows.jsonl"
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
-    return path
-
-
-def test_rows_of_a_file(tmp_path):
-    unusual = {"question": "one\u2028line", "answer": "#### 1", "level": 3}
-    path = write(tmp_path, json.dumps(DUCKS), "", "  ", json.dumps(unusual, ensure_ascii=False))
-    assert load_rows(DataSource(str(path)), ("question", "answer")) == [DUCKS, unusual]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"question": "?", ', 'expected a JSON object; got \'{"question": "\\?",\''),
-        ("[1, 2]", r"expected a JSON object; got list \[1, 2\]"),
-        (b'{"question": "\xff"}', "expected a JSON object; got .*utf-8"),
-        ('{"question": "?"}', r"expected the columns .*; got \['question'\], without \['answer'\]"),
-    ],
-)
-def test_a_malformed_row_is_named_with_its_line(tmp_path, line, message):
-    path = write(tmp_path, json.dumps(DUCKS), "", line)  # the blank line counts
-    with pytest.raises(ValueError, match=f"rows.jsonl, line 3: {message}"):
-        load_rows(DataSource(str(path)), ("question", "answer"))
 
 
 # --- chat templates
