@@ -16,19 +16,14 @@ from PIL import Image
 
 from lib.files import RESULTS, ROOT, Row, read_rows, write_text
 from lib.provenance import is_clean
-from lib.starts import cells_of_two_starts, check_one_start
+from lib.starts import check_one_start
 from reporting import appendix, body, figure, front
-from reporting.cells import MapCell, cells_of, showdown_of
 from reporting.page import reflow
 from reporting.room import first_cell, other_cells
 
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
-FILES = (
-    *("room.json", "dose.json", "agents.json"),
-    *("map.json", "map_rates.json", "choices.json", "horizon.json", "horizon_rates.json", "horizon_weights.json"),
-    *("gradients.json", "eviction_action.json", "real_model.json", "mismatch_smollm2.json"),
-)
+NAMES = ("room", "dose", "agents")  # of the files of rows
 
 
 @dataclass(frozen=True)
@@ -38,18 +33,9 @@ class Args:
     check: bool = False  # compare only
 
 
-def usable_rows(name: str) -> list[Row]:
-    """The rows of a file, without the cells and seeds of the map whose arms began from two different starts."""
-    rows = read_rows(RESULTS / name)
-    if name != "map.json":
-        return rows
-    two = set(cells_of_two_starts(rows))
-    return [row for row in rows if (row["task"], row["policy"], row["budget"], row["seed"]) not in two]
-
-
 def all_rows() -> dict[str, list[Row]]:
-    """File name without its ending -> usable rows."""
-    return {name.removesuffix(".json"): usable_rows(name) for name in FILES}
+    """Name of a file of rows -> rows."""
+    return {name: read_rows(RESULTS / f"{name}.json") for name in NAMES}
 
 
 def check_rows() -> None:
@@ -62,17 +48,11 @@ def check_rows() -> None:
             raise ValueError(f"expected rows of clean commits in {path.name}; got {bad[:3]}")
 
 
-def cells(rows: dict[str, list[Row]]) -> list[MapCell]:
-    return cells_of(rows["map"]) + cells_of(rows["horizon"])
-
-
 def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     """Path -> text of both pages."""
-    room, showdown, found = first_cell(rows["room"]), showdown_of(rows["map"]), cells(rows)
-    report = (
-        front.page(room, other_cells(rows["room"]), found, rows["real_model"]) + "\n" + body.text(rows, showdown, found)
-    )
-    return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(rows, room, showdown, found))}
+    room = first_cell(rows["room"])
+    report = front.page(room, other_cells(rows["room"])) + "\n" + body.text(rows)
+    return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(rows, room))}
 
 
 def digest(rows: dict[str, list[Row]]) -> str:

@@ -23,9 +23,6 @@ class Estimate(NamedTuple):
         zero."""
         return self.count > 2 and abs(self.mean) > self.half
 
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" if math.isnan(self.half) else f"{self.mean:.3f} ± {self.half:.3f}"
-
 
 def estimate(values: Sequence[float]) -> Estimate:
     """mean ± t(0.975, n - 1) · s / √n.

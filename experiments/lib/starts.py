@@ -121,13 +121,7 @@ def read_start(path: Path, template: Any) -> Any:
 
 
 def check_one_start(rows: Iterable[Row]) -> None:
-    """Raises ValueError if two rows of one cell and seed began from different starts."""
-    if two := cells_of_two_starts(rows):
-        raise ValueError(f"expected one start for all arms of a cell and seed; got two or more in {two[:5]}")
-
-
-def cells_of_two_starts(rows: Iterable[Row]) -> list[tuple[object, ...]]:
-    """Cells and seeds (task, policy, budget, seed) whose rows began from different starts.
+    """Raises ValueError if two rows of one cell and seed began from different starts.
 
     Old rows without a hash are distinguished by the reward of the start under the cell's sampler.
     """
@@ -135,7 +129,8 @@ def cells_of_two_starts(rows: Iterable[Row]) -> list[tuple[object, ...]]:
     for row in rows:
         cell = (row["task"], row["policy"], row["budget"], row["seed"], row["pilot"])
         starts.setdefault(cell, set()).add(row.get("start", row.get("sparse_before")))
-    return [cell[:4] for cell, found in starts.items() if len(found) > 1]
+    if two := [cell[:4] for cell, found in starts.items() if len(found) > 1]:
+        raise ValueError(f"expected one start for all arms of a cell and seed; got two or more in {two[:5]}")
 
 
 def examples_of(problem: Problem, step: int, seed: int, tokens: Tokenizer) -> Examples:

@@ -1,1 +1,1 @@
-"""Sections of REPORT.md and of its appendix, each made from the committed rows of a study."""
+"""Sections of REPORT.md and of its appendix, made from the committed rows of the studies that have a plan."""

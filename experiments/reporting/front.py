@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from lib.files import Row
-from reporting import real_model
-from reporting.cells import APART, MapCell, median_lead
 from reporting.page import plain
 from reporting.room import OURS, RoomCell, against_all, front_table, leads_sentence, level, seconds
 
 FIGURE = "report.png"
+APART = "sampling/sampling_logp_difference/max"
 
 
-def page(cell: RoomCell, others: Sequence[RoomCell], cells: Sequence[MapCell], real: Sequence[Row]) -> str:
+def page(cell: RoomCell, others: Sequence[RoomCell]) -> str:
     """Question, set-up, table, figure, and what holds, lost and was not measured.
 
     Args:
       others: further cells of the study.
-      cells: of the older map.
     """
     return f"""# Is replaying the sampler's masks worth it?
 
@@ -44,7 +41,7 @@ these seeds ran.
 
 {holds(cell)}
 
-{lost(cell, others, cells, real)}
+{lost(cell, others)}
 
 **Not measured yet**, all [planned](experiments/PLAN.md): the other cells of this study (walks, other samplers and
 budgets), the lead by mismatch, the collapse of naive, equal bytes and seconds, eight seeds of the real
@@ -54,8 +51,9 @@ not fit.
 **Related methods, not trained here.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and
 `OnTokens` gives such blocks. Neural Garbage Collection (arXiv:2604.18002) draws evictions from the model's own
-attention scores and trains them by the outcome; [the gate here](#learned-eviction) has scores of its own. KV-CAT
-(arXiv:2605.05971) masks keys during continued pretraining, so that caches compress better; it records no rollout.
+attention scores and trains them by the outcome; [the gate here](docs/older_studies.md#learned-eviction)
+has scores of its own. KV-CAT (arXiv:2605.05971) masks keys during continued pretraining, so that caches compress
+better; it records no rollout.
 Sparrow (arXiv:2606.08446) samples with the top keys of each query and trains the dense policy; its threshold is part
 of the planned study of collapse.
 """
@@ -82,17 +80,14 @@ def holds(cell: RoomCell) -> str:
   shadow masks and {apart(cell, "naive")} with naive (mean over rollouts)."""
 
 
-def lost(cell: RoomCell, others: Sequence[RoomCell], cells: Sequence[MapCell], real: Sequence[Row]) -> str:
+def lost(cell: RoomCell, others: Sequence[RoomCell]) -> str:
     full = cell.contrast(OURS, "full-cache", "dense_greedy")
     shadow = cell.contrast("shadow", cell.best_rival("full cache"), "dense_greedy")
     mixture = cell.contrast(OURS, "shadow", "sparse_greedy")
     teacher = cell.contrast("shadow-anchor", OURS, "sparse_greedy")
     sharp = cell.contrast("shadow-anchor", OURS, "sparse")
     naive = [cell.contrast("naive", "untrained", kind) for kind in ("dense", "dense_greedy")]
-    seeds = [real_model.by_seed(real_model.runs_of(real, "snapkv")[arm], "sparse_greedy") for arm in ("shadow", "tis")]
-    kl = {policy: real_model.mismatch_kl(real, policy) for policy in ("snapkv", "tova-heads")}
     mismatch = mean(row["mismatch_kl"] for row in cell.rows(cell.best_rival("budget"), "budget"))
-    each = ", ".join(f"{seeds[0][seed] - seeds[1][seed]:+.2f}".replace("-", "−") for seed in (0, 1, 2, 100))
     return f"""**What lost, or is open.**
 
 * *A sampler that evicts nothing* is better if you decode with the full cache: {OURS} ends {plain(full)} relative to
@@ -108,14 +103,14 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], cells: Sequence[MapCell], r
 * *Equal rollouts are not equal time*: CPU seconds of a run: {seconds(cell)}. The mixture has a second forward and
   backward pass.
 * *External validity.* A dense learner is {mismatch:.2g} nats per token away from the sampler here (KL, mean over the
-  {cell.best_rival("budget")} runs); on SmolLM2 {kl["snapkv"]:.2f} under SnapKV and {kl["tova-heads"]:.2f} under TOVA.
+  {cell.best_rival("budget")} runs); on SmolLM2 0.14 under SnapKV and 0.04 under TOVA.
   The lead by mismatch is not measured yet.
 * *Other cells* of this study ([table](#other-cells), {len(others)} so far), greedily under the budget:
   {leads_sentence(others)}. In the
-  [older map](#the-map) of {len(cells)} cells, with starts at 97 %, 60 rollouts and two to five
-  seeds, the median lead of shadow masks over TIS under the budget is {median_lead(cells, "sparse")}.
-* *Real model.* SmolLM2 under SnapKV, older runs: greedy leads over TIS by seed are {each} (the last is the pilot
-  seed): not established."""
+  [older map](docs/older_studies.md#the-map) of 28 cells, with starts at 97 %, 60 rollouts and two to five seeds, the
+  median lead of shadow masks over TIS under the budget is +0.022.
+* *Real model.* [SmolLM2](docs/older_studies.md#a-real-model) under SnapKV, older runs: greedy leads over TIS by seed
+  are +0.35, +0.34, +0.39, −0.02 (the last is the pilot seed): not established."""
 
 
 def apart(cell: RoomCell, arm: str) -> str:

@@ -10,9 +10,6 @@ from scipy.stats import ttest_rel
 from lib.files import Row
 from lib.intervals import Estimate, estimate, paired
 
-# The last commit with the scripts of finished studies that were deleted since.
-LAST_COMMIT = "b191876"
-
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table: the first column left-aligned, the others right-aligned."""
@@ -41,12 +38,6 @@ def reflow(text: str) -> str:
             )
         blocks.append("\n".join(items))
     return "\n\n".join(blocks).rstrip("\n") + "\n"
-
-
-def rate_of(rows: Sequence[Row]) -> str:
-    """The learning rate of an arm: "3e-4"; empty for the start."""
-    rate = rows[0]["learning_rate"]
-    return "" if rate is None or rows[0]["arm"] == "untrained" else rate_words(rate)
 
 
 def rate_words(rate: float) -> str:
@@ -88,16 +79,6 @@ def p_value(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> float:
     return float(ttest_rel([mine[seed] for seed in seeds], [others[seed] for seed in seeds]).pvalue)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p values, in the order of `p_values`."""
-    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
-    adjusted, least = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(order):
-        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = least
-    return adjusted
-
-
 def number(value: float, digits: int = 3) -> str:
     """ "+0.123", with a proper minus sign."""
     return f"{value:+.{digits}f}".replace("-", "−")
@@ -113,18 +94,6 @@ def plain(found: Estimate, digits: int = 3) -> str:
     """ "+0.123 ± 0.045"."""
     mean = number(found.mean, digits)
     return mean if found.count == 1 else f"{mean} ± {found.half:.{digits}f}"
-
-
-def each(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> str:
-    """The difference of every common seed: "+0.037, +0.043"."""
-    mine, others = by_seed(ours, kind), by_seed(theirs, kind)
-    return ", ".join(number(mine[seed] - others[seed]) for seed in sorted(mine.keys() & others.keys()))
-
-
-def compared(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> str:
-    """The difference with its interval; of two seeds or fewer, the difference of each seed."""
-    found = difference(ours, theirs, kind)
-    return signed(found) if found.count > 2 else each(ours, theirs, kind)
 
 
 def hours(rows: Sequence[Row]) -> str:

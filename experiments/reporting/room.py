@@ -10,7 +10,6 @@ from lib.arms import ARMS
 from lib.files import Row
 from lib.grid import best_rate
 from lib.intervals import Estimate
-from reporting.cells import DESCRIPTIONS
 from reporting.page import difference, mean_of, number, p_value, plain, rate_words, signed, table
 
 Key = tuple[str, str, int]  # task, policy, budget
@@ -25,6 +24,26 @@ MAIN = ("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50")  # ran 
 RIVALS = ("naive", "tis-1.5", "tis", "tis-5", "icepop", "geometric", "sparse-rl-paper", "gspo")
 OURS = "mixed-50"
 FRONT = ("untrained", "full-cache", "naive", "tis-1.5", "tis-5", "shadow", OURS, "anchor-then-shadow")
+DESCRIPTIONS = {
+    "untrained": "the start",
+    "full-cache": "the sampler evicts nothing",
+    "naive": "ignores the eviction",
+    "tis": "token weights, cut at 2",
+    "tis-1.5": "token weights, cut at 1.5",
+    "tis-5": "token weights, cut at 5",
+    "icepop": "accepts or rejects tokens",
+    "geometric": "rejects responses by the mean log ratio",
+    "gspo": "one ratio per response",
+    "sparse-rl-paper": "Sparse-RL as in its paper",
+    "shadow": "replays the sampler's masks",
+    "shadow-anchor": "shadow masks with the frozen teacher",
+    "shadow-published": "the paper's loss",
+    "mixed-20": "shadow masks and one fifth TIS",
+    "mixed-50": "shadow masks and TIS, half and half",
+    "mixed-80": "shadow masks and four fifths TIS",
+    "anchor-alone": "the frozen teacher without reward",
+    "anchor-then-shadow": "a quarter of the rollouts imitates, the rest has rewards",
+}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lib.arms import arms_of
 from lib.command import add_rows
 from lib.files import write_rows
 from lib.problems import problem_of
-from lib.starts import StartLevel, cells_of_two_starts, check_one_start, read_start, start, start_hash, write_start
+from lib.starts import StartLevel, check_one_start, read_start, start, start_hash, write_start
 from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params
 
@@ -57,8 +57,9 @@ def test_arms_of_one_seed_have_one_start():
 def test_rows_without_a_hash_are_told_apart_by_the_reward_of_the_start():
     old = row(sparse_before=0.5)
     del old["start"]
-    assert not cells_of_two_starts([old, old | {"arm": "naive"}])
-    assert cells_of_two_starts([old, old | {"arm": "naive", "sparse_before": 0.501}]) == [("sorting-4", "h2o", 4, 10)]
+    check_one_start([old, old | {"arm": "naive"}])
+    with pytest.raises(ValueError, match=r"got two or more in \[\('sorting-4', 'h2o', 4, 10\)\]"):
+        check_one_start([old, old | {"arm": "naive", "sparse_before": 0.501}])
 
 
 @pytest.mark.parametrize("bad", [{"commit": "1234567+"}, {"commit": "not recorded"}, {"start": "b", "arm": "naive"}])
