@@ -36,7 +36,18 @@ import tyro
 import smd_jax as smd
 from lib.arms import Arm, arms_of
 from lib.command import QUICK, as_written, stopping
-from lib.files import RESULTS, ROOT, Row, fingerprint, number, read_kept, read_rows, write_kept, write_rows
+from lib.files import (
+    RESULTS,
+    ROOT,
+    Row,
+    fingerprint,
+    number,
+    read_kept,
+    read_rows,
+    settings_text,
+    write_kept,
+    write_rows,
+)
 from lib.problems import Walk
 from lib.provenance import clean_commit, provenance
 from lib.runs import DECODINGS, Job, Sizes, evaluated, make_evaluator, make_loop
@@ -122,7 +133,7 @@ class Run:
 
     @property
     def settings(self) -> str:
-        return repr(self)
+        return settings_text(self)
 
     def file(self, runs: Path) -> Path:
         return runs / "wall" / f"{self.way.name}-{self.length}-{self.rate:g}-{self.seed}-{self.seconds:g}.json"

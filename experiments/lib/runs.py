@@ -17,7 +17,7 @@ import optax
 
 import smd_jax as smd
 from lib.arms import Arm
-from lib.files import Row, fingerprint, number, read_kept, write_kept
+from lib.files import Row, fingerprint, number, read_kept, settings_text, write_kept
 from lib.lookup import Lookup, LookupEvaluator
 from lib.problems import Problem, Split, tokenizer
 from lib.provenance import clean_commit, commit, provenance
@@ -95,7 +95,7 @@ class Job:
     @property
     def settings(self) -> str:
         """All settings that determine the numbers of the run."""
-        return repr((self, self.sampler.eviction, self.problem.model_config()))
+        return settings_text((self, self.sampler.eviction, self.problem.model_config()))
 
     @property
     def minibatches(self) -> int:

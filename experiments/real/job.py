@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import smd_jax as smd
 from lib.arms import Arm
-from lib.files import Row, read_kept, write_kept
+from lib.files import Row, read_kept, settings_text, write_kept
 from real.task import DigitSums, Split
 from smd_jax.eviction.policies import TOVA, EvictionPolicy, SnapKV
 from smd_jax.eviction.wrappers import Protect
@@ -103,7 +103,7 @@ class Job:
 
     def settings(self, base: Base) -> str:
         """Everything except code and weights that the numbers of the run depend on."""
-        return repr((self, self.policy, base.config))
+        return settings_text((self, self.policy, base.config))
 
     def folder(self, runs: Path) -> Path:
         of_seed = f"{'pilot-' if self.pilot else ''}seed-{self.seed}"

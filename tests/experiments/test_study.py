@@ -12,10 +12,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import room
 from lib import grid, runs
 from lib.arms import ARMS, Arm, arms_of
 from lib.command import QUICK, StudyArgs, grid_of, narrowed
-from lib.files import read_rows, write_rows
+from lib.files import RESULTS, read_rows, write_rows
 from lib.grid import Cell, Grid, best_rate
 from lib.intervals import estimate, paired
 from lib.lookup import Lookup
@@ -125,6 +126,15 @@ def test_runs_of_other_settings_are_refused(folder: Path):
     job = Job(CELL.problem, CELL.sampler, CELL.arms[1], 1e-4, 100, True, replace(QUICK, rollouts=3))
     with pytest.raises(ValueError, match="a run of the present settings.*got.*rollouts=2"):
         runs.kept_row(job, folder / "study")
+
+
+def test_committed_rows_have_the_present_settings():
+    """Otherwise the study of room and time would make all of them again."""
+    for row in read_rows(RESULTS / "room.json"):
+        sampler = sampler_of(f"{row['policy']}:{row['budget']}+{row['buffer']}")
+        arm, rate, seed = arms_of((row["arm"],))[0], row["learning_rate"], row["seed"]
+        job = Job(problem_of(row["task"]), sampler, arm, rate, seed, row["pilot"], room.SIZES)
+        assert job.identity["settings"] == row["settings"], f"the settings of {arm.name} have another text"
 
 
 def test_without_a_criterion_every_rate_is_reported(tmp_path: Path):
