@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,14 @@ def write_kept(path: Path, settings: str, row: Row) -> None:
     write_text(path, json.dumps({"settings": settings, "row": row}, allow_nan=False))
 
 
-def settings_text(settings: object) -> str:
-    """The settings of a run, for `read_kept` and `fingerprint`."""
-    # Arms had this field when the committed rows were hashed. Its removal changed no number.
-    return repr(settings).replace("teacher_coef=0.1, ", "teacher_coef=0.1, teacher_rows=1.0, ")
+def settings_text(value: object) -> str:
+    """repr without the fields at their default: a new or deleted option leaves the rows of a study valid."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(settings_text, value))})"
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    changed = [(field.name, found) for field in fields(value) if (found := getattr(value, field.name)) != field.default]
+    return f"{type(value).__name__}({', '.join(f'{name}={settings_text(found)}' for name, found in changed)})"
 
 
 def fingerprint(settings: str) -> str:

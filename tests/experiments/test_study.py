@@ -137,6 +137,11 @@ def test_committed_rows_have_the_present_settings():
         assert job.identity["settings"] == row["settings"], f"the settings of {arm.name} have another text"
 
 
+def test_options_at_their_default_leave_the_settings_as_they_are():
+    job = CELL.job(CELL.arms[2], 1e-4, 0, QUICK)
+    assert "teacher" not in job.settings and "visibility='shadow'" in job.settings
+
+
 def test_without_a_criterion_every_rate_is_reported(tmp_path: Path):
     study = make_grid(tmp_path, criteria=())
     assert not list(study.pilot_jobs(CELL))
