@@ -67,22 +67,21 @@ def main(args: Args) -> None:
     texts = prompt_batch(tokenizer, TEXTS)
     centers = smd.model.measure_query_centers(model, params, texts.tokens, texts.valid)
     policy = smd.eviction.TriAttention(centers, sinks=width)
-    sizes = smd.RolloutConfig(max_new_tokens=TOKENS, budget=width + KEEP, buffer=BETA)
-    ours = smd.rollout(model, params, prompts, jax.random.key(0), policy=policy, config=sizes)
+    config_of_rollout = smd.RolloutConfig(max_new_tokens=TOKENS, budget=width + KEEP, buffer=BETA)
+    ours = smd.rollout(model, params, prompts, jax.random.key(0), policy=policy, config=config_of_rollout)
     assert isinstance(ours.mask, smd.ShadowMask)
     evicted_at = np.asarray(ours.mask.evicted_at)[0]
     agreement = compare(keys_of(model, params, ours), evicted_at, centers, width)
     rounds = rounds_of(evicted_at, width)
     tokens = np.asarray(ours.tokens)
-    theirs = smd.Trajectory.from_tensorrt_llm(
-        [tokens[0, :width]],
-        [tokens[0, width:]],
+    texts_of_row = [tokens[0, :width]], [tokens[0, width:]]
+    sizes: Any = {"layers": config.num_layers, "kv_heads": config.num_kv_heads}
+    theirs = smd.Trajectory.from_records(
+        *texts_of_row,
         list(np.asarray(ours.logprobs)),
-        [rounds],
-        mode="per_layer_perhead",
         terminated=[False],
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
+        evicted_at=smd.message.tensorrt_llm_evictions(*texts_of_row, [rounds], mode="per_layer_perhead", **sizes),
+        **sizes,
     )
     assert isinstance(theirs.mask, smd.ShadowMask)
     row = {

@@ -206,7 +206,7 @@ def chains(
         if found:
             last = found[-1][-1].index
             went = None if experts is None else (experts[last], experts[index])
-            shared = shared_beginning(ids[last], ids[index], (intervals[last], intervals[index]), went).tokens
+            shared = shared_beginning(ids[last], ids[index], (intervals[last], intervals[index]), went)
         if not shared or lengths[index] - shared > free or responses[index] > answers:
             shared, free, answers = 0, sizes.columns, sizes.responses
             found.append([])

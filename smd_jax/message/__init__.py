@@ -13,4 +13,5 @@ from smd_jax.message.draws import EvictionDraws as EvictionDraws
 from smd_jax.message.memento import MementoBlocks as MementoBlocks
 from smd_jax.message.memento import memento_evictions as memento_evictions
 from smd_jax.message.tensorrt_llm import Round as Round
+from smd_jax.message.tensorrt_llm import tensorrt_llm_evictions as tensorrt_llm_evictions
 from smd_jax.message.packing import Packing as Packing

@@ -13,19 +13,10 @@ NumPy only, nothing is traced.
 
 from __future__ import annotations
 
-from typing import NamedTuple, SupportsIndex
-
 import numpy as np
 from jaxtyping import Int
 
 from smd_jax.message.masks import NEVER
-
-
-class Shared(NamedTuple):
-    """Number of shared tokens, and the reason why there are not more; None if the next tokens differ."""
-
-    tokens: int
-    reason: str | None = None
 
 
 def shared_beginning(
@@ -33,8 +24,8 @@ def shared_beginning(
     right: Int[np.ndarray, " m"],
     evicted: tuple[Int[np.ndarray, "layers kv_heads n"], Int[np.ndarray, "layers kv_heads m"]] | None = None,
     routing: tuple[Int[np.ndarray, "n mixtures per_token"], Int[np.ndarray, "m mixtures per_token"]] | None = None,
-) -> Shared:
-    """The longest beginning of two sequences that one row can hold once.
+) -> int:
+    """Number of first tokens of two sequences that one row can hold once.
 
     Args:
       left, right: ids.
@@ -46,36 +37,18 @@ def shared_beginning(
     differs = left[:shortest] != right[:shortest]
     if routing is not None:
         differs |= (routing[0][:shortest] != routing[1][:shortest]).any((1, 2))
-    unequal = np.flatnonzero(differs)
-    equal = int(unequal[0]) if len(unequal) else shortest
-    if evicted is None or equal == 0:
-        return Shared(equal)
+    shared = int(differs.argmax()) if differs.any() else shortest
+    if evicted is None or shared == 0:
+        return shared
     first, second = (
-        np.where(at < tokens, at, NEVER)[..., :equal]
+        np.where(at < tokens, at, NEVER)[..., :shared]
         for at, tokens in zip(evicted, map(len, (left, right)), strict=True)
     )
-    shared, reason = equal, None
     # A query can be shared only if it sees the same keys in both sequences.
     parts = np.minimum(first, second)
-    differ = np.argwhere((first != second) & (parts <= shared))
-    if len(differ):
-        layer, head, key = differ[np.argmin(parts[tuple(differ.T)])]
-        shared = int(parts[layer, head, key]) - 1
-        reason = _reason(first, second, layer, head, key)
+    shared = min(shared, int(parts[first != second].min(initial=NEVER)) - 1)
     # A key that is evicted later is evicted in one branch while another may still see it.
     last = np.where(parts == NEVER, 0, parts).max(axis=(0, 1))
     while (later := np.flatnonzero(last[:shared] > shared)).size:
         shared = int(later[0])
-        layer, head = np.argwhere(parts[..., shared] == last[shared])[0]
-        reason = _reason(first, second, layer, head, shared)
-    return Shared(shared, reason)
-
-
-def _reason(
-    first: np.ndarray, second: np.ndarray, layer: SupportsIndex, head: SupportsIndex, key: SupportsIndex
-) -> str:
-    went = ["stays" if at[layer, head, key] == NEVER else f"goes at {at[layer, head, key]}" for at in (first, second)]
-    return (
-        f"expected a key to stay in both branches or to go before they part; got key {key} of layer {layer}, kv head "
-        f"{head}, which {went[0]} in one branch and {went[1]} in the other"
-    )
+    return shared

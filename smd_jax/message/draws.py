@@ -81,12 +81,13 @@ def boundary_count(first: int, length: int, columns: int) -> int:
 
 
 def record_order(
-    order: Int[Array, "batch kv_heads columns"], dropped: Int[Array, "batch kv_heads compressions rest"]
-) -> Int[Array, "batch kv_heads columns"]:
+    order: Int[Array, "batch *layers kv_heads columns"],
+    dropped: Int[Array, "batch *layers kv_heads compressions rest"],
+) -> Int[Array, "batch *layers kv_heads columns"]:
     """Numbers the keys that each compression `dropped`, in order; negative columns are ignored."""
-    numbers = jnp.broadcast_to(jnp.arange(dropped.shape[-1], dtype=jnp.int32), dropped.shape)
-    flat = (*dropped.shape[:2], -1)
-    return record_evictions(order, dropped.reshape(flat), numbers.reshape(flat))
+    *heads, compressions, rest = dropped.shape
+    numbers = jnp.tile(jnp.arange(rest, dtype=jnp.int32), compressions)
+    return record_evictions(order, dropped.reshape(*heads, -1), numbers[None, None])
 
 
 def candidates(

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, SupportsIndex
 import numpy as np
 
 from smd_jax.message.foreign_tokens import Ints, PaddedRows, whole_numbers
-from smd_jax.message.masks import NEVER, intervals
+from smd_jax.message.masks import NEVER
 
 # The position of the last query that saw the dropped keys, and positions of keys, `[layer][kv_head][…]`.
 Compression = tuple[SupportsIndex, Sequence[Sequence[Ints]] | np.ndarray]
@@ -36,7 +36,6 @@ def evicted_by_row(
     kept: Sequence[Sequence[Compression]] | None,
     dropped: Sequence[Sequence[Compression]] | None,
     evicted_at: Sequence[np.ndarray] | None,
-    visible: Sequence[np.ndarray] | None,
 ) -> list[np.ndarray]:
     """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from the given record.
 
@@ -45,7 +44,7 @@ def evicted_by_row(
     """
     if layers < 1 or kv_heads < 1:
         raise ValueError(f"expected layers >= 1 and kv_heads >= 1; got {layers} and {kv_heads}")
-    records = {"kept": kept, "dropped": dropped, "evicted_at": evicted_at, "visible": visible}
+    records = {"kept": kept, "dropped": dropped, "evicted_at": evicted_at}
     given = [name for name, record in records.items() if record is not None]
     if len(given) != 1:
         raise ValueError(f"expected exactly one of {', '.join(records)}; got {' and '.join(given) or 'none'}")
@@ -61,8 +60,6 @@ def evicted_by_row(
             found.append(_from_compressions(dropped[row], "dropped", sizes))
         elif evicted_at is not None:
             found.append(_check_evicted_at(evicted_at[row], sizes))
-        elif visible is not None:
-            found.append(_from_visible(visible[row], sizes))
     return found
 
 
@@ -170,10 +167,15 @@ def _marked(
 
 
 def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
-    """Checks `evicted_at` and broadcasts it over layers and heads."""
+    """Checks `evicted_at` and broadcasts it over layers and heads, whose axes may be 1."""
     row, tokens, layers, kv_heads = sizes
-    found = np.asarray(evicted_at)
-    _check_shape("evicted_at", found.shape, (layers, kv_heads, tokens), row)
+    found, expected = np.asarray(evicted_at), (layers, kv_heads, tokens)
+    fits = found.ndim == 3 and all(got in (1, want) for got, want in zip(found.shape[:2], expected, strict=False))
+    if not fits or found.shape[2] != tokens:
+        raise ValueError(
+            f"expected evicted_at of row {row} to be {expected} (layers, KV heads, tokens of prompt and response); got "
+            f"{found.shape}"
+        )
     if not np.issubdtype(found.dtype, np.integer):
         raise ValueError(f"expected whole numbers in evicted_at; got {found.dtype} (row {row})")
     for layer, head, key in np.argwhere(found <= np.arange(tokens))[:1]:
@@ -181,27 +183,7 @@ def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
             f"expected evicted_at of at least {key + 1}, because a query sees its own key; got "
             f"{found[layer, head, key]} (row {row}, {_place(layer, head)}, key {key})"
         )
-    return np.broadcast_to(np.minimum(found, NEVER), (layers, kv_heads, tokens)).astype(np.int32)
-
-
-def _from_visible(visible: np.ndarray, sizes: _Sizes) -> np.ndarray:
-    """Reads booleans, query before key."""
-    row, tokens, layers, kv_heads = sizes
-    found = np.asarray(visible)
-    _check_shape("visible", found.shape, (layers, kv_heads, tokens, tokens), row)
-    if found.dtype != bool:
-        raise ValueError(f"expected booleans in visible; got {found.dtype} (row {row})")
-    return _check_evicted_at(intervals(found[None], first_row=row)[0], sizes)
-
-
-def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], row: int) -> None:
-    """Raises ValueError for a wrong shape. Layers and KV heads may be 1 if all share the record."""
-    fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape[:2], expected, strict=False))
-    if not fits or shape[2:] != expected[2:]:
-        raise ValueError(
-            f"expected {name} of row {row} to be {expected} (layers, KV heads, then its tokens, prompt and response); "
-            f"got {shape}"
-        )
+    return np.broadcast_to(np.minimum(found, NEVER), expected).astype(np.int32)
 
 
 def _place(layer: SupportsIndex, head: SupportsIndex) -> str:

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Int
 from smd_jax.message.quantization import QuantizedReplay
 from smd_jax.pytrees import any_leaves
 from smd_kernels.reference import interval_mask
-from smd_kernels.segments import Segments
+from smd_kernels.segments import Segments as Segments
 
 NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
 
@@ -116,41 +116,25 @@ class ShadowMask(struct.PyTreeNode):
         queries, keys = visible.shape[-2:]
         if queries != keys:
             raise ValueError(f"expected as many queries as keys; got {queries} queries and {keys} keys")
-        return cls(jnp.asarray(intervals(visible)))
+        # Without gaps, the key's column plus the number of queries that see it is the first that does not.
+        evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
+        evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
+        query = np.arange(queries)[:, None]
+        _refuse_unequal(visible, (np.arange(keys) <= query) & (query < evicted_at[..., None, :]))
+        return cls(jnp.asarray(evicted_at))
 
 
 Mask = ShadowMask | Bool[Array, "#batch #layers #kv_heads queries keys"]
 LayerMask = KeyInterval | Bool[Array, "#batch #kv_heads queries keys"]
 
 
-def intervals(visible: np.ndarray, first_row: int = 0) -> np.ndarray:
-    """`evicted_at [batch, layers, kv_heads, keys]` int32 of `visible [batch, layers, kv_heads, queries, keys]`, which
-    has as many queries as keys.
-
-    Args:
-      first_row: number of the first row in messages.
-
-    Raises:
-      ValueError: see `ShadowMask.from_boolean`.
-    """
-    queries, keys = visible.shape[-2:]
-    # Without gaps, the key's column plus the number of queries that see it is the first that does not. Rebuilding the
-    # mask reveals gaps.
-    evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
-    evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
-    query = np.arange(queries)[:, None]
-    rebuilt = (np.arange(keys) <= query) & (query < evicted_at[..., None, :])
-    _refuse_unequal(visible, rebuilt, first_row)
-    return evicted_at
-
-
-def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray, first_row: int) -> None:
+def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray) -> None:
     """Raises ValueError if `given` differs from the mask rebuilt from its intervals."""
     wrong = np.argwhere(given != rebuilt)
     if not len(wrong):
         return
     batch, layer, head, query, key = wrong[0]
-    where = f"batch {first_row + batch}, layer {layer}, kv head {head}, key {key}"
+    where = f"batch {batch}, layer {layer}, kv head {head}, key {key}"
     if key > query:
         raise ValueError(f"expected a causal mask; got query {query} seeing the later key ({where})")
     seen = np.flatnonzero(given[batch, layer, head, :, key])
@@ -185,31 +169,22 @@ def dense_mask(valid: Bool[Array, "batch keys"]) -> ShadowMask:
 
 
 def record_evictions(
-    evicted_at: Int[Array, "batch kv_heads columns"],
-    dropped: Int[Array, "batch kv_heads slots"],
-    now: Int[Array, "#batch #kv_heads #slots"],
-) -> Int[Array, "batch kv_heads columns"]:
-    """Records in a layer's shadow mask that the keys of the columns `dropped` are invisible from column `now` on;
-    negative columns are ignored."""
-    outside = evicted_at.shape[-1]  # where scattered numbers are dropped
-    target = jnp.where(dropped < 0, outside, dropped)
-    batch, kv_heads, _ = target.shape
-    rows = jnp.arange(batch)[:, None, None]
-    heads = jnp.arange(kv_heads)[None, :, None]
-    return evicted_at.at[rows, heads, target].set(jnp.broadcast_to(now, target.shape), mode="drop")
-
-
-def record_of_run(
     evicted_at: Int[Array, "batch *layers kv_heads columns"],
     dropped: Int[Array, "batch *layers kv_heads slots"],
     now: Int[Array, "#batch 1 #slots"],
 ) -> Int[Array, "batch *layers kv_heads columns"]:
-    """`record_evictions` of a layer, or of several layers at once, which are the second axis."""
+    """Records in the shadow mask of one layer or of several that the keys of the columns `dropped` are invisible from
+    column `now` on; negative columns are ignored."""
 
-    def together(x: Array) -> Array:
+    def heads_together(x: Array) -> Array:
         return x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1])
 
-    return record_evictions(together(evicted_at), together(dropped), now).reshape(evicted_at.shape)
+    outside = evicted_at.shape[-1]  # where scattered numbers are dropped
+    target = heads_together(jnp.where(dropped < 0, outside, dropped))
+    batch, heads, _ = target.shape
+    rows, heads = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+    found = heads_together(evicted_at).at[rows, heads, target]
+    return found.set(jnp.broadcast_to(now, target.shape), mode="drop").reshape(evicted_at.shape)
 
 
 def layer_mask(mask: Mask, index: int) -> LayerMask:
@@ -297,23 +272,3 @@ def positions(valid: Bool[Array, "batch columns"]) -> Int[Array, "batch columns"
     start = jnp.argmax(valid, axis=-1, keepdims=True)
     column = jnp.arange(valid.shape[-1], dtype=jnp.int32)[None]
     return jnp.maximum(column - start.astype(jnp.int32), 0)
-
-
-__all__ = [
-    "NEVER",
-    "KeyInterval",
-    "LayerMask",
-    "Mask",
-    "Segments",
-    "ShadowMask",
-    "check_mask",
-    "dense_mask",
-    "head_mask",
-    "intervals",
-    "layer_mask",
-    "positions",
-    "record_evictions",
-    "record_of_run",
-    "to_visible",
-    "windowed",
-]

@@ -78,62 +78,39 @@ def memento_evictions(
                 f"expected blocks in the response only; got block_start {blocks.block_start} in the prompt (row {row}, "
                 f"token {place})"
             )
-        tracker = _Tracker(blocks, len(asked) + len(response))
-        for place, token in enumerate(whole_numbers(response, f"response of row {row}")):
-            tracker.token(int(token), len(asked) + place)
-        evicted_at = tracker.evicted_at
+        answer = whole_numbers(response, f"response of row {row}")
+        evicted_at = _evicted_at(answer.tolist(), len(asked), blocks)
         found.append(np.where(evicted_at < NEVER, evicted_at + in_flight, NEVER)[None, None])
     return found
 
 
-@dataclass
-class _Block:
-    """Positions of a block's tokens; None: not written yet."""
+def _evicted_at(response: list[int], prompt: int, config: MementoBlocks) -> np.ndarray:
+    """`[tokens]` of one row. A block is a pair of positions, of its start and of its end."""
+    evicted_at = np.full(prompt + len(response), NEVER, np.int64)
+    keep = config.keep_last_n_blocks
+    deferred = config.keep_last_block_for_answer and keep == 0
+    inside = 0 if config.mask_delimiters else 1
+    opened: list[int] = []  # starts of blocks without an end
+    closed: list[tuple[int, int]] = []  # blocks whose summary has not begun
+    summarised: tuple[int, int] | None = None  # whose summary is being written
+    complete: list[tuple[int, int]] = []  # still seen
 
-    start: int
-    end: int | None = None
-    summary: int | None = None
-
-
-class _Tracker:
-    """The blocks of one row, token by token."""
-
-    def __init__(self, blocks: MementoBlocks, tokens: int) -> None:
-        self.config = blocks
-        self.evicted_at = np.full(tokens, NEVER, np.int64)
-        self.open: list[_Block] = []
-        self.blocks: list[_Block] = []
-        self.summarised: _Block | None = None  # whose summary is being written
-        self.waiting: list[_Block] = []  # complete, and still seen
-
-    def token(self, token: int, position: int) -> None:
-        config = self.config
-        deferred = config.keep_last_block_for_answer and config.keep_last_n_blocks == 0
+    for position, token in enumerate(response, prompt):
         if token == config.block_start:
-            if deferred:
-                self._evict(position)
-            self.open.append(_Block(position))
-            self.blocks.append(self.open[-1])
-        elif token == config.block_end and self.open:
-            self.open.pop().end = position
-        elif token == config.summary_start:
-            closed = [block for block in self.blocks if block.end is not None and block.summary is None]
-            if closed:
-                closed[-1].summary = position
-                self.summarised = closed[-1]
-        elif token == config.summary_end and self.summarised is not None:
-            self.waiting.append(self.summarised)
-            self.summarised = None
-            if not deferred:
-                self._evict(position)
-
-    def _evict(self, position: int) -> None:
-        """Hides the oldest waiting block from the query of this position on, if enough others wait."""
-        keep = self.config.keep_last_n_blocks
-        if keep < 0 or len(self.waiting) <= keep:
-            return
-        block = self.waiting.pop(0)
-        assert block.end is not None, "a summary follows the block's end"
-        inside = 0 if self.config.mask_delimiters else 1
-        span = self.evicted_at[block.start + inside : block.end + 1 - inside]
-        np.minimum(span, position, out=span)
+            opened.append(position)
+        elif token == config.block_end and opened:
+            closed.append((opened.pop(), position))
+        elif token == config.summary_start and closed:
+            summarised = max(closed)
+            closed.remove(summarised)
+        elif token == config.summary_end and summarised is not None:
+            complete.append(summarised)
+            summarised = None
+        else:
+            continue
+        if token == (config.block_start if deferred else config.summary_end) and 0 <= keep < len(complete):
+            start, end = complete.pop(0)
+            # An inner block may have been evicted before.
+            span = evicted_at[start + inside : end + 1 - inside]
+            np.minimum(span, position, out=span)
+    return evicted_at

@@ -47,100 +47,87 @@ class Round:
     in_flight: int = 0
 
 
-def evicted_by_rounds(
+def tensorrt_llm_evictions(
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
     rounds: Sequence[Sequence[Round]],
-    prompt_lengths: Sequence[int],
-    lengths: Sequence[int],
     *,
     mode: EvictionMode,
     layers: int,
     kv_heads: int,
     full_layers: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, for `Trajectory.from_records`.
+    """`evicted_at [layers, kv_heads, tokens]` of every row, for `Trajectory.from_records(evicted_at=...)`.
 
     Args:
-      rounds: of each row, in the order of time. prompt_lengths, lengths: tokens of each row's prompt, and of the row.
+      prompts, responses: token ids.
+      rounds: of each row, in the order of time.
+      mode: the engine's `eviction_mode`.
+      layers, kv_heads: of the model.
       full_layers: layers that the engine does not compact by these ordinals: those with a sliding window.
 
     Raises:
-      ValueError: see `Trajectory.from_tensorrt_llm`.
+      ValueError: a round whose cache is smaller than the one before left it, or larger than the row; ordinals of the
+        prompt, beyond the cache, not rising, or of another shape than the mode's. A key that was evicted has no
+        ordinal, so none can come back. The message names row and round.
     """
     check_choice("mode", mode, get_args(EvictionMode))
-    if len(rounds) != len(lengths):
-        raise ValueError(f"expected rounds of {len(lengths)} rows; got {len(rounds)}")
-    if full_layers and not all(0 <= layer < layers for layer in full_layers):
+    if not len(rounds) == len(prompts) == len(responses):
+        raise ValueError(f"expected rounds of {len(prompts)} prompts and {len(responses)} responses; got {len(rounds)}")
+    if not all(0 <= layer < layers for layer in full_layers):
         raise ValueError(f"expected full_layers from 0 to {layers - 1}; got {tuple(full_layers)}")
     compacted = [layer for layer in range(layers) if layer not in full_layers]
     shape = {"union": (1, 1), "per_head": (1, kv_heads), "per_layer_perhead": (len(compacted), kv_heads)}[mode]
     found = []
     for row, of_row in enumerate(rounds):
-        caches = _Caches(row, int(prompt_lengths[row]), int(lengths[row]), shape[0] * shape[1])
-        for number, one in enumerate(of_row):
-            caches.compact(one, number)
-        evicted_at = np.full((layers, kv_heads, caches.tokens), NEVER, np.int64)
-        evicted_at[compacted] = caches.evicted_at.reshape(*shape, -1)
+        prompt, tokens = len(prompts[row]), len(prompts[row]) + len(responses[row])
+        evicted_at = np.full((layers, kv_heads, tokens), NEVER, np.int64)
+        evicted_at[compacted] = _evicted_at(of_row, prompt, tokens, shape[0] * shape[1], row).reshape(*shape, tokens)
         found.append(evicted_at)
     return found
 
 
-class _Caches:
-    """The caches of one row, `[selections, keys]` positions in their stored order, and the evictions so far.
-
-    Attributes:
-      tokens: of the row. evicted_at: `[selections, tokens]`.
-    """
-
-    def __init__(self, row: int, prompt: int, tokens: int, selections: int) -> None:
-        self.row = row
-        self.prompt = prompt
-        self.tokens = tokens
-        self.evicted_at = np.full((selections, tokens), NEVER, np.int64)
-        self.positions = np.tile(np.arange(prompt), (selections, 1))
-        self.read = prompt  # tokens that have been in the cache
-
-    def compact(self, one: Round, number: int) -> None:
-        where = f"row {self.row}, round {number}"
-        cached, in_flight = int(one.cached), int(one.in_flight)
-        if in_flight < 0:
-            raise ValueError(f"expected in_flight >= 0; got {in_flight} ({where})")
-        before = self.positions.shape[1]
-        read = self.read + cached - before
-        if cached < before or read > self.tokens:
+def _evicted_at(rounds: Sequence[Round], prompt: int, tokens: int, selections: int, row: int) -> np.ndarray:
+    """`[selections, tokens]` of one row."""
+    evicted_at = np.full((selections, tokens), NEVER, np.int64)
+    cache = np.tile(np.arange(prompt), (selections, 1))  # positions in their stored order
+    read = prompt  # tokens that have been in the cache
+    for number, one in enumerate(rounds):
+        where = f"row {row}, round {number}"
+        if one.in_flight < 0:
+            raise ValueError(f"expected in_flight >= 0; got {one.in_flight} ({where})")
+        left = cache.shape[1]
+        if not left <= one.cached <= left + tokens - read:
             raise ValueError(
-                f"expected cached from {before}, the keys that the round before left, to "
-                f"{before + self.tokens - self.read}, those of the whole row; got {cached} ({where})"
+                f"expected cached from {left}, the keys that the round before left, to {left + tokens - read}, those "
+                f"of the whole row; got {one.cached} ({where})"
             )
-        kept = self._ordinals(one, cached, where)
-        new = np.tile(np.arange(self.read, read), (len(self.positions), 1))
-        positions = np.concatenate([self.positions, new], axis=1)
-        there = np.zeros(positions.shape, bool)
-        there[:, : self.prompt] = True
-        np.put_along_axis(there, kept, True, axis=1)
+        kept = _ordinals(one, prompt, selections, where)
+        new = np.arange(read, read + one.cached - left)
+        read += len(new)
+        cache = np.concatenate([cache, np.tile(new, (selections, 1))], axis=1)
+        stays = np.zeros(cache.shape, bool)
+        stays[:, :prompt] = True
+        np.put_along_axis(stays, kept, True, axis=1)
+        selection, place = np.nonzero(~stays)
         # Queries in flight behind the end of the row belong to no token of it.
-        gone_at = min(read + in_flight, self.tokens)
-        selection, place = np.nonzero(~there)
-        self.evicted_at[selection, positions[selection, place]] = gone_at
-        self.positions = positions[there].reshape(len(positions), -1)
-        self.read = read
+        evicted_at[selection, cache[selection, place]] = min(read + one.in_flight, tokens)
+        cache = cache[stays].reshape(selections, -1)
+    return evicted_at
 
-    def _ordinals(self, one: Round, cached: int, where: str) -> np.ndarray:
-        """`[selections, keep]`, checked."""
-        selections = len(self.positions)
-        kept = np.asarray(one.kept)
-        shape = kept.shape if selections > 1 or kept.ndim != 1 else (1, *kept.shape)
-        if len(shape) != 2 or shape[0] != selections or not np.issubdtype(kept.dtype, np.integer):
-            expected = "[keep]" if selections == 1 else f"[{selections}, keep]"
-            raise ValueError(f"expected whole numbers {expected} in kept; got {kept.shape} {kept.dtype} ({where})")
-        kept = kept.reshape(shape).astype(np.int64)
-        for selection, place in np.argwhere((kept < self.prompt) | (kept >= cached))[:1]:
-            raise ValueError(
-                f"expected kept ordinals from {self.prompt}, behind the prompt, to {cached - 1}, the end of the cache; "
-                f"got {kept[selection, place]} ({where}, selection {selection})"
-            )
-        for selection, place in np.argwhere(np.diff(kept, axis=1) <= 0)[:1]:
-            raise ValueError(
-                f"expected rising kept ordinals; got {kept[selection, place]} and then {kept[selection, place + 1]} "
-                f"({where}, selection {selection})"
-            )
-        return kept
+
+def _ordinals(one: Round, prompt: int, selections: int, where: str) -> np.ndarray:
+    """The kept ordinals `[selections, keep]`, checked."""
+    kept = np.asarray(one.kept)
+    shape = (1, *kept.shape) if selections == 1 and kept.ndim == 1 else kept.shape
+    if len(shape) != 2 or shape[0] != selections or not np.issubdtype(kept.dtype, np.integer):
+        expected = "[keep]" if selections == 1 else f"[{selections}, keep]"
+        raise ValueError(f"expected whole numbers {expected} in kept; got {kept.shape} {kept.dtype} ({where})")
+    kept = kept.reshape(shape).astype(np.int64)
+    outside = (kept < prompt) | (kept >= one.cached)
+    if outside.any() or (np.diff(kept, axis=1) <= 0).any():
+        raise ValueError(
+            f"expected rising kept ordinals from {prompt}, behind the prompt, to {one.cached - 1}, the end of the "
+            f"cache; got {np.array2string(kept, threshold=8)} ({where})"
+        )
+    return kept

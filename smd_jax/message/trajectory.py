@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.message import foreign, foreign_routing, foreign_tokens, tensorrt_llm
+from smd_jax.message import foreign, foreign_routing, foreign_tokens
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.draws import EvictionDraws
 from smd_jax.message.masks import ShadowMask, dense_mask, positions
@@ -71,7 +71,6 @@ class Trajectory(struct.PyTreeNode):
         kept: Sequence[Sequence[foreign.Compression]] | None = None,
         dropped: Sequence[Sequence[foreign.Compression]] | None = None,
         evicted_at: Sequence[np.ndarray] | None = None,
-        visible: Sequence[np.ndarray] | None = None,
         support: Sequence[tuple[foreign_tokens.Ints, foreign_tokens.Ints]] | None = None,
         routed_experts: Sequence[np.ndarray] | None = None,
         experts: foreign_routing.ExpertSizes | None = None,
@@ -84,8 +83,8 @@ class Trajectory(struct.PyTreeNode):
         """Builds and checks a trajectory from the records of another sampler. `smd_jax.message.foreign` has an example.
 
         Rows have no padding (`smd_jax.message.foreign_tokens.unpad` removes it). Tokens, queries and keys are numbered
-        by their position in their own row: prompt 0 … p-1, response p … n-1. Give exactly one of `kept`, `dropped`,
-        `evicted_at` and `visible`, one entry per row. Keys must be cached after RoPE at these positions, unchanged.
+        by their position in their own row: prompt 0 … p-1, response p … n-1. Give exactly one of `kept`, `dropped` and
+        `evicted_at`, one entry per row. Keys must be cached after RoPE at these positions, unchanged.
 
         Args:
           prompts, responses: token ids. A response includes its end-of-sequence token, if any.
@@ -97,7 +96,6 @@ class Trajectory(struct.PyTreeNode):
           dropped: like `kept`, with the evicted keys.
           evicted_at: `[layers, kv_heads, n]` first query that did not see a key, n or more for a key that was never
             evicted. The first two axes may be 1 if shared.
-          visible: `[layers, kv_heads, n, n]` booleans, query before key; axes of 1 as in `evicted_at`.
           support: the tokens that pass the sampler's filters, see `DrawableTokens.from_csr`; None: all tokens.
           routed_experts, experts: of a model with experts, see `smd_jax.message.foreign_routing`; None: not recorded.
           temperature, pad_token_id: of the sampler.
@@ -121,9 +119,7 @@ class Trajectory(struct.PyTreeNode):
             pad_token_id=pad_token_id,
         )
         ended = foreign_tokens.check_terminated(terminated, len(rows.lengths))
-        seen = foreign.evicted_by_row(
-            rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at, visible=visible
-        )
+        seen = foreign.evicted_by_row(rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at)
         routing = foreign_routing.routing_by_column(routed_experts, rows, experts)
         drawable, width = None, rows.logprobs.shape[1]
         if support is not None:
@@ -138,65 +134,6 @@ class Trajectory(struct.PyTreeNode):
             drawable=drawable,
             routing=None if routing is None else jnp.asarray(routing),
             expert_count=None if experts is None else experts.count,
-        )
-
-    @classmethod
-    def from_tensorrt_llm(
-        cls,
-        prompts: Sequence[foreign_tokens.Ints],
-        responses: Sequence[foreign_tokens.Ints],
-        logprobs: Sequence[foreign_tokens.Floats],
-        rounds: Sequence[Sequence[tensorrt_llm.Round]],
-        *,
-        mode: tensorrt_llm.EvictionMode,
-        terminated: Sequence[bool] | np.ndarray,
-        layers: int,
-        kv_heads: int,
-        full_layers: Sequence[int] = (),
-        support: Sequence[tuple[foreign_tokens.Ints, foreign_tokens.Ints]] | None = None,
-        temperature: float = 1.0,
-        vocab_size: int | None = None,
-        prompt_width: int | None = None,
-        response_width: int | None = None,
-        pad_token_id: int = 0,
-    ) -> Trajectory:
-        """A rollout of TensorRT-LLM with TriAttention, from the rounds of its compression manager. The others of the
-        arguments are those of `from_records`.
-
-        Args:
-          rounds: of each row, in the order of time, see `smd_jax.message.tensorrt_llm`. mode: the engine's
-            `eviction_mode`.
-          full_layers: layers with a sliding window, which the engine does not score.
-
-        Raises:
-          ValueError: what `from_records` refuses; a round whose cache is smaller than the one before left it, or larger
-            than the row; ordinals of the prompt, beyond the cache, not rising, or of another shape than the mode's. A
-            key that was evicted has no ordinal, so none can come back. The message names row and round.
-        """
-        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=False)]
-        evicted_at = tensorrt_llm.evicted_by_rounds(
-            rounds,
-            [len(prompt) for prompt in prompts],
-            lengths,
-            mode=mode,
-            layers=layers,
-            kv_heads=kv_heads,
-            full_layers=full_layers,
-        )
-        return cls.from_records(
-            prompts,
-            responses,
-            logprobs,
-            terminated=terminated,
-            layers=layers,
-            kv_heads=kv_heads,
-            evicted_at=evicted_at,
-            support=support,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            prompt_width=prompt_width,
-            response_width=response_width,
-            pad_token_id=pad_token_id,
         )
 
     @property

@@ -89,26 +89,38 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Nodes in any order, of which one is the root.
+    """Nodes of one tree: the root first, and every other node behind its parent.
 
     Raises:
-      ValueError: no root or several; a node without tokens, with a parent that does not exist, or on a cycle.
+      ValueError: no nodes; a node without tokens, or whose parent is not before it; a root whose first token was
+        sampled.
     """
 
     nodes: tuple[Node, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
-        _check_nodes(self.nodes)
+        if not self.nodes:
+            raise ValueError("expected at least one node; got none")
+        for index, node in enumerate(self.nodes):
+            if not len(node.tokens):
+                raise ValueError(f"expected at least one token in every node; got none in node {index}")
+            if node.parent is not None if index == 0 else node.parent not in range(index):
+                raise ValueError(
+                    f"expected parent None of the first node, and a parent before every other; got {node.parent} of "
+                    f"node {index}"
+                )
+        if self.nodes[0].sampled[0]:
+            raise ValueError("expected a given first token in the root, because nothing predicts it; got a sampled one")
 
     @property
     def order(self) -> tuple[int, ...]:
         """Indices of the nodes in depth-first order; children in the order of `nodes`."""
         children: list[list[int]] = [[] for _ in self.nodes]
-        pending = []
         for index, node in enumerate(self.nodes):
-            (pending if node.parent is None else children[node.parent]).append(index)
-        order = []
+            if node.parent is not None:
+                children[node.parent].append(index)
+        order, pending = [], [0]
         while pending:
             order.append(pending.pop())
             pending += reversed(children[order[-1]])
@@ -152,19 +164,6 @@ class Tree:
             before |= set(path)
         return tuple(found)
 
-    @classmethod
-    def from_branches(cls, branches: Sequence[Branch]) -> Tree:
-        """The smallest tree with these branches: equal beginnings are merged. A token is sampled in the tree where it
-        is sampled in a branch.
-
-        Raises:
-          ValueError: no branch, or branches that do not begin with the same token.
-        """
-        if not branches or len({int(branch.tokens[0]) for branch in branches}) > 1:
-            firsts = sorted({int(branch.tokens[0]) for branch in branches})[:8]
-            raise ValueError(f"expected branches that begin with the same token, the root; got first tokens {firsts}")
-        return unpack(pack([_merge_branches(branches)]))[0]
-
 
 @dataclass(frozen=True, eq=False)
 class TreeRow:
@@ -173,12 +172,14 @@ class TreeRow:
     Attributes:
       tokens: `[T]` ids. positions: `[T]` depth of each token in its tree, 0 for padding.
       evicted_at: `[T]` first column after the subtree of each token; 0 for padding.
+      sources: `[T]` column whose hidden state predicts the token; -1 for the first token of a tree and for padding.
       sampled, logprobs: `[T]` as in Branch.
     """
 
     tokens: Int[np.ndarray, " T"]
     positions: Int[np.ndarray, " T"]
     evicted_at: Int[np.ndarray, " T"]
+    sources: Int[np.ndarray, " T"]
     sampled: Bool[np.ndarray, " T"]
     logprobs: Float[np.ndarray, " T"]
 
@@ -186,31 +187,6 @@ class TreeRow:
     def mask(self) -> ShadowMask:
         """The mask of the row, for all layers and heads."""
         return ShadowMask(jnp.asarray(self.evicted_at)[None, None, None])
-
-    @property
-    def sources(self) -> Int[np.ndarray, " T"]:
-        """Column whose hidden state predicts each token; `NO_SOURCE` for the first token of a tree and for padding.
-
-        Raises:
-          ValueError: the positions and intervals are not those of trees in depth-first order.
-        """
-        sources = np.full(len(self.tokens), NO_SOURCE, np.int32)
-        path: list[int] = []  # columns of the tokens before this one in its branch
-        for column, (position, end) in enumerate(zip(self.positions.tolist(), self.evicted_at.tolist(), strict=True)):
-            if end == 0:
-                continue
-            if position > len(path):
-                raise ValueError(f"expected a position of at most {len(path)} at column {column}; got {position}")
-            path, left = path[:position], path[position:]
-            ends = self.evicted_at[path].min(initial=len(self.tokens))
-            if not column < end <= ends or any(self.evicted_at[i] > column for i in left):
-                raise ValueError(
-                    f"expected evicted_at to be the end of every token's subtree; got {end} at column {column}, "
-                    f"position {position}"
-                )
-            sources[column] = path[-1] if path else NO_SOURCE
-            path.append(column)
-        return sources
 
 
 def pack(trees: Sequence[Tree], columns: int | None = None, pad_token_id: int = 0) -> TreeRow:
@@ -222,45 +198,39 @@ def pack(trees: Sequence[Tree], columns: int | None = None, pad_token_id: int = 
     Raises:
       ValueError: the trees have more tokens than the row has columns.
     """
-    parts: list[TreeRow] = []
+    total = sum(len(node.tokens) for tree in trees for node in tree.nodes)
+    columns = total if columns is None else columns
+    if total > columns:
+        raise ValueError(f"expected at most {columns} tokens in the trees of a row; got {total}")
+    row = TreeRow(
+        tokens=np.full(columns, pad_token_id, np.int32),
+        positions=np.zeros(columns, np.int32),
+        evicted_at=np.zeros(columns, np.int32),
+        sources=np.full(columns, NO_SOURCE, np.int32),
+        sampled=np.zeros(columns, bool),
+        logprobs=np.zeros(columns, np.float32),
+    )
     start = 0
     for tree in trees:
-        part = _row_of_tree(tree, start)
-        parts.append(part)
-        start += len(part.tokens)
-    if columns is not None and start > columns:
-        raise ValueError(f"expected at most {columns} tokens in the trees of a row; got {start}")
-    missing = 0 if columns is None else columns - start
-
-    names = ("positions", "evicted_at", "sampled", "logprobs")
-    tokens = np.pad(_joined(parts, "tokens"), (0, missing), constant_values=pad_token_id)
-    return TreeRow(tokens, *(np.pad(_joined(parts, name), (0, missing)) for name in names))
-
-
-def unpack(row: TreeRow) -> tuple[Tree, ...]:
-    """The trees of a row. A node ends where its tree branches, so a chain of nodes becomes one node.
-
-    Raises:
-      ValueError: see `TreeRow.sources`.
-    """
-    sources = row.sources
-    children = np.bincount(sources[sources >= 0], minlength=len(sources))
-    trees: list[list[Node]] = []
-    node_of: dict[int, int] = {}  # column of a node's last token -> index of the node in its tree
-    starts = [
-        column
-        for column in np.flatnonzero(row.evicted_at).tolist()
-        if sources[column] != column - 1 or column == 0 or children[column - 1] > 1
-    ]
-    ends = [*starts[1:], int(np.count_nonzero(row.evicted_at))]
-    for start, end in zip(starts, ends, strict=True):
-        if sources[start] == NO_SOURCE:
-            trees.append([])
-        parent = node_of.get(int(sources[start]))
-        node_of[end - 1] = len(trees[-1])
-        part = slice(start, end)
-        trees[-1].append(Node(row.tokens[part], parent, row.sampled[part], row.logprobs[part]))
-    return tuple(Tree(tuple(nodes)) for nodes in trees)
+        place: dict[int, slice] = {}  # columns of each node
+        for index in tree.order:
+            node = tree.nodes[index]
+            place[index] = part = slice(start, start + len(node.tokens))
+            start = part.stop
+            source = NO_SOURCE if node.parent is None else place[node.parent].stop - 1
+            depth = 0 if node.parent is None else row.positions[source] + 1
+            row.tokens[part], row.sampled[part], row.logprobs[part] = node.tokens, node.sampled, node.logprobs
+            row.positions[part] = depth + np.arange(len(node.tokens))
+            row.sources[part] = [source, *range(part.start, part.stop - 1)]
+        for index in reversed(tree.order):
+            node, part = tree.nodes[index], place[index]
+            # Where its last child has left the end of the subtree; a leaf ends itself.
+            end = max(row.evicted_at[part.stop - 1], part.stop)
+            row.evicted_at[part] = end
+            if node.parent is not None:
+                last = place[node.parent].stop - 1
+                row.evicted_at[last] = max(row.evicted_at[last], end)
+    return row
 
 
 def to_trajectory(
@@ -328,74 +298,3 @@ def _set_tokens(part: Branch | Node, tokens: np.ndarray, sampled: Flags, logprob
         raise ValueError(f"expected logprobs of {what} of shape {tokens.shape}; got {logprobs.shape}")
     for name, value in (("tokens", tokens), ("sampled", sampled), ("logprobs", np.where(sampled, logprobs, 0))):
         object.__setattr__(part, name, value)
-
-
-def _check_nodes(nodes: tuple[Node, ...]) -> None:
-    """Raises ValueError unless the nodes are one tree."""
-    for index, node in enumerate(nodes):
-        if not len(node.tokens):
-            raise ValueError(f"expected at least one token in every node; got none in node {index}")
-        if node.parent is not None and not 0 <= node.parent < len(nodes):
-            raise ValueError(
-                f"expected a parent from 0 to {len(nodes) - 1}, or None for the root; got {node.parent} (node {index})"
-            )
-    roots = [index for index, node in enumerate(nodes) if node.parent is None]
-    if len(roots) != 1:
-        shown = f"nodes {roots[:8]}" if roots else "none"
-        raise ValueError(f"expected one root, a node whose parent is None; got {shown}")
-    if nodes[roots[0]].sampled[0]:
-        raise ValueError("expected a given first token in the root, because nothing predicts it; got a sampled one")
-    reaches = {roots[0]}
-    for index in range(len(nodes)):
-        path: dict[int, None] = {}  # a set in the order of its insertions
-        while index not in reaches:
-            if index in path:
-                cycle = list(path)[list(path).index(index) :]
-                shown = [*cycle, index] if len(cycle) < 8 else [*cycle[:8], "..."]
-                shown = " -> ".join(map(str, shown))
-                raise ValueError(f"expected every node to descend from the root; got the cycle {shown}")
-            path[index] = None
-            index = nodes[index].parent
-        reaches |= set(path)
-
-
-def _row_of_tree(tree: Tree, start: int) -> TreeRow:
-    """A tree as a row whose columns are numbered from `start`."""
-    order = tree.order
-    nodes = [tree.nodes[index] for index in order]
-    sizes = np.zeros(len(tree.nodes), np.int64)  # tokens of each node's subtree
-    depths = np.zeros(len(tree.nodes), np.int64)  # position of each node's first token
-    for index, node in zip(order, nodes, strict=True):
-        if node.parent is not None:
-            depths[index] = depths[node.parent] + len(tree.nodes[node.parent].tokens)
-    for index, node in zip(reversed(order), reversed(nodes), strict=True):
-        sizes[index] += len(node.tokens)
-        if node.parent is not None:
-            sizes[node.parent] += sizes[index]
-    columns = start + np.cumsum([0, *(len(node.tokens) for node in nodes)])
-    positions = [depths[index] + np.arange(len(node.tokens)) for index, node in zip(order, nodes, strict=True)]
-    ends = [np.full(len(node.tokens), columns[i] + sizes[order[i]]) for i, node in enumerate(nodes)]
-    places = np.concatenate(positions).astype(np.int32), np.concatenate(ends).astype(np.int32)
-    return TreeRow(_joined(nodes, "tokens"), *places, _joined(nodes, "sampled"), _joined(nodes, "logprobs"))
-
-
-def _joined(parts: Sequence[Node] | Sequence[TreeRow], name: str) -> np.ndarray:
-    """One array of all parts, in their order."""
-    return np.concatenate([getattr(part, name) for part in parts])
-
-
-def _merge_branches(branches: Sequence[Branch]) -> Tree:
-    """A tree with one node per token."""
-    index_of: dict[tuple[int | None, int], int] = {}
-    nodes: list[Node] = []
-    for branch in branches:
-        parent = None
-        for column, token in enumerate(np.asarray(branch.tokens).tolist()):
-            index = index_of.setdefault((parent, token), len(nodes))
-            one = slice(column, column + 1)
-            if index == len(nodes):
-                nodes.append(Node(branch.tokens[one], parent, branch.sampled[one], branch.logprobs[one]))
-            elif branch.sampled[column] and not nodes[index].sampled[0]:
-                nodes[index] = Node(branch.tokens[one], parent, branch.sampled[one], branch.logprobs[one])
-            parent = index
-    return Tree(tuple(nodes))

@@ -34,7 +34,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.message.drawable_tokens import DrawableTokens
-from smd_jax.message.masks import NEVER, Segments, ShadowMask, record_of_run
+from smd_jax.message.masks import NEVER, Segments, ShadowMask, record_evictions
 from smd_jax.message.sampling import drawable_form
 from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
@@ -277,7 +277,7 @@ def _compressed(
         layer, gone = compression.in_place(layer, progress, newest, params, layers)
         assert gone.dropped is not None, "the buffer is emptied"
         cache.append(layer)
-        evicted_at.append(record_of_run(record, gone.dropped, boundary[:, None, None]))
+        evicted_at.append(record_evictions(record, gone.dropped, boundary[:, None, None]))
     rows = rows.replace(cache=tuple(cache), cache_steps=jnp.zeros_like(rows.cache_steps))
     records = tuple(constrain_rows(record, record.ndim - 2) for record in evicted_at)
     others = constrain_rows(state.replace(rows=(), read=read, evicted_at=()))

@@ -20,7 +20,7 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import Compression, RowProgress
 from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape
-from smd_jax.message.masks import NEVER, dense_mask, positions, record_of_run
+from smd_jax.message.masks import NEVER, dense_mask, positions, record_evictions
 from smd_jax.message.spans import SpanState
 from smd_jax.model.protocol import Params
 from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
@@ -270,7 +270,7 @@ def _compress_chunk(
     for layers, compression, layer, evicted_at in runs:
         layer, record = compression.in_place(layer, progress, boundary - 1, params, layers)
         if record.dropped is not None:
-            evicted_at = record_of_run(evicted_at, record.dropped, boundary[None, None, None])
+            evicted_at = record_evictions(evicted_at, record.dropped, boundary[None, None, None])
         cache.append(layer)
         noted.append(evicted_at)
     return reading._replace(cache=tuple(cache), evicted_at=tuple(noted))

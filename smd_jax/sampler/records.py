@@ -6,7 +6,6 @@ independent of when and in which cache row it ran.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from smd_jax.cache.slots import EMPTY
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.draws import STAYED, EvictionDraws, boundary_count, record_order
-from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_of_run, windowed
+from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, record_evictions, windowed
 from smd_jax.message.quantization import Parity, QuantizedReplay
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import cost
@@ -133,7 +132,7 @@ def _evicted_at(
             # No query follows the last column, so evictions there are not recorded.
             dropped = jnp.where((boundary < sampler.columns)[:, None], dropped, EMPTY)
             now = jnp.repeat(boundary, rest)[None, None]
-            evicted_at = record_of_run(evicted_at, dropped.reshape(*dropped.shape[:-2], -1), now)
+            evicted_at = record_evictions(evicted_at, dropped.reshape(*dropped.shape[:-2], -1), now)
         # Sliding windows are not in a record, because the columns determine them. The mask includes them.
         return within_window(with_layers(evicted_at), sampler.model.shape.window(layers[0]))
 
@@ -164,8 +163,7 @@ def _evictions(
         order = pad_columns(prompt.order, sampler.config.max_new_tokens, STAYED)
         # Behind the last boundary nothing is recorded in the mask either. A key goes once, so each has one number.
         dropped = jnp.moveaxis(compression.dropped[: count - 1], 0, -2)
-        heads = order.shape[:-1]
-        order = record_order(_heads_together(order, 1), _heads_together(dropped, 2)).reshape(*heads, -1)
+        order = record_order(order, dropped)
         logprob = jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(compression.logprob, 0, -1)], axis=-1)
         orders.append(with_layers(order))
         logprobs.append(with_layers(logprob))
@@ -182,7 +180,8 @@ def within_window(
     evicted_at: Int[Array, "rows layers kv_heads T"], window: int | None
 ) -> Int[Array, "rows layers kv_heads T"]:
     """`evicted_at` of layers with this sliding window."""
-    mask = windowed(KeyInterval(_heads_together(evicted_at, 1)), window)
+    heads_together = evicted_at.reshape(evicted_at.shape[0], -1, evicted_at.shape[-1])
+    mask = windowed(KeyInterval(heads_together), window)
     assert isinstance(mask, KeyInterval)
     return mask.evicted_at.reshape(evicted_at.shape)
 
@@ -195,12 +194,6 @@ def with_layers(x: Array) -> Array:
 def pad_columns(x: Array, count: int, fill: int = NEVER) -> Array:
     """Adds columns at the end, `[..., n]` to `[..., n + count]`."""
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, count)], constant_values=fill)
-
-
-def _heads_together(x: Array, after: int) -> Array:
-    """`[rows, layers, kv_heads, …]` to `[rows, layers * kv_heads, …]`, with `after` axes behind the heads."""
-    first_after = x.ndim - after
-    return x.reshape(x.shape[0], prod(x.shape[1:first_after]), *x.shape[first_after:])
 
 
 def _without_last(sampler: Sampler, evicted_at: Array, valid: Bool[Array, "rows T"]) -> Array:

