@@ -20,7 +20,7 @@ import numpy as np
 
 from smd_jax.devices.processes import all_or_none, is_first, on_host
 from smd_jax.disk import written
-from smd_jax.learner.mismatch_guard import DIFFERENCE, Parting
+from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import TrainState
 from smd_jax.message.masks import ShadowMask
 from smd_jax.safetensors_files import write_safetensors
@@ -54,11 +54,11 @@ class RefusedRolloutError(RuntimeError):
 
 
 def mismatch_error(
-    index: int, samples: Samples, metrics: dict[str, float], state: TrainState, bound: float, parting: Parting | None
+    index: int, samples: Samples, metrics: dict[str, float], state: TrainState, bound: float, where: str | None
 ) -> RefusedRolloutError:
-    """Sampler and learner differ by more than `bound` nats; `parting` says where, if a replay reproduces it."""
+    """Sampler and learner differ by more than `bound` nats; `where` says where, if a replay reproduces it."""
     message = f"rollout {index}: expected sampler and learner within {bound:.3g} nats at every token; got "
-    message += f"{metrics[DIFFERENCE]:.3g}" if parting is None else f"{metrics[DIFFERENCE]:.3g}, {parting}"
+    message += f"{metrics[DIFFERENCE]:.3g}" if where is None else f"{metrics[DIFFERENCE]:.3g}, {where}"
     return RefusedRolloutError(index, message, samples, metrics, state)
 
 

@@ -36,7 +36,7 @@ from smd_jax.devices.sharding import (
     tree_shardings,
 )
 from smd_jax.learner.forward import ReplayFunction
-from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_parting
+from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, first_difference
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.lora import has_lora
@@ -336,8 +336,8 @@ class Loop:
             # Metrics are the same in all processes, so all of them come here.
             with jax.set_mesh(self.mesh):
                 logprobs = self.learner.replay(params, samples.trajectory)
-                parting = find_parting(self.model, self.policy_params(params), samples.trajectory, logprobs, bound)
-            raise mismatch_error(index, samples, metrics, state, bound, parting)
+                where = first_difference(samples.trajectory, logprobs, bound)
+            raise mismatch_error(index, samples, metrics, state, bound, where)
         skipped = metrics.get("update/skipped", 0.0) > 0
         self._counters.skipped_in_a_row = self._counters.skipped_in_a_row + 1 if skipped else 0
         if self._counters.skipped_in_a_row >= self.max_skipped:
