@@ -25,7 +25,7 @@ from smd_jax.commands.arguments import RENAMED
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import full_path, is_file
 from smd_jax.commands.trl_names import in_place_of
-from smd_jax.text.near_names import did_you_mean, nearest_file
+from smd_jax.text.near_names import did_you_mean
 from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
@@ -116,7 +116,7 @@ def read_options(path: Path) -> dict[str, Any]:
       UserError: no such file, no YAML, or no mapping of names to values.
     """
     if not is_file(path):
-        raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_file(path)}")
+        raise UserError(f"expected a YAML file; found none at {str(path)[:300]}")
     try:
         size = path.stat().st_size
         if size > 4 * MAX_CHARACTERS:

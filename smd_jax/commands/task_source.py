@@ -19,7 +19,7 @@ from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
 from smd_jax.tasks.task import Task
-from smd_jax.text.near_names import did_you_mean, nearest_file
+from smd_jax.text.near_names import did_you_mean
 from smd_jax.text.yaml_limits import load_yaml
 
 READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
@@ -76,7 +76,7 @@ def task_of(choice: TaskChoice) -> Any:
         name = choice.source or choice.name
         if name in PRESETS or name.startswith(PROCEDURAL) or exists(Path(name)):
             raise
-        hint = did_you_mean(name, PRESETS) or nearest_file(name)
+        hint = did_you_mean(name, PRESETS)
         raise UserError(f"{error}{hint}") from error
 
 

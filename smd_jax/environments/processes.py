@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import reprlib
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 from smd_jax.environments import environment_process
@@ -57,14 +54,12 @@ class EnvironmentsHere:
         self._factory = factory
         self._conversations: list[Conversation] = []
         self._answers: deque[tuple[int, Answer]] = deque()
-        # In another thread, because that of a notebook already runs an event loop.
-        self._loop = asyncio.new_event_loop()
-        self._thread = ThreadPoolExecutor(1)
-        self.close = weakref.finalize(self, _close, self._loop, self._thread)
+        self._loop = reward_calls.EventLoop()
+        self.close = self._loop.close
 
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
         self._answers.clear()
-        self._conversations = [Conversation(self._factory, self._finish) for _ in rows]
+        self._conversations = [Conversation(self._factory, self._loop.result) for _ in rows]
         return [answer_of(each.reset(row)) for each, row in zip(self._conversations, rows, strict=True)]
 
     def step(self, conversation: int, text: str) -> None:
@@ -75,15 +70,6 @@ class EnvironmentsHere:
         assert answers or not wait, "nothing was asked"
         self._answers.clear()
         return answers
-
-    def _finish(self, awaitable: Any) -> Any:
-        loop = self._loop
-        return self._thread.submit(lambda: loop.run_until_complete(reward_calls.awaited(awaitable))).result()
-
-
-def _close(loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
-    thread.shutdown()
-    loop.close()
 
 
 class EnvironmentsInProcesses:

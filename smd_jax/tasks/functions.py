@@ -20,10 +20,12 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from smd_jax.tasks.reward_calls import Caught
-from smd_jax.text.near_names import did_you_mean, nearest_file
+from smd_jax.text.near_names import did_you_mean
 from smd_jax.text.visible_text import one_line
 
 T = TypeVar("T")
+
+FILE_MODULE = "_file_"  # begins the names of modules that were files
 
 
 def import_function(where: str) -> Callable[..., Any]:
@@ -87,14 +89,11 @@ def is_file_name(place: str) -> bool:
 def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
         nearby = sorted(other.name for other in path.parent.glob("*.py"))
-        raise FileNotFoundError(
-            f"expected a file of Python code at {path}; got none ({path.parent} has {nearby[:20]})"
-            f"{nearest_file(path, '.py')}"
-        )
+        raise FileNotFoundError(f"expected a file of Python code at {path}; got none ({path.parent} has {nearby[:20]})")
     # A name that no import uses: a user's `datasets.py` must not replace the library. Without dots: `my.rewards.py`
     # would be a module of a package `my`.
     stem = path.stem.replace(".", "_")
-    spec = importlib.util.spec_from_file_location(f"_file_{stem}_{abs(hash(path)):x}", path)
+    spec = importlib.util.spec_from_file_location(f"{FILE_MODULE}{stem}_{abs(hash(path)):x}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"expected a file of Python code, named *.py; got {path}")
     _look_in(path.parent)

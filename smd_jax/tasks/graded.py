@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from smd_jax.tasks.reward_calls import Outcome
 from smd_jax.text.visible_text import visible
 
 
@@ -51,28 +49,3 @@ class Graded(NamedTuple):
         """Mask of the completions with a reward; None if all have one."""
         failed = np.isnan(self.rewards)
         return ~failed if failed.any() else None
-
-
-def part_of(name: str, outcomes: Sequence[Outcome]) -> tuple[np.ndarray, list[Failure]]:
-    """The rewards of one function, float32 `[batch]` with NaN where there is no number, and its failures."""
-    numbers = np.full(len(outcomes), np.nan, np.float32)
-    failures = list[Failure]()
-    for row, outcome in enumerate(outcomes):
-        if isinstance(outcome, tuple):
-            failures.append(Failure(row, name, *outcome))
-            continue
-        (value,) = outcome
-        if isinstance(value, tuple):
-            wanted, got = value
-            failures.append(Failure(row, name, wanted, f"expected {wanted} or None; got {got}"))
-        elif value is not None:
-            numbers[row] = value
-    return numbers, failures
-
-
-def without_opinion(parts: Mapping[str, np.ndarray], failures: Sequence[Failure]) -> list[Failure]:
-    """Failures of completions for which every function returned None."""
-    nothing = np.all([np.isnan(part) for part in parts.values()], axis=0)
-    known = {failure.row for failure in failures}
-    message = "expected a number from at least one; got None from all"
-    return [Failure(int(row), "", "None", message) for row in np.flatnonzero(nothing) if int(row) not in known]

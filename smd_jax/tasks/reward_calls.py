@@ -17,15 +17,18 @@ import pickle
 import reprlib
 import sys
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-Value = float | None | tuple[str, str]  # a reward; no opinion; or (expected, got)
-Outcome = list[Value] | tuple[str, str]  # one value per completion; or (kind, message) of a call that failed as a whole
+Failed = tuple[str, str]  # kind and message
+Value = float | None | Failed  # a reward; no opinion; or none
+Outcome = list[Value] | Failed  # one value per completion, or why the call failed as a whole
 
 ANOTHER_NUMBER = "another number of rewards"  # kind of a call that returned more or fewer than there are completions
 LONGEST_MESSAGE = 400  # characters of an exception
@@ -84,16 +87,18 @@ def outcome_of(returned: Any, rows: int) -> Outcome:
 
 
 def value_of(reward: Any) -> Value:
-    """Rounds a reward to float32, keeps None, or describes what is wrong with it."""
+    """Rounds a reward to float32, keeps None, or says what is wrong with it."""
     if reward is None:
         return None
     number = _number(reward)
     if number is None:
-        return "a number", reprlib.repr(reward)
+        return "no number", f"expected a number or None; got {reprlib.repr(reward)}"
     # Too large numbers become infinite and are refused below, so numpy need not warn.
     with np.errstate(over="ignore"):
         rounded = float(np.float32(number))
-    return rounded if math.isfinite(rounded) else ("a finite float32", reprlib.repr(reward))
+    if not math.isfinite(rounded):
+        return "not finite", f"expected a finite float32 or None; got {reprlib.repr(reward)}"
+    return rounded
 
 
 def _number(reward: Any) -> float | None:
@@ -126,7 +131,7 @@ def described(error: BaseException) -> str:
 
 
 def packed(outcome: Outcome) -> bytes:
-    """Writes an outcome as JSON: `{"values": [0.5, null, [expected, got]]}` or `{"failed": [kind, message]}`."""
+    """Writes an outcome as JSON: `{"values": [0.5, null, [kind, message]]}` or `{"failed": [kind, message]}`."""
     return json.dumps({"failed": outcome} if isinstance(outcome, tuple) else {"values": outcome}).encode()
 
 
@@ -136,24 +141,21 @@ def unpacked(message: bytes, rows: int) -> Outcome:
     Raises:
       ValueError: something else, or not `rows` rewards.
     """
-    content = json.loads(message)
-    match content:
+    match json.loads(message):
         case {"failed": [str(kind), str(said)]}:
             return kind, said
         case {"values": list(values)} if len(values) == rows:
             return [_unpacked_value(value) for value in values]
-        case _:
+        case content:
             raise ValueError(f"expected {rows} rewards or why there are none; got {reprlib.repr(content)}")
 
 
 def _unpacked_value(value: Any) -> Value:
     match value:
-        case None:
-            return None
-        case int() | float() if math.isfinite(value):
-            return float(value)
-        case [str(wanted), str(got)]:
-            return wanted, got
+        case None | int() | float() if value is None or math.isfinite(value):
+            return value
+        case [str(kind), str(said)]:
+            return kind, said
         case _:
             raise ValueError(f"expected a reward; got {reprlib.repr(value)}")
 
@@ -161,6 +163,27 @@ def _unpacked_value(value: Any) -> Value:
 async def awaited(awaitable: Awaitable[Any]) -> Any:
     """Makes a coroutine of an awaitable, because event loops run coroutines only."""
     return await awaitable
+
+
+class EventLoop:
+    """One event loop for all calls, because an async function may keep a client that belongs to it.
+
+    It runs in another thread, because that of a notebook already runs one.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = ThreadPoolExecutor(1)
+        self.close = weakref.finalize(self, _close, self._loop, self._thread)
+
+    def result(self, awaitable: Awaitable[Any]) -> Any:
+        """Waits for the result of an awaitable."""
+        return self._thread.submit(lambda: self._loop.run_until_complete(awaited(awaitable))).result()
+
+
+def _close(loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
+    thread.shutdown()
+    loop.close()
 
 
 def load_file(name: str, path: str) -> None:
@@ -192,15 +215,10 @@ def serve(connection: Connection) -> None:
     # One event loop for all calls, because an async function may keep a client that belongs to it.
     with asyncio.Runner() as runner:
         while True:
-            seconds, rows, pickled = connection.recv()
+            seconds, rows, arguments = connection.recv()
             # A timer in a thread of C, which works even if the function never releases Python's lock.
             faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=2)
-            with Caught() as caught:
-                arguments = pickle.loads(pickled)
-            if caught.error is None:
-                outcome = call(function, arguments, rows, lambda returned: runner.run(awaited(returned)))
-            else:
-                outcome = type(caught.error).__name__, described(caught.error)
+            outcome = call(function, arguments, rows, lambda returned: runner.run(awaited(returned)))
             faulthandler.cancel_dump_traceback_later()
             connection.send_bytes(packed(outcome))
 

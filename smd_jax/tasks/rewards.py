@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import reprlib
 import time
 import warnings
 from collections import Counter
@@ -20,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from smd_jax.tasks.graded import Failure, Graded, part_of, without_opinion
+from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.reward_callers import Caller, CallsHere, CallsInProcess
-from smd_jax.tasks.reward_calls import ANOTHER_NUMBER, Outcome
+from smd_jax.tasks.reward_calls import ANOTHER_NUMBER, Failed, Value
 from smd_jax.tasks.task import Prompt, completion_of
 
 RewardFunction = Callable[..., Any]  # TRL's (prompts, completions, **columns) -> list[float | None], also async
@@ -153,7 +154,7 @@ class Rewards:
           ValueError: arguments of different lengths; a function with a required argument that does not exist.
         """
         graded = self.grade_part(prompts, completions, completion_ids, columns)
-        self.check_failures(graded, lambda row: prompts[row])
+        check_failures(graded, self.max_failed)
         return graded
 
     def grade_part(
@@ -163,72 +164,72 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Graded:
-        """Grades a part of a batch, such as one host's; all of it may fail.
-
-        `check_failures` checks the whole batch.
-        """
+        """Grades a part of a batch, such as one host's; all of it may fail. Then see `check_failures`."""
+        rows = len(completions)
         shaped = [completion_of(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-        absent = {name: [None] * len(completions) for name in self._known}
+        absent = {name: [None] * rows for name in self._known}
         of_rollout = {"prompts": list(prompts), "completions": shaped, "completion_ids": list(completion_ids)}
         arguments = {**absent, **columns, **of_rollout}
-        _check_lengths(arguments, len(completions))
+        for name, values in arguments.items():
+            if len(values) != rows:
+                raise ValueError(f"expected {rows} values in {name!r}, one per completion; got {len(values)}")
+        values = self._call_all(arguments, rows)
+        parts = {
+            name: np.array([np.nan if isinstance(x, tuple) or x is None else x for x in column], np.float32)
+            for name, column in values.items()
+        }
+        failures = [
+            Failure(row, name, *value)
+            for name, column in values.items()
+            for row, value in enumerate(column)
+            if isinstance(value, tuple)
+        ]
+        rewards = self._sum(parts)
+        failed = {failure.row for failure in failures}
+        for row in sorted(set(range(rows)) - failed):
+            if all(np.isnan(part[row]) for part in parts.values()):
+                failures.append(Failure(row, "", "None", "expected a number from at least one; got None from all"))
+            elif np.isinf(rewards[row]):
+                failures.append(Failure(row, "", "sum", "its weighted sum is no finite float32"))
+        rewards[[failure.row for failure in failures]] = np.nan
+        for failure in failures:
+            said = f"{failure.described()}; its prompt is {reprlib.repr(prompts[failure.row])}"
+            self._warn_once(failure.function, failure.kind, said)
+        return Graded(rewards, parts, tuple(failures))
+
+    def _call_all(self, arguments: Mapping[str, Sequence[Any]], rows: int) -> dict[str, list[Value]]:
+        """Every function's value of every row."""
         calls = {
             name: {accepted: arguments[accepted] for accepted in accepted_names(name, function, arguments)}
             for name, function in zip(self.logged_names, self.functions, strict=True)
         }
-        parts = dict[str, np.ndarray]()
-        failures = list[Failure]()
-        for name, outcome in self._call_all(calls, len(completions)).items():
-            parts[name], of_function = part_of(name, outcome)
-            failures += of_function
-        failures += without_opinion(parts, failures)
-        rewards = self._sum(parts)
-        failures += [
-            Failure(int(row), "", "sum", "its weighted sum is no finite float32")
-            for row in np.flatnonzero(np.isinf(rewards))
-        ]
-        rewards[[failure.row for failure in failures]] = np.nan
-        graded = Graded(rewards, parts, tuple(failures))
-        self._warn(graded, prompts)
-        return graded
-
-    def check_failures(self, graded: Graded, prompt_of: Callable[[int], Prompt]) -> None:
-        """Raises TooManyFailures if more than `max_failed` of the completions of a whole batch have no reward.
-
-        Args:
-          prompt_of: gives the prompt of a completion, by its number in the batch.
-        """
-        check_failures(graded, self.max_failed, prompt_of)
-
-    def _call_all(self, calls: Mapping[str, Mapping[str, Any]], rows: int) -> dict[str, list[Outcome]]:
-        """Every function's outcome of every row, each a list of one value or a failure."""
         # Begins all calls before it waits for the first.
-        for name, arguments in calls.items():
-            self._callers[name].begin(arguments, rows)
-        whole = {name: self._callers[name].finish() for name in calls}
+        for name, given in calls.items():
+            self._callers[name].begin(given, rows)
+        outcomes = {name: self._callers[name].finish() for name in calls}
         return {
-            name: _by_rows(outcome) if isinstance(outcome, list) else self._search(name, calls[name], rows, outcome)
-            for name, outcome in whole.items()
+            name: outcome if isinstance(outcome, list) else self._search(name, calls[name], rows, outcome)
+            for name, outcome in outcomes.items()
         }
 
-    def _search(self, name: str, arguments: Mapping[str, Any], rows: int, failed: tuple[str, str]) -> list[Outcome]:
+    def _search(self, name: str, arguments: Mapping[str, Any], rows: int, failed: Failed) -> list[Value]:
         """Repeats a failed call row by row."""
         # Another number of rewards, such as one mean of all, is no reward of any completion.
         if rows == 1 or failed[0] == ANOTHER_NUMBER:
             return [failed] * rows
         began = time.monotonic()
-        outcomes = list[Outcome]()
+        values = list[Value]()
         for row in range(rows):
             if self.seconds is not None and time.monotonic() - began >= SEARCH_LIMITS * self.seconds:
                 late = f"not reached within {SEARCH_LIMITS * self.seconds:g} s, row by row"
-                return outcomes + [(failed[0], f"{failed[1]}; {late}")] * (rows - row)
-            self._callers[name].begin({key: values[row : row + 1] for key, values in arguments.items()}, 1)
-            outcomes.append(self._callers[name].finish())
-        if all(isinstance(outcome, list) for outcome in outcomes):
-            self._warn_once(
-                name, failed[0], f"reward {name!r} failed on {rows} completions together, though on none alone"
-            )
-        return outcomes
+                return values + [(failed[0], f"{failed[1]}; {late}")] * (rows - row)
+            self._callers[name].begin({key: column[row : row + 1] for key, column in arguments.items()}, 1)
+            outcome = self._callers[name].finish()
+            values += [outcome] if isinstance(outcome, tuple) else outcome
+        if not any(isinstance(value, tuple) for value in values):
+            together = f"reward {name!r} failed on {rows} completions together, though on none alone"
+            self._warn_once(name, failed[0], f"{together}: {failed[1]}")
+        return values
 
     def _sum(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         weights = self.weights or (1.0,) * len(parts)
@@ -237,40 +238,24 @@ class Rewards:
         with np.errstate(over="ignore"):
             return np.sum(terms, axis=0).astype(np.float32)
 
-    def _warn(self, graded: Graded, prompts: Sequence[Prompt]) -> None:
-        """Warns once about each kind of failure."""
-        for failure in graded.failures:
-            prompt = repr(prompts[failure.row])
-            prompt = prompt if len(prompt) <= 80 else f"{prompt[:80]}…"
-            text = f"{failure.described()}; its prompt is {prompt}{_form_of(failure, prompts[failure.row])}"
-            self._warn_once(failure.function, failure.kind, text)
-
     def _warn_once(self, name: str, kind: str, text: str) -> None:
         if (name, kind) not in self._warned:
             self._warned.add((name, kind))
-            warnings.warn(text, RewardWarning, stacklevel=4)
+            warnings.warn(text, RewardWarning, stacklevel=3)
 
 
-def check_failures(graded: Graded, max_failed: float, prompt_of: Callable[[int], Prompt]) -> None:
+def check_failures(graded: Graded, max_failed: float) -> None:
     """Raises TooManyFailures if more than a share of the completions of a whole batch have no reward."""
     failed = int(np.isnan(graded.rewards).sum())
     if failed <= max_failed * len(graded.rewards):
         return
     kinds = Counter((failure.function, failure.kind) for failure in graded.failures)
-    (function, kind), _ = kinds.most_common(1)[0]
-    first = next(f for f in graded.failures if (f.function, f.kind) == (function, kind))
+    most, _ = kinds.most_common(1)[0]
+    first = next(failure for failure in graded.failures if (failure.function, failure.kind) == most)
     raise TooManyFailures(
         f"expected at most {max_failed:.0%} of the completions without a reward; got {failed} of "
-        f"{len(graded.rewards)}. The most frequent: {first.described()}{_form_of(first, prompt_of(first.row))}"
+        f"{len(graded.rewards)}. The most frequent: {first.described()}"
     )
-
-
-def _form_of(failure: Failure, prompt: Prompt) -> str:
-    """Names the form of the completion, if the error suggests that the function expected the other one."""
-    if failure.kind not in ("TypeError", "AttributeError", "KeyError", "IndexError"):
-        return ""
-    form = "a text" if isinstance(prompt, str) else "messages, [{'role': 'assistant', 'content': text}],"
-    return f"; the completion is {form} as the prompt is"
 
 
 def function_name(function: RewardFunction) -> str:
@@ -287,34 +272,20 @@ def accepted_names(name: str, function: RewardFunction, given: Iterable[str]) ->
       ValueError: it requires another one.
     """
     given = list(given)
-    parameters = inspect.signature(function).parameters.values()
-    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-    if nameless:
-        raise ValueError(f"expected reward {name!r} to take its arguments by name; got {nameless} in front of a slash")
     missing = [parameter for parameter in required_names(function) if parameter not in given]
     if missing:
         raise ValueError(
             f"expected reward {name!r} to ask for some of {sorted(given)}; got {missing} among its parameters, which "
             "neither a rollout nor the rows have"
         )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return given
-    named = {p.name for p in parameters}
-    return [argument for argument in given if argument in named]
+    return [argument for argument in given if argument in parameters]
 
 
 def required_names(function: RewardFunction) -> list[str]:
     """The names of a function's required arguments."""
-    parameters = inspect.signature(function).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind in named]
-
-
-def _check_lengths(arguments: Mapping[str, Sequence[Any]], rows: int) -> None:
-    for name, values in arguments.items():
-        if len(values) != rows:
-            raise ValueError(f"expected {rows} values in {name!r}, one per completion; got {len(values)}")
-
-
-def _by_rows(values: list[Any]) -> list[Outcome]:
-    return [[value] for value in values]

@@ -14,17 +14,15 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from smd_jax.text import template_process
 from smd_jax.text.child_process import ChildEndedError, ChildProcess
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.template_process import Limits
-from smd_jax.text.visible_text import one_line
 
 DAY = "strftime_now"  # the name by which templates ask for the date
-MAX_TEMPLATE = 2**20  # characters; Llama 4's has 6,000
 START_SECONDS = 300.0  # to import transformers, on a machine under load
 WALL_FACTOR = 6.0  # wall-clock limit over CPU limit, for a process that waits for a core
 # Arguments of `apply_chat_template` that are no variables of a template.
@@ -49,34 +47,14 @@ def render_messages(messages: list[dict[str, Any]], tokenizer: Tokenizer, variab
 
     Raises:
       TemplateError: see there.
-      ValueError: a day that is no date, or a variable that cannot be sent to the process.
+      ValueError: several templates without a default; a day that is no date, or a variable that cannot be pickled.
     """
     values = dict(variables)
     day = values.pop(DAY, None)
-    template = template_text(tokenizer, with_tools=values.get("tools") is not None)
-    if len(template) > MAX_TEMPLATE:
-        raise TemplateError(f"expected a template of at most {MAX_TEMPLATE:,} characters; got {len(template):,}")
+    template = tokenizer.get_chat_template(tools=values.get("tools"))
     if reads_day(template):
         template = with_day(template, first_day() if day is None else day_of(day))
-    if values.get("tools"):
-        values["tools"] = [_tool_schema(tool) for tool in values["tools"]]
-    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    return _renderer(os.getpid()).render(template, given, {**tokenizer.special_tokens_map, **values}, Limits())
-
-
-def template_text(tokenizer: Tokenizer, *, with_tools: bool = False) -> str:
-    """The template that transformers would choose: of several named ones "tool_use" for tools, else "default".
-
-    Raises:
-      TemplateError: several templates, and none of them is named "default".
-    """
-    named: Any = tokenizer.chat_template
-    if not isinstance(named, dict):
-        return str(named)
-    name = "tool_use" if with_tools and "tool_use" in named else "default"
-    if name not in named:
-        raise TemplateError(f"expected a template named 'default'; got those named {one_line(repr([*named]), 200)}")
-    return str(named[name])
+    return _renderer(os.getpid()).render(template, messages, {**tokenizer.special_tokens_map, **values}, Limits())
 
 
 class Renderer:
@@ -117,15 +95,6 @@ class Renderer:
 def _renderer(process: int) -> Renderer:
     """The renderer of this process: a fork must not share the pipe of its parent."""
     return Renderer()
-
-
-def _tool_schema(tool: Mapping[str, Any] | Callable[..., Any]) -> Mapping[str, Any]:
-    """The JSON schema of a tool. Functions are described here, because not all of them can be pickled."""
-    if isinstance(tool, Mapping):
-        return tool
-    from transformers.utils.chat_template_utils import get_json_schema
-
-    return get_json_schema(tool)
 
 
 def reads_day(template: str) -> bool:

@@ -6,8 +6,6 @@ column `width`.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -19,8 +17,6 @@ from jaxtyping import Array, Bool, Int
 
 from smd_jax.devices.process_rows import rows_here
 from smd_jax.pytrees import any_leaves
-
-MOST_UNKNOWN = 0.1  # share of a batch's sampled ids without a token, above which a warning is due
 
 T = TypeVar("T")
 
@@ -59,15 +55,12 @@ class Tokenizer(Protocol):
     def convert_tokens_to_ids(self, tokens: str) -> int | list[int]: ...
 
     @property
-    def chat_template(self) -> str | dict[str, str] | None: ...
-
-
-@runtime_checkable
-class AddsTokens(Protocol):
-    """A tokenizer that lists its added tokens."""
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
 
     @property
-    def added_tokens_decoder(self) -> dict[int, Any]: ...
+    def chat_template(self) -> str | dict[str, str] | None: ...
+
+    def get_chat_template(self, *, tools: Any) -> str: ...
 
 
 def encode_prompts(
@@ -98,8 +91,16 @@ def encode_prompts(
     """
     pad = pad_token_id(tokenizer)
     rows = [encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
-    limit, reason = _limit(width, max_positions)
-    _check_lengths([len(row) for row in rows], limit, reason)
+    longest, reason = (max_positions, "the model's context") if width is None else (width, "the width of the batch")
+    if width is not None and (width < 1 or (max_positions is not None and width > max_positions)):
+        raise ValueError(f"expected a width from 1 to the model's context of {max_positions} tokens; got {width}")
+    if not rows:
+        raise ValueError("expected at least one prompt; got none")
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"expected at least one token in every prompt; prompt {index} is empty")
+        if longest is not None and len(row) > longest:
+            raise ValueError(f"expected prompts of at most {longest} tokens ({reason}); prompt {index} has {len(row)}")
     return pad_left(rows, max(map(len, rows)) if width is None else width, pad)
 
 
@@ -172,19 +173,10 @@ def decode_completions(
 ) -> list[str]:
     """The text of every row where `mask` (the response mask) is True, without special tokens such as EOS.
 
-    Spare rows of an embedding have ids without a token and without text. Warns if over a tenth of the ids are such,
-    because the tokenizer was then not made for the model.
+    Spare rows of an embedding have ids without a token and without text.
     """
-    tokens, mask = np.asarray(tokens), np.asarray(mask)
-    has_token = np.isin(tokens, _known_ids(tokenizer, len(tokenizer)))
-    unknown = mask & ~has_token
-    if unknown.sum() > MOST_UNKNOWN * mask.sum():
-        warnings.warn(
-            "expected sampled ids of the tokenizer; over a tenth of a batch's have no token in it. Was the tokenizer "
-            "made for this model?",
-            stacklevel=2,
-        )
-    return [_decode(tokenizer, row[keep]) for row, keep in zip(tokens, mask & has_token, strict=True)]
+    rows = zip(np.asarray(tokens), np.asarray(mask), strict=True)
+    return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -253,36 +245,9 @@ def _front(tokenizer: Tokenizer, text: str) -> list[int]:
     return []
 
 
-@functools.lru_cache(maxsize=4)
-def _known_ids(tokenizer: Tokenizer, size: int) -> np.ndarray:
-    """The ids that have a token. The size is a key of the cache, because tokens can be added."""
-    return np.fromiter(tokenizer.get_vocab().values(), np.int64)
-
-
 def _added_ids(tokenizer: Tokenizer) -> dict[int, str]:
     """Id -> text of the added tokens, including special ones."""
-    if not isinstance(tokenizer, AddsTokens):
-        return {}
     return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
-
-
-def _limit(width: int | None, max_positions: int | None) -> tuple[int | None, str]:
-    """The longest prompt allowed, in tokens, and the name of the limit."""
-    if width is None:
-        return max_positions, "the model's context"
-    if width < 1 or (max_positions is not None and width > max_positions):
-        raise ValueError(f"expected a width from 1 to the model's context of {max_positions} tokens; got {width}")
-    return width, "the width of the batch"
-
-
-def _check_lengths(lengths: list[int], limit: int | None, reason: str) -> None:
-    if not lengths:
-        raise ValueError("expected at least one prompt; got none")
-    for row, length in enumerate(lengths):
-        if length == 0:
-            raise ValueError(f"expected at least one token in every prompt; prompt {row} is empty")
-        if limit is not None and length > limit:
-            raise ValueError(f"expected prompts of at most {limit} tokens ({reason}); prompt {row} has {length}")
 
 
 def pad_left(rows: list[list[int]], width: int, pad: int) -> PromptBatch:
@@ -292,10 +257,3 @@ def pad_left(rows: list[list[int]], width: int, pad: int) -> PromptBatch:
     tokens = np.full(valid.shape, pad, np.int32)
     tokens[valid] = np.concatenate(rows)  # row-major on both sides, so row i's tokens end row i
     return PromptBatch(tokens=jnp.asarray(tokens), valid=jnp.asarray(valid))
-
-
-def _decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-    if not isinstance(text, str):
-        raise TypeError(f"expected tokenizer.decode to give one string; got {type(text).__name__}")
-    return text

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int, Integer
 
 from smd_jax.pytrees import any_leaves
 from smd_jax.text.prompts import Tokenizer
-from smd_jax.text.token_bytes import TextTokenizer, as_text_tokenizer, special_tokens, token_bytes
+from smd_jax.text.token_bytes import special_tokens, token_bytes
 
 
 @any_leaves
@@ -47,18 +47,14 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
       vocab_size: rows of the model's embedding. Rows without a token keep the state.
 
     Raises:
-      TypeError: one string instead of a sequence; not a transformers tokenizer.
-      ValueError: no strings; an empty one; one that the tokenizer cannot produce, because no sequence of tokens has its
-        bytes or because it encodes it with a special token, which is no text; see also `token_bytes`.
+      TypeError: one string instead of a sequence.
+      ValueError: no strings; an empty one; one that the tokenizer encodes with a special token, which is no text; see
+        also `token_bytes`.
     """
     patterns = _encode(strings)
-    text_tokenizer = as_text_tokenizer(tokenizer)
-    vocabulary = _Vocabulary(token_bytes(text_tokenizer, vocab_size))
-    for string, pattern in zip(strings, patterns, strict=True):
-        # One at a time, so that the error names the string.
-        _check_reachable(string, vocabulary.run(_automaton([pattern])), text_tokenizer)
-        _check_ordinary(string, text_tokenizer)
-    table = vocabulary.run(_automaton(patterns))
+    for string in strings:
+        _check_ordinary(string, tokenizer)
+    table = _run_over_tokens(_automaton(patterns), token_bytes(tokenizer, vocab_size))
     return StopTable(next_state=jnp.asarray(table.astype(np.min_scalar_type(len(table) - 1))))
 
 
@@ -99,9 +95,8 @@ def _encode(strings: Sequence[str]) -> list[bytes]:
     if not strings:
         raise ValueError("expected at least one stop string; got none")
     for string in strings:
-        # Lone surrogates have no encoding in UTF-8.
-        if not string or any("\ud800" <= character <= "\udfff" for character in string):
-            raise ValueError(f"expected stop strings of at least one character of Unicode; got {string!r}")
+        if not string:
+            raise ValueError("expected stop strings of at least one character; got ''")
     return [string.encode() for string in strings]
 
 
@@ -134,46 +129,18 @@ def _states(patterns: Sequence[bytes]) -> dict[bytes, int]:
     return {text: state for state, text in enumerate(sorted(alive, key=lambda text: (len(text), text)))}
 
 
-class _Vocabulary:
-    """The bytes of all tokens by column, so that an automaton reads one byte of every token at a time."""
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        lengths = np.array([len(piece) for piece in pieces])
-        self.order = np.argsort(-lengths, kind="stable")  # longest first, so that column i has the first tokens only
-        self.columns: list[np.ndarray] = []
-        ordered = [pieces[token] for token in self.order]
-        for position in range(lengths.max()):
-            count = int(np.sum(lengths > position))
-            self.columns.append(np.array([piece[position] for piece in ordered[:count]], np.uint8))
-
-    def run(self, steps: np.ndarray) -> np.ndarray:
-        """`[states, vocab]`: the state after a token, from every state."""
-        states = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], len(self.order), axis=1)
-        for column in self.columns:
-            states[:, : len(column)] = steps[states[:, : len(column)], column[None]]
-        table = np.empty_like(states)
-        table[:, self.order] = states
-        return table
+def _run_over_tokens(steps: np.ndarray, pieces: list[bytes]) -> np.ndarray:
+    """`[states, vocab]`: the state after all bytes of a token, from every state."""
+    states = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], len(pieces), axis=1)
+    lengths = np.array([len(piece) for piece in pieces])
+    for position in range(lengths.max()):
+        tokens = np.flatnonzero(lengths > position)
+        column = np.array([pieces[token][position] for token in tokens])
+        states[:, tokens] = steps[states[:, tokens], column]
+    return states
 
 
-def _check_reachable(string: str, table: np.ndarray, tokenizer: TextTokenizer) -> None:
-    """Raises ValueError unless a sequence of tokens leads from the first to the last state (breadth-first search)."""
-    reached = np.zeros(len(table), bool)
-    reached[0] = True
-    frontier = reached
-    while frontier.any():
-        found = np.zeros_like(reached)
-        found[table[frontier]] = True
-        frontier = found & ~reached
-        reached = reached | found
-    if not reached[-1]:
-        raise ValueError(
-            f"expected stop strings that the tokenizer can produce; got {string!r}, whose bytes no sequence of the "
-            f"{len(tokenizer)} tokens of {type(tokenizer).__name__} has"
-        )
-
-
-def _check_ordinary(string: str, tokenizer: TextTokenizer) -> None:
+def _check_ordinary(string: str, tokenizer: Tokenizer) -> None:
     """Raises ValueError for the text of a special token, which a model never spells with other tokens."""
     special = special_tokens(tokenizer)
     inside = [special[token] for token in tokenizer.encode(string, add_special_tokens=False) if token in special]

@@ -32,7 +32,7 @@ def conversation_samples(
       TooManyFailures: more environments failed.
     """
     graded, trajectory = batch.graded, batch.trajectory
-    check_failures(graded, max_failed, lambda row: rows[row // group_size]["prompt"])
+    check_failures(graded, max_failed)
     for failure in graded.failures[:1]:
         warnings.warn(failure.described(), RewardWarning, stacklevel=2)
     contexts = len(batch.present) // len(batch.conversations)

@@ -37,7 +37,7 @@ from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
 from smd_jax.sampler.fixed_batch import rollout, rollout_program
 from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.rewards import Rewards, check_failures
-from smd_jax.tasks.task import Prompt, Row, Task
+from smd_jax.tasks.task import Row, Task
 from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import StopTable, stop_table
 from smd_jax.train.compile_ahead import rows_on
@@ -294,14 +294,8 @@ class Evaluator:
                 own = self._run_own(params, decode, numbers[part], own_kept, first)
             batch = _Batch.of_all(self.place.feeders.of_teams(gather_json(own.as_json())))
 
-        def prompt_of(completion: int) -> Prompt:
-            return self._row(numbers[completion // self.config.group_size])["prompt"]
-
-        graded = Graded(batch.rewards.reshape(-1), {}, batch.failures)
-        if self.environment is None:
-            self._grader.check_failures(graded, prompt_of)
-        else:
-            check_failures(graded, self.environment.max_failed, prompt_of)
+        limits = self._grader if self.environment is None else self.environment
+        check_failures(Graded(batch.rewards.reshape(-1), {}, batch.failures), limits.max_failed)
         return batch
 
     def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:

@@ -49,7 +49,7 @@ def grade_part(
 ) -> tuple[list[str], Graded]:
     """Texts and rewards of this process's completions; `rows[i]` belongs to completion i.
 
-    The limit on failures concerns the whole batch: `Rewards.check_failures`.
+    The limit on failures concerns the whole batch: `check_failures`.
     """
     completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
     tokens, mask = np.asarray(trajectory.response), np.asarray(trajectory.response_mask)

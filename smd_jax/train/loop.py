@@ -43,7 +43,7 @@ from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Progress
 from smd_jax.sampler.static import Sampler
-from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.rewards import Rewards, check_failures
 from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
 from smd_jax.train.async_rollout import RolloutAhead, copied
@@ -310,7 +310,7 @@ class Loop:
             completions, graded = grade_part(rewards, self.tokenizer, own_rows, sampled.trajectory)
             measured = sampled.measured | {"time/grading": time.perf_counter() - began}
         batch = gather_graded(place.feeders, GradedBatch(completions, graded, measured))
-        rewards.check_failures(batch.graded, lambda completion: rows[completion // size]["prompt"])
+        check_failures(batch.graded, rewards.max_failed)
         trajectory = place.whole(sampled.trajectory)
         parts = {} if self.rewards is None else batch.graded.parts
         return Samples(

@@ -35,7 +35,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip(
         (GOOD + "stop: [null]", "got a list with null"),
         (GOOD + "stop: [{a: b}]", "expected a number, a text or a list of them in 'stop'"),
         (GOOD + "output_dir: ~nosuchuser/x", "expected a path; got '~nosuchuser/x'"),
-        (GOOD + 'output_dir: "\\ud800"', "invalid Unicode character"),
+        (GOOD + 'output_dir: "\\ud800"', "expected a path; got"),
         (GOOD + "output_dir: " + "x" * 5000, "File name too long"),
         (GOOD + "budget: 2147483648", "expected --budget <= 16777216; got 2147483648"),
         (GOOD + "num_prompts: 4000000000000", "expected --num-prompts <= 1048576; got 4000000000000"),
@@ -53,16 +53,10 @@ def test_a_configuration_that_cannot_be_is_one_box(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("more", "near"),
     [
-        (["--config", "colors.yaml"], "colours.yaml"),
-        (["--model", "modle"], "model"),
-        (["--model", "runs/modle"], "runs/model"),
         (["--dataset", "gsm9k"], "gsm8k"),
         (["--dataset", "GSM8K"], "gsm8k"),
-        (["--dataset", "colors.jsonl"], "colours.jsonl"),
-        (["--dataset", "gsm8k", "--dataset-source", "./colors.jsonl"], "colours.jsonl"),
         (["--dataset", "reasoning_gym:chain_summ"], "chain_sum"),
         (["--reward", "mine.py:rewrad"], "reward"),
-        (["--reward", "mien.py:reward"], "mine.py"),
         (["--reward", "exact_mach"], "exact_match"),
         (["--map-function", "mine.py:rewrad"], "reward"),
         (["--eviction", "snapvk"], "snapkv"),
@@ -72,8 +66,6 @@ def test_a_name_that_is_nearly_right_gets_its_nearest_match(more, near, tmp_path
     monkeypatch.setenv("COLUMNS", "2000")
     monkeypatch.chdir(tmp_path)
     write_random_checkpoint(Path("model"), config=tiny_model_config(num_layers=1, max_positions=2048))
-    Path("runs/model").mkdir(parents=True)
-    Path("colours.yaml").write_text(GOOD, encoding="utf-8")
     Path("colours.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
     Path("mine.py").write_text("def reward(completions, **columns):\n    return [0.0 for _ in completions]\n")
     words = ["grpo", "--model", "model", "--dataset", "colours.jsonl", "--reward", "mine.py:reward", *more]

@@ -45,7 +45,6 @@ OURS = sorted(
 UNPICKLING = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PICKLES = {
     "smd_jax/text/child_process.py": {"dumps"},
-    "smd_jax/tasks/reward_callers.py": {"Pickler"},
     "smd_jax/tasks/reward_calls.py": {"loads"},
     "smd_jax/environments/environment_process.py": {"loads"},
 }

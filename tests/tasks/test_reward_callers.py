@@ -1,7 +1,6 @@
 """Reward functions in processes of their own: what hangs, crashes or cannot be sent. No test looks at the clock."""
 
 import multiprocessing
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from smd_jax.tasks import reward_calls
+from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.reward_callers import CallsInProcess, pickled_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from tests import reward_cases
@@ -88,7 +88,8 @@ def test_what_another_process_cannot_find_is_refused_at_once(function):
 
 def test_a_function_of_a_script_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reward_cases.length, "__module__", "__main__")
-    with pytest.raises(ValueError, match="length of the script or notebook that runs"):
+    monkeypatch.setattr(sys.modules["__main__"], "length", reward_cases.length, raising=False)
+    with pytest.raises(ValueError, match="one of the script or notebook that runs"):
         Rewards((reward_cases.length,))
 
 
@@ -108,22 +109,17 @@ class Times:
 """
 
 
-def test_functions_of_a_file_that_lies_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_functions_of_a_file_that_lies_anywhere(tmp_path: Path):
     path = tmp_path / "my rewards.py"
     path.write_text(FILE, encoding="utf-8")
-    monkeypatch.setitem(sys.modules, "_file_of_this_test", None)  # taken away again afterwards
-    reward_calls.load_file("_file_of_this_test", str(path))
-    module = sys.modules["_file_of_this_test"]
-    rewards = Rewards((module.halves, module.Times(4.0)), seconds=LONG)
-    assert graded(rewards, ["abc"]).rewards.tolist() == [1.5 + 6.0]
+    functions = (import_function(f"{path}:halves"), import_function(f"{path}:Times")(4.0))
+    assert graded(Rewards(functions, seconds=LONG), ["abc"]).rewards.tolist() == [1.5 + 6.0]
 
 
-def test_a_file_that_fails_over_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_fails_over_there(tmp_path: Path):
     path = tmp_path / "moody.py"
     path.write_text("def reward(completions):\n    return [0.0]\n", encoding="utf-8")
-    monkeypatch.setitem(sys.modules, "_moody", None)
-    reward_calls.load_file("_moody", str(path))
-    rewards = Rewards((sys.modules["_moody"].reward,), seconds=LONG)
+    rewards = Rewards((import_function(f"{path}:reward"),), seconds=LONG)
     path.write_text("raise ImportError('no such wheel')\n", encoding="utf-8")
     with pytest.raises(RuntimeError, match="'reward' that its own process can load; got ImportError: no such wheel"):
         graded(rewards, ["a"])
@@ -153,8 +149,8 @@ def test_a_process_that_nobody_waits_for_ends_itself():
         command = [sys.executable, "-P", reward_calls.__file__, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
         ours.send((sys.path, files, pickled))
-        arguments = pickle.dumps({"completions": ["bad"]})
-        ours.send((0.5 - reward_calls.GRACE_SECONDS, 1, arguments))  # so that its grace is over in half a second
+        # So that its grace is over in half a second.
+        ours.send((0.5 - reward_calls.GRACE_SECONDS, 1, {"completions": ["bad"]}))
         _, said = process.communicate()
     assert process.returncode == 1
     assert "in spins_in_c" in said, "where it was"

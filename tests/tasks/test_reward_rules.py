@@ -210,15 +210,6 @@ def test_what_is_iterable_and_no_list(returned):
     assert numbers(got.rewards) == [None, None]
 
 
-def test_the_form_of_a_completion_is_said_where_it_may_be_the_reason():
-    with pytest.warns(
-        RewardWarning, match="TypeError: .*; its prompt is 'p'; the completion is a text as the prompt is"
-    ):
-        graded(here(reward_cases.content), ["a"])
-    with pytest.warns(RewardWarning, match="the completion is messages, .*'content': text}], as the prompt is"):
-        graded(here(lambda completions: [text.strip() for text in completions]), ["a"], [CHAT])
-
-
 def test_a_function_that_fails_on_all_together_only():
     rewards = here(reward_cases.afraid_of_company)
     with pytest.warns(

@@ -1,6 +1,5 @@
 """Stop strings: the table over tokens against the plain definition, decode the text so far and look for the strings."""
 
-import itertools
 from collections.abc import Sequence
 
 import chex
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from smd_jax.testing import byte_tokenizer
@@ -219,8 +217,7 @@ def test_strings_of_one_size_compile_once():
     ("strings", "message"),
     [
         ([], "at least one stop string; got none"),
-        (["a", ""], "at least one character of Unicode; got ''"),
-        (["\ud83e"], "of Unicode; got '.ud83e'"),
+        (["a", ""], "at least one character; got ''"),
         (["x", "a<|im_end|>"], r"got 'a<\|im_end\|>', .* special token '<\|im_end\|>'; .* make it the eos_token_id"),
     ],
 )
@@ -232,35 +229,3 @@ def test_bad_strings(strings: list[str], message: str):
 def test_one_string_is_no_sequence_of_strings():
     with pytest.raises(TypeError, match=r"such as \['stop'\]; got the one string 'stop'"):
         compile_stop_strings(BYTES, "stop", VOCAB)
-
-
-@pytest.mark.parametrize("string", ["本", "日日本", "x</", "ab a", "</answer>xb", " 日"])
-def test_a_string_that_tokens_spell_only_together(string: str):
-    tokenizer = sentencepiece_tokenizer(byte_tokens=False)
-    assert compile_stop_strings(tokenizer, [string], len(tokenizer)).next_state.shape[0] == len(string.encode()) + 1
-
-
-@pytest.mark.parametrize("string", ["q", "本本", "日本語", "answer>b", "aanswer", "ax", "🦊"])
-def test_a_string_that_no_tokens_spell(string: str):
-    """Without tokens of bytes: 本 is always followed by 日, "answer>" by x."""
-    tokenizer = sentencepiece_tokenizer(byte_tokens=False)
-    with pytest.raises(ValueError, match=f"got '{string}', whose bytes no sequence of the {len(tokenizer)} tokens"):
-        compile_stop_strings(tokenizer, ["ab", string], len(tokenizer))
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    words=st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=4, unique=True),
-    string=st.text("abc", min_size=1, max_size=4),
-)
-def test_what_can_be_spelled_is_found_exactly(words: list[str], string: str):
-    """Against all sequences of as many tokens as the string has letters: more cannot overlap it."""
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    sequences = itertools.product(words, repeat=len(string))
-    if any(string in "".join(sequence) for sequence in sequences):
-        compile_stop_strings(fast, [string], len(words))
-    else:
-        with pytest.raises(ValueError, match="that the tokenizer can produce"):
-            compile_stop_strings(fast, [string], len(words))
