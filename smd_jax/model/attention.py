@@ -33,7 +33,7 @@ from smd_jax.message.masks import KeyInterval, LayerMask, to_visible
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
 from smd_kernels.codes import Codes
-from smd_kernels.copies import Copies, append_copies
+from smd_kernels.copies import append_copies
 from smd_kernels.decode import Implementation as DecodeImplementation
 from smd_kernels.decode import decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
@@ -117,40 +117,21 @@ def attend(
     # A mask may be shared by rows or heads; the kernels need an interval for every key.
     arrays = k, v, jnp.broadcast_to(mask.evicted_at, k.shape[:3]), copies
     arrays = jax.tree.map(lambda x: split_heads(x, q.shape[1]), arrays)
-    if sinks is not None:
-        sinks = jnp.broadcast_to(sinks[None], q.shape[:2])
+    sinks = None if sinks is None else jnp.broadcast_to(sinks[None], q.shape[:2])
     kernel, blocks_at_once = _kernel(impl, sizes, softcap)
     # "interval" and "segments" are explicit; the others choose the cheaper of both.
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
     if segments is None:
-        return over_heads(partial(_intervals, kernel), q, *arrays, sinks)
-    return over_heads(partial(_segments, segments, kernel, blocks_at_once), q, *arrays, sinks)
-
-
-def _intervals(
-    kernel: BlockKernel,
-    q: Array,
-    k: Array,
-    v: Array,
-    evicted_at: Array,
-    copies: Copies | None,
-    sinks: Array | None,
-) -> Array:
-    return interval_attention(q, k, v, evicted_at, kernel, copies, sinks)
-
-
-def _segments(
-    segments: Segments,
-    kernel: BlockKernel,
-    blocks_at_once: int,
-    q: Array,
-    k: Array,
-    v: Array,
-    evicted_at: Array,
-    copies: Copies | None,
-    sinks: Array | None,
-) -> Array:
-    return segment_attention(q, k, v, evicted_at, segments, kernel, blocks_at_once, copies, sinks)
+        return over_heads(
+            lambda q, k, v, evicted_at, copies, sinks: interval_attention(q, k, v, evicted_at, kernel, copies, sinks),
+            *(q, *arrays, sinks),
+        )
+    return over_heads(
+        lambda q, k, v, evicted_at, copies, sinks: segment_attention(
+            q, k, v, evicted_at, segments, kernel, blocks_at_once, copies, sinks
+        ),
+        *(q, *arrays, sinks),
+    )
 
 
 def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> Implementation:
@@ -243,71 +224,37 @@ def _kernel(impl: Implementation, sizes: BlockSizes | None, softcap: float | Non
 
 def decode(
     q: Float[Array, "batch heads 1 head_dim"],
-    k: Float[Array, "batch kv_heads slots head_dim"],
-    v: Float[Array, "batch kv_heads slots head_dim"],
-    valid: Bool[Array, "batch kv_heads slots"],
-    impl: DecodeImplementation | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """One query per row against the slots of a cache, and the attention that each slot received from the group.
-
-    Args:
-      impl: see `smd_kernels.decode`. None uses a kernel if one can run, by platform, dtype and sizes, else "xla"; the
-        kernels have not run on hardware yet.
-      softcap, sinks: as in `attend`; the kernels have neither.
-
-    Raises:
-      ValueError: for an unknown implementation, or one that cannot run these inputs, with the reason.
-    """
-    extras = softcap is not None or sinks is not None
-    why_not = partial(why_not_decode, q=q, k=k, extras=extras)
-    impl = _best_decode(why_not) if impl is None else impl
-    _refuse(impl, why_not(impl))
-    if impl == "xla":
-        # Plain products, which the compiler shards by itself.
-        return decode_attention(q, k, v, valid, impl, softcap, sinks)
-    return over_heads(partial(decode_attention, impl=impl), q, k, v, valid)
-
-
-def decode_codes(
-    q: Float[Array, "batch heads 1 head_dim"],
-    codes: Codes,
     k: Float[Array, "batch kv_heads precise head_dim"],
     v: Float[Array, "batch kv_heads precise head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
     impl: DecodeImplementation | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    codes: Codes | None = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
-    """`decode` over a quantised cache: slots of codes, followed by slots in full precision.
+    """One query per row against the slots of a cache, and the attention that each slot received from the group.
 
     Args:
-      impl: see `smd_kernels.decode_codes`; None as in `decode`.
-      softcap, sinks: as in `decode`.
+      impl: see `smd_kernels.decode` and `smd_kernels.decode_codes`. None uses a kernel if one can run, by platform,
+        dtype and sizes, else "xla"; the kernels have not run on hardware yet.
+      softcap, sinks: as in `attend`; the kernels have neither.
+      codes: quantised slots of the cache, before those of `k` and `v` in full precision; None: there are none.
 
     Raises:
-      ValueError: as `decode`.
+      ValueError: for an unknown implementation, or one that cannot run these inputs, with the reason.
     """
     extras = softcap is not None or sinks is not None
-    why_not = partial(why_not_decode_codes, q=q, codes=codes, k=k, extras=extras)
-    impl = _best_decode(why_not) if impl is None else impl
-    _refuse(impl, why_not(impl))
-    if impl == "xla":
-        return decode_codes_attention(q, codes, k, v, valid, impl, softcap, sinks)
-    return over_heads(partial(decode_codes_attention, impl=impl), q, codes, k, v, valid)
-
-
-def _refuse(impl: str, reason: str | None) -> None:
-    """Raises ValueError if there is a reason why an implementation cannot run."""
-    if reason is not None:
+    why_not = partial(why_not_decode, q=q, k=k, codes=codes, extras=extras)
+    if impl is None:
+        impl = _best_decode(why_not)
+    elif (reason := why_not(impl)) is not None:
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
-
-
-def best_decode(q: Array, k: Array) -> DecodeImplementation:
-    """The implementation of `decode` for `impl=None`. Warns once per reason if the device's kernel does not support
-    these inputs."""
-    return _best_decode(partial(why_not_decode, q=q, k=k))
+    attention: Callable[..., tuple[Array, Array]] = decode_attention if codes is None else decode_codes_attention
+    arrays = (q, k, v, valid) if codes is None else (q, codes, k, v, valid)
+    if impl == "xla":
+        # Plain products, which the compiler shards by itself.
+        return attention(*arrays, impl, softcap, sinks)
+    return over_heads(partial(attention, impl=impl), *arrays)
 
 
 def _best_decode(why_not: Callable[[str], str | None]) -> DecodeImplementation:
@@ -325,29 +272,18 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def why_not_decode(impl: str, q: Array, k: Array, *, extras: bool = False) -> str | None:
+def why_not_decode(impl: str, q: Array, k: Array, codes: Codes | None = None, extras: bool = False) -> str | None:
     """The reason why an implementation of `decode` cannot run these inputs, or None.
 
     Args:
       extras: whether there is a softcap, or sinks.
     """
-    if impl == "mosaic_gpu" or impl == "mosaic_tpu":
-        if extras:
-            return wrong_device(impl) or NO_CAPS_OR_SINKS
-        group = q.shape[1] // k.shape[1]
-        return wrong_device(impl) or kernel_why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], group)
-    return _unknown_decode(impl)
-
-
-def why_not_decode_codes(impl: str, q: Array, codes: Codes, k: Array, *, extras: bool = False) -> str | None:
-    """The reason why an implementation of `decode_codes` cannot run these inputs, or None; `extras` as above."""
-    if impl == "mosaic_gpu" or impl == "mosaic_tpu":
-        if extras:
-            return wrong_device(impl) or NO_CAPS_OR_SINKS
-        group = q.shape[1] // k.shape[1]
-        return wrong_device(impl) or kernel_why_not_decode_codes(impl, q.dtype, codes, k.shape[2], group)
-    return _unknown_decode(impl)
-
-
-def _unknown_decode(impl: str) -> str | None:
-    return None if impl == "xla" else f"expected one of {', '.join(get_args(DecodeImplementation))}"
+    if impl != "mosaic_gpu" and impl != "mosaic_tpu":
+        return None if impl == "xla" else f"expected one of {', '.join(get_args(DecodeImplementation))}"
+    reason = wrong_device(impl) or (NO_CAPS_OR_SINKS if extras else None)
+    if reason is not None:
+        return reason
+    group, slots = q.shape[1] // k.shape[1], k.shape[2]
+    if codes is None:
+        return kernel_why_not_decode(impl, q.dtype, q.shape[3], slots, group)
+    return kernel_why_not_decode_codes(impl, q.dtype, codes, slots, group)

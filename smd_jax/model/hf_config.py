@@ -1,32 +1,53 @@
 """Hugging Face's config.json <-> ModelConfig, for the families of `FAMILIES`.
 
-What a config.json asks for and the decoder does not do is refused here: a silent difference would show up only as a
-worse model. The defaults of absent keys are those of transformers' own configuration classes.
+transformers' configuration class of a model type reads every spelling of its keys, fills in defaults and checks types.
+What a file asks for and the decoder does not do is refused here: a silent difference would show up only as a worse
+model. A configuration is written as the first model type whose config.json reads back as the same.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from smd_jax.config import FloatName, LongRope, ModelConfig, RopeScaling, YarnRope
-from smd_jax.model.families import FAMILIES, Family, ModelType, model_type_of
-from smd_jax.model.hf_experts import EXPERT_KEYS, experts_to_hf, read_experts
-from smd_jax.model.hf_fields import LARGEST, flag, number, shown, whole
-from smd_jax.model.hf_rope import read_rope, rope_to_hf, stretched_positions
-from smd_jax.model.hf_windows import read_windows, windows_to_hf
+from smd_jax.config import Experts, FloatName, LongRope, ModelConfig, RopeScaling, YarnRope
+from smd_jax.model.families import FAMILIES, Family, ModelType
+from smd_jax.model.hf_fields import LARGEST, shown
+from smd_jax.model.hf_rope import QUERY_BETA, read_scaling, scaling_to_hf
 
-_FLOAT_NAMES: dict[str, FloatName] = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float64": "float64",
-}
-
-
+FULL, SLIDING = "full_attention", "sliding_attention"
 _MOST_LAYERS = 4096
+
+# Fields of ModelConfig and their keys. Not every family has those of the second table.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_SCALES = {
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "attention_multiplier": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
+_EXPERT_COUNT = ("num_experts", "num_local_experts")  # transformers 4 has one in each family, 5 reads both
+# Keys whose values transformers would check against torch or the vocabulary, and that are read elsewhere or not at all.
+_NOT_PARSED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def float_name(dtype: DTypeLike) -> FloatName:
@@ -35,176 +56,188 @@ def float_name(dtype: DTypeLike) -> FloatName:
     Raises:
       ValueError: another dtype.
     """
-    name = jnp.dtype(dtype).name
-    if name not in _FLOAT_NAMES:
-        raise ValueError(f"parameters must be one of {', '.join(_FLOAT_NAMES)}; got dtype {name}")
-    return _FLOAT_NAMES[name]
+    names: tuple[FloatName, ...] = ("float32", "bfloat16", "float16", "float64")
+    for name in names:
+        if jnp.dtype(dtype).name == name:
+            return name
+    raise ValueError(f"parameters must be one of {', '.join(names)}; got dtype {jnp.dtype(dtype).name}")
 
 
 # Reading
 
 
-def model_config_from_hf(config: dict[str, Any], dtype: FloatName = "float32") -> ModelConfig:
+def model_config_from_hf(config: Mapping[str, Any], dtype: FloatName = "float32") -> ModelConfig:
     """Reads a parsed config.json.
 
     Args:
-      config: the parsed file, of a model_type in `FAMILIES`; rope as transformers 4 (`rope_theta`, `rope_scaling`) or
-        transformers 5 (`rope_parameters`) spells it.
+      config: the parsed file, of a model_type in `FAMILIES`.
       dtype: compute dtype of the result; the file's dtype is that of the stored weights.
 
     Raises:
       ValueError: a value has the wrong type or is not supported; names the key.
     """
-    family = FAMILIES[_model_type(config)]
-    _refuse_unsupported(config, family)
-    head_dim = _head_dim(config, family)
-    rope_layers = _rope_layers(config, family)
-    windows = read_windows(config, family, _num_layers(config), rope_layers)
-    rope = read_rope(config, family)
-    if rope.rotated != 1 and not family.partial_rope:
-        raise ValueError(
-            f"{config['model_type']} with partial_rotary_factor={rope.rotated} is not supported; only "
-            "partial_rotary_factor=1.0 is"
-        )
-    rotated = int(head_dim * rope.rotated)
-    biases = {name: flag(config, key, family.flags.get(key, False)) for name, key in family.biases.items()}
-    return ModelConfig(
-        vocab_size=_size(config, "vocab_size"),
-        hidden_size=_size(config, "hidden_size"),
-        intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_num_layers(config),
-        num_heads=_size(config, "num_attention_heads"),
-        num_kv_heads=_num_kv_heads(config, family),
-        head_dim=head_dim,
-        max_positions=_max_positions(config, rope.scaling),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        # Gemma uses the second base only in layers with a window.
-        local_rope_theta=rope.local_theta if windows else None,
-        rope_layers=rope_layers,
-        rotary_dim=None if rotated == head_dim else rotated,
-        norm_eps=number(config, "rms_norm_eps", family.norm_eps, zero=True),
-        sliding_windows=windows,
-        tie_embeddings=flag(config, "tie_word_embeddings", family.tie_embeddings),
-        dtype=dtype,
-        experts=None if family.experts is None else read_experts(config, family.experts, _num_layers(config)),
-        **{**family.always, **biases, **_numbers(config, family, head_dim)},
-    )
-
-
-def _size(config: dict[str, Any], key: str) -> int:
-    """A size of the model, by default the family's."""
-    return whole(config, key, FAMILIES[_model_type(config)].sizes[key])
-
-
-def _num_layers(config: dict[str, Any]) -> int:
-    layers = _size(config, "num_hidden_layers")
-    # The fields below have an entry per layer, so a huge number is rejected first.
-    if layers > _MOST_LAYERS:
-        raise ValueError(f"expected num_hidden_layers as an integer from 1 to {_MOST_LAYERS}; got {layers}")
-    return layers
-
-
-def _num_kv_heads(config: dict[str, Any], family: Family) -> int:
-    """An absent key and null differ: the family's default, and in most families num_attention_heads."""
-    key = "num_key_value_heads"
-    heads = _size(config, "num_attention_heads")
-    if key not in config:
-        return heads if family.num_kv_heads is None else family.num_kv_heads
-    if config[key] is None and family.null_kv_heads:
-        return heads
-    return whole(config, key)
-
-
-def _model_type(config: dict[str, Any]) -> ModelType:
     model_type = config.get("model_type")
-    for known in FAMILIES:
-        if model_type == known:
-            return known
-    raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}")
+    _refuse_unsupported(config, FAMILIES[model_type])
+    try:
+        return _read(_parsed(config), config, FAMILIES[model_type], dtype)
+    except (TypeError, LookupError, ArithmeticError) as error:  # of the checks of transformers and of ModelConfig
+        raise ValueError(f"expected a config.json of {model_type}; got one with {error!s:.300}") from error
 
 
-def _refuse_quantised(config: dict[str, Any], family: Family) -> None:
-    """Raises ValueError for quantised weights, except gpt-oss' own, see `smd_jax.model.mxfp4`."""
-    given = config.get("quantization_config")
-    own = family.layout == "gpt_oss"
-    if given is None or (own and isinstance(given, dict) and given.get("quant_method") == "mxfp4"):
-        return
-    only = "quant_method 'mxfp4' or none" if own else "quantization_config=None"
-    raise ValueError(f"{config['model_type']} with quantization_config={shown(given)} is not supported; only {only} is")
+def _parsed(content: Mapping[str, Any]) -> Any:
+    """The configuration object of transformers.
+
+    Raises:
+      ValueError, TypeError, LookupError: transformers cannot read it.
+    """
+    # Imported here, because it takes seconds.
+    from smd_jax.text.hugging_face import CONFIG_MAPPING, StrictDataclassError, errors_only
+
+    # A copy, because transformers changes what it is given.
+    fields = copy.deepcopy({key: value for key, value in content.items() if key not in _NOT_PARSED})
+    fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    original = fields.get("original_max_position_embeddings")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = fields.get(key)
+        if isinstance(rope, dict) and original is not None and not {FULL, SLIDING} & rope.keys():
+            rope["original_max_position_embeddings"] = original
+    try:
+        with errors_only():
+            return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    except StrictDataclassError as error:
+        raise ValueError(" ".join(str(error).split())[:400]) from error
 
 
-def _refuse_unsupported(config: dict[str, Any], family: Family) -> None:
-    _refuse_quantised(config, family)
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     supported: dict[str, tuple[Any, ...]] = {**family.only}
-    if family.experts is None:
-        supported |= dict.fromkeys(EXPERT_KEYS, (None,))
+    if not family.experts:
+        supported |= dict.fromkeys(_EXPERT_COUNT, (None,))
     for key in ("attention_bias", "mlp_bias"):
         # Qwen2 has fixed biases and does not read the key.
         if key not in family.biases.values() and "qkv_bias" not in family.always:
             supported[key] = (False,)
-    if not family.partial_rope:
-        supported["partial_rotary_factor"] = (1.0,)
     for key, values in supported.items():
         got = config.get(key)
         if got is not None and not any(got == value and type(got) is not bool or got is value for value in values):
             only = " or ".join(f"{key}={value!r}" for value in values)
             raise ValueError(f"{config['model_type']} with {key}={shown(got)} is not supported; only {only} is")
-
-
-def _head_dim(config: dict[str, Any], family: Family) -> int:
-    if "head_dim" in config and (config["head_dim"] is not None or family.head_dim is not None):
-        return whole(config, "head_dim")
-    if family.head_dim is not None:
-        return family.head_dim  # not derived from the hidden size
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    if hidden % heads:
+    given = config.get("quantization_config")
+    own = family.layout == "gpt_oss"  # `smd_jax.model.mxfp4`
+    if given is not None and not (own and isinstance(given, dict) and given.get("quant_method") == "mxfp4"):
+        only = "quant_method 'mxfp4' or none" if own else "quantization_config=None"
         raise ValueError(
-            f"hidden_size must be a multiple of num_attention_heads, or head_dim given; got {hidden}, {heads}"
+            f"{config['model_type']} with quantization_config={shown(given)} is not supported; only {only} is"
         )
-    return hidden // heads
 
 
-def _numbers(config: dict[str, Any], family: Family, head_dim: int) -> dict[str, float | None]:
-    """The fields of `family.numbers`."""
-    found = {name: _number(config, name, *key) for name, key in family.numbers.items()}
-    # ModelConfig has None if scores are divided by sqrt(head_dim).
-    return {name: None if name == "query_pre_attn_scalar" and x == head_dim else x for name, x in found.items()}
+def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName) -> ModelConfig:
+    """`hf` is the configuration object of transformers, `content` the file."""
+    # The fields below have an entry per layer, so a huge number is rejected first.
+    if not 0 < hf.num_hidden_layers <= _MOST_LAYERS:
+        raise ValueError(f"expected num_hidden_layers from 1 to {_MOST_LAYERS}; got {hf.num_hidden_layers}")
+    if not hf.num_attention_heads:
+        raise ValueError("expected num_attention_heads >= 1; got 0")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    keys = {**_SIZES, **_SCALES, **family.biases}
+    fields = {name: getattr(hf, key) for name, key in keys.items() if hasattr(hf, key)}
+    fields = {name: float(x) if name in _SCALES and type(x) is int else x for name, x in fields.items()}
+    if fields.get("query_pre_attn_scalar") == head_dim:
+        fields["query_pre_attn_scalar"] = None  # scores are divided by sqrt(head_dim)
+    windows = _read_windows(hf, content, family)
+    rope = _read_rope(hf, family)
+    rotated = int(head_dim * rope.rotated)
+    rope_layers = tuple(map(bool, getattr(hf, "no_rope_layers", ())))
+    return ModelConfig(
+        **{**fields, **family.always},
+        head_dim=head_dim,
+        max_positions=_max_positions(hf, rope.scaling),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        # The second base is only used in layers with a window.
+        local_rope_theta=rope.local_theta if windows else None,
+        rope_layers=() if all(rope_layers) else rope_layers,
+        rotary_dim=None if rotated == head_dim else rotated,
+        sliding_windows=windows,
+        dtype=dtype,
+        experts=_read_experts(hf) if family.experts else None,
+    )
 
 
-def _number(config: dict[str, Any], name: str, key: str, default: float | None) -> float | None:
-    # Null turns a soft cap off, and is invalid for a multiplier.
-    off = name.endswith("softcap") and key in config and config[key] is None
-    return None if off else number(config, key, default)
+class _Rope(NamedTuple):
+    theta: float
+    scaling: RopeScaling | None
+    local_theta: float | None  # of the layers with a window, if it differs
+    rotated: float  # share of a head's channels
 
 
-def _rope_layers(config: dict[str, Any], family: Family) -> tuple[bool, ...]:
-    """Whether each layer has RoPE; empty if all have."""
-    if not family.rope_layers:
-        return ()
-    layers = _num_layers(config)
-    given = config.get("no_rope_layers")
-    if given is None:
-        interval = whole(config, "no_rope_layer_interval", 4)
-        given = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(given, list) or not all(type(has) is int and has in (0, 1) for has in given):
-        raise ValueError(f"expected no_rope_layers as a list of 0 (no RoPE) and 1, or null; got {shown(given)}")
-    if len(given) != layers:
-        raise ValueError(f"expected no_rope_layers for each of {layers} layers; got {len(given)}")
-    return () if all(given) else tuple(map(bool, given))
+def _read_rope(hf: Any, family: Family) -> _Rope:
+    by_kind = hf.rope_parameters if FULL in hf.rope_parameters and SLIDING in hf.rope_parameters else None
+    rope = hf.rope_parameters if by_kind is None else by_kind[FULL]
+    if not family.query_beta:
+        rope = {key: value for key, value in rope.items() if key != QUERY_BETA}  # transformers ignores it
+    elif not rope.get(QUERY_BETA):
+        raise ValueError(f"expected {QUERY_BETA} > 0 in rope_parameters of {hf.model_type}; got {shown(rope)}")
+    theta, scaling = float(rope["rope_theta"]), read_scaling(rope, hf.max_position_embeddings)
+    rotated = rope.get("partial_rotary_factor", 1.0)
+    if rotated != 1 and not family.partial_rope:
+        raise ValueError(f"{hf.model_type} with partial_rotary_factor={rotated} is not supported; only 1.0 is")
+    if by_kind is None:
+        return _Rope(theta, scaling, None, rotated)
+    if read_scaling(by_kind[SLIDING], hf.max_position_embeddings) is not None:
+        raise ValueError(f"expected plain RoPE in layers with a sliding window; got {shown(by_kind[SLIDING])}")
+    local = float(by_kind[SLIDING]["rope_theta"])
+    return _Rope(theta, scaling, None if scaling is None and local == theta else local, rotated)
 
 
-def _max_positions(config: dict[str, Any], rope_scaling: RopeScaling | None) -> int:
+def _read_windows(hf: Any, content: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+    """The window of each layer; empty if none has one."""
+    window = getattr(hf, "sliding_window", None) if family.windows else None
+    kinds = [SLIDING if window else FULL] * hf.num_hidden_layers
+    if family.windows == "some":
+        kinds = hf.layer_types
+    elif content.get("layer_types") not in (None, kinds):
+        # transformers ignores the key in these families.
+        raise ValueError(f"{hf.model_type} has {kinds[0]} in all layers; got {shown(content['layer_types'])}")
+    if SLIDING in kinds and window is None:
+        raise ValueError(
+            f"{hf.model_type} with layers of {SLIDING!r} needs a sliding_window that is in use; got "
+            f"sliding_window={shown(content.get('sliding_window'))}, "
+            f"use_sliding_window={shown(content.get('use_sliding_window'))}"
+        )
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        raise ValueError(f"layer_types of {hf.model_type} must be {FULL} or {SLIDING}; got {shown(sorted(unknown))}")
+    return tuple(window if kind == SLIDING else None for kind in kinds) if SLIDING in kinds else ()
+
+
+def _read_experts(hf: Any) -> Experts:
+    step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or []
+    layers = tuple((layer + 1) % step == 0 and layer not in dense for layer in range(hf.num_hidden_layers))
+    clamp = getattr(hf, "swiglu_limit", None)  # gpt-oss'
+    return Experts(
+        count=hf.num_local_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        layers=() if all(layers) else layers,
+        normalised=getattr(hf, "norm_topk_prob", True),
+        bias=clamp is not None,
+        clamp=clamp,
+        balance_coef=hf.router_aux_loss_coef,
+    )
+
+
+def _max_positions(hf: Any, scaling: RopeScaling | None) -> int:
     """The context length. Under YaRN it may exceed `max_position_embeddings`: Qwen2.5's cards tell users to add
     `rope_scaling` with factor 4 and leave `max_position_embeddings` at 32,768. Under LongRoPE it is the original
     context, for which transformers uses the short factors."""
-    given = _size(config, "max_position_embeddings")
-    if isinstance(rope_scaling, LongRope):
-        return min(given, rope_scaling.original_max_positions)
-    if not isinstance(rope_scaling, YarnRope):
-        return given
-    # The larger of both, because a file may have the original or the extended length.
-    return max(given, min(int(rope_scaling.factor * rope_scaling.original_max_positions), LARGEST))
+    given = hf.max_position_embeddings
+    if isinstance(scaling, LongRope):
+        return min(given, scaling.original_max_positions)
+    if isinstance(scaling, YarnRope):
+        # The larger of both, because a file may have the original or the extended length.
+        return max(given, min(int(scaling.factor * scaling.original_max_positions), LARGEST))
+    return given
 
 
 # Writing
@@ -220,43 +253,117 @@ def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str 
       ValueError: no model type of transformers expresses `config`.
     """
     chosen = model_type_of(config, model_type)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # Llama's defaults fit few tokenizers
+    return _written(config, chosen) | {"torch_dtype": dtype, "dtype": dtype, **ids}
+
+
+@functools.cache
+def model_type_of(config: ModelConfig, prefer: str | None = None) -> ModelType:
+    """The model type of transformers that fits `config`; of several, `prefer` or the first.
+
+    Raises:
+      ValueError: none fits; the message names the closest ones.
+    """
+    reasons: dict[ModelType, list[str]] = {}
+    for model_type in sorted(FAMILIES, key=lambda name: name != prefer):
+        if all(getattr(config, name) == value for name, value in FAMILIES[model_type].always.items()):
+            reasons[model_type] = _differences(config, model_type)
+            if not reasons[model_type]:
+                return model_type
+    closest = sorted(reasons, key=lambda name: len(reasons[name]))[:4]
+    listed = "; ".join(f"{name} has {', '.join(reasons[name])}" for name in closest)
+    raise ValueError(f"expected a configuration that a model type of transformers expresses; of the closest {listed}")
+
+
+def _differences(config: ModelConfig, model_type: ModelType) -> list[str]:
+    """What would differ in a model that is written as this type and read again."""
+    try:
+        again = model_config_from_hf(_written(config, model_type), config.dtype)
+    except ValueError as error:
+        return [f"no such config.json: {error!s:.120}"]
+    again = replace(again, max_positions=config.max_positions)  # YaRN's is extended when it is read
+    given = _shortest(config)
+    names = [field.name for field in dataclasses.fields(config)]
+    return [f"{name}={getattr(again, name)}" for name in names if getattr(again, name) != getattr(given, name)]
+
+
+def _shortest(config: ModelConfig) -> ModelConfig:
+    """The same model, with defaults in place of lists and sizes that say the same."""
+    experts = config.experts
+    return replace(
+        config,
+        sliding_windows=config.sliding_windows if any(config.sliding_windows) else (),
+        rope_layers=() if all(config.rope_layers) else config.rope_layers,
+        rotary_dim=None if config.rotary_dim == config.head_dim else config.rotary_dim,
+        query_pre_attn_scalar=None if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar,
+        experts=replace(experts, layers=()) if experts is not None and all(experts.layers) else experts,
+    )
+
+
+@functools.cache
+def _defaults(model_type: ModelType) -> dict[str, Any]:
+    return _parsed({"model_type": model_type}).to_dict()
+
+
+def _written(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
+    """config.json without dtypes and ids of tokens."""
+    family, known = FAMILIES[model_type], _defaults(model_type)
+    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_layers)]
+    window = max((window for window in config.sliding_windows if window), default=None)
+    scalar = config.query_pre_attn_scalar
+    keys = {key: getattr(config, name) for name, key in {**_SCALES, **family.biases}.items()} | {
+        "query_pre_attn_scalar": int(config.head_dim if scalar is None else scalar),  # transformers has no other
+        # Gemma's may not be null.
+        "sliding_window": known.get("sliding_window") if window is None and family.windows == "some" else window,
+        "use_sliding_window": window is not None,
+        "layer_types": kinds,
+        # For readers without `layer_types`: the first layer with a window.
+        "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else config.num_layers,
+        "no_rope_layers": [int(config.has_rope(layer)) for layer in range(config.num_layers)],
+        **_experts_to_hf(config),
+    }
     return {
-        "architectures": [FAMILIES[chosen].architecture],
-        "model_type": chosen,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        **{key: getattr(config, name) for name, key in _SIZES.items()},
         "head_dim": config.head_dim,
         "max_position_embeddings": _written_positions(config),
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": config.rope_theta,
-        **_rope_keys(config, FAMILIES[chosen]),
-        **_family_keys(config, FAMILIES[chosen]),
-        "torch_dtype": dtype,
-        "dtype": dtype,
-        # None, because Llama's defaults of 1 and 2 would be wrong for most tokenizers.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **_rope_to_hf(config, model_type),
+        **{key: value for key, value in keys.items() if key in known or (family.experts and key in _EXPERT_COUNT)},
+        **{key: values[0] for key, values in family.only.items() if values[0] not in (None, False)},
+    }
+
+
+def _experts_to_hf(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {
+        **dict.fromkeys(_EXPERT_COUNT, experts.count),
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "router_aux_loss_coef": experts.balance_coef,
+        "output_router_logits": False,
+        "norm_topk_prob": experts.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.is_mixture(layer)],
+        "swiglu_limit": experts.clamp,
     }
 
 
 def _written_positions(config: ModelConfig) -> int:
-    if isinstance(config.rope_scaling, LongRope):
-        return max(config.max_positions, stretched_positions(config.rope_scaling))
+    scaling = config.rope_scaling
+    if isinstance(scaling, LongRope):
+        return max(config.max_positions, round(scaling.factor * scaling.original_max_positions))
     return config.max_positions
 
 
-def _rope_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
+def _rope_to_hf(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
     """RoPE's keys: transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` and
     reads all."""
-    rope = rope_to_hf(config.rope_scaling)
+    rope = scaling_to_hf(config.rope_scaling)
     new = {**rope, "rope_theta": config.rope_theta}
-    keys: dict[str, Any] = {"rope_scaling": None if config.rope_scaling is None else rope}
+    keys = {"rope_theta": config.rope_theta, "rope_scaling": None if config.rope_scaling is None else rope}
     if config.rotary_dim is not None:
         share = config.rotary_dim / config.head_dim
         if int(config.head_dim * share) != config.rotary_dim:
@@ -265,25 +372,9 @@ def _rope_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         keys["partial_rotary_factor"] = new["partial_rotary_factor"] = share
     if isinstance(config.rope_scaling, LongRope):
         keys["original_max_position_embeddings"] = config.rope_scaling.original_max_positions
-    if family.local_rope is None:
+    if FULL not in _defaults(model_type)["rope_parameters"]:
         return {**keys, "rope_parameters": new}
-    default = config.rope_theta if family.local_rope.default is None else family.local_rope.default
-    theta = default if config.local_rope_theta is None else config.local_rope_theta
-    near = {"rope_type": "default", "rope_theta": theta}
-    if family.local_rope.key != "rope_theta":
-        keys[family.local_rope.key] = theta
-    return {**keys, "rope_parameters": {"full_attention": new, "sliding_attention": near}}
-
-
-def _family_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys that not every family has: activation, biases, multipliers, layers without RoPE, windows."""
-    keys: dict[str, Any] = {key: values[0] for key, values in family.only.items() if values[0] not in (None, False)}
-    keys |= {key: getattr(config, name) for name, key in family.biases.items()}
-    for name, (key, _) in family.numbers.items():
-        value = getattr(config, name)
-        if name == "query_pre_attn_scalar":
-            value = int(config.head_dim if value is None else value)
-        keys[key] = value
-    if family.rope_layers:
-        keys["no_rope_layers"] = [int(config.has_rope(layer)) for layer in range(config.num_layers)]
-    return keys | windows_to_hf(config, family) | experts_to_hf(config, family)
+    theta = config.rope_theta if config.local_rope_theta is None else config.local_rope_theta
+    if model_type == "gemma3_text":
+        keys["rope_local_base_freq"] = theta
+    return {**keys, "rope_parameters": {FULL: new, SLIDING: {"rope_type": "default", "rope_theta": theta}}}

@@ -50,18 +50,6 @@ def number(fields: Fields, key: str, default: float | None = None, *, zero: bool
     raise ValueError(f"expected {key} as a finite number {'>=' if zero else '>'} 0; got {shown(value)}")
 
 
-def numbers(fields: Fields, key: str) -> tuple[float, ...]:
-    """A list of finite numbers > 0 in a JSON object.
-
-    Raises:
-      ValueError: another value, or none.
-    """
-    value = fields.get(key)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"expected {key} as a list of finite numbers > 0; got {shown(value)}")
-    return tuple(number({key: item}, key) for item in value)
-
-
 def flag(fields: Fields, key: str, default: bool) -> bool:
     """A boolean of a JSON object; `default` if the key is absent.
 
@@ -85,20 +73,6 @@ def names(fields: Fields, key: str) -> list[str] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"expected {key} as a list of texts, or null; got {shown(value)}")
-    return value
-
-
-def mapping(fields: Fields, key: str) -> dict[str, Any]:
-    """An object in a JSON object; empty if it is absent or null.
-
-    Raises:
-      ValueError: another value.
-    """
-    value = fields.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ValueError(f"expected {key} as an object, or null; got {shown(value)}")
     return value
 
 

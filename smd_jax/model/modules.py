@@ -20,9 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
@@ -67,17 +64,18 @@ HiddenFunction = Callable[[Any, Int[Array, "batch tokens"], Int[Array, "batch to
 LogitsFunction = Callable[[Any, Float[Array, "batch tokens hidden_size"]], Array]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModuleModel:
-    """A `LanguageModel` around a module.
+    """A `LanguageModel` around a module. Two models are never equal: build one and keep it, because each compiles its
+    own programs.
 
     Attributes:
-      module: the module without its parameters.
+      with_params: the module with these parameters.
       shape: see ModelShape.
       hidden_of, logits_of: the two functions of this file's docstring.
     """
 
-    module: NNXModule | EquinoxModule
+    with_params: Callable[[Params], Any]
     shape: ModelShape
     hidden_of: HiddenFunction
     logits_of: LogitsFunction
@@ -94,43 +92,16 @@ class ModuleModel:
         layers: tuple[LayerState, ...],
     ) -> tuple[Float[Array, "batch tokens hidden_size"], tuple[LayerState, ...]]:
         calls = AttentionCalls(attend, layers)
-        hidden = self.hidden_of(self.module.with_params(params), tokens, positions, calls)
+        hidden = self.hidden_of(self.with_params(params), tokens, positions, calls)
         if len(calls.states) != len(layers):
             raise ValueError(f"expected one attention call per layer, {len(layers)} of them; got {len(calls.states)}")
         return hidden, calls.states
 
     def logits(self, params: Params, hidden: Float[Array, "batch tokens hidden_size"]) -> Array:
-        return self.logits_of(self.module.with_params(params), hidden)
+        return self.logits_of(self.with_params(params), hidden)
 
     def compute_params(self, params: Params) -> Params:
         return params
-
-
-@dataclass(frozen=True)
-class NNXModule:
-    """The graph of a flax.nnx module, and its variables that are not parameters."""
-
-    graph: Any
-    constants: Constants
-
-    def with_params(self, params: Params) -> nnx.Module:
-        """A new module with these parameters."""
-        from flax import nnx
-
-        return nnx.merge(self.graph, params, self.constants.tree())
-
-
-@dataclass(frozen=True)
-class EquinoxModule:
-    """The leaves of an Equinox module that are not parameters."""
-
-    constants: Constants
-
-    def with_params(self, params: Params) -> Any:
-        """The module with these parameters."""
-        import equinox
-
-        return equinox.combine(params, self.constants.tree())
 
 
 def from_nnx(
@@ -147,7 +118,7 @@ def from_nnx(
     from flax import nnx
 
     graph, params, rest = nnx.split(module, nnx.Param, ...)
-    return ModuleModel(NNXModule(graph, Constants.of(rest)), shape, hidden, logits), params
+    return ModuleModel(lambda params: nnx.merge(graph, params, rest, copy=True), shape, hidden, logits), params
 
 
 def from_equinox(
@@ -165,50 +136,4 @@ def from_equinox(
     import equinox
 
     params, rest = equinox.partition(module, equinox.is_inexact_array)
-    return ModuleModel(EquinoxModule(Constants.of(rest)), shape, hidden, logits), params
-
-
-@dataclass(frozen=True)
-class Constants:
-    """A pytree that is hashable and compared by value, so that it can be a static argument of a jitted function.
-
-    Attributes:
-      leaves: arrays and PRNG keys as shape, dtype and bytes; other leaves as they are.
-      treedef: of the pytree.
-    """
-
-    leaves: tuple[Any, ...]
-    treedef: Any
-
-    @classmethod
-    def of(cls, tree: Any) -> Constants:
-        leaves, treedef = jax.tree.flatten(tree)
-        return cls(tuple(_frozen(leaf) for leaf in leaves), treedef)
-
-    def tree(self) -> Any:
-        """The pytree, with arrays in place of the bytes."""
-        leaves = [leaf.array() if isinstance(leaf, _FrozenArray) else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.treedef, leaves)
-
-
-@dataclass(frozen=True)
-class _FrozenArray:
-    shape: tuple[int, ...]
-    dtype: str
-    data: bytes
-    key_impl: str | None  # of a PRNG key array
-
-    def array(self) -> Any:
-        values = np.frombuffer(self.data, self.dtype).reshape(self.shape)
-        return values if self.key_impl is None else jax.random.wrap_key_data(jnp.asarray(values), impl=self.key_impl)
-
-
-def _frozen(leaf: Any) -> Any:
-    if not isinstance(leaf, (jax.Array, np.ndarray)):
-        return leaf
-    impl = None
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        impl = str(jax.random.key_impl(leaf))
-        leaf = jax.random.key_data(leaf)
-    values = np.asarray(leaf)
-    return _FrozenArray(values.shape, values.dtype.name, values.tobytes(), impl)
+    return ModuleModel(lambda params: equinox.combine(params, rest), shape, hidden, logits), params

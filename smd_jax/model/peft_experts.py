@@ -8,9 +8,6 @@
 PEFT wraps gate_up_proj, and down_proj around that; so the name has `base_layer` only if both have adapters. Source:
 `ParamWrapper` in `peft/tuners/lora/layer.py` of PEFT 0.21. gate_up_proj is one matrix there, with adapters as in
 `smd_jax.model.peft_fused`. Here gate and up have an adapter each.
-
-Under transformers 4 every matrix of an expert was a module (`mlp.experts.3.up_proj`, Mixtral's
-`block_sparse_moe.experts.3.w3`), with an adapter of its own. These are read, too.
 """
 
 from __future__ import annotations
@@ -23,18 +20,17 @@ from typing import Any
 import numpy as np
 
 from smd_jax.config import ModelConfig
-from smd_jax.model.families import FAMILIES, model_type_of
+from smd_jax.model.families import FAMILIES
+from smd_jax.model.hf_config import model_type_of
 from smd_jax.model.hf_fields import names, shown, some, whole
 from smd_jax.model.lora import EXPERTS, LoraConfig, Target
 from smd_jax.model.peft_files import MATRICES, take_tensor, tensor_name
 from smd_jax.model.peft_fused import fused_targets, join, split
-from smd_jax.model.tensor_table import tensor_table
 
 Pair = dict[str, np.ndarray]  # lora_A [experts, in, rank] and lora_B [experts, rank, out]
 
 MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 _STORED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(base_layer\.)?lora_[AB]\.weight$")
 
 
@@ -99,8 +95,6 @@ def take_experts(
     if config.experts is None:
         return {}
     given = names(content, "target_parameters") or []
-    if any(_ONE_EXPERT.search(name) for name in tensors):
-        return _take_single(tensors, whole(content, "r"), config, directory)
     stored = [name for name in _STORED if any(_is_named(name, one) for one in given)]
     unknown = [one for one in given if not any(_is_named(name, one) for name in _STORED)]
     if unknown or (not stored and any(_ALL_EXPERTS.search(name) for name in tensors)):
@@ -172,20 +166,3 @@ def _take_pair(
     b = take_tensor(tensors, module, "lora_B", (sides[1], rank * experts), directory)
     a, b = a.reshape(experts, rank, -1), b.reshape(-1, rank, experts)
     return {"lora_A": a.transpose(0, 2, 1), "lora_B": b.transpose(2, 1, 0)}
-
-
-def _take_single(tensors: dict[str, np.ndarray], rank: int, config: ModelConfig, directory: Path) -> dict[str, Pair]:
-    """Adapters with a module per expert and matrix, as PEFT wrote them under transformers 4."""
-    layout = FAMILIES[model_type_of(config)].layout
-    found: dict[str, dict[str, list[np.ndarray]]] = {}
-    there = {name.split(".")[-3] for name in tensors if _ONE_EXPERT.search(name)}
-    for name, tensor in tensor_table(config, layout).items():
-        module = name.removesuffix(".weight")
-        if tensor.expert is None or module.split(".")[-1] not in there:
-            continue
-        (leaf,) = tensor.leaves
-        shapes = {"lora_A": (rank, leaf.shape[1]), "lora_B": (leaf.shape[2], rank)}
-        for matrix, shape in shapes.items():
-            taken = take_tensor(tensors, module, matrix, shape, directory)
-            found.setdefault(leaf.path, {}).setdefault(matrix, []).append(taken.T)
-    return {path: {matrix: np.stack(each) for matrix, each in pair.items()} for path, pair in found.items()}

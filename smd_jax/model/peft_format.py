@@ -11,7 +11,6 @@ one have one adapter in PEFT's format, see `smd_jax.model.peft_fused`; experts, 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from smd_jax.config import FloatName, ModelConfig
-from smd_jax.model.families import FAMILIES, model_type_of
-from smd_jax.model.hf_config import float_name
+from smd_jax.model.families import FAMILIES
+from smd_jax.model.hf_config import float_name, model_type_of
 from smd_jax.model.hf_fields import flag, number, shown, some, whole
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
 from smd_jax.model.peft_experts import MLP_TARGETS, expert_tensors, is_of_experts, stored_targets, take_experts
@@ -96,10 +95,7 @@ def save_peft(
     content = _peft_config(adapters.config, base_model, _fused_names(config, layout), config.experts is not None)
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     write_safetensors(directory / TENSOR_FILE, tensors, {"format": "pt"})
-    # Written under another name and renamed, so that no reader sees half a file.
-    new_config = directory / f"{CONFIG_FILE}.new-{os.getpid()}"
-    new_config.write_text(text, encoding="utf-8")
-    new_config.replace(directory / CONFIG_FILE)
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

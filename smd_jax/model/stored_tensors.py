@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +23,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 STORED_DTYPES = ("F32", "BF16", "F16", "F64")
-# The index of a model of 400 billion parameters takes 0.1 MB.
-MOST_JSON_BYTES = 16 * 2**20
-_MOST_NAME_CHARACTERS = 255  # what file systems allow
-# A tensor is read in blocks of this size, or of a 32nd of the shard if that is smaller.
-BLOCK_BYTES = 8 * 2**20
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end along each axis
 
@@ -55,17 +46,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not JSON, not an object, or a file of more than 16 MiB.
+      ValueError: not JSON, or not an object.
     """
     if not path.is_file():
         raise FileNotFoundError(f"expected a checkpoint with {path.name} in {path.parent}; there is no such file")
-    size = path.stat().st_size
-    if size > MOST_JSON_BYTES:
-        raise ValueError(f"expected {path} of at most {MOST_JSON_BYTES} bytes; got {size}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error!s:.200}") from error
     if not isinstance(content, dict):
@@ -78,7 +64,12 @@ def tensor_files(directory: Path) -> list[Path]:
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
     if (directory / INDEX_FILE).is_file():
-        return _shards(directory / INDEX_FILE)
+        files = [directory / name for name in shard_names(directory / INDEX_FILE)]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise FileNotFoundError(
+                f"{directory / INDEX_FILE} names shards that are not in {directory}: {some(missing)}"
+            )
+        return files
     # Listed for the error message, never opened.
     pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
     if pickles:
@@ -87,14 +78,6 @@ def tensor_files(directory: Path) -> list[Path]:
             "code and are never read: open the checkpoint where you trust it with transformers, and save it again"
         )
     raise FileNotFoundError(f"expected {SINGLE_FILE} or {INDEX_FILE} in {directory}; there is neither")
-
-
-def _shards(index: Path) -> list[Path]:
-    files = [index.parent / name for name in shard_names(index)]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{index} names the shard {file.name}; there is no such file in {index.parent}")
-    return files
 
 
 def shard_names(index: Path) -> list[str]:
@@ -110,14 +93,9 @@ def shard_names(index: Path) -> list[str]:
         )
     for name in weight_map.values():
         # The index is downloaded, so it must not reach files outside its directory.
-        if not isinstance(name, str) or not _is_shard_name(name):
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(f"{index} must name safetensors files in its own directory; got {shown(name)}")
     return sorted(set(weight_map.values()))
-
-
-def _is_shard_name(name: str) -> bool:
-    plain = name == os.path.basename(name) and name.isprintable() and "\\" not in name
-    return plain and name.endswith(".safetensors") and len(name) <= _MOST_NAME_CHARACTERS
 
 
 def read_headers(files: list[Path]) -> dict[str, Stored]:
@@ -130,10 +108,6 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
         except SafetensorError as error:
             raise ValueError(f"{file} is not a readable safetensors file: {error!s:.200}") from error
         for name, tensor in header.items():
-            if name in stored:
-                raise ValueError(
-                    f"expected every tensor once; {some([name])} is in {stored[name].file.name} and {file.name}"
-                )
             stored[name] = Stored(file, tuple(tensor.get_shape()), tensor.get_dtype())
     return stored
 
@@ -152,13 +126,6 @@ def match_tensors(
     stored = read_headers(files)
     if layout == "gpt_oss":
         stored = _with_mxfp4(stored)
-    # Checked before the table is built, because the table grows with num_hidden_layers of a downloaded file.
-    layers = {match[1] for name in stored if (match := _LAYER.match(name))}
-    if config.num_layers > max(len(layers), 1):
-        raise ValueError(
-            f"tensors in {where} do not fit its configuration: expected {config.num_layers} layers, as "
-            f"num_hidden_layers says; got tensors of {len(layers)}"
-        )
     table = tensor_table(config, layout)
     if config.tie_embeddings and EMBEDDING not in stored and OUTPUT in stored:
         table = {OUTPUT if name == EMBEDDING else name: tensor for name, tensor in table.items()}
@@ -185,8 +152,6 @@ def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
                 f"groups]; got {blocks.dtype} {shown(list(blocks.shape))} and {scales.dtype} "
                 f"{shown(list(scales.shape))}"
             )
-        if name in stored:
-            raise ValueError(f"expected every tensor once; {some([name])} is stored plainly and in MXFP4")
         stored[name] = Stored(blocks.file, shape, MXFP4, scales)
     return stored
 
@@ -209,28 +174,14 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
 
 
 def _check_tied(embedding: Stored, output: Stored, where: str) -> None:
-    """Raises ValueError unless both tensors are equal. Reads blocks of rows."""
-    equal = embedding.shape == output.shape
-    if equal:
-        with (
-            safe_open(embedding.file, framework="numpy") as first,
-            safe_open(output.file, framework="numpy") as second,
-        ):
-            one, other = first.get_slice(EMBEDDING), second.get_slice(OUTPUT)
-            rows, width = embedding.shape
-            step = max(BLOCK_BYTES // (8 * width), 1)
-            blocks = (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
-            equal = all(np.array_equal(_wide(one[block]), _wide(other[block]), equal_nan=True) for block in blocks)
+    """Raises ValueError unless both tensors are equal."""
+    with safe_open(embedding.file, framework="numpy") as first, safe_open(output.file, framework="numpy") as second:
+        equal = np.array_equal(first.get_tensor(EMBEDDING), second.get_tensor(OUTPUT))
     if not equal:
         raise ValueError(
             f"expected {OUTPUT} in {where} to equal {EMBEDDING}, because config.json says tie_word_embeddings: true; "
             "got another tensor. If it was trained separately, set tie_word_embeddings to false"
         )
-
-
-def _wide(block: np.ndarray) -> np.ndarray:
-    """In a dtype that NumPy can compare and that represents every stored value exactly."""
-    return block.astype(np.float64)
 
 
 def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> None:
@@ -262,57 +213,41 @@ class Holder(NamedTuple):
 
 
 def load_parameter(holders: Sequence[Holder], leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
-    """A parameter on the devices of this process, read shard by shard.
+    """A parameter on the devices of this process, of which only their shards are read.
 
     Args:
       holders: the tensors that hold it: one, or several for experts.
       sharding: of the parameter; None: unsharded and uncommitted on JAX's default device.
     """
     if sharding is None:
-        whole = read_part(holders, leaf, tuple((0, side) for side in leaf.shape), dtype)
-        (array,) = _put(whole, [None])
-        del whole
-        jax.device_put(np.int8(0))  # see below
-        return array
-    devices_of: dict[Bounds, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        return jnp.asarray(_read_part(holders, leaf, tuple((0, side) for side in leaf.shape), dtype))
+    parts: dict[Bounds, np.ndarray] = {}  # devices with the same shard share what was read
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        ends = [part.indices(side) for part, side in zip(index, leaf.shape, strict=True)]
-        devices_of.setdefault(tuple((begin, end) for begin, end, _ in ends), []).append(device)
-    arrays: list[jax.Array] = []
-    for bounds, devices in devices_of.items():
-        arrays += _put(read_part(holders, leaf, bounds, dtype), devices)
-        # JAX frees the copied buffer at its next call. This call frees it before the next shard is read.
-        jax.device_put(np.int8(0), devices[0])
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+        bounds = tuple(part.indices(side)[:2] for part, side in zip(index, leaf.shape, strict=True))
+        if bounds not in parts:
+            parts[bounds] = _read_part(holders, leaf, bounds, dtype)
+        return parts[bounds]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
 
 
-def read_part(holders: Sequence[Holder], leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
-    """A shard of a parameter, converted. Besides it, at most one block of the file is in memory.
+def _read_part(holders: Sequence[Holder], leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
+    """A shard of a parameter, converted. `bounds` are in the parameter's order of axes."""
+    if holders[0].tensor.expert is None:
+        return _read_tensor(holders[0], leaf, bounds, dtype)
+    experts = range(*bounds[0])
+    return np.stack([_read_tensor(holders[expert], leaf, bounds[1:], dtype) for expert in experts])
 
-    Args:
-      holders: as for `load_parameter`.
-      bounds: of the shard, in the parameter's order of axes.
+
+def _read_tensor(holder: Holder, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
+    """The part of one tensor that belongs to a parameter.
 
     Raises:
       ValueError: values that are NaN, infinite or beyond the range of the dtype.
     """
-    part = host_array(tuple(end - begin for begin, end in bounds), dtype)
-    block = min(BLOCK_BYTES, part.nbytes // 32)
-    for holder in holders:
-        expert = holder.tensor.expert
-        if expert is None:
-            _fill(part, holder, leaf, bounds, block)
-        elif bounds[0][0] <= expert < bounds[0][1]:
-            _fill(part[expert - bounds[0][0]], holder, leaf, bounds[1:], block)
-    return part
-
-
-def _fill(part: np.ndarray, holder: Holder, leaf: Leaf, bounds: Bounds, block: int) -> None:
-    """Reads one tensor into a shard, `block` bytes at a time."""
     tensor = holder.tensor
-    # A view of the shard in the axis order of the file.
-    there = part.T if tensor.transposed else part
     *before, (begin, end) = bounds
     # Parameters are concatenated along the last axis, or interleaved.
     turns = len(tensor.leaves) if tensor.in_turns else 1
@@ -321,16 +256,12 @@ def _fill(part: np.ndarray, holder: Holder, leaf: Leaf, bounds: Bounds, block: i
         begin, end = place + turns * begin, place + turns * (end - 1) + 1
     else:
         begin, end = begin + tensor.begin(leaf), end + tensor.begin(leaf)
-    moved = (*before, (begin, end))
-    (first, last), *others = moved[::-1] if tensor.transposed else moved
-    rest = tuple(slice(begin, end) for begin, end in others)
-    step = max(block * len(there) // max(part.nbytes, 1), 1)
-    for begin in range(first, last, step):
-        end = min(begin + step, last)
-        with np.errstate(over="ignore"):  # check_finite_weights reports it with the tensor's name
-            read = holder.content[(slice(begin, end), *rest)]
-            there[begin - first : end - first] = read[..., ::turns] if turns > 1 else read
-        check_finite_weights(leaf.path, there[begin - first : end - first])
+    places = tuple(slice(*ends) for ends in (*before, (begin, end)))
+    with np.errstate(over="ignore"):  # reported below with the tensor's name
+        read = holder.content[places[::-1] if tensor.transposed else places]
+        values = read[..., ::turns].astype(jnp.dtype(dtype))
+    check_finite_weights(leaf.path, values)
+    return values.T if tensor.transposed else values
 
 
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}  # all these bits are set only in NaN and infinity
@@ -343,18 +274,6 @@ def check_finite_weights(name: str, values: np.ndarray) -> None:
     bad = ~np.isfinite(values) if exponent is None else (values.view(np.uint16) & exponent) == exponent
     if bad.any():
         raise ValueError(f"expected finite weights; got NaN or infinity in {name}, as {values.dtype.name}")
-
-
-def host_array(shape: tuple[int, ...], dtype: FloatName) -> np.ndarray:
-    """Uninitialised memory for a shard."""
-    return np.empty(shape, jnp.dtype(dtype))
-
-
-def _put(part: np.ndarray, devices: list[Any]) -> list[jax.Array]:
-    """Copies `part` to each device; None: to the default device, uncommitted. A CPU array may alias `part`, which the
-    caller must not reuse."""
-    # Blocking, because shards in transfer would fill the host's memory.
-    return jax.block_until_ready([jax.device_put(part, device) for device in devices])
 
 
 # Messages

@@ -47,7 +47,7 @@ def write_tokenizer(
 
     Raises:
       FileNotFoundError: no tokenizer, also not in `source`.
-      ValueError: a file of `source` that links elsewhere or is not JSON.
+      ValueError: a file of `source` that is not JSON.
     """
     config, generation = _source_of_ids(source)
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
@@ -57,15 +57,12 @@ def write_tokenizer(
         ids |= {key: value for key, value in own.items() if value is not None and key != "eos_token_id"}
         if end_token_ids is None:
             key = "eos_token_id"
-            named = token_ids(generation, "eos_token_id", GENERATION) or token_ids(
-                config, "eos_token_id", "config.json"
-            )
-            last = own[key]
-            end_token_ids = named if last is None or last in named else [*named, last]
+            named = token_ids(generation, key, GENERATION) or token_ids(config, key, "config.json")
+            end_token_ids = named if own[key] is None or own[key] in named else [*named, own[key]]
     elif source is not None:
         for name in tokenizer_files(source):
             (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(own_file(source, name), target / name)
+            shutil.copyfile(source / name, target / name)
     _make_portable(target / "tokenizer_config.json")
     if end_token_ids:
         known = token_ids(generation, "eos_token_id", GENERATION)
@@ -85,9 +82,7 @@ def check_tokenizer(source: Path | None, tokenizer: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(Path(folder), source, tokenizer, None)
     elif source is not None:
-        for name in tokenizer_files(source):
-            with own_file(source, name).open("rb") as file:
-                file.read(1)
+        tokenizer_files(source)
 
 
 def tokenizer_files(source: Path) -> list[str]:
@@ -100,23 +95,6 @@ def tokenizer_files(source: Path) -> list[str]:
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(present):
         raise FileNotFoundError(f"expected tokenizer.json, tokenizer.model or vocab.json in {source}; got {present}")
     return present + sorted(f"{TEMPLATES}/{file.name}" for file in (source / TEMPLATES).glob("*.jinja"))
-
-
-def own_file(directory: Path, name: str) -> Path:
-    """A file of a checkpoint. Links out of the checkpoint are refused, because exported files may be shared.
-
-    Raises:
-      ValueError: a link that leads out of the checkpoint.
-    """
-    directory, file = directory.resolve(), (directory / name).resolve()
-    # The Hub's cache has its files in blobs/ and links in snapshots/REVISION/.
-    places = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
-    if not any(file.is_relative_to(place) for place in places):
-        raise ValueError(
-            f"expected {name} in {directory} itself, because the export copies it; got a link to {file}. Put a copy "
-            "of the file in place of the link"
-        )
-    return file
 
 
 def token_ids(content: Mapping[str, Any], key: str, file: str | Path) -> list[int]:
@@ -140,11 +118,11 @@ def token_ids(content: Mapping[str, Any], key: str, file: str | Path) -> list[in
 
 def _source_of_ids(source: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json of a checkpoint; empty if missing."""
-    found = []
-    for name in ("config.json", GENERATION):
-        there = source is not None and (source / name).is_file()
-        found.append(read_json(own_file(source, name)) if source is not None and there else {})
-    return found[0], found[1]
+
+    def content(name: str) -> dict[str, Any]:
+        return read_json(source / name) if source is not None and (source / name).is_file() else {}
+
+    return content("config.json"), content(GENERATION)
 
 
 def _make_portable(file: Path) -> None:

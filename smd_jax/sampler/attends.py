@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import Observation
-from smd_jax.model.attention import AttentionConfig, decode, decode_codes
+from smd_jax.model.attention import AttentionConfig, decode
 from smd_jax.model.protocol import AtLayer, LayerRun, LayerState
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.static import Sampler
@@ -93,12 +93,10 @@ class DecodeAttend:
             if layer.window is not None:
                 # A window counts the query's own column, as in `smd_jax.message.masks.windowed`.
                 valid = valid & (layer.columns[:, None] < cache.columns + layer.window)
-            if cache.quantized is None:
-                out, received = decode(q, keys, values, valid, self.attention.decode_impl, softcap, sinks)
-            else:
-                codes = kv_cache.codes(cache)
-                precise = cache.keys, cache.values
-                out, received = decode_codes(q, codes, *precise, valid, self.attention.decode_impl, softcap, sinks)
+            codes = None if cache.quantized is None else kv_cache.codes(cache)
+            out, received = decode(
+                q, cache.keys, cache.values, valid, self.attention.decode_impl, softcap, sinks, codes
+            )
         else:
             visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
             out, received = attend_and_observe(q, keys, values, visible, softcap, sinks)

@@ -29,7 +29,21 @@ def _without_advice() -> Iterator[None]:
         logger.removeFilter(is_needed)
 
 
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Silences what transformers logs below errors."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 with _without_advice():
     from huggingface_hub import snapshot_download as snapshot_download
+    from huggingface_hub.errors import StrictDataclassError as StrictDataclassError
+    from transformers import CONFIG_MAPPING as CONFIG_MAPPING
     from transformers import AutoTokenizer as AutoTokenizer
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast

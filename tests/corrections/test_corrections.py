@@ -1,6 +1,6 @@
 """Corrections: by hand, against TRL's, verl's and slime's definitions, and what must not matter.
 
-The numbers of others are in golden/corrections.json, made by golden/make_corrections.py.
+The numbers of others are in golden/corrections.json, see golden/README.md.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
     pip install torch==2.13.0 transformers==5.23.0
     python tests/golden/make_family_logits.py [NAME …]
 
-makes `hf/<name>/` as `make_transformers_logits.py` does, with one batch in logits.npz:
+makes `hf/<name>/` with config.json and safetensors as transformers writes them, and one batch in logits.npz:
 
     tokens      int32   [3, 24]      rows of 24, 17 and 9 tokens, padded on the left
     valid       bool    [3, 24]      true at real tokens

@@ -258,12 +258,13 @@ def test_a_named_implementation_that_cannot_run_says_why():
     with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
         decode_codes_attention(*args, impl="mosaic_gpu")
     with pytest.raises(ValueError, match="expected an implementation that can run here; got impl='mosaic_tpu': .* TPU"):
-        attention.decode_codes(*args, impl="mosaic_tpu")
+        q, codes, *others = args
+        attention.decode(q, *others, impl="mosaic_tpu", codes=codes)
 
 
 @pytest.mark.parametrize(("device", "impl"), [("mosaic_gpu", "mosaic_gpu"), ("mosaic_tpu", "mosaic_tpu"), ("", "xla")])
 def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
-    args = inputs(SMALL, 4, jnp.bfloat16)
+    q, codes, *others = inputs(SMALL, 4, jnp.bfloat16)
     taken = []
 
     def attend(
@@ -276,5 +277,5 @@ def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
         mock.patch.object(attention, "wrong_device", lambda impl: None if impl == device else "elsewhere"),
         mock.patch.object(attention, "decode_codes_attention", attend),
     ):
-        attention.decode_codes(*args)
+        attention.decode(q, *others, codes=codes)
     assert taken == [impl]

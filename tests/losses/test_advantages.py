@@ -1,4 +1,4 @@
-"""Advantages by hand and against TRL's (golden/make_losses.py)."""
+"""Advantages by hand and against TRL's (golden/losses.json)."""
 
 import functools
 import json

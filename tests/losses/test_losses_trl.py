@@ -1,6 +1,6 @@
 """The policy losses against TRL's own, and what must not matter: splits, order, padding, layout.
 
-`golden/make_losses.py` says how `golden/losses.json` was made and what stands in it.
+`golden/README.md` says how `golden/losses.json` was made.
 """
 
 import json

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.message.masks import NEVER, KeyInterval, Segments
 from smd_jax.model import attention
-from smd_jax.model.attention import attend, best, best_decode, decode, pays, why_not
+from smd_jax.model.attention import attend, best, decode, pays, why_not
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.observed import attend_and_observe
@@ -254,6 +254,10 @@ def test_the_device_that_jax_computes_on_decides(monkeypatch: pytest.MonkeyPatch
     assert best(*shaped(64), interval(64)) == "mosaic_tpu"
     with jax.default_device(jax.devices("cpu")[0]):
         assert best(*shaped(64), interval(64)) == "portable"
+
+
+def best_decode(q: jax.Array, k: jax.Array) -> str:
+    return attention._best_decode(partial(attention.why_not_decode, q=q, k=k))
 
 
 def test_the_best_way_to_decode(monkeypatch: pytest.MonkeyPatch):

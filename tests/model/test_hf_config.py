@@ -1,15 +1,25 @@
 """config.json of every family: what is read, what is written again, and what is refused."""
 
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, PretrainedConfig
 
 from smd_jax.config import LinearRope, ModelConfig, YarnRope
-from smd_jax.model.hf_config import hf_config_from_model, model_config_from_hf
-from tests.families import sizes_of
+from smd_jax.model import hf_config
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.families import FAMILIES, ModelType
+from smd_jax.model.hf_config import hf_config_from_model, model_config_from_hf, model_type_of
+from smd_jax.model.weights import load_checkpoint, read_config
+from tests.families import FAMILY_CONFIGS, GEMMA3, PLAIN, sizes_of
 from tests.model.test_weights import every_config
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 96,
     "hidden_size": 32,
@@ -18,30 +28,116 @@ SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# As published.
+MISTRAL = {
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 26,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
 
 
 @every_config
-def test_config_round_trip(config: ModelConfig):
+def test_round_trip(config: ModelConfig):
     assert model_config_from_hf(hf_config_from_model(config, "bfloat16")) == config
 
 
 def test_defaults_are_those_of_transformers():
-    assert model_config_from_hf(SMALL) == ModelConfig(
-        **sizes_of(96, 32, 48, 2, 4, 4, 8, 64),
-        rope_theta=1e4,
-        norm_eps=1e-6,
+    assert model_config_from_hf(SMALL) == ModelConfig(**sizes_of(96, 32, 48, 2, 4, 4, 8, 64), rope_theta=1e4)
+    assert model_config_from_hf(SMALL | {"model_type": "qwen3", "num_key_value_heads": 2}).head_dim == 128
+
+
+def test_mistral():
+    config = model_config_from_hf(MISTRAL)
+    sizes = sizes_of(32000, 4096, 14336, 32, 32, 8, 128, 32768)
+    assert config == ModelConfig(**sizes, norm_eps=1e-5, sliding_windows=(4096,) * 32)
+    # Since v0.2, null.
+    assert model_config_from_hf(MISTRAL | {"sliding_window": None}).sliding_windows == ()
+    # Nemo's heads are no share of its width.
+    assert model_config_from_hf(MISTRAL | {"hidden_size": 5120, "head_dim": 128}).head_dim == 128
+
+
+def test_qwen2():
+    assert model_config_from_hf(QWEN2).sliding_windows == (), "a size that is not in use"
+    used = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
+    assert model_config_from_hf(used).sliding_windows == (None,) * 26 + (64, 64)
+    kinds = [SLIDING, FULL] * 14
+    assert model_config_from_hf(used | {"layer_types": kinds}).sliding_windows == (64, None) * 14
+
+
+def test_gemma3():
+    config = model_config_from_hf(GEMMA)
+    assert config == ModelConfig(
+        **sizes_of(262144, 1152, 6912, 26, 4, 1, 256, 32768),
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        qk_norm=True,
+        activation="gelu_tanh",
+        norm_plus_one=True,
+        post_norms=True,
+        scale_embeddings=True,
+        tie_embeddings=True,
+        sliding_windows=(*((512,) * 5 + (None,)) * 4, 512, 512),
     )
-    qwen3 = model_config_from_hf(SMALL | {"model_type": "qwen3", "num_key_value_heads": 2})
-    assert qwen3.head_dim == 128
+    assert Decoder(config).shape.window(5) is None and Decoder(config).shape.window(25) == 512
+    # Its keys as transformers 5 writes them; 27B divides scores by another number than head_dim.
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    near = {"rope_type": "default", "rope_theta": 1e4}
+    newer = {key: value for key, value in GEMMA.items() if "rope" not in key}
+    newer |= {"rope_parameters": {FULL: linear, SLIDING: near}, "query_pre_attn_scalar": 168}
+    assert model_config_from_hf(newer) == replace(config, rope_scaling=LinearRope(8.0), query_pre_attn_scalar=168.0)
+    older = GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 168}
+    assert model_config_from_hf(older) == model_config_from_hf(newer)
 
 
 @pytest.mark.parametrize(
     "rope",
     [
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
-        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     ],
 )
 def test_rope_in_every_spelling(rope: dict[str, Any]):
@@ -53,11 +149,9 @@ def test_rope_in_every_spelling(rope: dict[str, Any]):
     "rope, expected",
     [
         ({"factor": 4.0}, YarnRope(4.0, 64)),
-        ({"factor": 4.0, "original_max_position_embeddings": 16}, YarnRope(4.0, 16)),
         ({"factor": None, "original_max_position_embeddings": 16}, YarnRope(4.0, 16)),
         ({"factor": 4.0, "attention_factor": 0.5, "beta_fast": 8}, YarnRope(4.0, 64, 8.0, attention_factor=0.5)),
         ({"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}, YarnRope(4.0, 64, attention_factor=1.0)),
-        ({"factor": 1.0}, YarnRope(1.0, 64, attention_factor=1.0)),
     ],
 )
 def test_yarn(rope: dict[str, Any], expected: YarnRope):
@@ -73,44 +167,131 @@ def test_yarn_lengthens_the_context(given: int, expected: int):
     assert model_config_from_hf(config | {"rope_scaling": None}).max_positions == given
 
 
+def test_every_family_is_written_as_what_it_is():
+    found = {name: model_type_of(config) for name, config in FAMILY_CONFIGS.items()}
+    assert found == {
+        "llama-bias": "llama",
+        "mistral": "mistral",
+        "qwen2-window": "qwen2",
+        "qwen3-bias-window": "qwen3",
+        "gemma3": "gemma3_text",
+        "gemma3-bias": "gemma3_text",
+    }
+    assert model_type_of(PLAIN, "mistral") == "mistral", "without windows it is a Llama, too"
+    assert model_type_of(replace(PLAIN, qkv_bias=True), "mistral") == "qwen2"
+    # The heads of a Mistral may be any share of its width.
+    assert model_type_of(replace(PLAIN, hidden_size=30)) == "mistral"
+
+
+# --- refused
+
+# Of training, of memory, and ids of tokens.
+NOT_OF_THE_FUNCTION = {
+    *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "pretraining_tp"),
+    *("use_cache", "output_router_logits", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+# transformers turns them into a list by layer.
+IN_ANOTHER_FIELD = {
+    *("no_rope_layer_interval", "_sliding_window_pattern", "original_max_position_embeddings"),
+    *("max_window_layers", "use_sliding_window"),
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_field_of_transformers_is_read(model_type: ModelType, monkeypatch: pytest.MonkeyPatch):
+    """A field that transformers' class has and we do not ask for would be ignored without a word."""
+    asked = set[str]()
+
+    class Watched:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+        def __getattr__(self, key: str) -> Any:
+            asked.add(key)
+            return getattr(self.config, key)
+
+    parse = hf_config._parsed
+    monkeypatch.setattr(hf_config, "_parsed", lambda content: Watched(parse(content)))
+    model_config_from_hf({"model_type": model_type})
+    fields = AutoConfig.for_model(model_type).to_dict().keys() - PretrainedConfig().to_dict().keys()
+    assert fields - asked - FAMILIES[model_type].only.keys() <= NOT_OF_THE_FUNCTION | IN_ANOTHER_FIELD
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
 @pytest.mark.parametrize(
-    "change, message",
+    ("model_type", "change", "message"),
     [
-        ({"model_type": "mamba"}, "one of llama, mistral, qwen2, .*got 'mamba'"),
-        ({"model_type": "qwen3_moe", "num_experts": 0}, "expected num_experts as an integer from 1 to .*; got 0"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 5}, "expected one number of experts; got"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok <= num_local_experts 8; got 9"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1]}, "expected a layer with experts; got"),
-        (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "gptq"}},
-            "quantization_config={'quant_method': 'gptq'} is not supported; only quant_method 'mxfp4' or none is",
-        ),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "only quantization_config=None is"),
-        ({"model_type": "gpt_oss", "swiglu_limit": -1}, "expected swiglu_limit as a finite number > 0; got -1"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, "expected no_rope_layers for each of 2 layers; got 1"),
-        ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "expected rotary_dim as an even number"),
-        (
-            {"model_type": "gemma2", "attn_logit_softcapping": 0},
-            "expected attn_logit_softcapping as a finite .*; got 0",
-        ),
-        ({"num_experts": 8}, "num_experts=8 is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only hidden_act='silu' is"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor.*0.5"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "one of default, linear, dynamic, .*; got 'ntk'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "expected short_factor as a list of .*; got None"),
-        ({"rope_scaling": {"type": "linear"}}, "expected factor as a finite number > 0; got None"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "expected low_freq_factor as a finite number > 0; got None",
-        ),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}}, "got also finetuned"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "got also full_attention"),
-        ({"vocab_size": None}, "expected vocab_size as an integer from 1 to 2147483647; got None"),
-        ({"hidden_size": 30}, "hidden_size must be a multiple of num_attention_heads.*got 30, 4"),
+        ("deepseek_v3", {}, "model_type must be one of llama, .*models of text.*; got 'deepseek_v3'"),
+        (None, {}, "model_type must be one of .*; got None"),
+        ("llama", {"vocab_size": None}, "'vocab_size'.* expected int, got NoneType"),
+        ("llama", {"rms_norm_eps": "1e-6"}, "'rms_norm_eps'.* expected float, got str"),
+        ("llama", {"hidden_size": 30}, r"hidden size \(30\) is not a multiple"),
+        ("llama", {"num_hidden_layers": 100_000}, "expected num_hidden_layers from 1 to 4096; got 100000"),
+        ("llama", {"num_key_value_heads": 3}, "num_heads to be a multiple of num_kv_heads; got 4 and 3"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts=8 is not supported; only num_local_experts=None is"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only hidden_act='silu' is"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} .*; only .*=None is"),
+        ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "one of default, linear, dynamic, .*; got 'ntk'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "Missing required keys .*'linear': {'factor'}"),
+        ("llama", {"rope_scaling": "yarn"}, "'rope_parameters' with value 'yarn'"),
+        ("llama", {"layer_types": [FULL, SLIDING]}, r"llama has full_attention in all layers; got \['full"),
+        ("mistral", {"layer_types": [FULL, FULL]}, "mistral has sliding_attention in all layers; got"),
+        ("mistral", {"attention_bias": True}, "mistral with attention_bias=True is not supported"),
+        ("qwen2", {"layer_types": [SLIDING, FULL]}, "needs a sliding_window that is in use; got .*use_sliding.*=None"),
+        ("qwen2", {"layer_types": ["chunked_attention", FULL]}, r"full_attention or sliding_attention; got \['chunked"),
+        ("qwen3", {"mlp_bias": True}, "qwen3 with mlp_bias=True is not supported; only mlp_bias=False is"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gemma3_text", {"rope_parameters": {FULL: YARN, SLIDING: YARN}}, "plain RoPE in layers with a sliding window"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "expected a finite attention_softcap > 0; got 0"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "expected rotary_dim as an even number"),
+        ("mixtral", {"num_experts_per_tok": 9}, "per_token <= count 8; got 9"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported; only .*=0.0 is"),
+        ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha=2.0 is not supported; only swiglu_alpha=1.702 is"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "only quant_method 'mxfp4' or none is"),
+        ("ministral3", {"rope_parameters": YARN}, "expected llama_4_scaling_beta > 0 in rope_parameters of ministral3"),
     ],
 )
-def test_what_the_decoder_does_not_do_is_refused(change: dict[str, Any], message: str):
+def test_what_the_decoder_does_not_do(model_type: str | None, change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        model_config_from_hf(SMALL | {"model_type": model_type} | change)
+    assert len(str(caught.value)) < 600
+
+
+def test_before_a_tensor_is_read(tmp_path: Path):
+    """The weights are no safetensors at all; the error is about the field, and names the file."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"hidden_act": "gelu"}))
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    for read in (load_checkpoint, read_config):
+        with pytest.raises(ValueError, match="config.json: .*hidden_act='gelu' is not supported"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(PLAIN, sliding_windows=(8, 4)), r"mistral has sliding_windows=\(8, 8\)"),
+        (replace(PLAIN, qkv_bias=True, qk_norm=True), "qwen3 has qkv_bias=False"),
+        (replace(PLAIN, mlp_bias=True, qk_norm=True), "qwen3 has mlp_bias=False"),
+        (replace(GEMMA3, post_norms=False), "gemma has .*qk_norm=False"),
+        (replace(GEMMA3, local_rope_theta=None), "gemma3_text has local_rope_theta=1000000.0"),
+        (replace(GEMMA3, query_pre_attn_scalar=20.5), "gemma3_text has query_pre_attn_scalar=20"),
+        (
+            replace(GEMMA3, hidden_size=30),
+            r"gemma3_text has no such config.json: .*hidden size \(30\) is",
+        ),
+    ],
+)
+def test_what_no_model_type_expresses(config: ModelConfig, message: str):
     with pytest.raises(ValueError, match=message):
-        model_config_from_hf(SMALL | change)
+        hf_config_from_model(config, "float32")
+
+
+def test_what_no_decoder_is():
+    with pytest.raises(ValueError, match="expected sliding_windows beside local_rope_theta"):
+        replace(GEMMA3, sliding_windows=())
+    with pytest.raises(ValueError, match="expected query_pre_attn_scalar > 0, or None; got 0.0"):
+        replace(GEMMA3, query_pre_attn_scalar=0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,26 +207,6 @@ def test_what_peft_trains_is_read(name: str, parameters: tuple[str, ...], tmp_pa
             a, b = (tensors[f"{module}.lora_{x}.weight"] for x in "AB")
             added = stored_weight(config, merged, layer, parameter) - stored_weight(config, base, layer, parameter)
             np.testing.assert_allclose(1.5 * delta(config, a, b), added, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_adapters_of_single_experts_are_read(name: str, tmp_path: Path):
-    """The form of transformers 4: a module for every matrix of every expert."""
-    config, base = opened(name)
-    params = adapted(base, replace(SMALL, rank_stabilised=False, alpha=5.0))
-    block = "block_sparse_moe" if name == "mixtral" else "mlp"
-    there = dict(zip(MLP, ("w1", "w3", "w2") if name == "mixtral" else MLP, strict=True))
-    tensors = {}
-    for path, pair in by_module(params[LORA]).items():
-        for expert in range(len(pair["lora_A"])):
-            module = f"base_model.model.model.layers.{path[0][7:]}.{block}.experts.{expert}.{there[path[-1]]}"
-            for matrix in ("lora_A", "lora_B"):
-                tensors[f"{module}.{matrix}.weight"] = np.ascontiguousarray(np.asarray(pair[matrix])[expert].T)
-    write(tmp_path, tensors, lora_alpha=5, target_modules=list(there.values()))
-    assert_bitwise_equal(load_peft(tmp_path, base, config), params)
-    write(tmp_path, dict(list(tensors.items())[1:]), lora_alpha=5)
-    with pytest.raises(ValueError, match=r"expected .*experts.0.*lora_A.weight in .*; got none"):
-        load_peft(tmp_path, base, config)
 
 
 def renamed(tensors: dict[str, np.ndarray], old: str, new: str) -> dict[str, np.ndarray]:

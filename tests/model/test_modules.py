@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 
 import smd_jax as smd
 from smd_jax.message.masks import head_mask
-from smd_jax.model.modules import AttentionCalls, Constants
+from smd_jax.model.modules import AttentionCalls
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
@@ -40,7 +40,7 @@ def test_the_model_without_evictions_is_the_module(example):
     model, params = example["model"], example["params"]
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 1, 64)
     positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
-    whole = model.module.with_params(params)
+    whole = model.with_params(params)
 
     def attention(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -65,34 +65,6 @@ def test_our_update_trains_it(example):
     assert float(metrics["sampling/sampling_logp_difference/max"]) <= 1e-5
     after, _ = ravel_pytree(state.params)
     assert np.isfinite(after).all() and float(abs(after - before).max()) > 0
-
-
-def no_hidden(module, tokens, positions, attention):
-    raise NotImplementedError
-
-
-def no_logits(module, states):
-    raise NotImplementedError
-
-
-def test_models_of_equal_modules_are_equal():
-    """Two equal models share one compiled program."""
-
-    def build(seed):
-        module = nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
-        shape = smd.model.ModelShape(1, 1, 1, 2, 2, 3, max_positions=4)
-        return smd.model.from_nnx(module, shape, no_hidden, no_logits)[0]
-
-    assert build(0) == build(1) and hash(build(0)) == hash(build(1))
-
-
-def test_constants_are_compared_by_value():
-    tree = {"key": jax.random.key(3), "table": jnp.arange(4), "list": [None, 2.5, "gelu"]}
-    other = {**tree, "table": jnp.arange(4) + 1}
-    assert Constants.of(tree) == Constants.of(dict(tree)) != Constants.of(other)
-    back = Constants.of(tree).tree()
-    np.testing.assert_array_equal(back["table"], np.arange(4))
-    assert jax.random.bits(back["key"]) == jax.random.bits(jax.random.key(3)) and back["list"] == tree["list"]
 
 
 @pytest.mark.parametrize("count", [1, 3])

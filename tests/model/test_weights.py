@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face's format: logits as transformers computes them, exact round trips, clear refusals.
 
-The golden checkpoints and logits under golden/hf are made by golden/make_transformers_logits.py.
+golden/README.md says how the checkpoints and logits under golden/hf were made.
 """
 
 import json
@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.model.decoder import Decoder
-from smd_jax.model.hf_config import FloatName, hf_config_from_model
+from smd_jax.model.hf_config import FloatName
 from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint, tensor_table
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from tests import paths
@@ -155,8 +155,9 @@ def test_golden_configs_are_read_as_they_are_meant():
 # Loading and saving
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")]
+)
 def test_every_stored_dtype_loads_as_every_dtype(tmp_path: Path, stored: FloatName, dtype: FloatName):
     config = replace(CONFIGS["qwen2"], dtype=dtype)
     params = random_leaves(config)
@@ -243,6 +244,16 @@ def test_tokenizer_files_and_special_ids_are_taken_over(tmp_path: Path):
     assert (written["eos_token_id"], written["pad_token_id"], written["bos_token_id"]) == (258, 256, None)
 
 
+def test_the_model_type_is_taken_over_where_it_fits(tmp_path: Path):
+    """A Mistral without windows is a Llama, too."""
+    config = CONFIGS["llama"]
+    write_random_checkpoint(tmp_path / "from", config=config)
+    file = tmp_path / "from" / "config.json"
+    file.write_text(file.read_text().replace('"llama"', '"mistral"'))
+    save_checkpoint(tmp_path / "to", random_leaves(config), config, tokenizer_from=tmp_path / "from")
+    assert json.loads((tmp_path / "to" / "config.json").read_text())["model_type"] == "mistral"
+
+
 # Checkpoints that are refused
 
 
@@ -307,8 +318,7 @@ def test_missing_tensors(checkpoint: Path):
         load_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("stored", "value"), [("float32", np.nan), ("float16", -np.inf), ("bfloat16", np.inf)])
 def test_weights_that_are_no_numbers(checkpoint: Path, stored: FloatName, value: float):
     name = "model.layers.0.mlp.up_proj.weight"
     tensor = load_file(checkpoint / "model.safetensors")[name].astype(jnp.dtype(stored))
@@ -342,7 +352,7 @@ def test_redundant_tensors_are_tolerated(checkpoint: Path):
     chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tied_projection_with_other_values_is_refused(checkpoint: Path, dtype: str):
     """transformers 4 drops it, transformers 5 does not tie it: both with a warning."""
     other = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].astype(jnp.dtype(dtype))
@@ -367,25 +377,21 @@ def test_a_tied_embedding_under_its_other_name(checkpoint: Path, sharded: bool):
     chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
 
 
-def test_sizes_that_the_tensors_do_not_have_are_refused_from_headers(checkpoint: Path):
-    for change, message in [
-        (
-            {"num_hidden_layers": 4000, "layer_types": None},
-            "expected 4000 layers, as .*; got tensors of 2",
-        ),
-        ({"num_hidden_layers": 100_000}, "num_hidden_layers as an integer from 1 to 4096; got 100000"),
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": None}, r"missing model\.layers\.2\..* and 4 more"),
         ({"head_dim": 2**30}, r"q_proj.weight: expected \[4294967296, 32\], got \[32, 32\]"),
-        ({"head_dim": 2**31}, "expected head_dim as an integer"),
         ({"vocab_size": 2**31 - 1}, r"embed_tokens.weight: expected \[2147483647, 32\]"),
-        ({"intermediate_size": 2**31 - 1}, r"gate_proj.weight: expected \[2147483647, 32\]"),
-    ]:
-        kept = (checkpoint / "config.json").read_text()
-        edit_config(checkpoint, **change)
-        for read in (load_checkpoint, read_config):
-            with pytest.raises(ValueError, match=message) as caught:
-                read(checkpoint)
-            assert len(str(caught.value)) < 1200
-        (checkpoint / "config.json").write_text(kept)
+    ],
+)
+def test_sizes_that_the_tensors_do_not_have_are_refused_from_headers(
+    checkpoint: Path, change: dict[str, Any], message: str
+):
+    edit_config(checkpoint, **change)
+    for read in (load_checkpoint, read_config):
+        with pytest.raises(ValueError, match=message):
+            read(checkpoint)
 
 
 def test_output_projection_is_no_extra_unless_tied(checkpoint: Path):
@@ -414,56 +420,14 @@ def test_file_that_is_no_safetensors(checkpoint: Path):
 
 def test_shard_that_does_not_exist(checkpoint: Path):
     write_index(checkpoint, "model-00002-of-00002.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"names the shard model-00002-of-00002\.safetensors; there is no such"):
+    with pytest.raises(FileNotFoundError, match=r"names shards that .*: model-00002-of-00002"):
         load_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [
-        *("../outside.safetensors", "/tmp/outside.safetensors", "..\\a.safetensors", "a.bin", "a\0.safetensors"),
-        *("x" * 3_000_000 + ".safetensors", "\ud800.safetensors", 7, None, ["a.safetensors"], {}),
-    ],
-    ids=lambda shard: repr(shard)[:20],
-)
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/tmp/outside.safetensors", "a.bin", 7, None])
 def test_shard_outside_the_directory(checkpoint: Path, shard: Any):
     write_index(checkpoint, shard)
-    with pytest.raises(ValueError, match=r"must name safetensors files in its own directory; got") as caught:
-        load_checkpoint(checkpoint)
-    assert len(str(caught.value)) < 400
-
-
-def test_long_names_are_cut_in_errors(checkpoint: Path):
-    rewrite(checkpoint, {"x" * 100_000: np.zeros(1, np.float32)})
-    with pytest.raises(ValueError, match="unexpected xxx") as caught:
-        load_checkpoint(checkpoint)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, '{"a":' * 200_000, '{"vocab_size": ' + "9" * 10_000 + "}", "\0", "\ud83d"]
-)
-def test_json_that_cannot_be_read(checkpoint: Path, text: str):
-    (checkpoint / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(ValueError, match=r"config.json is not JSON") as caught:
-        load_checkpoint(checkpoint)
-    assert len(str(caught.value)) < 500
-
-
-def test_json_of_any_size_is_not_read(checkpoint: Path):
-    with (checkpoint / "config.json").open("ab") as file:
-        file.truncate(17 * 2**20)  # a sparse file
-    with pytest.raises(ValueError, match="config.json of at most 16777216 bytes; got 17825792"):
-        load_checkpoint(checkpoint)
-
-
-def test_tensor_in_two_shards(checkpoint: Path):
-    names = load_file(checkpoint / "model.safetensors")
-    shutil.copy(checkpoint / "model.safetensors", checkpoint / "a.safetensors")
-    (checkpoint / "model.safetensors").rename(checkpoint / "b.safetensors")
-    weight_map = dict.fromkeys(names, "a.safetensors") | {"model.norm.weight": "b.safetensors"}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError, match=r"every tensor once; .* is in a\.safetensors and b\.safetensors"):
+    with pytest.raises(ValueError, match="must name safetensors files in its own directory; got"):
         load_checkpoint(checkpoint)
 
 
@@ -484,14 +448,9 @@ def test_parameter_dtype_that_is_not_a_float(checkpoint: Path):
 
 def test_config_that_no_model_type_expresses(tmp_path: Path):
     config = tiny_model_config(qkv_bias=True, qk_norm=True)
-    with pytest.raises(ValueError, match=r"qwen3 has one attention_bias for qkv_bias, o_bias; got"):
+    with pytest.raises(ValueError, match="qwen3 has qkv_bias=False"):
         save_checkpoint(tmp_path / "new", random_leaves(config), config)
-    odd = replace(CONFIGS["gemma3"], hidden_size=30)
-    with pytest.raises(ValueError, match="a multiple of num_heads; got 30 and 4"):
-        save_checkpoint(tmp_path / "new", random_leaves(odd), odd)
     assert not list(tmp_path.iterdir())
-    # Without biases a Mistral says it, whose heads may be any share of its width.
-    assert hf_config_from_model(tiny_model_config(qkv_bias=False, hidden_size=30), "float32")["model_type"] == "mistral"
 
 
 def test_parameters_that_do_not_fit_the_config(tmp_path: Path):
