@@ -62,7 +62,7 @@ def write_tokenizer(
     elif source is not None:
         for name in tokenizer_files(source):
             (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(own_file(source, name), target / name)
     _make_portable(target / "tokenizer_config.json")
     if end_token_ids:
         known = token_ids(generation, "eos_token_id", GENERATION)
@@ -82,7 +82,8 @@ def check_tokenizer(source: Path | None, tokenizer: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(Path(folder), source, tokenizer, None)
     elif source is not None:
-        tokenizer_files(source)
+        for name in tokenizer_files(source):
+            own_file(source, name)
 
 
 def tokenizer_files(source: Path) -> list[str]:
@@ -95,6 +96,23 @@ def tokenizer_files(source: Path) -> list[str]:
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(present):
         raise FileNotFoundError(f"expected tokenizer.json, tokenizer.model or vocab.json in {source}; got {present}")
     return present + sorted(f"{TEMPLATES}/{file.name}" for file in (source / TEMPLATES).glob("*.jinja"))
+
+
+def own_file(directory: Path, name: str) -> Path:
+    """A file of a checkpoint.
+
+    Raises:
+      ValueError: a link that leads out of the checkpoint, because an exported copy may be shared.
+    """
+    directory, file = directory.resolve(), (directory / name).resolve()
+    # The Hub's cache has its files in blobs/ and links in snapshots/REVISION/.
+    places = [directory, *([directory.parents[1] / "blobs"] if directory.parent.name == "snapshots" else [])]
+    if not any(file.is_relative_to(place) for place in places):
+        raise ValueError(
+            f"expected {name} in {directory} itself, because the export copies it; got a link to {file}. Put a copy "
+            "of the file in place of the link"
+        )
+    return file
 
 
 def token_ids(content: Mapping[str, Any], key: str, file: str | Path) -> list[int]:
@@ -120,7 +138,7 @@ def _source_of_ids(source: Path | None) -> tuple[dict[str, Any], dict[str, Any]]
     """config.json and generation_config.json of a checkpoint; empty if missing."""
 
     def content(name: str) -> dict[str, Any]:
-        return read_json(source / name) if source is not None and (source / name).is_file() else {}
+        return read_json(own_file(source, name)) if source is not None and (source / name).is_file() else {}
 
     return content("config.json"), content(GENERATION)
 

@@ -140,7 +140,7 @@ def rollout_report(
 
     Prints a plain line every `every` seconds and at a rollout's end, above the bar of a training run:
 
-        rollout 96/128 done, 28/32 rows live, 41,210 tokens, 5,127 tokens/s, 0:00:08, 0:00:03 left
+        rollout 96/128 done, 28/32 rows live, 41,210 tokens, 5,127 tokens/s, 0:00:08
     """
     last_time = -every
 
@@ -165,7 +165,7 @@ def rollout_line(name: str, progress: Progress) -> str:
         f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s",
         clock_text(progress.seconds),
     ]
-    return ", ".join(parts) + ("" if progress.eta_seconds is None else f", {clock_text(progress.eta_seconds)} left")
+    return ", ".join(parts)
 
 
 # --- tables

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 from smd_jax.cache.quantized import slot_bytes, table_bytes
-from smd_jax.config import ModelConfig, check_choice, check_whole
+from smd_jax.config import ModelConfig, check_whole
 from smd_jax.eviction.base import EvictionPolicy, check_budget
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.protocol import ModelShape
 from smd_jax.typed_fields import check_types
-
-MaskStorage = Literal["compact", "boolean"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,6 @@ class RolloutConfig:
       prefill_chunk: columns of a prompt that are read at once. The cache is compressed after each chunk, so memory does
         not depend on the prompt's length; the mask records it. None reads prompts whole and densely.
       sampling: temperature and filters.
-      mask_storage: "compact" stores one integer per key, "boolean" the explicit T × T masks.
       quant: quantises keys and values when their segment of `buffer` tokens ends, and those of the prompt at once; also
         without eviction. None keeps full precision.
     """
@@ -48,7 +44,6 @@ class RolloutConfig:
     min_new_tokens: int = 0
     prefill_chunk: int | None = None
     sampling: SamplingConfig = SamplingConfig()
-    mask_storage: MaskStorage = "compact"
     quant: QuantConfig | None = None
 
     def __post_init__(self) -> None:
@@ -65,7 +60,6 @@ class RolloutConfig:
             )
         if self.prefill_chunk is not None:
             check_whole("prefill_chunk", self.prefill_chunk, 1, "columns, or None")
-        check_choice("mask_storage", self.mask_storage, get_args(MaskStorage))
         if self.quant is not None:
             self._check_quant(self.quant)
 
@@ -79,11 +73,6 @@ class RolloutConfig:
             raise ValueError(
                 "expected prefill_chunk None with a quantised cache, because a prompt is quantised as a whole; got "
                 f"{self.prefill_chunk}"
-            )
-        if self.mask_storage == "boolean":
-            raise ValueError(
-                "expected mask_storage 'compact' with a quantised cache, because booleans cannot say which keys a "
-                "query sees quantised; got 'boolean'"
             )
 
 

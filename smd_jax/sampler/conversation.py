@@ -87,12 +87,10 @@ def conversation_sampler(
     A policy that never evicts gets a budget for every token, because rows that wait would waste the slots of a ring.
 
     Raises:
-      ValueError: a quantised cache, boolean masks, and what Sampler raises.
+      ValueError: a quantised cache, and what Sampler raises.
     """
     if config.quant is not None:
         raise ValueError(f"expected quant None in a conversation, whose segments differ in length; got {config.quant}")
-    if config.mask_storage != "compact":
-        raise ValueError(f"expected mask_storage 'compact' in a conversation; got {config.mask_storage!r}")
     if not policy.evicts:
         everything = Recent() if policy.spans is None else OnTokens(policy.spans, inner=Recent())
         policy, config = everything, replace(config, budget=prompt_width + config.max_new_tokens)

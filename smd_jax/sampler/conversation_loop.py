@@ -156,7 +156,7 @@ def converse(
 
     Raises:
       ValueError: decode_rows that do not divide the conversations, neither `config.eos_token_id` nor `stop`, a
-        quantised cache, boolean masks, and what `rollout` raises.
+        quantised cache, and what `rollout` raises.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
     check_whole("group_size", group_size, 1)

@@ -46,8 +46,6 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 
-PACE = 8  # newest segments, from which the remaining time is estimated
-
 
 class Progress(NamedTuple):
     """Progress of a run.
@@ -59,9 +57,6 @@ class Progress(NamedTuple):
       decode_rows: rows of the cache.
       finished: finished responses.
       rows: responses of the run.
-      eta_seconds: estimated remaining seconds at the pace of the newest segments. Rows are assumed to reach the mean
-        length of finished rows, or their limit if they are already longer. None after the first segment, which
-        includes compilation.
     """
 
     tokens: int
@@ -70,7 +65,6 @@ class Progress(NamedTuple):
     decode_rows: int
     finished: int
     rows: int
-    eta_seconds: float | None
 
 
 class Stats(NamedTuple):
@@ -279,7 +273,6 @@ class _Loop:
 
     def run(self, report: Callable[[Progress], None] | None) -> None:
         """Seats and decodes until all rows are finished."""
-        pace = _Pace(self.began, self.records, self.limits, self.engine.decode_rows)
         while not self.records.ended.all():
             self.fill()
             live = int((self.seated >= 0).sum())
@@ -288,9 +281,8 @@ class _Loop:
             self.state, record = _segment(self.sampler, self.params, self.state, self.stop)
             self.records.fetch()
             self.harvest(record)
-            progress = pace.progress(live, self.steps)
             if report is not None:
-                report(progress)
+                report(self.progress(live))
         self.records.fetch()
 
     def fill(self) -> None:
@@ -350,52 +342,16 @@ class _Loop:
         # Free decode rows are `done` as well and are left out here.
         self.seated[decode_rows[done[decode_rows]]] = -1
 
-
-class _Pace:
-    """Estimates the pace of a run from its newest segments."""
-
-    def __init__(self, began: float, records: HostRecords, limits: Int[np.ndarray, " rows"], decode_rows: int) -> None:
-        self.began = began
-        self.records = records
-        self.limits = limits
-        self.decode_rows = decode_rows
-        self.marks: deque[tuple[float, int]] = deque(maxlen=PACE)  # seconds and steps after each
-
-    def progress(self, live: int, steps: int) -> Progress:
-        """After a segment that began with `live` rows; `steps` of the decode loop so far."""
-        records = self.records
-        seconds = time.perf_counter() - self.began
-        eta = None
-        if self.marks:
-            # The oldest mark that is kept. The first one of all follows the first segment, so compilation does not
-            # count.
-            earlier_seconds, earlier_steps = self.marks[0]
-            eta = self.steps_left() * (seconds - earlier_seconds) / (steps - earlier_steps)
-        self.marks.append((seconds, steps))
+    def progress(self, live: int) -> Progress:
+        """After a segment that began with `live` rows."""
         return Progress(
-            tokens=int(records.drawn.sum()),
-            seconds=seconds,
+            tokens=int(self.records.drawn.sum()),
+            seconds=time.perf_counter() - self.began,
             live=live,
-            decode_rows=self.decode_rows,
-            finished=int(records.ended.sum()),
-            rows=len(records.ended),
-            eta_seconds=eta,
+            decode_rows=self.engine.decode_rows,
+            finished=int(self.records.ended.sum()),
+            rows=len(self.records.ended),
         )
-
-    def steps_left(self) -> float:
-        """Expected remaining steps of the decode loop.
-
-        A row is expected to reach the mean length of finished rows, or its limit if it is already longer.
-        """
-        drawn = self.records.drawn
-        ended = self.records.ended
-        expected = self.limits.astype(np.float64)
-        if ended.any():
-            mean = drawn[ended].mean()
-            expected = np.where(drawn < mean, np.minimum(expected, mean), expected)
-        left = np.maximum(expected - drawn, 0)[~ended]
-        # At least the work spread evenly over the decode rows, and at least the longest row.
-        return float(max(left.sum() / self.decode_rows, left.max(initial=0)))
 
 
 @partial(jax.jit, static_argnames="model")

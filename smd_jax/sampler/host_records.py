@@ -26,19 +26,18 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, repeat_prompts
 
 
-class _PromptsOnDevice(NamedTuple):
-    """Records of prefilled prompts: entry i belongs to prompt `prompts[i]`; the rest is padding."""
+class _OnDevice(NamedTuple):
+    """Records on the device, and their place on the host.
 
-    prompts: list[int]
-    records: tuple[PromptRecord, ...]
+    Attributes:
+      rooms: arrays of the host, which get `record` at `where`.
+      chosen: entries of the record; the others are padding or free rows.
+    """
 
-
-class _SegmentOnDevice(NamedTuple):
-    """The record of a segment: its entry `decode_rows[i]` belongs to row `rows[i]` of the trajectory."""
-
-    decode_rows: np.ndarray
-    rows: np.ndarray
-    record: SegmentRecord
+    rooms: Any
+    where: Any
+    chosen: Any
+    record: Any
 
 
 class HostRecords:
@@ -74,7 +73,7 @@ class HostRecords:
         self._prompts = prompts
         self._prompt_records = jax.tree.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype), like_prompts)
         self._segment_records = _room(sampler, like_segment, rows)
-        self._on_device: list[_PromptsOnDevice | _SegmentOnDevice] = []
+        self._on_device: list[_OnDevice] = []
 
     def note(self, rows: np.ndarray, drawn: np.ndarray, ended: np.ndarray, terminated: np.ndarray) -> None:
         """Updates the progress of these rows after a segment."""
@@ -84,37 +83,27 @@ class HostRecords:
 
     def leave_prompts(self, prompts: list[int], records: tuple[PromptRecord, ...]) -> None:
         """Queues the records of a prefill for a later `fetch`."""
-        self._on_device.append(_PromptsOnDevice(prompts, records))
+        self._on_device.append(_OnDevice(self._prompt_records, prompts, slice(len(prompts)), records))
 
     def leave_segment(self, decode_rows: np.ndarray, rows: np.ndarray, record: SegmentRecord) -> None:
-        """Queues the record of a segment for a later `fetch`, and starts its copy to the host."""
+        """Queues the record of a segment for a later `fetch`, and starts its copy to the host. Called before `note`.
+
+        Rows are seated between segments, so their segments begin at multiples of the buffer.
+        """
         for leaf in jax.tree.leaves(record):
             leaf.copy_to_host_async()
-        self._on_device.append(_SegmentOnDevice(decode_rows, rows, record))
+        segment = self.drawn[rows] // self._sampler.config.buffer
+        self._on_device.append(_OnDevice(self._segment_records, (segment, rows), decode_rows, record))
 
     def fetch(self) -> None:
         """Copies queued records to the host, in order. It waits for their programs, so start the next program first."""
         for left in self._on_device:
-            if isinstance(left, _PromptsOnDevice):
-                self._keep_prompts(left)
-            else:
-                self._keep_segment(left)
+            new = jax.device_get(left.record)
+            if isinstance(new, SegmentRecord):  # the first place where the host has the values
+                check_finite(new.logprobs[left.chosen])
+            for room, leaf in zip(jax.tree.leaves(left.rooms), jax.tree.leaves(new), strict=True):
+                room[left.where] = leaf[left.chosen]
         self._on_device.clear()
-
-    def _keep_prompts(self, left: _PromptsOnDevice) -> None:
-        new = jax.device_get(left.records)
-        for room, leaf in zip(jax.tree.leaves(self._prompt_records), jax.tree.leaves(new), strict=True):
-            room[left.prompts] = leaf[: len(left.prompts)]
-
-    def _keep_segment(self, left: _SegmentOnDevice) -> None:
-        """Stores a segment that began `first` tokens into a row's response as the row's segment `first / buffer`. Rows
-        are seated between segments, so their segments begin at multiples of the buffer."""
-        new = jax.device_get(left.record)
-        # The first place where the host has the values.
-        check_finite(new.logprobs[left.decode_rows])
-        segment = new.first[left.decode_rows] // self._sampler.config.buffer
-        for room, leaf in zip(jax.tree.leaves(self._segment_records), jax.tree.leaves(new), strict=True):
-            room[segment, left.rows] = leaf[left.decode_rows]
 
     def trajectory(self) -> Trajectory:
         """Assembles the trajectory on the host, in the prompts' order, after all records were fetched."""

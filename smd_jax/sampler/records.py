@@ -86,7 +86,7 @@ def to_trajectory(
         valid=valid,
         logprobs=by_row(records.logprobs),
         terminated=terminated,
-        mask=mask.to_boolean() if config.mask_storage == "boolean" else mask,
+        mask=mask,
         entropy=by_row(records.entropy),
         drawable=_drawable(sampler, None if records.drawable is None else by_row(records.drawable)),
         evictions=_evictions(sampler, valid, prompt_records, records, group_size),

@@ -99,8 +99,6 @@ class Sampler:
         rest = f"with {type(self.policy).__name__}, whose draws the learner recomputes"
         if config.quant is not None:
             raise ValueError(f"expected quant None {rest} from precise keys; got {config.quant}")
-        if config.mask_storage != "compact":
-            raise ValueError(f"expected mask_storage 'compact' {rest} from it; got {config.mask_storage!r}")
         if config.prefill_chunk is not None:
             raise ValueError(f"expected prefill_chunk None {rest} after whole prompts; got {config.prefill_chunk}")
 

@@ -62,8 +62,6 @@ class Decode:
             quant=self.quant,
             # Chunks save memory if keys are evicted between them; a quantised prompt is read in one piece.
             prefill_chunk=base.prefill_chunk if self.policy.evicts and self.quant is None else None,
-            # An evaluation does not read its masks.
-            mask_storage="compact",
         )
 
 

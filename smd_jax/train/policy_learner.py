@@ -272,11 +272,10 @@ def _check_pack_columns(config: PolicyConfig) -> None:
     assert columns is not None
     if columns < config.columns:
         raise ValueError(f"expected pack_columns of at least {config.columns}, the longest sequence; got {columns}")
-    if rollout.quant is not None or rollout.mask_storage == "boolean" or rollout.min_new_tokens:
+    if rollout.quant is not None or rollout.min_new_tokens:
         raise ValueError(
-            "expected rollouts without quant and min_new_tokens, and with mask_storage 'compact', with pack_columns, "
-            f"which moves tokens; got quant {rollout.quant}, min_new_tokens {rollout.min_new_tokens} and mask_storage "
-            f"{rollout.mask_storage!r}"
+            "expected rollouts without quant and min_new_tokens with pack_columns, which moves tokens; got quant "
+            f"{rollout.quant} and min_new_tokens {rollout.min_new_tokens}"
         )
     if config.policy.gate is not None:
         raise ValueError(

@@ -127,7 +127,6 @@ LOOP: Fields = {
     "rollout.pad_token_id": several(0, 256, rare=(400, -2)),
     "rollout.min_new_tokens": several(0, 2, rare=(7,)),
     "rollout.prefill_chunk": several(None, 1, 3, 20),
-    "rollout.mask_storage": several("compact", "boolean"),
     "rollout.quant": st.sampled_from([None, *QUANTS]),
     "rollout.sampling.temperature": several(1.0, 0.7, rare=(0.0,)),
     "rollout.sampling.top_k": several(0, 3, 500),

@@ -33,7 +33,6 @@ from tests.toy_loop import CONFIG
         (OptimizerConfig(), "lr_scheduler_type", "step", "constant, linear, cosine"),
         (OptimizerConfig(), "momentum_dtype", "int8", "float32, bfloat16"),
         (DistillConfig(), "direction", "backward", "forward, reverse, published, anchor, ema"),
-        (CONFIG.rollout, "mask_storage", "bool", "compact, boolean"),
     ],
 )
 def test_a_name_that_is_no_choice(config: Any, field: str, name: Any, choices: str):

@@ -181,7 +181,7 @@ def test_a_run_with_a_critic_is_the_same():
 
 def test_rollouts_that_cannot_be_packed_are_refused_before_one_is_drawn():
     update = UpdateConfig(microbatch_size=1, pack_columns=28)
-    for options in ({"min_new_tokens": 2}, {"mask_storage": "boolean"}, {"quant": QuantConfig(bits=8, group=2)}):
+    for options in ({"min_new_tokens": 2}, {"quant": QuantConfig(bits=8, group=2)}):
         config = replace(toy_loop.CONFIG, rollout=replace(toy_loop.ROLLOUT, **options), update=update)
         with pytest.raises(ValueError, match="expected rollouts without quant and min_new_tokens, .* with pack_colu"):
             toy_loop.own_loop(config)

@@ -352,7 +352,7 @@ def test_what_does_not_go(tmp_path: Any):
             MODEL, drop_gate(params), prompts, jax.random.key(0), policy=LearnedGate(), config=RolloutConfig(4, 5, 2)
         )
     quant = QuantConfig(bits=4, group=2)
-    refused: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"mask_storage": "boolean"}, {"quant": quant}]
+    refused: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"quant": quant}]
     for options in refused:
         with pytest.raises(ValueError, match=r"expected .* with LearnedGate, whose draws the learner recomputes"):
             config = RolloutConfig(4, 5, 2, **options)

@@ -243,7 +243,6 @@ def test_a_turn_longer_than_its_limit_ends_the_conversation():
     [
         ({"eos_token_id": None}, "which ends a turn; got neither"),
         ({"quant": QuantConfig(bits=4, group=5)}, "expected quant None in a conversation"),
-        ({"mask_storage": "boolean"}, "expected mask_storage 'compact'"),
     ],
 )
 def test_refused(changes: dict[str, Any], expected: str):

@@ -229,8 +229,7 @@ def test_progress():
     said: list[Progress] = []
     stats = run(Knorm(), limits=LIMITS, report=said.append).stats
     assert len(said) == stats.segments and said[-1].tokens == stats.tokens
-    assert said[-1].finished == said[-1].rows == ROWS and said[-1].eta_seconds == 0.0
-    assert said[0].eta_seconds is None and said[1].eta_seconds is not None and said[1].eta_seconds > 0
+    assert said[-1].finished == said[-1].rows == ROWS
     assert all(before.tokens < after.tokens for before, after in zip(said, said[1:], strict=False))
     assert all(1 <= progress.live <= progress.decode_rows == 3 for progress in said)
 

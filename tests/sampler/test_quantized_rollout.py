@@ -284,8 +284,6 @@ def test_the_update_replays():
 def test_refusals():
     with pytest.raises(ValueError, match="group that divides the buffer.* got group 32 and buffer 8"):
         replace(SIZES, quant=QuantConfig(bits=4))
-    with pytest.raises(ValueError, match="booleans cannot say which keys a query sees quantised"):
-        replace(SIZES, quant=quantised(4), mask_storage="boolean")
     with pytest.raises(ValueError, match="value_group that divides head_dim 8; got 3"):
         roll("Knorm", QuantConfig(bits=4, group=4, value_group=3))
 

@@ -230,15 +230,6 @@ def test_pyramid_gives_every_layer_its_own_size():
     assert seen[1].tolist() == [[3, 4, 5, 3, 4, 5, 3, 4]] * 2
 
 
-def test_mask_storage():
-    """The explicit form of the same mask, and nothing else, is different."""
-    compact, explicit = roll(Knorm()), roll(Knorm(), replace(SIZES, mask_storage="boolean"))
-    assert isinstance(compact.mask, ShadowMask) and not isinstance(explicit.mask, ShadowMask)
-    np.testing.assert_array_equal(visible(compact), explicit.mask)
-    np.testing.assert_array_equal(ShadowMask.from_boolean(explicit.mask).to_boolean(), explicit.mask)
-    jax.tree.map(np.testing.assert_array_equal, compact.replace(mask=None), explicit.replace(mask=None))
-
-
 def test_what_the_learner_is_told():
     """Without compiling anything: shapes, and what is static."""
 

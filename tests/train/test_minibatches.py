@@ -13,7 +13,6 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.named import dr_grpo
-from smd_jax.message.masks import ShadowMask
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
@@ -86,14 +85,13 @@ def test_the_least_width_that_holds_the_longest_response():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mask_storage": "boolean"}, {"quant": QuantConfig(bits=4, group=8), "sampling": SamplingConfig()}],
-    ids=["compact, filtered", "booleans", "quantised"],
+    [{}, {"quant": QuantConfig(bits=4, group=8), "sampling": SamplingConfig()}],
+    ids=["filtered", "quantised"],
 )
 def test_the_same_log_probabilities(changes: dict):
     """The replay of the shorter trajectory is the longer one's, column by column."""
     trajectory = sampled(dataclasses.replace(SIZES, **changes))
     short = shortened(trajectory, (LEAST_STEP, LONG))
-    assert isinstance(short.mask, ShadowMask) == ("mask_storage" not in changes)
     np.testing.assert_array_equal(short.response_mask, trajectory.response_mask[:, :LEAST_STEP])
     whole, part = (jax.jit(replay, static_argnums=0)(MODEL_LONG, warm_params(), x) for x in (trajectory, short))
     mask = np.asarray(short.response_mask)
