@@ -49,14 +49,25 @@ def first_step(layers: int, loop: bool, began: float) -> Row:
     import optax
 
     import smd_jax as smd
-    from bench.smollm2_shape import smollm2_shape
     from smd_jax.memory.compiled import param_shapes
     from smd_jax.tasks.reasoning_gym import ReasoningGymTask
     from smd_jax.testing import byte_tokenizer
     from smd_jax.text.prompts import eos_token_id, pad_token_id
 
     imported = time.time()
-    shape = smollm2_shape(layers)
+    shape = smd.ModelConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=layers,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_positions=8192,
+        rope_theta=1e5,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+    )
     model = smd.Decoder(shape, scan_layers=loop)
     # Numbers from numpy, which compiles nothing: a user's weights come from a file.
     rng = np.random.default_rng(0)

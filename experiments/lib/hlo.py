@@ -68,18 +68,21 @@ def cache_writes(hlo: str, cache_bytes: int) -> list[str]:
     ]
 
 
-def largest(shapes: str) -> int:
-    """Bytes of the largest array in an HLO type.
+def array_bytes(shapes: str) -> list[int]:
+    """Bytes of each array in an HLO type.
 
     Arrays in a TPU's VMEM (memory space 1) do not count: copying a cache there reads it.
     """
-    arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shapes)
-    sizes = (
+    return [
         ITEM_BYTES.get(dtype, 0) * math.prod(int(d) for d in dims.split(",") if d)
-        for dtype, dims, layout in arrays
+        for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shapes)
         if "S(1)" not in layout
-    )
-    return max(sizes, default=0)
+    ]
+
+
+def largest(shapes: str) -> int:
+    """Bytes of the largest array in an HLO type."""
+    return max(array_bytes(shapes), default=0)
 
 
 def cache_loops(computations: dict[str, list[Operation]], cache_bytes: int) -> list[str]:

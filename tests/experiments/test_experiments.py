@@ -18,10 +18,11 @@ pytestmark = pytest.mark.study
 
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
-# Scripts of finished measurements, which commit b191876 has.
+# Scripts of finished measurements, which commits b191876 and d6de491 have.
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
+    *("bench/ahead", "bench/packing", "bench/depth", "collectives_experts"),
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from lib.collectives import collectives
+from lib.hlo import array_bytes, parse
 from smd_jax.corrections.importance import TIS
 from smd_jax.devices.sharding import batch_sharding, make_mesh, over_heads, shard_tree, split_heads, tree_shardings
 from smd_jax.eviction.policies import StreamingLLM
@@ -33,6 +33,7 @@ from tests.devices.test_sharding import FULL, LENGTH, MODEL, ONE, PLAIN, ROWS, d
 from tests.toy_loop import CONFIG, DISTILLED, TASK, TOKENIZER, new_loop, new_state, own_loop, run, warm_params
 
 HALVES = (1, 1, 1, 2)
+SENDS = {"all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute"}
 OVER_ALL = (1, 2, 2, 2)
 
 
@@ -108,12 +109,10 @@ def test_what_goes_around_is_tokens_against_heads():
     ends of the shares, because the response does not begin where one does."""
     model = Decoder(tiny_model_config(vocab_size=32, max_positions=128, num_layers=2, num_kv_heads=4))
     text = program_of(model, make_mesh(sequence=4), rows=2, columns=128).as_text()
-    exchanged = []
-    for collective in collectives(text, devices=4):
-        if collective.kind == "all-to-all":
-            exchanged.append(collective.payload)
-        else:
-            assert collective.kind == "collective-permute" and collective.payload <= 2 * 16 * 32 * 4, collective
+    sent = [(op.kind, sum(array_bytes(op.shapes))) for ops in parse(text).values() for op in ops if op.kind in SENDS]
+    exchanged = [size for kind, size in sent if kind == "all-to-all"]
+    others = [(kind, size) for kind, size in sent if kind != "all-to-all"]
+    assert all(kind == "collective-permute" and size <= 2 * 16 * 32 * 4 for kind, size in others), others
     # 256 tokens, of which a device has a quarter, with four heads of eight numbers in float32.
     assert exchanged == [256 // 4 * 4 * 8 * 4] * 4 * 2
 
