@@ -9,7 +9,7 @@ Measure    CPU microseconds per token, the least of the turns; every length is i
            Rollout, memory: bytes of the cache, and of the temporary arrays of a segment. Update, memory: what XLA plans
            for the program (arguments, results, temporary arrays), and the peak of the process, libraries and
            compilation included.
-Command    python experiments/bench/growth.py --json
+Command    python experiments/bench/growth.py --out experiments/results/growth_cpu.json
 Cost       fifteen minutes on a quiet core, 12 GB of memory
 Result     experiments/results/growth_cpu.json
 """
@@ -24,12 +24,10 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
-from bench.turns import Row, take_turns, write
-from lib.files import RESULTS
-from smd_jax.monitor.progress import summary_table
+from bench.turns import Row, engine, keep, take_turns
 
-ENGINES = Path(__file__).parent / "engines"
-PROMPT, BUDGET, BUFFER = 64, 128, 32
+PROMPT = 64
+CACHE = {"budget": 128, "buffer": 32}
 ROWS = 8  # of a rollout
 
 
@@ -39,21 +37,19 @@ class Args:
 
     lengths: tuple[int, ...] = (512, 2048, 8192, 32768)  # tokens of a row, ascending
     turns: int = 3
-    json: bool = False  # write experiments/results/growth_cpu.json
+    out: Path | None = None  # write the rows, with date and command, to this file
 
 
 def rollout_command(args: Args, tokens: int) -> list[str]:
-    words = ["--batch", ROWS, "--prompt", PROMPT, "--new-tokens", tokens - PROMPT, "--budget", BUDGET]
-    words += ["--buffer", BUFFER, "--repeats", args.turns, "--driven"]
-    return [sys.executable, str(ENGINES / "smd_rollout.py"), *map(str, words)]
+    sizes: Row = {"batch": ROWS, "prompt": PROMPT, "new_tokens": tokens - PROMPT, "repeats": args.turns}
+    return engine("smd_rollout", sizes | CACHE | {"policy": "knorm", "bits": None})
 
 
 def update_command(args: Args, tokens: int) -> list[str]:
     """As many rows as the longest row has tokens."""
     rows = max(args.lengths) // tokens
-    words = ["--tokens", tokens, "--sequences", rows, "--microbatch", rows, "--prompt", PROMPT]
-    words += ["--visibility", "shadow", "--budget", BUDGET, "--buffer", BUFFER, "--repeats", args.turns, "--driven"]
-    return [sys.executable, str(ENGINES / "smd_update.py"), *map(str, words)]
+    sizes: Row = {"tokens": tokens, "sequences": rows, "microbatch": rows, "prompt": PROMPT, "repeats": args.turns}
+    return engine("smd_update", sizes | CACHE | {"rows_per_prompt": 1})
 
 
 def rollouts(args: Args) -> list[Row]:
@@ -78,16 +74,7 @@ def updates(args: Args) -> list[Row]:
 
 
 def main(args: Args) -> None:
-    rows = rollouts(args) + updates(args)
-    names = ("program", "tokens", "rows", "microseconds_per_token")
-    cells = []
-    for row in rows:
-        planned = row.get("planned_bytes", row.get("cache_bytes", 0) + row.get("temp_bytes", 0))
-        cells.append((*(row[name] for name in names), planned / 1e6, row["peak_bytes"] / 1e9))
-    columns = ("program", "tokens", "rows", "CPU µs per token", "planned MB", "peak GB")
-    summary_table("growth under one budget", columns, cells)
-    if args.json:
-        write(RESULTS / "growth_cpu.json", rows)
+    keep(rollouts(args) + updates(args), args.out)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,8 @@ library with faster products could exceed 1.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from bench.engines.common import Sizes, model_sizes
-from bench.turns import Row
+from bench.turns import Row, engine
 
 
 def visible_keys(prompt: int, new_tokens: int, budget: int | None, buffer: int | None) -> float:
@@ -51,10 +48,9 @@ def attention_flops(pairs: float, sizes: Sizes) -> float:
     return 4 * pairs * sizes.layers * sizes.heads * sizes.head_dim
 
 
-def product_command(rows: int, repeats: int, *flags: str) -> list[str]:
+def product_command(rows: int, repeats: int, backward: bool = False) -> list[str]:
     """Command line of the yardstick, which takes turns with the engines."""
-    script = Path(__file__).parent / "engines" / "product.py"
-    return [sys.executable, str(script), "--rows", str(rows), "--repeats", str(repeats), "--driven", *flags]
+    return engine("product", {"rows": rows, "repeats": repeats, "backward": backward})
 
 
 def with_limits(rows: list[Row], update: bool = False) -> list[Row]:
@@ -65,7 +61,7 @@ def with_limits(rows: list[Row], update: bool = False) -> list[Row]:
     """
     [product] = [row for row in rows if row["engine"] == "product"]
     rate = product["gflops_per_second"]
-    sizes = model_sizes()  # a separate output projection changes no arithmetic
+    sizes = model_sizes()
     found = []
     for row in rows:
         if row is not product:

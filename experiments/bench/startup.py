@@ -8,7 +8,7 @@ Sizes      SmolLM2-135M's shape (hidden 576, 9 query and 3 KV heads of 64, FFN 1
            parameters are stacked.
 Measure    Wall seconds; processes start one after another and use all cores, as compilers do. `second_step_seconds` is
            the time of a step without compilation.
-Command    python experiments/bench/startup.py --json
+Command    python experiments/bench/startup.py --out experiments/results/startup_cpu.json
 Cost       six minutes on two quiet cores
 Result     experiments/results/startup_cpu.json
 """
@@ -23,13 +23,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
-Row = dict[str, Any]
+from bench.turns import Row, keep
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Args:
 
     layers: tuple[int, ...] = (4, 30)
     turns: int = 1  # starts of each kind
-    json: bool = False  # write experiments/results/startup_cpu.json
+    out: Path | None = None  # write the rows, with date and command, to this file
     child: tuple[int, bool, float] | None = None  # internal: layers, loop over layers, when the process was started
 
 
@@ -124,16 +123,8 @@ def main(args: Args) -> None:
     if args.child is not None:
         print(json.dumps(first_step(*args.child)))
         return
-    from bench.turns import write
-    from lib.files import RESULTS
-    from smd_jax.monitor.progress import summary_table
-
     kinds = [(layers, loop) for layers in args.layers for loop in (False, True)]
-    rows = [row for _ in range(args.turns) for kind in kinds for row in starts(*kind)]
-    keys = ("layers", "loop", "cache", "seconds", "first_step_seconds", "second_step_seconds")
-    summary_table("First training step", keys, [tuple(row[key] for key in keys) for row in rows])
-    if args.json:
-        write(RESULTS / "startup_cpu.json", rows)
+    keep([row for _ in range(args.turns) for kind in kinds for row in starts(*kind)], args.out)
 
 
 if __name__ == "__main__":

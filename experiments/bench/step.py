@@ -12,7 +12,7 @@ Fairness   Every engine is its own process on the same core. All warm up, then t
 Fields     seconds: median of the steps; rollout_seconds: from the start of a step until its reward is asked.
            max_abs_dlogp: ours, learner against sampler, over all tokens.
 Command    make smollm2
-           python experiments/bench/step.py --trl-python PATH --json
+           python experiments/bench/step.py --trl-python PATH --out experiments/results/step_cpu.json
 Cost       15 minutes and 16 GB of memory, because all engines stay alive
 Result     experiments/results/step_cpu.json
 
@@ -29,11 +29,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
-from bench.turns import take_turns, write
-from lib.files import RESULTS
-from smd_jax.monitor.progress import summary_table
-
-ENGINES = Path(__file__).parent / "engines"
+from bench.turns import Row, engine, keep, take_turns
 
 
 @dataclass(frozen=True)
@@ -46,27 +42,18 @@ class Args:
     new_tokens: int = 256  # of a completion
     budget: int = 128  # keys kept per layer and KV head
     repeats: int = 2  # measured steps of each
-    json: bool = False  # write experiments/results/step_cpu.json
+    out: Path | None = None  # write the rows, with date and command, to this file
 
 
 def commands(args: Args) -> list[list[str]]:
-    sizes = ["--model", args.model, "--completions", args.completions, "--new-tokens", args.new_tokens]
-    same = [*map(str, sizes), "--repeats", str(args.repeats), "--driven"]
-    ours = [sys.executable, str(ENGINES / "smd_step.py"), *same]
-    trl = [] if args.trl_python is None else [[args.trl_python, str(ENGINES / "trl_step.py"), *same]]
-    return [[*ours, "--budget", str(args.budget)], ours, *trl]
+    sizes: Row = {"model": str(args.model), "completions": args.completions, "new_tokens": args.new_tokens}
+    sizes |= {"group": 8, "microbatch": 4, "repeats": args.repeats}
+    ours = [engine("smd_step", sizes | {"budget": budget, "buffer": 32}) for budget in (args.budget, None)]
+    return ours if args.trl_python is None else [*ours, engine("trl_step", sizes, args.trl_python)]
 
 
 def main(args: Args) -> None:
-    rows = take_turns(args.repeats, commands(args))
-    cells = []
-    for row in rows:
-        parts = (row["seconds"], row["rollout_seconds"], row["seconds"] - row["rollout_seconds"])
-        cells.append((row["engine"], *parts, rows[-1]["seconds"] / row["seconds"], row["peak_bytes"] / 1e9))
-    columns = ("engine", "seconds", "rollout", "rest", "times faster than the last", "peak GB")
-    summary_table(f"A step of {args.completions} completions of {args.new_tokens} tokens", columns, cells)
-    if args.json:
-        write(RESULTS / "step_cpu.json", rows)
+    keep(take_turns(args.repeats, commands(args)), args.out)
 
 
 if __name__ == "__main__":

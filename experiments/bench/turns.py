@@ -15,6 +15,12 @@ from typing import Any
 from lib.provenance import provenance
 
 Row = dict[str, Any]
+ENGINES = Path(__file__).parent / "engines"
+
+
+def engine(name: str, settings: Row, python: str = sys.executable) -> list[str]:
+    """The command line of an engine, a script in `bench/engines`."""
+    return [python, str(ENGINES / f"{name}.py"), json.dumps(settings)]
 
 
 @dataclass
@@ -72,7 +78,15 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
-def write(path: Path, rows: list[Row], device: Row | None = None) -> None:
-    """Writes the rows with their provenance; the rows carry the versions of their engines."""
-    result = provenance(packages=()) | (device or {}) | {"rows": rows}
+def keep(rows: list[Row], out: Path | None) -> None:
+    """Prints a JSON object per row, and writes all with their provenance; rows carry the versions of their engines."""
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    if out is not None:
+        write(out, rows)
+
+
+def write(path: Path, rows: list[Row], more: Row | None = None) -> None:
+    """Writes the rows with their provenance."""
+    result = provenance(packages=()) | (more or {}) | {"rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

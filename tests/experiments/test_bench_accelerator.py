@@ -7,20 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 
+from bench import accelerator
+from bench.engines import kernel_checks
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
 
 SCRIPT = ROOT / "experiments" / "bench" / "accelerator.py"
-
-with mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
-    from bench import accelerator
-    from bench.engines import kernel_checks
 
 # A worker in three lines: jobs that say a row, fail, are silent; as the real one, it leaves out those before `--skip`.
 WORKER = """

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import limits
+from bench.engines.common import Sizes, model_sizes
 from smd_jax.message.masks import Segments
 from smd_jax.testing import random_evictions
-from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
-
-with mock.patch.object(sys, "path", [str(ROOT / "experiments"), *sys.path]):
-    from bench import limits
-    from bench.engines.common import Sizes, model_sizes
 
 
 @pytest.mark.parametrize(("prompt", "new", "budget", "buffer"), [(7, 20, 6, 4), (3, 20, 8, 3), (5, 9, 30, 4)])

@@ -1,11 +1,10 @@
-"""Shared by all engines of `bench/update.py` and `bench/rollout.py`: model, command line, clock, JSON output.
+"""Shared by all engines of the benchmarks: model, settings, clock, JSON output.
 
 Standard library only, because it runs in several environments. Linux only: it pins its process and reads /proc.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 # Qwen2 with biases on q, k and v; no dropout, no KL, no gradient checkpointing, float32.
 HIDDEN = 256
@@ -82,22 +82,14 @@ class Sizes:
         return self.layer_weights() + heads * self.head_weights() + self.layers * biases + norms
 
 
-def model_sizes(untied: bool = False) -> Sizes:
+def model_sizes() -> Sizes:
     """Sizes of the model of the benchmarks."""
-    return Sizes(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, qkv_bias=True, tied=not untied)
+    return Sizes(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, qkv_bias=True, tied=True)
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """Parser of an engine's command line; `sequences` must be a multiple of `microbatch`."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--sequences", type=int, default=32)
-    made.add_argument("--tokens", type=int, default=576, help="prompt and response of one sequence")
-    made.add_argument("--prompt", type=int, default=64)
-    made.add_argument("--microbatch", type=int, default=8)
-    made.add_argument("--untied", action="store_true", help="a separate output projection")
-    made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--driven", action="store_true", help="every measured update waits for a line on standard input")
-    return made
+def settings() -> SimpleNamespace:
+    """The settings of an engine: one JSON object, the argument of its process. See the driver for their meaning."""
+    return SimpleNamespace(**json.loads(sys.argv[1]))
 
 
 def advantages(sequences: int) -> list[float]:
@@ -119,7 +111,7 @@ class Clock:
     Redirects the output of libraries to standard error: standard output carries JSON lines.
     """
 
-    def __init__(self, args: argparse.Namespace, warmup: int = WARMUP) -> None:
+    def __init__(self, args: SimpleNamespace, warmup: int = WARMUP) -> None:
         self.args = args
         self.warmup = warmup
         self.begun = 0
@@ -134,10 +126,10 @@ class Clock:
         return self.warmup + self.args.repeats
 
     def begin(self) -> None:
-        """Starts the clock of an update; waits for its turn."""
+        """Starts the clock of an update, after a line on standard input: its turn."""
         if self.begun == self.warmup:
             self.say({"ready": True})
-        if self.begun >= self.warmup and self.args.driven:
+        if self.begun >= self.warmup:
             sys.stdin.readline()
         self.begun += 1
         self.start = time.perf_counter()
@@ -168,9 +160,8 @@ class Clock:
         return row | {"versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}}}
 
     def say(self, row: dict) -> None:
-        """Prints a line of JSON; without a driver only the result."""
-        if self.args.driven or "engine" in row:
-            print(json.dumps(row), file=self.out, flush=True)
+        """Prints a line of JSON."""
+        print(json.dumps(row), file=self.out, flush=True)
 
 
 def peak_bytes() -> int:

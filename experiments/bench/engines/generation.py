@@ -5,28 +5,15 @@ Standard library only, because it runs in several environments.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
+from types import SimpleNamespace
 
 # In new tokens: where steps are timed, and how many.
 EARLY = 400
 LATE = 4000
 WINDOW = 160
-
-
-def parser(description: str) -> argparse.ArgumentParser:
-    """Parser of an engine's command line."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--batch", type=int, default=32)
-    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt; none of them padding")
-    made.add_argument("--new-tokens", type=int, default=512)
-    made.add_argument("--budget", type=int, default=128, help="keys kept, by engines that evict")
-    made.add_argument("--buffer", type=int, default=32, help="steps between two compressions")
-    made.add_argument("--repeats", type=int, default=3)
-    made.add_argument("--driven", action="store_true", help="every measured turn waits for a line on standard input")
-    return made
 
 
 def prompts(batch: int, prompt: int, vocabulary: int) -> list[list[int]]:
@@ -72,7 +59,7 @@ def early_and_late(marks: Marks, new_tokens: int, cpu: bool = False) -> tuple[fl
     return marks.milliseconds(min(EARLY, late), cpu), marks.milliseconds(late, cpu)
 
 
-def row(engine: str, args: argparse.Namespace, seconds: list[float], marks: Marks | None = None) -> dict:
+def row(engine: str, args: SimpleNamespace, seconds: list[float], marks: Marks | None = None) -> dict:
     """The first fields of every engine's row; fields that an engine does not measure stay null.
 
     Args:

@@ -1,11 +1,13 @@
 """Sampling with Hugging Face transformers: `generate` of Qwen2 on torch, eager, with scaled dot product attention.
 
-`DynamicCache`, which grows by concatenation, is the default of `generate`; `--static` takes its cache of fixed size.
+`DynamicCache`, which grows by concatenation, is the default of `generate`.
 Log-probabilities are asked for as documented: `output_scores`, then `compute_transition_scores`, both in the time.
 A logits processor that changes nothing notes when each step came.
 """
 
-import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 
 import common
 import generation
@@ -29,18 +31,11 @@ class Stamp(LogitsProcessor):
         return scores
 
 
-def build(max_tokens: int) -> Qwen2ForCausalLM:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = qwen2_config(True, max_tokens)
-    config.use_cache = True
-    return Qwen2ForCausalLM(config).eval()
+Press = Callable[[Qwen2ForCausalLM], AbstractContextManager]
 
 
-def sample(
-    model: Qwen2ForCausalLM, ids: torch.Tensor, new_tokens: int, cache: Cache | None, stamp: Stamp, scores: bool
-) -> torch.Tensor:
-    """Draws `new_tokens` tokens a row, none of which ends a response; their log-probabilities."""
+def sample(model: Qwen2ForCausalLM, ids: torch.Tensor, new_tokens: int, cache: Cache, stamp: Stamp) -> None:
+    """Draws `new_tokens` tokens a row, none of which ends a response, and their log-probabilities."""
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -53,46 +48,44 @@ def sample(
         pad_token_id=0,
         logits_processor=LogitsProcessorList([stamp]),
         return_dict_in_generate=True,
-        output_scores=scores,
-        **({"cache_implementation": "static"} if cache is None else {"past_key_values": cache}),
+        output_scores=True,
+        past_key_values=cache,
     )
     assert out.sequences.shape[1] == ids.shape[1] + new_tokens
-    if not scores:
-        return out.sequences
-    return model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-
-
-def held(cache: Cache | None) -> int | None:
-    """Bytes of keys and values."""
-    if cache is None:
-        return None
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = generation.parser(__doc__)
-    parser.add_argument("--static", action="store_true", help="a cache of fixed size")
-    parser.add_argument("--scores", action=argparse.BooleanOptionalAction, default=True, help="log-probabilities")
-    args = parser.parse_args()
+def run(name: str, args: SimpleNamespace, packages: list[str], press: Press, more: dict) -> Cache:
+    """Samples in turns, prints the row, and returns the cache of the last turn.
+
+    Args:
+      press: makes a context in which the model evicts.
+      more: fields of the row.
+    """
     clock = common.Clock(args, warmup=1)
     marks = generation.Marks()
-    model = build(args.prompt + args.new_tokens)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = qwen2_config(args.prompt + args.new_tokens)
+    config.use_cache = True
+    model = Qwen2ForCausalLM(config).eval()
     ids = torch.tensor(generation.prompts(args.batch, args.prompt, common.VOCABULARY))
     stamp = Stamp(marks, args.prompt)
-    cache = None
     for turn in range(clock.updates):
-        cache = None if args.static else DynamicCache(config=model.config)
+        cache = DynamicCache(config=model.config)
         clock.begin()
         marks.begin()
-        sample(model, ids, args.new_tokens if turn else 8, cache, stamp, args.scores)  # eager: a short one warms up
+        with press(model):
+            sample(model, ids, args.new_tokens if turn else 8, cache, stamp)  # eager: a short one warms up
         clock.end()
         if not turn:
             marks.forget()
-    row = generation.row("hf-static" if args.static else "hf", args, clock.seconds, marks)
-    row |= {"cache_bytes": held(cache), "logprobs": args.scores}
-    clock.say(row | clock.measured(sum(p.numel() for p in model.parameters()), ["torch", "transformers"]))
+    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    row = generation.row(name, args, clock.seconds, marks) | {"cache_bytes": held} | more
+    clock.say(row | clock.measured(sum(p.numel() for p in model.parameters()), packages))
+    return cache
 
 
 if __name__ == "__main__":
-    main()
+    run("hf", common.settings(), ["torch", "transformers"], lambda model: nullcontext(), {})

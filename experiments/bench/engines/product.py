@@ -1,15 +1,10 @@
 """The yardstick of `bench/rollout.py` and `update.py`: the rate of bare matrix products of the model's shapes.
 
-Command    python experiments/bench/engines/product.py --rows 32                  (a step of 32 rows)
-           python experiments/bench/engines/product.py --rows 4608 --backward     (8 sequences of 576 tokens)
-
-A turn makes each product of a pass once, layer by layer, as one XLA program. `--backward` adds the products of the
+A turn makes each product of a pass once, layer by layer, as one XLA program; with `backward` also those of the
 gradients. It takes turns with the engines, because the rate of a machine changes while they run.
 """
 
 from __future__ import annotations
-
-import argparse
 
 import common
 
@@ -37,15 +32,9 @@ def operands(products: list[tuple[int, int]], rows: int, backward: bool) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=32, help="tokens of a pass")
-    parser.add_argument("--backward", action="store_true", help="add the products of the gradients")
-    parser.add_argument("--untied", action="store_true", help="a separate output projection")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--driven", action="store_true", help="every turn waits for a line on standard input")
-    args = parser.parse_args()
+    args = common.settings()
     clock = common.Clock(args, warmup=1)
-    sizes = common.model_sizes(args.untied)
+    sizes = common.model_sizes()
     products = [*(sizes.layer_products() * sizes.layers), sizes.head_product()]
     pairs = operands(products, args.rows, args.backward)
     program = jax.jit(lambda pairs: [left @ right for left, right in pairs])

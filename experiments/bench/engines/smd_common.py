@@ -12,7 +12,7 @@ import numpy as np
 import smd_jax as smd
 
 
-def model_config(tied: bool, max_tokens: int) -> smd.ModelConfig:
+def model_config(max_tokens: int) -> smd.ModelConfig:
     """The model that every engine runs."""
     return smd.ModelConfig(
         vocab_size=common.VOCABULARY,
@@ -26,7 +26,7 @@ def model_config(tied: bool, max_tokens: int) -> smd.ModelConfig:
         rope_theta=common.ROPE_THETA,
         norm_eps=common.NORM_EPS,
         qkv_bias=True,
-        tie_embeddings=tied,
+        tie_embeddings=True,
     )
 
 

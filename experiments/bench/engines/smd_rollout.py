@@ -1,13 +1,11 @@
 """Sampling with smd_jax's engine. Started by `bench/rollout.py`.
 
-Command    python experiments/bench/engines/smd_rollout.py --policy knorm --new-tokens 512
-
 The difference of sampler and learner is measured after the timing, on four rows of the last turn.
 """
 
 from __future__ import annotations
 
-import argparse
+from types import SimpleNamespace
 
 import common
 import generation
@@ -24,7 +22,6 @@ from smd_jax.testing import random_params  # noqa: E402
 
 POLICIES = {
     "knorm": smd.eviction.Knorm(),
-    "snapkv": smd.eviction.SnapKV(),
     "h2o": smd.eviction.H2O(),
     "dense": smd.eviction.Dense(),
 }
@@ -34,10 +31,10 @@ CHECKED = 4  # rows whose log-probabilities the learner computes again
 class Sampling:
     """The sampler of the benchmark."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: SimpleNamespace) -> None:
         self.args = args
         self.marks = generation.Marks()
-        self.model = smd.Decoder(model_config(True, args.prompt + args.new_tokens))
+        self.model = smd.Decoder(model_config(args.prompt + args.new_tokens))
         self.params = random_params(self.model.config)
         self.policy = POLICIES[args.policy]
         # Groups as long as a segment: the longest that there can be, and the smallest table of key ranges.
@@ -75,10 +72,7 @@ class Sampling:
 
 
 def main() -> None:
-    parser = generation.parser(__doc__ or "")
-    parser.add_argument("--policy", choices=tuple(POLICIES), default="knorm")
-    parser.add_argument("--bits", type=int, choices=(8, 4, 2), default=None, help="of a quantised cache")
-    args = parser.parse_args()
+    args = common.settings()
     clock = common.Clock(args, warmup=1)
     sampling = Sampling(args)
     trajectory = None
@@ -98,7 +92,7 @@ def main() -> None:
     clock.say(row | measured)
 
 
-def name(args: argparse.Namespace) -> str:
+def name(args: SimpleNamespace) -> str:
     """As in the rows of `bench/rollout.py`."""
     policy = "ours" if args.policy == "knorm" else f"ours-{args.policy}"
     return policy if args.bits is None else f"{policy}-{args.bits}bit"

@@ -43,10 +43,7 @@ class Questions:
 
 
 def main() -> None:
-    parser = whole_step.parser(__doc__ or "")
-    parser.add_argument("--budget", type=int, default=None, help="keys kept; none: full cache and dense learner")
-    parser.add_argument("--buffer", type=int, default=32, help="steps between two compressions")
-    args = parser.parse_args()
+    args = common.settings()
     config, params = smd.load_checkpoint(args.model)
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     task = Questions(whole_step.questions(args), whole_step.Reward())

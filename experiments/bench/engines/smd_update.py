@@ -1,11 +1,11 @@
 """A GRPO update of smd_jax, as `smd_jax.make_update` compiles it. Started by `bench/update.py`.
 
-Command    python experiments/bench/engines/smd_update.py --tokens 576 --visibility shadow --budget 128 --buffer 32
+With a budget the learner has the shadow mask of a random eviction policy, else a dense mask.
 """
 
 from __future__ import annotations
 
-import argparse
+from types import SimpleNamespace
 
 import common
 
@@ -19,7 +19,7 @@ from smd_common import model_config  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
 from smd_jax.learner.config import UpdateConfig  # noqa: E402
-from smd_jax.learner.state import TrainBatch, TrainState, init_state  # noqa: E402
+from smd_jax.learner.state import TrainBatch, init_state  # noqa: E402
 from smd_jax.learner.update import make_update  # noqa: E402
 from smd_jax.message.masks import Segments, dense_mask  # noqa: E402
 from smd_jax.message.trajectory import Trajectory  # noqa: E402
@@ -27,7 +27,7 @@ from smd_jax.testing import random_evictions, random_params  # noqa: E402
 from smd_jax.train.compile_ahead import return_freed_memory  # noqa: E402
 
 
-def random_batch(args: argparse.Namespace) -> TrainBatch:
+def random_batch(args: SimpleNamespace) -> TrainBatch:
     """A batch of random tokens without padding, with the mask of a random eviction policy."""
     tokens = np.random.default_rng(0).integers(1, common.VOCABULARY, (args.sequences, args.tokens), dtype=np.int32)
     valid = jnp.ones(tokens.shape, bool)
@@ -44,7 +44,7 @@ def random_batch(args: argparse.Namespace) -> TrainBatch:
         valid=valid,
         logprobs=jnp.full((args.sequences, args.tokens - args.prompt), -np.log(common.VOCABULARY), jnp.float32),
         terminated=jnp.zeros(args.sequences, bool),
-        mask=mask.to_boolean() if args.boolean else mask,
+        mask=mask,
     )
     return TrainBatch(trajectory, jnp.asarray(common.advantages(args.sequences), jnp.float32), None)
 
@@ -53,7 +53,17 @@ def optimizer() -> optax.GradientTransformation:
     return optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
 
 
-def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfig, state: TrainState) -> None:
+def main() -> None:
+    args = common.settings()
+    model = smd.Decoder(model_config(args.tokens))
+    shadow = args.budget is not None
+    config = UpdateConfig(
+        visibility="shadow" if shadow else "dense",
+        correction=smd.corrections.Shadow() if shadow else smd.corrections.Naive(),
+        microbatch_size=args.microbatch,
+        rows_per_prompt=args.rows_per_prompt,
+    )
+    state = init_state(random_params(model.config), optimizer(), jax.random.key(0))
     clock = common.Clock(args)
     update = make_update(model, optimizer(), config)
     batch = random_batch(args)
@@ -66,33 +76,9 @@ def run_update(args: argparse.Namespace, model: smd.Decoder, config: UpdateConfi
         state, metrics = update(state, batch)
         jax.block_until_ready((state.params, metrics))
         clock.end()
-    sizes = {"visibility": config.visibility, "budget": args.budget, "buffer": args.buffer}
-    sizes["mask"] = "boolean" if args.boolean else "compact"
-    sizes["rows_per_prompt"] = config.rows_per_prompt
-    sizes["planned_bytes"] = planned_bytes
-    clock.report("ours", parameters, ["smd_jax", "jax", "jaxlib", "flax"], sizes)
-
-
-def main() -> None:
-    parser = common.parser(__doc__ or "")
-    parser.add_argument("--visibility", choices=("dense", "shadow"), default="dense")
-    parser.add_argument("--budget", type=int, default=None, help="keys kept; none: a sampler that never evicts")
-    parser.add_argument("--buffer", type=int, default=None, help="queries between two compressions")
-    parser.add_argument("--boolean", action="store_true", help="store the mask as T × T booleans")
-    parser.add_argument("--rows-per-prompt", type=int, default=1, help="rows whose prompt is read once")
-    args = parser.parse_args()
-    if (args.budget is None) != (args.buffer is None) or (args.visibility == "shadow") != (args.budget is not None):
-        raise SystemExit("expected --budget and --buffer with --visibility shadow, and neither with dense")
-    model = smd.Decoder(model_config(not args.untied, args.tokens))
-    correction = smd.corrections.Shadow() if args.visibility == "shadow" else smd.corrections.Naive()
-    config = UpdateConfig(
-        visibility=args.visibility,
-        correction=correction,
-        microbatch_size=args.microbatch,
-        rows_per_prompt=args.rows_per_prompt,
-    )
-    state = init_state(random_params(model.config), optimizer(), jax.random.key(0))
-    run_update(args, model, config, state)
+    more = {"visibility": config.visibility, "budget": args.budget, "buffer": args.buffer}
+    more |= {"rows_per_prompt": config.rows_per_prompt, "planned_bytes": planned_bytes}
+    clock.report("ours", parameters, ["smd_jax", "jax", "jaxlib", "flax"], more)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 
-def qwen2_config(tied: bool, max_tokens: int) -> Qwen2Config:
+def qwen2_config(max_tokens: int) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=common.VOCABULARY,
         hidden_size=common.HIDDEN,
@@ -24,7 +24,7 @@ def qwen2_config(tied: bool, max_tokens: int) -> Qwen2Config:
         rope_parameters={"rope_type": "default", "rope_theta": common.ROPE_THETA},
         rms_norm_eps=common.NORM_EPS,
         initializer_range=common.INIT_STD,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=True,
         use_cache=False,
         attn_implementation="sdpa",
     )
@@ -41,11 +41,11 @@ def policy_loss(model: Qwen2ForCausalLM, tokens: torch.Tensor, advantages: torch
 
 
 def main() -> None:
-    args = common.parser(__doc__).parse_args()
+    args = common.settings()
     clock = common.Clock(args)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(qwen2_config(not args.untied, args.tokens)).train()
+    model = Qwen2ForCausalLM(qwen2_config(args.tokens)).train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=common.LEARNING_RATE,

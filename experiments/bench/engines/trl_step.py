@@ -43,7 +43,7 @@ class Timer(TrainerCallback):
 
 
 def main() -> None:
-    args = whole_step.parser(__doc__).parse_args()
+    args = common.settings()
     graded = whole_step.Reward()
     clock = whole_step.StepClock(args, graded)
     torch.set_num_threads(1)

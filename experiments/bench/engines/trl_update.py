@@ -64,10 +64,10 @@ def random_completions(sequences: int, prompt: int, response: int) -> dict:
 
 
 def main() -> None:
-    args = common.parser(__doc__).parse_args()
+    args = common.settings()
     clock = common.Clock(args)
     torch.set_num_threads(1)
-    model = Qwen2ForCausalLM(qwen2_config(not args.untied, args.tokens))
+    model = Qwen2ForCausalLM(qwen2_config(args.tokens))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,

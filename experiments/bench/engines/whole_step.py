@@ -1,36 +1,23 @@
-"""Shared by the engines of `bench/step.py`: prompts, command line, and a reward that separates rollout from update.
+"""Shared by the engines of `bench/step.py`: prompts, and a reward that separates rollout from update.
 
 Standard library only, because it runs in several environments.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import common
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The command line of an engine; `completions` is a multiple of `group` and of `microbatch`."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
-    made.add_argument("--completions", type=int, default=32, help="of a step")
-    made.add_argument("--group", type=int, default=8, help="completions of a prompt")
-    made.add_argument("--new-tokens", type=int, default=256, help="of a completion; none ends early")
-    made.add_argument("--microbatch", type=int, default=4, help="completions of one forward and backward pass")
-    made.add_argument("--repeats", type=int, default=2)
-    made.add_argument("--driven", action="store_true", help="every measured step waits for a line on standard input")
-    return made
-
-
-def questions(args: argparse.Namespace) -> list[str]:
+def questions(args: SimpleNamespace) -> list[str]:
     """One prompt per group, the same in all engines."""
     draw = random.Random(0)
     terms = [[str(draw.randrange(10, 1000)) for _ in range(12)] for _ in range(args.completions // args.group)]
@@ -51,7 +38,7 @@ class Reward:
 class StepClock(common.Clock):
     """Times whole steps and their rollouts; the first step is not measured."""
 
-    def __init__(self, args: argparse.Namespace, reward: Reward) -> None:
+    def __init__(self, args: SimpleNamespace, reward: Reward) -> None:
         super().__init__(args, warmup=1)
         self.reward = reward
         self.rollouts: list[float] = []
