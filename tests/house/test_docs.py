@@ -11,7 +11,7 @@ import sys
 import tomllib
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import smd_jax
+from smd_jax.commands.arguments import CorrectionName, LossName
 from tests.paths import ROOT
 
 README = ROOT / "README.md"
@@ -116,9 +117,28 @@ def test_names_of_the_library_are_there():
     assert not lost, f"expected names that smd_jax has; got {lost}"
 
 
-def test_readme_is_short():
-    lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 110, f"README.md has {len(lines)} lines, at most 110 are allowed: the rest belongs into docs/"
+def test_readme_and_the_first_blocks_of_recipes_are_short():
+    assert len(TEXTS[README].splitlines()) <= 110, "the rest belongs into docs/"
+    for page in ("loss", "correction"):
+        block = python_blocks(ROOT / "docs" / "recipes" / f"{page}.md")[0][1]
+        assert "@dataclass" in block and "smd.UpdateConfig(" in block and len(block.splitlines()) <= 30
+
+
+@pytest.mark.parametrize(
+    ("table", "names", "page"),
+    [(smd_jax.corrections.CORRECTIONS, CorrectionName, "corrections"), (smd_jax.losses.LOSSES, LossName, "algorithms")],
+)
+def test_the_command_and_the_docs_have_every_name(table: dict[str, Any], names: Any, page: str):
+    assert set(table) == set(get_args(names))
+    text = TEXTS[ROOT / "docs" / f"{page}.md"]
+    assert [name for name in table if f"`{name}`" not in text and f"{name}()`" not in text] == []
+
+
+def test_notebooks_are_kept_without_outputs():
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    cells = [cell for path in notebooks for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    assert len(notebooks) >= 4
+    assert not [cell["id"] for cell in cells if cell.get("outputs") or cell.get("execution_count") is not None]
 
 
 def test_citation_is_of_this_version():

@@ -147,12 +147,16 @@ def test_every_field_was_there():
         ),
         (OptimizerConfig, "max_grad_norm", "1", r"expected max_grad_norm .* to be float \| None; got '1', str"),
         (LoopConfig, "stop_strings", ["a"], r"expected stop_strings .* to be tuple\[str, \.\.\.\]; got \['a'\], list"),
+        (OptimizerConfig, "optim", "lion", "expected optim to be one of adamw, adafactor; got 'lion'"),
+        (DistillConfig, "direction", "backward", "expected direction to be one of forward, reverse, published, anchor"),
+        (corrections.TIS, "level", "geometric", "expected level to be one of token, sequence; got 'geometric'"),
+        (LossConfig, "ratio_level", "sequence", "expected ratio_level to be one of token, geometric; got 'sequence'"),
         (QuantConfig, "bits", "8", r"expected bits of QuantConfig to be Literal\[8, 4, 2\]; got '8', str"),
     ],
 )
 def test_types_by_hand(kind: type, field: str, value: Any, said: str):
     config = next(config for config in CONFIGS if type(config) is kind)
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         dataclasses.replace(config, **{field: value})
 
 

@@ -1,6 +1,5 @@
 """What comes from outside runs nothing, leads nowhere else and moves no terminal: files, archives, texts of a model."""
 
-import ast
 import io
 import json
 import pickle
@@ -30,91 +29,23 @@ from smd_jax.tasks.reward_functions import math_answer
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from tests.paths import ROOT
 
-OURS = sorted(
-    path
-    for folder in ("smd_jax", "kernels", "experiments", "docs", ".ci")
-    for path in (ROOT / folder).rglob("*.py")
-    if not path.name.startswith(("hf_", "kvpress_", "torch_", "trl_"))  # peers, in their own environments
+OURS = ("smd_jax", "kernels", "experiments", "docs", ".ci")
+# Options of NumPy and transformers. Ruff looks for the other dangerous calls.
+LOADS = re.compile(
+    r"np\.load\((?!.*allow_pickle=False)|allow_pickle=True|Auto\w+\.from_pretrained\((?!.*trust_remote_code=False)"
 )
 
-# --- the source tree
 
-
-# Modules that can run what they read. A run sends pickles to the processes of its rewards and environments, which
-# answer in JSON.
-UNPICKLING = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-PICKLES = {
-    "smd_jax/text/child_process.py": {"dumps"},
-    "smd_jax/tasks/reward_calls.py": {"loads"},
-    "smd_jax/environments/environment_process.py": {"loads"},
-}
-# Files that run the user's own code.
-RUNS_FILES = {
-    "smd_jax/tasks/functions.py",
-    "smd_jax/tasks/reward_calls.py",
-    "smd_jax/environments/environment_process.py",
-}
-
-
-def dangers(source: str) -> list[str]:
-    """What a source does that could run somebody else's code."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Import(names=names):
-                found += [f"import {alias.name}" for alias in names if alias.name.split(".")[0] in UNPICKLING]
-            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in UNPICKLING:
-                found.append(f"import {module}")
-            case ast.Call(func=ast.Name(id="eval" | "exec" | "compile" | "__import__" as name)):
-                found.append(name)
-            case ast.Attribute(
-                attr="exec_module" | "unsafe_load" | "full_load" | "extractall" | "unpack_archive" as name
-            ):
-                found.append(name)
-            case ast.Attribute(value=ast.Name(id="os"), attr="system" | "popen" as name):
-                found.append(f"os.{name}")
-            case ast.Attribute(value=ast.Name(id="yaml" | "torch" as module), attr="load" as name):
-                found.append(f"{module}.{name}")
-            case ast.Attribute(value=ast.Name(id="pickle"), attr=name) if name not in PICKLE_CONSTANTS:
-                found.append(f"pickle.{name}")
-            case ast.keyword(arg="trust_remote_code" | "allow_pickle" | "shell" as name, value=value):
-                if not (isinstance(value, ast.Constant) and value.value is False):
-                    found.append(name)
-            case ast.Call(func=ast.Attribute(attr="from_pretrained"), keywords=keywords):
-                if "trust_remote_code" not in [keyword.arg for keyword in keywords]:
-                    found.append("from_pretrained without trust_remote_code=False")
-    return found
-
-
-PICKLE_CONSTANTS = {"HIGHEST_PROTOCOL", "PicklingError"}
-
-
-def test_no_source_runs_what_it_reads():
-    wrong = []
-    for path in OURS:
-        name = str(path.relative_to(ROOT))
-        allowed = {f"pickle.{what}" for what in PICKLES.get(name, ())}
-        allowed |= {"import pickle"} if name in PICKLES else set()
-        allowed |= {"exec_module"} if name in RUNS_FILES else set()
-        found = set(dangers(path.read_text(encoding="utf-8")))
-        wrong += [f"{name}: {what}" for what in sorted(found - allowed)]
-    assert not wrong, wrong
-
-
-def test_what_is_looked_for_is_found():
-    source = """
-import pickle, joblib
-from dill import loads
-eval("1"); exec("1"); __import__("x"); os.system("x"); yaml.load(x); yaml.safe_load(x); torch.load(x)
-AutoTokenizer.from_pretrained(x); AutoTokenizer.from_pretrained(x, trust_remote_code=True)
-np.load(x, allow_pickle=True); np.load(x, allow_pickle=False); archive.extractall(); run(x, shell=True)
-pickle.loads(x)
-"""
-    assert sorted(dangers(source)) == sorted(
-        ["import pickle", "import joblib", "import dill", "eval", "exec", "__import__", "os.system", "yaml.load"]
-        + ["torch.load", "from_pretrained without trust_remote_code=False", "trust_remote_code", "allow_pickle"]
-        + ["extractall", "shell", "pickle.loads"]
-    )
+def test_loading_runs_no_code():
+    peers = ("hf_", "kvpress_", "torch_", "trl_")  # in their own environments
+    found = {
+        str(path): LOADS.findall(path.read_text(encoding="utf-8"))
+        for folder in OURS
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.name.startswith(peers)
+    }
+    assert not {name: calls for name, calls in found.items() if calls}
+    assert len(LOADS.findall("np.load(x)\nnp.savez(x, allow_pickle=True)\nAutoTokenizer.from_pretrained(x)")) == 3
 
 
 # --- files of others
