@@ -78,8 +78,6 @@ class DataSource:
 class DataArgs(DataSource):
     """The prompts, and which of them are left out."""
 
-    long_prompts: Literal["drop", "refuse"] = "drop"  # what to do with prompts over --max-prompt-length
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardArgs:

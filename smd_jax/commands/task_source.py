@@ -22,7 +22,7 @@ from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean
 from smd_jax.text.yaml_limits import load_yaml
 
-READY = ("math_answer", "gsm8k_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
+READY = ("math_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
 
 
 class Data(NamedTuple):
@@ -92,7 +92,7 @@ def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
     """Drops prompts that are too long. Returns the task, the prompt width in tokens, and a line on both."""
     lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
-    chosen, counts = select_prompts(task, lengths, width, refuse=args.long_prompts == "refuse")
+    chosen, counts = select_prompts(task, lengths, width)
     return chosen, width, str(counts)
 
 
@@ -170,8 +170,6 @@ def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> 
     match name:
         case "math_answer":
             return reward_functions.math_answer
-        case "gsm8k_answer":
-            return reward_functions.gsm8k_answer
         case "exact_match":
             return reward_functions.exact_match
         case "token_f1":

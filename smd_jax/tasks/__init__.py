@@ -30,7 +30,6 @@ from smd_jax.tasks.graded import Failure as Failure
 from smd_jax.tasks.rewards import RewardWarning as RewardWarning
 from smd_jax.tasks.rewards import TooManyFailures as TooManyFailures
 from smd_jax.tasks.reward_functions import math_answer as math_answer
-from smd_jax.tasks.reward_functions import gsm8k_answer as gsm8k_answer
 from smd_jax.tasks.reward_functions import exact_match as exact_match
 from smd_jax.tasks.reward_functions import token_f1 as token_f1
 from smd_jax.tasks.reward_functions import RougeL as RougeL

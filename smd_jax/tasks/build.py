@@ -8,13 +8,12 @@ build_task(TaskChoice("owner/name", prompt_column="question", reward=my_reward))
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smd_jax.config import check_seed
 from smd_jax.tasks.dataset_task import DatasetTask
-from smd_jax.tasks.presets import PRESETS, Preset
+from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import RewardFunction
 from smd_jax.tasks.row_format import RowFormat, RowFunction
@@ -68,48 +67,30 @@ def build_task(choice: TaskChoice) -> Task:
       ValueError: options that exclude each other. For other errors see `load_rows`.
     """
     if choice.name.startswith(PROCEDURAL):
-        return _procedural(choice)
-    if choice.name in PRESETS:
-        return _preset(choice, PRESETS[choice.name])
-    if choice.source is not None:
-        raise ValueError(
-            f"expected the name of a preset beside source {choice.source!r}, one of {[*PRESETS]}; got {choice.name!r}"
-        )
-    if choice.parameters:
-        raise ValueError(
-            f"expected parameters with {PROCEDURAL}NAME alone; got {choice.parameters} for {choice.name!r}"
-        )
-    source = DataSource(choice.name, choice.config, choice.split)
-    prompt_column = choice.prompt_column or "prompt"
-    row_format = RowFormat(prompt_column, choice.system_prompt, choice.map_row, choice.chat_template_kwargs)
-    return DatasetTask(load_rows(source), choice.reward, row_format)
-
-
-def _preset(choice: TaskChoice, preset: Preset) -> Task:
-    _refuse(choice, ("prompt_column", "map_row", "parameters"), "a preset")
-    if choice.source is None:
-        own = preset.held_out if choice.held_out else preset.train
-        source = dataclasses.replace(own, config=choice.config or own.config, split=choice.split or own.split)
-    else:
-        # The preset's configuration and split do not apply to other data.
-        source = DataSource(choice.source, choice.config, choice.split)
+        _refuse(choice, ("source", "config", "split", "prompt_column", "map_row"), "a procedural data set")
+        seed = choice.seed + HELD_OUT_SEED if choice.held_out else choice.seed
+        task = ReasoningGymTask(choice.name.removeprefix(PROCEDURAL), seed, choice.size, choice.parameters)
+        row_format = RowFormat("prompt", choice.system_prompt, chat_template_kwargs=choice.chat_template_kwargs)
+        if choice.reward is None and row_format == RowFormat():
+            return task
+        return DatasetTask(task, choice.reward or task.reward, row_format)
+    _refuse(choice, ("parameters",), f"anything but {PROCEDURAL}NAME")
+    if choice.name not in PRESETS:
+        _refuse(choice, ("source",), f"anything but the presets {[*PRESETS]}")
+        column = choice.prompt_column or "prompt"
+        row_format = RowFormat(column, choice.system_prompt, choice.map_row, choice.chat_template_kwargs)
+        return DatasetTask(load_rows(DataSource(choice.name, choice.config, choice.split)), choice.reward, row_format)
+    _refuse(choice, ("prompt_column", "map_row"), "a preset")
+    preset = PRESETS[choice.name]
+    # The preset's configuration and split do not apply to other data.
+    own = preset.held_out if choice.held_out else preset.train
+    own = own if choice.source is None else DataSource(choice.source)
+    source = DataSource(own.name, choice.config or own.config, choice.split or own.split)
     row_format = RowFormat("prompt", choice.system_prompt, preset.map_row, choice.chat_template_kwargs)
     return DatasetTask(load_rows(source, preset.columns), choice.reward or preset.reward, row_format)
 
 
-def _procedural(choice: TaskChoice) -> Task:
-    _refuse(choice, ("source", "config", "split", "prompt_column", "map_row"), "a procedural data set")
-    seed = choice.seed + HELD_OUT_SEED if choice.held_out else choice.seed
-    task = ReasoningGymTask(choice.name.removeprefix(PROCEDURAL), seed, choice.size, choice.parameters)
-    row_format = RowFormat("prompt", choice.system_prompt, chat_template_kwargs=choice.chat_template_kwargs)
-    if choice.reward is None and row_format == RowFormat():
-        return task
-    return DatasetTask(task, choice.reward or task.reward, row_format)
-
-
 def _refuse(choice: TaskChoice, names: Sequence[str], what: str) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(TaskChoice)}
     for name in names:
-        value = getattr(choice, name)
-        if value != defaults[name]:
-            raise ValueError(f"expected no {name} with {what}, which has its own; got {value!r} with {choice.name!r}")
+        if getattr(choice, name) != getattr(TaskChoice, name):
+            raise ValueError(f"expected no {name} with {what}; got {getattr(choice, name)!r} with {choice.name!r}")

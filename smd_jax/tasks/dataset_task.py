@@ -16,7 +16,6 @@ from smd_jax.tasks.rewards import RewardFunction, accepted_names, function_name
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.sources import Rows
 from smd_jax.tasks.task import Row, Task
-from smd_jax.text.visible_text import one_line
 
 
 # Compared by identity, because rows have no hash.
@@ -44,16 +43,14 @@ class DatasetTask:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
-        try:
-            raw = self.rows[index]
-        except (ValueError, OSError) as error:  # text that is no UTF-8, or a truncated table
-            said = one_line(f"{type(error).__name__}: {error}", 200)
-            raise ValueError(f"row {index}: expected a row that can be read; got {said}") from error
-        return self.format.row(raw, f"row {index}")
+        return self.format.row(self.rows[index], f"row {index}")
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
         """Calls the reward function; an async one returns an awaitable."""
-        return _call(self.reward_function, {**columns, "prompts": prompts, "completions": completions})
+        arguments = {**columns, "prompts": prompts, "completions": completions}
+        function = own_reward(self)
+        accepted = accepted_names(function_name(function), function, arguments)
+        return function(**{name: arguments[name] for name in accepted})
 
 
 def first_rows(task: Task, count: int) -> Task:
@@ -78,10 +75,3 @@ def own_reward(task: Task) -> RewardFunction:
             return task.reward_function
         case _:
             return task.reward
-
-
-def _call(function: RewardFunction | None, arguments: dict[str, Any]) -> Any:
-    if function is None:
-        raise ValueError("expected a reward function, because this data has none of its own; got None")
-    accepted = accepted_names(function_name(function), function, arguments)
-    return function(**{name: arguments[name] for name in accepted})

@@ -43,13 +43,13 @@ def import_function(where: str) -> Callable[..., Any]:
         called; an error during the import (with its line).
       FileNotFoundError: no such file.
     """
-    place, name, module = _place(where, "function")
-    members = vars(module)
-    if name not in members:
-        there = _functions_of(module)
+    place, name, module = _located(where, "function")
+    if not hasattr(module, name):
+        functions = inspect.getmembers(module, inspect.isfunction)
+        there = [own for own, function in functions if function.__module__ == module.__name__]
         near = did_you_mean(name, there)
         raise ValueError(f"expected a function {name!r} in {place}; got {there}, without it{near}")
-    found = members[name]
+    found = getattr(module, name)
     if not callable(found):
         raise ValueError(f"expected a function as {name!r} in {place}; got {type(found).__name__} {found!r:.60}")
     return found
@@ -57,27 +57,22 @@ def import_function(where: str) -> Callable[..., Any]:
 
 def import_class(where: str, base: type[T]) -> type[T]:
     """Imports the subclass of `base` that `where` names; errors as `import_function`."""
-    place, name, module = _place(where, "class")
-    found = vars(module).get(name)
-    if not isinstance(found, type) or not issubclass(found, base):
-        there = [x.__name__ for x in vars(module).values() if isinstance(x, type) and issubclass(x, base)]
-        own = [other for other in there if vars(module)[other].__module__ == module.__name__]
-        got = f"{own}, without it" if found is None else f"{type(found).__name__} {name}, which is none of {own}"
-        raise ValueError(f"expected a class {name!r} in {place}, a subclass of {base.__name__}; got {got}")
-    return found
+    place, name, module = _located(where, "class")
+    classes = {own: x for own, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, base)}
+    if name not in classes:
+        own = [other for other, kind in classes.items() if kind.__module__ == module.__name__]
+        raise ValueError(f"expected a class {name!r} in {place}, a subclass of {base.__name__}; got {own}, without it")
+    return classes[name]
 
 
-def _place(where: str, what: str) -> tuple[str, str, ModuleType]:
+def _located(where: str, what: str) -> tuple[str, str, ModuleType]:
     """Splits `where` into the file or module as written, and the name; also imports the module."""
-    expected = f"expected a {what} as 'package.module:name' or 'path/to/file.py:name'"
-    place, colon, name = where.rpartition(":")
-    if not colon or not place or not name.isidentifier():
-        raise ValueError(f"{expected}; got {where!r}")
-    if is_file_name(place):
-        return place, name, _file_module(Path(place).expanduser().resolve())
-    if not all(part.isidentifier() for part in place.split(".")):
-        raise ValueError(f"{expected}; got {place!r} before the colon")
-    return place, name, _module(place)
+    place, _, name = where.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    if not name.isidentifier() or not (is_module or is_file_name(place)):
+        raise ValueError(f"expected a {what} as 'package.module:name' or 'path/to/file.py:name'; got {where!r}")
+    module = _file_module(Path(place).expanduser().resolve()) if is_file_name(place) else _module(place)
+    return place, name, module
 
 
 def is_file_name(place: str) -> bool:
@@ -104,7 +99,8 @@ def _file_module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     if caught.error is not None:
         del sys.modules[spec.name]
-        raise _import_error(str(path), path, caught.error) from caught.error
+        lines = [x.lineno for x in traceback.extract_tb(caught.error.__traceback__) if Path(x.filename) == path]
+        raise _import_error(str(path), caught.error, f" in line {lines[-1]}" if lines else "") from caught.error
     return module
 
 
@@ -112,14 +108,8 @@ def _module(name: str) -> ModuleType:
     _look_in(Path.cwd())
     with Caught(SystemExit) as caught:
         return importlib.import_module(name)
-    error = caught.error
-    assert error is not None
-    # The module itself or a package above it is missing, rather than one that it imports.
-    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{name}.".startswith(f"{error.name}."):
-        raise ValueError(
-            f"expected a module {name!r} that can be imported, installed or in {Path.cwd()}; got none"
-        ) from error
-    raise _import_error(name, None, error) from error
+    assert caught.error is not None
+    raise _import_error(name, caught.error) from caught.error
 
 
 def _look_in(folder: Path) -> None:
@@ -127,15 +117,6 @@ def _look_in(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _import_error(what: str, path: Path | None, error: BaseException) -> ValueError:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if path is not None and Path(frame.filename) == path]
-    place = f" in line {lines[-1]}" if lines else ""
+def _import_error(what: str, error: BaseException, place: str = "") -> ValueError:
     said = one_line(str(error), 300)
     return ValueError(f"expected to import {what}; it raised {type(error).__name__}{place}: {said}")
-
-
-def _functions_of(module: ModuleType) -> list[str]:
-    """Names of the functions that the module defines."""
-    members = inspect.getmembers(module, inspect.isfunction)
-    return [name for name, function in members if function.__module__ == module.__name__]

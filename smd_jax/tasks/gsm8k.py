@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from smd_jax.tasks.answers import BOXED, last_boxes
+from smd_jax.tasks.answers import last_box
 from smd_jax.tasks.task import Row, missing_extra
 
 INSTRUCTION = 'Think step by step, then give the final answer after "####".'
@@ -32,17 +32,16 @@ def gsm8k_gold(solution: str) -> str:
 
 
 def final_answer(completion: str) -> str:
-    r"""The part of a completion to grade: the line after its last "####", or the text from its last boxed answer on,
-    whichever comes last; without either the last 2,000 characters.
-
-    There math-verify looks in `\boxed{}` first, then after "answer", then for the last number.
+    r"""The part of a completion to grade: its last boxed answer, or the line after its last "####", whichever comes
+    last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number.
     """
     end = completion[-GRADED_CHARACTERS:]
     # The last marker, because the last correction counts.
     _, marker, after = end.rpartition(GSM8K_MARKER)
-    if marker and BOXED not in after:
-        return after.strip().partition("\n")[0]
-    return last_boxes(end)
+    boxed = last_box(after)
+    if boxed is not None:
+        return rf"\boxed{{{boxed}}}"
+    return after.strip().partition("\n")[0] if marker else end
 
 
 def same_answer(gold: str, answer: str) -> bool:

@@ -1,14 +1,14 @@
-"""Prompts that are too long for a run: dropped and counted, or refused before the run.
+"""Prompts that are too long for a run: dropped and counted.
 
 lengths = usable_lengths(task, tokenizer)                    tokenizes every prompt once
-task, counts = select_prompts(task, lengths, most=512)       drops rows; refuse=True raises instead
+task, counts = select_prompts(task, lengths, most=512)       drops rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -17,30 +17,23 @@ from smd_jax.tasks.task import Row, Task, prompt_length, says_nothing
 from smd_jax.text.prompts import Tokenizer
 
 
-@dataclass
-class PromptCounts:
+class PromptCounts(NamedTuple):
     """Counts of kept and dropped prompts.
 
     Attributes:
       kept, too_long, empty: number of prompts; an empty one has no text.
-      longest, median: tokens of the longest and the median prompt, dropped ones included, empty ones not.
+      longest: tokens of the longest prompt, dropped ones included.
     """
 
-    kept: int = 0
-    too_long: int = 0
-    empty: int = 0
-    longest: int = 0
-    median: int | None = None
-
-    @property
-    def dropped(self) -> int:
-        return self.too_long + self.empty
+    kept: int
+    too_long: int
+    empty: int
+    longest: int
 
     def __str__(self) -> str:
-        median = "" if self.median is None else f", the median {self.median}"
         return (
             f"{self.kept} prompts kept, {self.too_long} dropped as too long and {self.empty} as empty; "
-            f"the longest has {self.longest} tokens{median}"
+            f"the longest has {self.longest} tokens"
         )
 
 
@@ -55,10 +48,6 @@ class SelectedRows:
     task: Task
     numbers: Int[np.ndarray, " rows"]
 
-    def __post_init__(self) -> None:
-        if not len(self.numbers):
-            raise ValueError("expected at least one row; got none")
-
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -71,49 +60,23 @@ class SelectedRows:
         return self.task.reward(prompts, completions, **columns)
 
 
-def usable_length(row: Row, tokenizer: Tokenizer) -> int:
-    """Tokens of the row's prompt as the model sees it; 0 for an empty one."""
-    return 0 if says_nothing(row["prompt"]) else prompt_length(row, tokenizer)
-
-
 def usable_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]:
-    """Lengths of all prompts in tokens, int64 `[rows]`, 0 for empty ones."""
-    return np.array([usable_length(task[index], tokenizer) for index in range(len(task))])
+    """Lengths of all prompts in tokens as the model sees them, int64 `[rows]`; 0 for those without text."""
+    rows = (task[index] for index in range(len(task)))
+    return np.array([0 if says_nothing(row["prompt"]) else prompt_length(row, tokenizer) for row in rows])
 
 
-def select_prompts(
-    task: Task, lengths: Int[np.ndarray, " rows"], most: int, *, refuse: bool = False
-) -> tuple[Task, PromptCounts]:
+def select_prompts(task: Task, lengths: Int[np.ndarray, " rows"], most: int) -> tuple[Task, PromptCounts]:
     """Drops empty prompts and those longer than `most` tokens; returns the rest and the counts.
 
     Args:
       lengths: `[rows]` in tokens, see `usable_lengths`.
-      refuse: raise for longer prompts instead of dropping them. Empty ones are always dropped.
 
     Raises:
-      ValueError: `refuse`, and there are longer prompts; no prompt is left.
+      ValueError: no prompt is left.
     """
-    _check_most(most)
-    longer = np.flatnonzero(lengths > most)
-    counts = PromptCounts(
-        kept=int(np.sum((lengths > 0) & (lengths <= most))),
-        too_long=len(longer),
-        empty=int(np.sum(lengths == 0)),
-        longest=int(lengths.max()),
-        median=int(np.median(lengths[lengths > 0])) if (lengths > 0).any() else None,
-    )
-    if refuse and len(longer):
-        raise ValueError(
-            f"expected prompts of at most {most} tokens; got {len(longer)} of {len(lengths)} that are longer: "
-            f"the first is row {longer[0]} with {lengths[longer[0]]} tokens, the longest has {counts.longest}"
-        )
-    if not counts.kept:
+    kept = np.flatnonzero((lengths > 0) & (lengths <= most))
+    counts = PromptCounts(len(kept), int(np.sum(lengths > most)), int(np.sum(lengths == 0)), int(lengths.max()))
+    if not len(kept):
         raise ValueError(f"expected a prompt of 1 to {most} tokens; got none: {counts}")
-    if not counts.dropped:
-        return task, counts
-    return SelectedRows(task, np.flatnonzero((lengths > 0) & (lengths <= most))), counts
-
-
-def _check_most(most: int) -> None:
-    if most < 1:
-        raise ValueError(f"expected a longest prompt of at least one token; got {most}")
+    return (task if len(kept) == len(lengths) else SelectedRows(task, kept)), counts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from smd_jax.tasks import reward_functions
-from smd_jax.tasks.answers import last_boxed
+from smd_jax.tasks.answers import last_box
 from smd_jax.tasks.countdown import countdown_answer, countdown_row
 from smd_jax.tasks.gsm8k import gsm8k_row
 from smd_jax.tasks.rewards import RewardFunction
@@ -47,7 +47,9 @@ def math_row(row: Row) -> Row:
     solution's last `\\boxed{}`."""
     answer = row.get("answer")
     if answer is None or answer == "":
-        answer = last_boxed(row["solution"])
+        answer = last_box(row["solution"])
+        if answer is None:
+            raise ValueError(f"expected a solution with its answer in \\boxed{{}}; got {row['solution'][-60:]!r}")
     return {**row, "answer": answer, "prompt": f"{row['problem']}\n{MATH_INSTRUCTION}"}
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from smd_jax.config import check_whole
 from smd_jax.tasks.evaluated_answers import readable_answer
@@ -18,17 +18,6 @@ from smd_jax.text.near_names import did_you_mean
 
 # Verifiers raise these for answers of an unexpected form, as prime_factorization does for "?".
 _UNREADABLE = (ValueError, LookupError, AttributeError, TypeError)
-
-
-@runtime_checkable
-class ScoredDataset(Protocol):
-    """The part of reasoning_gym's `ProceduralDataset` that we use."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class ReasoningGymTask:
             raise ValueError(f"expected a dataset of at least one row; got size {self.size}")
 
     @functools.cached_property
-    def dataset(self) -> ScoredDataset:
+    def dataset(self) -> Any:
         return _create_dataset(self.name, self.seed, self.size, dict(self.parameters))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +81,7 @@ class ReasoningGymTask:
             return 0.0
 
 
-def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any]) -> ScoredDataset:
+def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any]) -> Any:
     """Imports reasoning_gym and makes a dataset of it."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset

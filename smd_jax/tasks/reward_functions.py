@@ -2,7 +2,6 @@
 
     function                                   column     reward
     math_answer                                answer     1 if math-verify finds an equal expression
-    gsm8k_answer                               answer     1 if the number after "####" is the same
     exact_match, token_f1                      answer     as in SQuAD; the best of several answers
     rouge_l = RougeL(length_penalty)           summary    ROUGE-L less a penalty on length
     format_reward = FormatReward(pattern)                 1 if the whole completion is of a form
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smd_jax.tasks.answers import answer_texts, last_boxes
+from smd_jax.tasks.answers import answer_texts, last_box
 from smd_jax.tasks.gsm8k import GSM8K_MARKER, final_answer, gsm8k_gold, same_answer
 from smd_jax.tasks.task import Completion, completion_text, missing_extra
 
@@ -41,21 +40,6 @@ def math_answer(
         list of these: one is enough. None (does not apply) for a reference in which math-verify finds nothing.
     """
     return [_math_reward(_answer_part(text), gold) for text, gold in zip(completions, answer, strict=True)]
-
-
-def gsm8k_answer(
-    completions: Sequence[Completion], answer: Sequence[object], **columns: Sequence[Any]
-) -> list[float | None]:
-    """1.0 where the number right after the last "####" has the digits of the reference, else 0.0.
-
-    Ignores thousands separators and a dollar sign. Stricter than `math_answer`, so it also teaches the form.
-
-    Args:
-      answer: solutions that end with "#### <number>", numbers, or a list of them: one is enough. None: does not apply.
-    """
-    marked = [_marked(completion_text(completion)) for completion in completions]
-    pairs = zip(marked, answer, strict=True)
-    return [_best(lambda gold, number=number: float(number == gsm8k_gold(gold)), golds) for number, golds in pairs]
 
 
 def exact_match(
@@ -181,19 +165,11 @@ def _math_reward(text: str, golds: object) -> float | None:
 def _math_gold(gold: str) -> str:
     if GSM8K_MARKER in gold:
         return gsm8k_gold(gold)
-    gold = last_boxes(gold)
     # math-verify finds LaTeX only inside of math delimiters or a box.
-    return gold if "$" in gold or r"\boxed" in gold or r"\(" in gold else rf"\boxed{{{gold}}}"
-
-
-_NUMBER = re.compile(r"\s*(-?)\$?((?:\d[\d,]*)?\.?\d+)")
-
-
-def _marked(text: str) -> str | None:
-    """The number right after the last "####", or None."""
-    _, marker, after = text.rpartition(GSM8K_MARKER)
-    number = _NUMBER.match(after) if marker else None
-    return None if number is None else number[1] + number[2].replace(",", "")
+    boxed = last_box(gold)
+    if boxed is None and ("$" in gold or r"\(" in gold):
+        return gold
+    return rf"\boxed{{{gold if boxed is None else boxed}}}"
 
 
 def _answer_part(completion: Completion) -> str:

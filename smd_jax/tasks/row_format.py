@@ -49,52 +49,45 @@ class RowFormat:
           ValueError: the map function raises or returns no dict; no such column; a prompt that is neither text nor chat
             messages; chat_template_kwargs that are no dict.
         """
-        mapped = self._mapped(dict(raw), where)
-        if self.prompt_column not in mapped:
+        columns = dict(raw) if self.map_row is None else self._mapped(raw, where)
+        if self.prompt_column not in columns:
             raise ValueError(
-                f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns {_names(mapped)}; "
-                "prompt_column says which one has the prompt"
+                f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns "
+                f"{_names(columns)}; prompt_column says which one has the prompt"
             )
-        columns = {name: value for name, value in mapped.items() if name != self.prompt_column}
-        prompt = checked_prompt(mapped[self.prompt_column], where)
-        row = columns | {"prompt": self._with_system(prompt, where)}
+        prompt = self._with_system(_checked_prompt(columns.pop(self.prompt_column), where), where)
         values = dict(self.chat_template_kwargs) | template_kwargs_of(columns, where)
-        return row | {TEMPLATE_KWARGS: values} if values else row
+        return columns | {"prompt": prompt} | ({TEMPLATE_KWARGS: values} if values else {})
 
-    def _mapped(self, raw: Row, where: str) -> Row:
-        if self.map_row is None:
-            return raw
-        columns = _names(raw)
+    def _mapped(self, raw: Mapping[str, Any], where: str) -> Row:
+        assert self.map_row is not None
         try:
-            mapped = self.map_row(raw)
+            mapped = self.map_row(dict(raw))
         except _ROW_ERRORS as error:
             raise ValueError(
                 f"{where}: expected the map function to give a row; it raised {type(error).__name__}: "
-                f"{one_line(str(error), 200)}. The row has the columns {columns}"
+                f"{one_line(str(error), 200)}. The row has the columns {_names(raw)}"
             ) from error
         if not isinstance(mapped, dict):
             raise ValueError(f"{where}: expected the map function to give a dict; got {mapped!r:.80}")
-        return mapped
+        return dict(mapped)
 
     def _with_system(self, prompt: Prompt, where: str) -> Prompt:
         if self.system_prompt is None:
             return prompt
-        system = {"role": "system", "content": self.system_prompt}
-        if isinstance(prompt, str):
-            return [system, {"role": "user", "content": prompt}]
-        if prompt[0]["role"] == "system":
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if messages[0]["role"] == "system":
             raise ValueError(f"{where}: expected messages without a system prompt of their own; got {prompt[0]!r:.80}")
-        return [system, *prompt]
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
-def checked_prompt(prompt: Any, where: str) -> Prompt:
+def _checked_prompt(prompt: Any, where: str) -> Prompt:
     """Checks a prompt and drops fields of messages that are None, which `datasets` fills in for fields of other rows.
 
     Raises:
-      ValueError: neither text nor chat messages; a last message of the assistant; text that cannot be encoded.
+      ValueError: neither text nor chat messages; a last message of the assistant.
     """
     if isinstance(prompt, str):
-        _check_text(prompt, where)
         return prompt
     if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
         raise ValueError(
@@ -106,25 +99,12 @@ def checked_prompt(prompt: Any, where: str) -> Prompt:
             f"{where}: expected messages that the model is to answer; got a last one by the assistant: "
             f"{prompt[-1]['content']!r:.80}"
         )
-    for message in prompt:
-        for text in filter(lambda value: isinstance(value, str), message.values()):
-            _check_text(text, where)
     return [{name: value for name, value in message.items() if value is not None} for message in prompt]
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    return one_line(repr([*row]), 300)
-
-
-def _check_text(text: str, where: str) -> None:
-    """Raises ValueError for halves of characters, which JSON can write as `\\ud83d` and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: expected a prompt of whole characters; got {text!r:.80} ({error.reason})"
-        ) from error
 
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return one_line(repr([*row]), 300)

@@ -361,7 +361,7 @@ def test_what_does_not_fit_the_mesh_names_its_flags(
         (["--microbatch", "2", "--pack-columns", "600", "--min-completion-length", "2"], "min_new_tokens is --"),
         (["--temperature", "0"], "expected sampling at a temperature > 0"),
         (["--max-prompt-length", "3"], "expected a prompt of 1 to 3 tokens; got none"),
-        (["--max-prompt-length", "3", "--long-prompts", "refuse"], "expected prompts of at most 3 tokens"),
+        (["--max-prompt-length", "3"], "expected a prompt of 1 to 3 tokens; got none"),
         (["--chat-template-kwargs", "a"], "expected --chat-template-kwargs as name=value; got 'a'"),
         (["--chat-template-kwargs", "a={"], "expected --chat-template-kwargs as name=value with YAML as value"),
     ],

@@ -163,14 +163,14 @@ def test_a_policy_of_ones_own(folder: Path):
         ),
         (
             "own_policies.py:FadingH20",
-            r"got \['FadingH2O', .*'Bare'\], without it; the eviction policy was",
+            r"got \['Bare', .*'FadingH2O'.*\], without it; the eviction policy was",
         ),
         (
             "own_policies.py:function",
-            r"got function function, which is none of \['FadingH2O', .*'Bare'\]",
+            r"got \['Bare', .*'FadingH2O'.*\], without it",
         ),
         ("no_policies.py:FadingH2O", "expected a file of Python code at .*; got none .*'own_policies.py'"),
-        ("no_policies:FadingH2O", "expected a module 'no_policies' that can be imported"),
+        ("no_policies:FadingH2O", "expected to import no_policies; .* No module named 'no_policies'"),
     ],
 )
 def test_texts_that_are_no_policy(text: str, said: str, folder: Path):

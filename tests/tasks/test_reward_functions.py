@@ -13,7 +13,6 @@ from smd_jax.tasks.reward_functions import (
     RougeL,
     exact_match,
     format_reward,
-    gsm8k_answer,
     math_answer,
     rouge_l,
     token_f1,
@@ -53,17 +52,11 @@ def one(function, completion, **columns):
         ("18", r"\boxed{19}, not 18", 0.0),
         ("70,000", "$70,000", 1.0),
         ("", "18", None),
-        # A correction counts, and boxes that belong together are one answer.
-        ("3", r"\boxed{4}. Wait, 1 + 2 is three. So it is \boxed{3}.", 1.0),
+        # A correction counts.
+        ("3", r"$\boxed{4}$. Wait, 1 + 2 is three. So it is $$\boxed{3}$$", 1.0),
         ("4", r"\boxed{4}. Wait, 1 + 2 is three. So it is \boxed{3}.", 0.0),
-        ("3", r"$\boxed{4}$. No: $$\boxed{3}$$", 1.0),
-        ("3", r"\boxed{4}, no, \boxed{3}", 1.0),
         (r"\frac{1}{2}", r"\(\boxed{\frac{1}{3}}\)\nor rather \(\boxed{\frac{1}{2}}\)", 1.0),
-        ("4, 5", r"\boxed{4} and \boxed{5}", 1.0),
-        ("4, 5", r"$x = \boxed{4}$, $y = \boxed{5}$", 1.0),
-        ("4, 5", r"\boxed{4}\text{ or }\boxed{5}", 1.0),
-        ("4, 5", r"\boxed{3}. Wait: \boxed{4}, \boxed{5}", 1.0),
-        ("5", r"\boxed{4} and \boxed{5}", 0.0),
+        ("4, 5", r"\boxed{4, 5}", 1.0),
         ("3", "#### 4\nWait.\n#### 3", 1.0),
         ("3", "#### 4\nWait: \\boxed{3}", 1.0),
         ("4", r"\boxed{4}. Wait: \boxed{3", 1.0),
@@ -74,24 +67,7 @@ def test_math_answer(gold, completion, reward):
     assert one(math_answer, completion, answer=gold) == reward
 
 
-@pytest.mark.parametrize(
-    ("gold", "completion", "reward"),
-    [
-        ("9 * 2 = 18\n#### 18", "#### 18", 1.0),
-        ("#### 1,800", "#### $1800. Done", 1.0),
-        ("18", "#### 17\nNo:\n#### 18", 1.0),
-        ("18", "The answer is 18", 0.0),
-        ("18", "#### 18.0", 0.0),
-        ("18", "####", 0.0),
-        ("-4.5", "#### -4.5 degrees", 1.0),
-        ("5", "#### five, 5", 0.0),
-    ],
-)
-def test_gsm8k_answer(gold, completion, reward):
-    assert one(gsm8k_answer, completion, answer=gold) == reward
-
-
-@pytest.mark.parametrize("function", [math_answer, gsm8k_answer, exact_match, token_f1, rouge_l])
+@pytest.mark.parametrize("function", [math_answer, exact_match, token_f1, rouge_l])
 @pytest.mark.parametrize(
     ("gold", "completion", "reward"),
     [
@@ -111,8 +87,6 @@ def test_gsm8k_answer(gold, completion, reward):
     ],
 )
 def test_a_number_is_an_answer(function, gold, completion, reward):
-    if function is gsm8k_answer:
-        completion = f"#### {completion}"
     if function is rouge_l:
         assert one(function, completion, summary=gold) == reward
     else:
@@ -214,7 +188,7 @@ def test_bad_parameters(make, message):
 
 
 def test_all_of_them_have_names_and_go_to_processes():
-    functions = (math_answer, gsm8k_answer, exact_match, token_f1, rouge_l, format_reward, Overlong(8, 4))
+    functions = (math_answer, exact_match, token_f1, rouge_l, format_reward, Overlong(8, 4))
     names = [function_name(function) for function in functions]
     assert (
         names[:-1] == [n for n in names if getattr(reward_functions, n, None) in functions] and names[-1] == "overlong"

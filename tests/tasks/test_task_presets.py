@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from smd_jax.tasks.answers import last_boxed
+from smd_jax.tasks.answers import last_box
 from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
 from smd_jax.tasks.countdown import countdown_answer, countdown_row, last_answer, reaches
 from smd_jax.tasks.dataset_task import first_rows, own_reward
@@ -115,15 +115,15 @@ def test_what_the_prompts_say():
 
 def test_the_answer_of_a_solution():
     assert first_row("math")["answer"] == r"\frac{1}{2}"
-    assert last_boxed(r"\boxed{1}, no: \boxed{\{a \text{ in } \sqrt{2}\}}.") == r"\{a \text{ in } \sqrt{2}\}"
+    assert last_box(r"\boxed{1}, no: \boxed{\{a \text{ in } \sqrt{2}\}}.") == r"\{a \text{ in } \sqrt{2}\}"
+    assert last_box(r"\boxed{1}, no: \boxed{\frac{1}{2}") == "1"
+    assert last_box("none") is None
     # As in HuggingFaceH4/MATH-500, which has both columns.
     row = LAYOUTS["math"][0] | {"answer": "p - q"}
     assert PRESETS["math"].map_row(row)["answer"] == "p - q"
     assert PRESETS["math"].map_row(row | {"answer": 0})["answer"] == 0
     with pytest.raises(ValueError, match=r"expected a solution with its answer in \\boxed\{\}; got 'none'"):
-        last_boxed("none")
-    with pytest.raises(ValueError, match="expected a .* that closes"):
-        last_boxed(r"\boxed{\frac{1}{2}")
+        PRESETS["math"].map_row({"problem": "?", "solution": "none"})
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -200,9 +200,15 @@ def test_every_data_set_of_reasoning_gym():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (TaskChoice("owner/name", source="x", reward=brevity), "expected the name of a preset beside source 'x'"),
-        (TaskChoice("owner/name", parameters=(("a", 1),), reward=brevity), "expected parameters with reasoning_gym:"),
-        (TaskChoice("gsm8k", prompt_column="question"), "expected no prompt_column with a preset, which has its own"),
+        (
+            TaskChoice("owner/name", source="x", reward=brevity),
+            "expected no source with anything but the presets .*; got 'x'",
+        ),
+        (
+            TaskChoice("owner/name", parameters=(("a", 1),), reward=brevity),
+            "expected no parameters with anything but reasoning_gym:NAME",
+        ),
+        (TaskChoice("gsm8k", prompt_column="question"), "expected no prompt_column with a preset; got 'question'"),
         (TaskChoice("gsm8k", map_row=dict), "expected no map_row with a preset"),
         (TaskChoice("reasoning_gym:gcd", split="train"), "expected no split with a procedural data set"),
         (TaskChoice("reasoning_gym:gdc"), r"got 'gdc'\. Did you mean gcd\?"),
