@@ -6,7 +6,7 @@ Plan       experiments/PLAN.md, section "Dose": prediction, regression, primary 
 Cells      Sorting 12 digits and walks of 64 steps, under TOVA of each head and H2O, with six budgets each: from nearly
            all keys to a third of them.
 Arms       naive, TIS, shadow, mixed-50, each at the rate that experiments/room.py chose for the reward under the budget
-           of the same task. The pilot rows are those of room.json.
+           of the same task. The pilot rows are those of room.
 Rollouts   As in experiments/room.py.
 Command    python experiments/dose.py --workers 1 [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            In a clean clone. Finished runs are kept; --rows-from FILE adds the rows of another clone.
@@ -54,7 +54,7 @@ def cells() -> tuple[Cell, ...]:
 def main(args: StudyArgs) -> None:
     with stopping():
         grid = grid_of(args, "dose", cells(), RATES, SIZES)
-        grid = replace(grid, criteria=BY_CACHE[:1], pilots_from=RESULTS / "room.json")
+        grid = replace(grid, criteria=BY_CACHE[:1], pilots_from=RESULTS / "room")
         run(replace(grid, first_rates=None if args.learning_rates else FIRST_RATES), args)
 
 

@@ -23,7 +23,7 @@ from reporting.room import first_cell, other_cells
 
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
-NAMES = ("room", "dose", "agents")  # of the files of rows
+FILES = ("room", "dose.json", "agents.json")  # of rows
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Args:
 
 
 def all_rows() -> dict[str, list[Row]]:
-    """Name of a file of rows -> rows."""
-    return {name: read_rows(RESULTS / f"{name}.json") for name in NAMES}
+    """File -> rows."""
+    return {name: read_rows(RESULTS / name) for name in FILES}
 
 
 def check_rows() -> None:
     """Raises ValueError unless rows with the hash of a start have one start per cell and seed, and a clean commit."""
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(RESULTS.rglob("*.json")):
         content = read_rows(path)
         rows = [row for row in content if "start" in row] if isinstance(content, list) else []
         check_one_start(rows)

@@ -13,7 +13,7 @@ Rates      1e-4, 3e-4, 1e-3; wider while the best one is at the edge. One rate b
 Rewards    On 256 held-out rows, mean of the last three evaluations: budget and full cache, temperature 1 and greedy.
 Command    python experiments/room.py --workers 1 [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            In a clean clone. Finished runs are kept; --rows-from FILE adds the rows of another clone.
-Result     experiments/results/room.json, a row a run, pilot runs included
+Result     experiments/results/room/, a file a task, a row a run, pilot runs included
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def cell(task: str, sampler: str, arms: tuple[Arm, ...]) -> Cell:
 
 def main(args: StudyArgs) -> None:
     with stopping():
-        grid = grid_of(args, "room", cells(), RATES, SIZES)
+        grid = grid_of(args, "room", cells(), RATES, SIZES, by_task=True)
         run(replace(grid, criteria=BY_CACHE, first_rates=None if args.learning_rates else FIRST_RATES), args)
 
 

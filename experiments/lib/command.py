@@ -42,11 +42,14 @@ class StudyArgs:
     rows_from: Path | None = None  # run nothing; add the rows of this file, made in a clean clone
 
 
-def grid_of(args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[float, ...], sizes: Sizes) -> Grid:
+def grid_of(
+    args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[float, ...], sizes: Sizes, by_task: bool = False
+) -> Grid:
     """The selected part of a study.
 
     Args:
       name: of the script in experiments/, without its ending.
+      by_task: whether the results are a folder with a file per task.
 
     Raises:
       ValueError: for a task, sampler or arm that no cell has.
@@ -54,7 +57,7 @@ def grid_of(args: StudyArgs, name: str, cells: Sequence[Cell], rates: tuple[floa
     whole = (args.learning_rates, args.seeds, args.tasks, args.samplers, args.quick) == (None, None, None, None, False)
     folder = f"{name}-quick" if args.quick else name
     runs = (ROOT / "runs" if args.runs is None else args.runs) / folder
-    results = args.results or (RESULTS / f"{name}.json" if whole else runs / f"{name}.json")
+    results = args.results or (RESULTS if whole else runs) / (name if by_task else f"{name}.json")
     return Grid(
         script=f"experiments/{name}.py",
         cells=tuple(narrowed(args, cells)),

@@ -1,4 +1,4 @@
-"""Rows of a study as JSON: a list, one row per line, written atomically."""
+"""Rows of a study as JSON: a list, one row per line, written atomically; of a large study one file per task."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ RESULTS = ROOT / "experiments" / "results"
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; none if the file is missing."""
+    """The rows of a file, or of all files of a folder; none if it is missing."""
+    if path.is_dir():
+        return [row for file in sorted(path.glob("*.json")) for row in read_rows(file)]
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a JSON list, one row per line."""
+    """Writes a JSON list, one row per line; a path without an ending is a folder with a file per task."""
+    if not path.suffix:
+        for task in sorted({row["task"] for row in rows}):
+            write_rows(path / f"{task}.json", [row for row in rows if row["task"] == task])
+        return
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
     write_text(path, f"[\n{lines}\n]\n")
 

@@ -9,7 +9,7 @@ from reporting.room import RoomCell, full_table, other_cells
 
 def text(rows: dict[str, list[Row]], room: RoomCell) -> str:
     others_of_room = "\n\n".join(f"{cell.label}:\n\n{full_table(cell)}" for cell in other_cells(rows["room"]))
-    made = "\n".join(f"* `{name}.json`: {machines(found)}." for name, found in rows.items() if found)
+    made = "\n".join(f"* `{name}`: {machines(found)}." for name, found in rows.items() if found)
     return f"""# Appendix of the report
 
 Tables behind [the report](../REPORT.md), which defines the words. `python experiments/report.py` builds this page

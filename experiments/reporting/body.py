@@ -14,8 +14,8 @@ Rows = dict[str, list[Row]]
 def text(rows: Rows) -> str:
     sections = (
         other_cells(room.other_cells(rows["room"])),
-        dose.section(rows["dose"]),
-        tools.section(rows["agents"]),
+        dose.section(rows["dose.json"]),
+        tools.section(rows["agents.json"]),
         OLDER_STUDIES,
         commands(rows),
     )
@@ -43,10 +43,13 @@ SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 
 
 
 def commands(rows: Rows) -> str:
-    names = {"room": "room and time", "dose": "lead by mismatch", "agents": "turns with a tool"}
+    names = {"room": "room and time", "dose.json": "lead by mismatch", "agents.json": "turns with a tool"}
     lines = [
-        [names[study], f"`python experiments/{study}.py`", f"[`{study}.json`](experiments/results/{study}.json)", cost]
-        for study, cost in ((study, hours(found)) for study, found in rows.items() if found)
+        [names[file], f"`python experiments/{file.removesuffix('.json')}.py`", link, hours(found)]
+        for file, link, found in (
+            (file, f"[`{file}`](experiments/results/{file})", found) for file, found in rows.items()
+        )
+        if found
     ]
     return f"""## Commands and rows
 

@@ -73,8 +73,8 @@ class RoomCell:
         return self.reported[arm][self.rate(arm, column)]
 
     def best_rival(self, column: str) -> str:
-        """The dense learner with the best pilot reward of this column."""
-        ran = [arm for arm in RIVALS if arm in self.pilots]
+        """The dense learner of this cell with the best pilot reward of this column."""
+        ran = [arm for arm in RIVALS if arm in self.pilots and arm in self.reported]
         return max(ran, key=lambda arm: self.pilot(arm, self.rate(arm, column), column))
 
     def contrast(self, ours: str, theirs: str, kind: str) -> Estimate:
@@ -110,7 +110,7 @@ def first_cell(rows: Sequence[Row]) -> RoomCell:
 
 def other_cells(rows: Sequence[Row]) -> list[RoomCell]:
     """The cells after the first that have all seeds of the main arms, in file order."""
-    keys = dict.fromkeys(_key(row) for row in rows if not row["pilot"])
+    keys = dict.fromkeys(key_of(row) for row in rows if not row["pilot"])
     cells = [_cell(rows, key) for key in keys if key != FIRST]
     return [cell for cell in cells if set(MAIN) <= set(cell.complete)]
 
@@ -123,13 +123,13 @@ def cell_of(rows: Sequence[Row], key: Key, arms: set[str]) -> RoomCell:
     """
     cell = _cell(rows, key)
     if missing := sorted(arms - set(cell.complete)):
-        raise ValueError(f"expected all seeds of {cell.label} in room.json; got too few of {', '.join(missing)}")
+        raise ValueError(f"expected all seeds of {cell.label} in results/room; got too few of {', '.join(missing)}")
     return cell
 
 
 def _cell(rows: Sequence[Row], key: Key) -> RoomCell:
-    pilots = by_rate(row for row in rows if row["pilot"] and _key(row) == RATES_FROM[key[0]])
-    reported = [row for row in rows if not row["pilot"] and _key(row) == key]
+    pilots = by_rate(row for row in rows if row["pilot"] and key_of(row) == RATES_FROM[key[0]])
+    reported = [row for row in rows if not row["pilot"] and key_of(row) == key]
     task, policy, budget = key
     label = f"{task}, {policy}, {budget} keys"
     return RoomCell(label, pilots, by_rate(reported))
@@ -143,7 +143,7 @@ def by_rate(rows: Iterable[Row]) -> dict[str, dict[float, list[Row]]]:
     return found
 
 
-def _key(row: Row) -> Key:
+def key_of(row: Row) -> Key:
     return row["task"], row["policy"], row["budget"]
 
 

@@ -17,7 +17,7 @@ from tests.paths import ROOT
 pytestmark = pytest.mark.study
 
 EXPERIMENTS = ROOT / "experiments"
-RESULTS = sorted((EXPERIMENTS / "results").glob("*.json"))
+RESULTS = sorted((EXPERIMENTS / "results").rglob("*.json"))
 # Scripts of finished measurements, which commits b191876 and d6de491 have.
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),

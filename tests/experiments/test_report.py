@@ -26,17 +26,17 @@ def test_the_committed_pages_are_those_of_the_rows():
 def test_pages_of_other_rows_are_stale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    for name in report.NAMES:
-        write_rows(tmp_path / f"{name}.json", read_rows(report.RESULTS / f"{name}.json"))
+    for name in report.FILES:
+        write_rows(tmp_path / name, read_rows(report.RESULTS / name))
     for name, place in (("RESULTS", tmp_path), ("ROOT", tmp_path), ("PAGE", tmp_path / "REPORT.md")):
         monkeypatch.setattr(report, name, place)
     monkeypatch.setattr(report, "APPENDIX", tmp_path / "appendix.md")
     report.main(report.Args())
     assert report.stale(report.all_rows()) == []
-    changed = read_rows(tmp_path / "room.json")
-    shadow = (row for row in changed if (row["task"], row["arm"], row["pilot"]) == ("sorting-12", "shadow", False))
+    changed = read_rows(tmp_path / "room")
+    shadow = (row for row in changed if room.key_of(row) == room.FIRST and row["arm"] == "shadow" and not row["pilot"])
     next(shadow)["sparse"] += 0.1
-    write_rows(tmp_path / "room.json", changed)
+    write_rows(tmp_path / "room", changed)
     with pytest.raises(SystemExit) as ended:
         report.main(report.Args(check=True))
     assert ended.value.code == 1 and "report.png" in capsys.readouterr().out
@@ -79,9 +79,9 @@ def test_nothing_is_reported_before_all_seeds_are_in():
 def test_rows_that_cannot_be_reported(commit: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     row = room_rows()[0] | {"commit": "abcdef1", "start": "a"}
-    write_rows(tmp_path / "room.json", [row, row | {"arm": "tis"}])
+    write_rows(tmp_path / "room", [row, row | {"arm": "tis"}])
     report.check_rows()
-    write_rows(tmp_path / "room.json", [row, row | {"arm": "tis", "commit": commit, "start": start}])
+    write_rows(tmp_path / "room", [row, row | {"arm": "tis", "commit": commit, "start": start}])
     with pytest.raises(ValueError, match="expected"):
         report.check_rows()
 
@@ -150,4 +150,6 @@ def test_cells_of_room_are_reported_when_all_seeds_are_in():
     second = [row | {"policy": "snapkv"} for row in room_rows(room.MAIN) if not row["pilot"]]
     (cell,) = room.other_cells(pilots + second)
     assert cell.label == "sorting-12, snapkv, 11 keys" and cell.rate("shadow", "budget") == 1e-4
+    # The pilot's best rival did not run in this cell.
+    assert room.first_cell(pilots + room_rows()).best_rival("budget") == "gspo" and cell.best_rival("budget") == "tis"
     assert room.other_cells(pilots + second[1:]) == []

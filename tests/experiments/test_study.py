@@ -130,7 +130,7 @@ def test_runs_of_other_settings_are_refused(folder: Path):
 
 def test_committed_rows_have_the_present_settings():
     """Otherwise the study of room and time would make all of them again."""
-    for row in read_rows(RESULTS / "room.json"):
+    for row in read_rows(RESULTS / "room"):
         sampler = sampler_of(f"{row['policy']}:{row['budget']}+{row['buffer']}")
         arm, rate, seed = arms_of((row["arm"],))[0], row["learning_rate"], row["seed"]
         job = Job(problem_of(row["task"]), sampler, arm, rate, seed, row["pilot"], room.SIZES)

@@ -254,7 +254,7 @@ def test_quoted_intervals_come_from_the_rows(name: str):
     known = differences(rows_of("eviction_action"), ("task",), ("arm", "policy"))
     for names in (("map", "choices"), ("horizon",), ("real_model",)):
         known |= differences(rows_of(*names), cell, ("arm",))
-    for names in (("map_rates",), ("horizon", "horizon_rates"), ("room",)):
+    for names in (("map_rates",), ("horizon", "horizon_rates"), ("room/copy-8", "room/sorting-12")):
         known |= differences(rows_of(*names), cell, ("arm", "learning_rate"))
     quoted = {match[0] for match in QUOTED.finditer((ROOT / name).read_text(encoding="utf-8"))}
     assert len(quoted) >= 6
