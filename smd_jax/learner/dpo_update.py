@@ -124,7 +124,9 @@ def make_dpo_update(
     """
 
     def update(state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
-        _check(state, batch)
+        check_replayable(batch.chosen)
+        check_replayable(batch.rejected)
+        check_reference(state)
         # A response without tokens makes no pair.
         complete = batch.chosen.response_mask.any(axis=1) & batch.rejected.response_mask.any(axis=1)
         prepared = _Prepared(batch, pair_weights(batch.signal & complete))
@@ -145,12 +147,6 @@ def make_dpo_update(
     return jax.jit(update, donate_argnums=0)
 
 
-def _check(state: TrainState, batch: PairBatch) -> None:
-    check_replayable(batch.chosen)
-    check_replayable(batch.rejected)
-    check_reference(state)
-
-
 def check_reference(state: TrainState) -> None:
     """Raises ValueError for a state without reference parameters."""
     if reference_params(state) is None:
@@ -161,12 +157,12 @@ def check_reference(state: TrainState) -> None:
 
 def _rows(batch: PairBatch) -> Trajectory:
     """Both responses of every pair, `[2 * pairs, ...]`: chosen, rejected, chosen, … so no rows move between devices."""
-    return jax.tree.map(lambda *both: _merged(jnp.stack(both, axis=1)), batch.chosen, batch.rejected)
+    return _merged(jax.tree.map(lambda *both: jnp.stack(both, axis=1), batch.chosen, batch.rejected))
 
 
-def _merged(x: Array) -> Array:
+def _merged(tree: Any) -> Any:
     """`[pairs, 2, ...]` -> `[2 * pairs, ...]`."""
-    return x.reshape(-1, *x.shape[2:])
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
 def _paired(x: Array) -> Array:
@@ -184,27 +180,13 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
         learner = replay_hidden(model, params, hidden, rows)
         # The reference comes from the state, not from the differentiated argument.
         reference = jax.lax.stop_gradient(replay(model, reference_params(state), rows, seen).logprobs)
-        loss, terms = dpo_loss(_inputs(part, rows, learner.logprobs, reference), config.loss)
+        policy, frozen = (_paired(sequence_logprobs(x, rows.response_mask)) for x in (learner.logprobs, reference))
+        loss, terms = dpo_loss(DPOInputs(*policy.T, *frozen.T, part.weights), config.loss)
         kl = k3(learner.logprobs, reference)
         kept = _Terms(_paired(learner.logprobs), _paired(learner.entropy), _paired(kl), terms)
         return loss, jax.lax.stop_gradient(((), kept))
 
     return objective
-
-
-def _inputs(
-    part: _Prepared, rows: Trajectory, logprobs: Float[Array, "rows R"], reference: Float[Array, "rows R"]
-) -> DPOInputs:
-    # Index 0 of a pair is the chosen response, as in `_rows`.
-    policy = _paired(sequence_logprobs(logprobs, rows.response_mask))
-    frozen = _paired(sequence_logprobs(reference, rows.response_mask))
-    return DPOInputs(
-        chosen_logprobs=policy[:, 0],
-        rejected_logprobs=policy[:, 1],
-        reference_chosen_logprobs=frozen[:, 0],
-        reference_rejected_logprobs=frozen[:, 1],
-        weights=part.weights,
-    )
 
 
 def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:

@@ -37,8 +37,8 @@ def group_relative(
         whose advantage is always 0, or the scale is unknown.
     """
     check_choice("scale_rewards", scale, get_args(Scale))
-    groups = _groups(rewards, group_size)
-    rewarded = _rewarded(rewarded_rows, groups)
+    groups = grouped(rewards, group_size)
+    rewarded = grouped_rows(rewarded_rows, groups)
     centred = groups - groups.mean(1, keepdims=True, where=rewarded)
     if scale == "group":
         centred = centred / (groups.std(1, ddof=1, keepdims=True, where=rewarded) + EPSILON)
@@ -59,8 +59,8 @@ def leave_one_out(
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
     """
-    groups = _groups(rewards, group_size)
-    rewarded = _rewarded(rewarded_rows, groups)
+    groups = grouped(rewards, group_size)
+    rewarded = grouped_rows(rewarded_rows, groups)
     number = group_size if rewarded is None else rewarded.sum(1, keepdims=True)
     others = (groups.sum(1, keepdims=True, where=rewarded) - groups) / (number - 1)
     return _among_others(groups - others, rewarded).reshape(-1)
@@ -83,8 +83,8 @@ def turn_relative(
     Raises:
       ValueError: as `group_relative`.
     """
-    first = _groups(rewards[:, 0], group_size)  # checks the batch
-    rewarded = _rewarded(rewarded_rows, first)
+    first = grouped(rewards[:, 0], group_size)  # checks the batch
+    rewarded = grouped_rows(rewarded_rows, first)
     counted = answered.reshape(*first.shape, -1)
     if rewarded is not None:
         counted = counted & rewarded[..., None]
@@ -108,27 +108,30 @@ def groups_with_signal(
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
     """
-    groups = _groups(rewards, group_size)
-    rewarded = _rewarded(rewarded_rows, groups)
+    groups = grouped(rewards, group_size)
+    rewarded = grouped_rows(rewarded_rows, groups)
     # Compares rewards instead of a standard deviation with 0: the mean of equal floats may differ from them.
     if rewarded is None:
         return groups.max(1) > groups.min(1)
     return jnp.where(rewarded, groups, -jnp.inf).max(1) > jnp.where(rewarded, groups, jnp.inf).min(1)
 
 
-def _groups(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "groups group_size"]:
-    check_shape("rewards", rewards, ("batch",))
+def check_group_size(group_size: int) -> None:
+    """Raises ValueError for groups in which nothing can be compared."""
     if group_size < 2:
-        raise ValueError(
-            f"expected groups of at least 2 completions, because an advantage is a reward minus the mean of its group; "
-            f"got group_size {group_size}"
-        )
+        raise ValueError(f"expected groups of at least 2 completions, to compare them; got group_size {group_size}")
+
+
+def grouped(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "groups group_size"]:
+    """Rewards by group; raises ValueError unless the batch divides into groups of at least two."""
+    check_shape("rewards", rewards, ("batch",))
+    check_group_size(group_size)
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
     return rewards.reshape(-1, group_size)
 
 
-def _rewarded(
+def grouped_rows(
     rewarded_rows: Bool[Array, " batch"] | None, groups: Float[Array, "groups group_size"]
 ) -> Bool[Array, "groups group_size"] | None:
     if rewarded_rows is None:

@@ -12,6 +12,7 @@ Source: TRL (1.16), trl/experimental/online_dpo/online_dpo_trainer.py and online
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.pytrees import any_leaves
+from smd_jax.ratios import masked_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
 
@@ -111,14 +113,21 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
     Raises:
       ValueError: if the arrays are not all `[pairs]`.
     """
-    _check_shapes(inputs)
+    check_shape("chosen_logprobs", inputs.chosen_logprobs, ("pairs",))
+    for field in dataclasses.fields(inputs):
+        check_shape(field.name, getattr(inputs, field.name), inputs.chosen_logprobs.shape)
     active = inputs.weights > 0
     # Pairs of weight 0 may hold infinities: replaced before any arithmetic, because 0 * inf is NaN.
     chosen = _inside(inputs.chosen_logprobs, active)
     rejected = _inside(inputs.rejected_logprobs, active)
     of_chosen = chosen - jax.lax.stop_gradient(_inside(inputs.reference_chosen_logprobs, active))
     of_rejected = rejected - jax.lax.stop_gradient(_inside(inputs.reference_rejected_logprobs, active))
-    per_pair = _per_pair(of_chosen - of_rejected, config)
+    preference = of_chosen - of_rejected
+    if config.loss_type == "sigmoid":
+        # Not log(sigmoid(x)), which underflows to log 0.
+        per_pair = -jax.nn.log_sigmoid(config.beta * preference)
+    else:
+        per_pair = (preference - 1.0 / (2.0 * config.beta)) ** 2
     loss = jnp.sum(per_pair * jax.lax.stop_gradient(inputs.weights))
     terms = DPOTerms(chosen, rejected, config.beta * of_chosen, config.beta * of_rejected)
     return loss, jax.lax.stop_gradient(terms)
@@ -128,35 +137,16 @@ def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, F
     """`DPO_METRICS`, with TRL's names and definitions, over pairs of non-zero weight; 0 without any."""
     active = weights > 0
     margins = terms.chosen_rewards - terms.rejected_rewards
-    return {
-        "rewards/chosen": _mean(terms.chosen_rewards, active),
-        "rewards/rejected": _mean(terms.rejected_rewards, active),
-        "rewards/margins": _mean(margins, active),
-        "rewards/accuracies": _mean((margins > 0).astype(jnp.float32), active),
-        "logps/chosen": _mean(terms.chosen_logprobs, active),
-        "logps/rejected": _mean(terms.rejected_logprobs, active),
+    per_pair = {
+        "rewards/chosen": terms.chosen_rewards,
+        "rewards/rejected": terms.rejected_rewards,
+        "rewards/margins": margins,
+        "rewards/accuracies": margins > 0,
+        "logps/chosen": terms.chosen_logprobs,
+        "logps/rejected": terms.rejected_logprobs,
     }
-
-
-def _check_shapes(inputs: DPOInputs) -> None:
-    check_shape("chosen_logprobs", inputs.chosen_logprobs, ("pairs",))
-    shape = inputs.chosen_logprobs.shape
-    check_shape("rejected_logprobs", inputs.rejected_logprobs, shape)
-    check_shape("reference_chosen_logprobs", inputs.reference_chosen_logprobs, shape)
-    check_shape("reference_rejected_logprobs", inputs.reference_rejected_logprobs, shape)
-    check_shape("weights", inputs.weights, shape)
+    return {name: masked_mean(x, active, empty=0.0) for name, x in per_pair.items()}
 
 
 def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
     return jnp.where(active, values, 0.0)
-
-
-def _per_pair(preference: Float[Array, " pairs"], config: DPOConfig) -> Float[Array, " pairs"]:
-    if config.loss_type == "sigmoid":
-        # Not log(sigmoid(x)), which underflows to log 0.
-        return -jax.nn.log_sigmoid(config.beta * preference)
-    return (preference - 1.0 / (2.0 * config.beta)) ** 2
-
-
-def _mean(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, ""]:
-    return _inside(values, active).sum() / jnp.maximum(active.sum(), 1)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.losses.advantages import grouped, grouped_rows
 from smd_jax.pytrees import any_leaves
-from smd_jax.shapes import check_shape
 
 
 @any_leaves
@@ -42,14 +42,9 @@ def best_worst(
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
     """
-    check_shape("rewards", rewards, ("batch",))
-    check_group_size(group_size)
-    if rewards.shape[0] % group_size:
-        raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
-    best = worst = rewards.reshape(-1, group_size)
-    if rewarded_rows is not None:
-        check_shape("rewarded_rows", rewarded_rows, rewards.shape)
-        rewarded = rewarded_rows.reshape(-1, group_size)
+    best = worst = grouped(rewards, group_size)
+    rewarded = grouped_rows(rewarded_rows, best)
+    if rewarded is not None:
         best, worst = jnp.where(rewarded, best, -jnp.inf), jnp.where(rewarded, worst, jnp.inf)
     first_best = jnp.argmax(best, axis=1)
     # argmin returns the first of equal values. Reversed, that is the last, so that the pair has two different rows.
@@ -58,9 +53,3 @@ def best_worst(
     first = group_size * jnp.arange(best.shape[0], dtype=jnp.int32)
     signal = best.max(axis=1) > worst.min(axis=1)
     return Pairs(first + first_best.astype(jnp.int32), first + last_worst.astype(jnp.int32), signal)
-
-
-def check_group_size(group_size: int) -> None:
-    """Raises ValueError for groups that give no pair."""
-    if group_size < 2:
-        raise ValueError(f"expected groups of at least 2 completions, to make a pair; got group_size {group_size}")

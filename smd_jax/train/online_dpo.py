@@ -27,7 +27,8 @@ from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.step import check_sync
-from smd_jax.losses.pairs import Pairs, best_worst, check_group_size
+from smd_jax.losses.advantages import check_group_size
+from smd_jax.losses.pairs import Pairs, best_worst
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import LanguageModel, Params

@@ -163,16 +163,6 @@ def test_microbatches_change_nothing(config, size):
     np.testing.assert_allclose(jnp.concatenate([grad for _, grad in parts]), whole[1], rtol=1e-6)
 
 
-@EVERY_LOSS
-def test_the_order_of_rows_changes_nothing(config):
-    inputs, order = hard_inputs(config), jnp.array([2, 0, 3, 1])
-    shuffled = jax.tree.map(lambda x: x[order], inputs)
-    shuffled = shuffled.replace(weights=config.weighting.weights(TRL_MASK[order]))
-    one, other = loss_and_gradient(inputs, config), loss_and_gradient(shuffled, config)
-    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
-    np.testing.assert_allclose(other[1], one[1][order], rtol=1e-6)
-
-
 def padded(x, fill):
     """Three more columns on the right."""
     return jnp.pad(x, ((0, 0), (0, 3)), constant_values=fill)

@@ -1,6 +1,5 @@
 """A weighting, a surrogate and two corrections from outside of the library: by hand, in the update, in the loop."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -24,7 +23,6 @@ from smd_jax.losses.policy import LossInputs, surrogate_metrics
 from tests.bigram_update import PARAMS, batch, explicit_token_logprobs, metrics_and_gradients, trajectory
 from tests.correction_cases import inputs_of
 from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, distance
-from tests.toy_loop import CONFIG, new_loop, new_state
 
 
 @dataclass(frozen=True)
@@ -130,13 +128,6 @@ def test_the_update_takes_the_gradient_of_the_formula(size):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert distance(found, expected) < 1e-5
     assert 0 < metrics["gate_mean"] < 1 and "clip_ratio/low_mean" not in metrics
-
-
-@pytest.mark.slow
-def test_the_loop_takes_them():
-    update = UpdateConfig(visibility="dense", loss=LOSS, correction=Chain((RootRatio(), WithoutFirst())))
-    _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(new_state())
-    assert np.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0 and 0 < metrics["gate_mean"] < 1
 
 
 def test_a_surrogate_that_does_more_than_clip_is_not_replaced_by_a_trust_region():

@@ -2,10 +2,8 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,14 +27,6 @@ def test_best_and_worst_by_hand():
 def test_of_equal_ones_the_first_is_chosen_and_the_last_rejected():
     rewards = jnp.array([0.0, 1.0, 1.0, 0.0, 2.0, 2.0, 2.0, 2.0])
     assert listed(best_worst(rewards, 4)) == ([1, 4], [3, 7], [True, False])
-
-
-def test_two_completions_as_in_trl():
-    """The first is chosen where its reward is at least the second's; we let equal ones weigh nothing."""
-    rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.5, 0.5], np.float32)
-    first = rewards[::2] >= rewards[1::2]
-    chosen = np.arange(0, 6, 2) + ~first
-    assert listed(best_worst(jnp.asarray(rewards), 2)) == (chosen.tolist(), (chosen ^ 1).tolist(), [True, True, False])
 
 
 def test_a_reward_that_is_nan_gives_no_signal():
@@ -82,19 +72,3 @@ def test_pairs_follow_their_rows(spec):
         np.testing.assert_array_equal(after[unique], before[unique])
     assert (np.asarray(one.chosen) // size == np.arange(len(groups))).all()
     assert (np.asarray(one.chosen) != np.asarray(one.rejected)).all()
-
-
-def test_pairs_under_jit():
-    rewards = jnp.array([0.5, 2.0, -1.0, 3.0, 0.0, 1.0])
-    assert listed(jax.jit(best_worst, static_argnums=1)(rewards, 3)) == listed(best_worst(rewards, 3))
-
-
-@pytest.mark.parametrize(("rewards", "size"), [(5, 2), (2, 4)])
-def test_rewards_that_do_not_divide(rewards, size):
-    with pytest.raises(ValueError, match=f"divides into groups of {size}; got {rewards} rewards"):
-        best_worst(jnp.ones(rewards), size)
-
-
-def test_groups_of_one():
-    with pytest.raises(ValueError, match="at least 2 completions, to make a pair; got group_size 1"):
-        best_worst(jnp.ones(4), 1)

@@ -187,7 +187,7 @@ def test_a_missing_reference():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "at least 2 completions, to make a pair; got group_size 1"),
+        ({"group_size": 1}, "at least 2 completions, to compare them; got group_size 1"),
         ({"minibatches": 3}, "a group is never split; got 4"),
         ({"missing_eos_penalty": 0.0}, "expected missing_eos_penalty > 0, or None; got 0.0"),
     ],
