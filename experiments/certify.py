@@ -135,7 +135,6 @@ def records(models: Models, tokenizer: Any, facts: PromptFacts, seed: int, lengt
     for name, number in (("mask ignored", 0), ("positions shifted", 0), ("positions of cache slots", 0)):
         yield Injected(name, name, under(case(name, number)))
     yield Injected("padding attended", "padding attended", under(case("padding attended", seed % 2)))
-    assert isinstance(healthy.mask, smd.ShadowMask)
     at = healthy.mask.evicted_at
     yield Injected("evicted_at one too late", "mask off by one", masked(jnp.where((at > 0) & (at < NEVER), at + 1, at)))
     yield Injected("temperature 0.7", "temperature", under(stated, temperature=0.7))

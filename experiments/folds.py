@@ -130,7 +130,6 @@ def measured(rollouts: ConversationRollouts, params: Any, policy: Any) -> dict[s
     batch = sample()
     sampling = time.process_time() - before
     trajectory = batch.trajectory
-    assert isinstance(trajectory.mask, smd.ShadowMask)
     difference, seconds, replaying = gap(rollouts.model, params, trajectory)
     wrong, *_ = gap(rollouts.model, params, trajectory.replace(mask=trajectory.dense_mask()))
     return {

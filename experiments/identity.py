@@ -115,7 +115,6 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
 
     recorded = trajectory.mask
     no_parity = None
-    assert isinstance(recorded, smd.ShadowMask)
     if recorded.quantized is not None:
         no_parity = float(difference(recorded.replace(quantized=recorded.quantized.replace(parity=None))).max())
     shadow = difference(recorded)

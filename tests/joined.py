@@ -35,7 +35,7 @@ from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
-from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.stacked_params import stack_params
@@ -248,7 +248,6 @@ class OneRowWrong(GRPOLoop):
     def collect(self, state: TrainState, index: int) -> Samples:
         samples = super().collect(state, index)
         mask = samples.trajectory.mask
-        assert isinstance(mask, ShadowMask)
         wrong = mask.replace(evicted_at=one_query_late(mask.evicted_at), segments=())
         return samples._replace(trajectory=samples.trajectory.replace(mask=wrong))
 

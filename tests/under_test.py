@@ -17,7 +17,6 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
@@ -97,5 +96,4 @@ def to_prompts(tokens: Any, valid: Any) -> PromptBatch:
 
 def eviction_times(trajectory: Trajectory) -> np.ndarray:
     """`evicted_at` of the shadow mask, `[batch, layers, kv_heads, T]`."""
-    assert isinstance(trajectory.mask, ShadowMask)
     return np.asarray(trajectory.mask.evicted_at)

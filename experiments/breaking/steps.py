@@ -35,7 +35,7 @@ def a_head_sees(change: Callable[[np.ndarray], np.ndarray], layer: int, head: in
 
     def tamper(index: int, samples: Samples) -> Samples:
         mask = samples.trajectory.mask
-        if index == 0 or not isinstance(mask, ShadowMask):
+        if index == 0:
             return samples
         evicted_at = np.array(mask.evicted_at)
         evicted_at[:, layer, head] = change(evicted_at[:, layer, head])

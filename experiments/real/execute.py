@@ -50,7 +50,6 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
     share = before["evicted_share"]
     if share is None:
         trajectory = loop.collect(state, 0).trajectory
-        assert isinstance(trajectory.mask, smd.ShadowMask)
         share = number(evicted_share(trajectory.mask.evicted_at, trajectory.valid))
         keep({"finished": False, "evicted_share": share})
     done = checkpoint.latest_step(folder / "train" / CHECKPOINTS) or 0

@@ -82,14 +82,12 @@ class Compression:
       policy: scores the keys.
       budget: number of kept keys.
       buffer: empty slots to append at the right.
-      record_parity: record the parity of a quantised cache.
       window: sliding window of this layer, in columns; None: no window.
     """
 
     policy: EvictionPolicy
     budget: int
     buffer: int
-    record_parity: bool = False
     window: int | None = None
 
     def of_layers(self, params: Any, layers: range) -> PolicyLayer:
@@ -201,8 +199,7 @@ class Compression:
         """Quantises a layer's full-precision columns, if the cache is quantised."""
         if cache.quantized is None:
             return cache, None
-        cache, parity = kv_cache.quantize(cache, cache.quantized, progress.segment_start)
-        return cache, parity if self.record_parity else None
+        return kv_cache.quantize(cache, cache.quantized, progress.segment_start)
 
     def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], own: PolicyLayer) -> CacheView:
         # One PRNG key per row, compression and layer.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 
 # Columns in front of the prompts that a cause may fill with tokens that the record does not have.
@@ -41,11 +41,10 @@ class Conditions:
     @classmethod
     def of(cls, record: Trajectory) -> Conditions:
         """The conditions that the record states."""
-        mask = record.mask if isinstance(record.mask, ShadowMask) else ShadowMask.from_boolean(record.mask)
         valid = _widened(np.asarray(record.valid), False)
         start, columns = valid.argmax(axis=1), np.arange(valid.shape[1])
         end = (start + valid.sum(axis=1))[:, None, None, None]
-        evicted_at = _widened(np.asarray(mask.evicted_at, np.int64), -SPARE, axis=3) + SPARE
+        evicted_at = _widened(np.asarray(record.mask.evicted_at, np.int64), -SPARE, axis=3) + SPARE
         evicted_at = np.where(evicted_at < end, evicted_at, NEVER)  # after the last token there is no query
         return cls(
             tokens=_widened(np.asarray(record.tokens), 0),

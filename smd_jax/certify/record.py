@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from smd_jax.message.foreign_routing import ExpertSizes
-from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import RoutingShape
 
@@ -128,9 +128,7 @@ def save_record(path: Path, trajectory: Trajectory) -> None:
     starts, columns = width - prompts, int(lengths.max())
     places = np.minimum(starts[:, None] + np.arange(columns), valid.shape[1] - 1)
     logprobs = np.pad(np.asarray(trajectory.logprobs, np.float32), [(0, 0), (width, 0)])
-    mask = trajectory.mask
-    mask = mask if isinstance(mask, ShadowMask) else ShadowMask.from_boolean(mask)
-    evicted_at = np.take_along_axis(np.asarray(mask.evicted_at, np.int64), places[:, None, None], axis=3)
+    evicted_at = np.take_along_axis(np.asarray(trajectory.mask.evicted_at, np.int64), places[:, None, None], axis=3)
     arrays = {
         "tokens": np.take_along_axis(np.asarray(trajectory.tokens), places, axis=1),
         "prompt_lengths": prompts,

@@ -18,7 +18,7 @@ To add one, write a frozen dataclass with `init` and `observe`, and a policy wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -184,27 +184,3 @@ class NewestQueries(Statistic[Array]):
         has this number. Indices older than their sequence hold zeros or data of an earlier row."""
         # Query `number` is at index `number % window`, where the difference is a multiple of the window.
         return (number - jnp.arange(self.window)) % self.window
-
-
-def check_state(statistic: Statistic[Any], state: Any, shape: CacheShape) -> None:
-    """Raises ValueError unless a new state's arrays begin with the rows, or with rows, KV heads and slots."""
-    begin = (shape.rows, shape.kv_heads, shape.slots) if statistic.per_slot else (shape.rows,)
-    for leaf in jax.tree.leaves(state):
-        if leaf.shape[: len(begin)] != begin:
-            kind = "rows, kv_heads, slots" if statistic.per_slot else "rows"
-            raise ValueError(
-                f"expected {statistic}.init to give arrays that begin with {begin} ({kind}), because per_slot is "
-                f"{statistic.per_slot}; got {leaf.shape}"
-            )
-
-
-def check_observed(statistic: Statistic[Any], before: Any, after: Any) -> None:
-    """Raises ValueError if `observe` changed the state's structure, shapes or dtypes."""
-
-    def form(state: Any) -> Any:
-        return jax.tree.map(lambda x: (x.shape, x.dtype.name), state)
-
-    if form(before) != form(after):
-        raise ValueError(
-            f"expected {statistic}.observe to give a state of the form that it took, {form(before)}; got {form(after)}"
-        )

@@ -78,7 +78,7 @@ def recorded_draws(trajectory: Trajectory) -> tuple[ShadowMask, EvictionDraws]:
     Raises:
       ValueError: if there are none.
     """
-    if trajectory.evictions is None or not isinstance(trajectory.mask, ShadowMask):
+    if trajectory.evictions is None:
         raise ValueError(
             "expected a trajectory with recorded draws of evictions, from a rollout with smd.eviction.LearnedGate; "
             "got one without"

@@ -143,7 +143,6 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
     counted = on_host(trajectory.response_mask)
     sequences = Sequences(valid[:, :prompt].sum(1), valid[:, prompt:], counted, prompt)
     if share_beginnings:
-        assert isinstance(trajectory.mask, ShadowMask), "checked before"
         # A shared token has an entry per branch, so a row may have more entries than columns.
         sizes = PackSizes(config.microbatch_size, config.pack_columns, max(int(counted.sum()), 1))
         tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
@@ -171,10 +170,8 @@ def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
 
 def check_packable(trajectory: Trajectory) -> None:
     """Raises ValueError for a rollout whose mask or sampled evictions cannot be packed."""
-    mask = trajectory.mask
-    if not isinstance(mask, ShadowMask) or mask.quantized is not None:
-        kind = "a quantised cache" if isinstance(mask, ShadowMask) else "a boolean mask"
-        raise ValueError(f"expected a compact shadow mask of a cache that is not quantised, to be packed; got {kind}")
+    if trajectory.mask.quantized is not None:
+        raise ValueError("expected a cache that is not quantised in a rollout to be packed; got a quantised one")
     if trajectory.evictions is not None:
         raise ValueError("expected no recorded draws of evictions in a rollout to be packed; got some")
     if trajectory.drawable is not None and trajectory.drawable.min_new_tokens:
@@ -215,7 +212,6 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
     """Packs the tokens of sequences, each under its own mask."""
     there = jnp.asarray(places.tokens != ABSENT)
     mask = trajectory.mask
-    assert isinstance(mask, ShadowMask), "checked before"
     drawable = trajectory.drawable
     if drawable is not None and drawable.sets is not None:
         drawable = drawable.replace(sets=_take(drawable.sets, places.responses))

@@ -259,7 +259,7 @@ def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: i
         raise ValueError(
             f"expected a mask that broadcasts to {expected} (batch, layers, kv heads, columns); got {tuple(shape)}"
         )
-    if isinstance(mask, ShadowMask) and mask.quantized is not None and mask.quantized.parity is not None:
+    if isinstance(mask, ShadowMask) and mask.quantized is not None:
         shape = mask.quantized.parity.keys.shape[:4]
         expected = (batch, layers, kv_heads, columns)
         if shape != expected:

@@ -45,14 +45,11 @@ class QuantConfig:
       bits: size of a code: 8, 4 or 2.
       group: columns that share a key channel's range; must divide the rollout's buffer.
       value_group: channels that share a token's range; must divide head_dim, or be larger to include all channels.
-      record_parity: the sampler records one bit per element of keys and values. Without it the learner rounds by
-        itself, with errors for elements halfway between two codes.
     """
 
     bits: Bits
     group: int = 32
     value_group: int = 32
-    record_parity: bool = True
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -216,13 +213,13 @@ class QuantizedReplay(struct.PyTreeNode):
     A segment's keys and values are quantised when it ends, the prompt's when the response begins.
 
     Attributes:
-      parity: the lowest bit of each of the sampler's codes; None if not recorded.
+      parity: the lowest bit of each of the sampler's codes.
       config: static.
       first: first column of the first segment, the prompt's width. Static.
       length: columns of a segment, the rollout's buffer. Static.
     """
 
-    parity: Parity | None
+    parity: Parity
     config: QuantConfig = struct.field(pytree_node=False)
     first: int = struct.field(pytree_node=False)
     length: int = struct.field(pytree_node=False)
@@ -255,9 +252,7 @@ class QuantizedReplay(struct.PyTreeNode):
         columns, head_dim = k.shape[2:]
         # A copy has no gradient: its gradient goes to its key (`smd_kernels.copies`).
         k, v = jax.lax.stop_gradient((k, v))
-        key_bits = value_bits = None
-        if self.parity is not None:
-            key_bits, value_bits = (unpack(x, 1, head_dim) for x in (self.parity.keys, self.parity.values))
+        key_bits, value_bits = (unpack(x, 1, head_dim) for x in (self.parity.keys, self.parity.values))
         # All columns at once: no group crosses the end of a segment, so groups equal the sampler's.
         of_keys = of_columns(key_ranges(k, valid, self.first, self.config), self.first, columns, self.config)
         of_values = of_channels(value_ranges(v, self.config), head_dim, self.config)

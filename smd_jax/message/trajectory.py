@@ -27,7 +27,7 @@ class Trajectory(struct.PyTreeNode):
       valid: `[batch, T]` true for prompt tokens and for response tokens including the end-of-sequence token.
       logprobs: `[batch, R]` the sampler's log-probabilities of the response tokens, 0 where not valid.
       terminated: `[batch]` whether an end token or a stop string ended the response.
-      mask: the sampler's mask: a ShadowMask, or booleans `[batch, layers, kv_heads, T, T]`.
+      mask: the sampler's mask.
       temperature: the sampler's; the learner divides its logits by it. Static.
       replayable: false if the sampler was greedy, which a learner cannot replay. Static.
       entropy: `[batch, R]` entropy of the tokens' distributions, in nats, 0 where not valid; None if not recorded.
@@ -47,7 +47,7 @@ class Trajectory(struct.PyTreeNode):
     valid: Bool[Array, "batch T"]
     logprobs: Float[Array, "batch R"]
     terminated: Bool[Array, " batch"]
-    mask: ShadowMask | Bool[Array, "batch layers kv_heads T T"]
+    mask: ShadowMask
     temperature: float = struct.field(pytree_node=False, default=1.0)
     replayable: bool = struct.field(pytree_node=False, default=True)
     entropy: Float[Array, "batch R"] | None = None
@@ -167,12 +167,11 @@ class Trajectory(struct.PyTreeNode):
     def first_columns(self, response_tokens: int) -> Trajectory:
         """The rollout with only the first `response_tokens` columns of the response, to skip columns of padding."""
         columns = self.prompt_width + response_tokens
-        mask = self.mask
         return self.replace(
             tokens=self.tokens[:, :columns],
             valid=self.valid[:, :columns],
             logprobs=self.logprobs[:, :response_tokens],
-            mask=mask.first_columns(columns) if isinstance(mask, ShadowMask) else mask[..., :columns, :columns],
+            mask=self.mask.first_columns(columns),
             entropy=None if self.entropy is None else self.entropy[:, :response_tokens],
             drawable=None if self.drawable is None else self.drawable.first_columns(response_tokens),
             evictions=None if self.evictions is None else self.evictions.first_columns(columns),

@@ -116,15 +116,12 @@ class CompletionsLog:
         contexts = len(trajectory.terminated) // count
         present = np.asarray(trajectory.lengths()) > 0
         masks = list[SavedMask]()
-        try:
-            for row in range(min(self._masks, count) * contexts):
-                completion, context = divmod(row, contexts)
-                if context and not present[row]:
-                    continue
-                mask = extract_mask(trajectory, row, self._tokenizer, step, float(samples.rewards[completion]))
-                masks.append(replace(mask, row=completion, context=context + 1 if contexts > 1 else 0))
-        except ValueError:
-            return  # a boolean mask in which keys come back has no eviction times
+        for row in range(min(self._masks, count) * contexts):
+            completion, context = divmod(row, contexts)
+            if context and not present[row]:
+                continue
+            mask = extract_mask(trajectory, row, self._tokenizer, step, float(samples.rewards[completion]))
+            masks.append(replace(mask, row=completion, context=context + 1 if contexts > 1 else 0))
         save_masks(self._folder / f"masks_{step:05d}.npz", masks)
 
 

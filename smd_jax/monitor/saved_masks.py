@@ -18,7 +18,6 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.text.prompts import Tokenizer
 
@@ -56,18 +55,11 @@ class SavedMask:
 
 
 def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: int, reward: float) -> SavedMask:
-    """The mask of one completion, on the host and without padding.
-
-    Raises:
-      ValueError: a boolean mask in which a key comes back.
-    """
+    """The mask of one completion, on the host and without padding."""
     valid = np.flatnonzero(np.asarray(trajectory.valid[row]))
     first, end = int(valid[0]), int(valid[-1]) + 1
-    mask = trajectory.mask
-    compact = isinstance(mask, ShadowMask)
-    of_all = mask.evicted_at if compact else mask
-    of_row = of_all[row : row + 1] if of_all.shape[0] > 1 else of_all  # a mask that all rows share has one row
-    evicted_at = np.asarray(of_row if compact else ShadowMask.from_boolean(of_row).evicted_at)[0]
+    of_all = trajectory.mask.evicted_at
+    evicted_at = np.asarray(of_all[min(row, len(of_all) - 1)])  # a mask that all rows share has one row
     tokens = end - first
     # A key that was evicted after the row's last query was visible to all of them.
     local = np.clip(evicted_at[:, :, first:end].astype(np.int64) - first, 0, tokens)

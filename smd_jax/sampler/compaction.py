@@ -23,7 +23,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Key
 
 from smd_jax.config import check_whole
-from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.routing import NOT_RECORDED
 from smd_jax.sampler.conversation_loop import ABSENT, TURNS, ConversationStats, Conversed, Reply, Respondent
@@ -185,7 +184,6 @@ def converse_compacting(
 def _without_absent(trajectory: Trajectory, active: Bool[Array, " rows"]) -> Trajectory:
     """The trajectory, in which rows that are not active have no valid token."""
     mask = trajectory.mask
-    assert isinstance(mask, ShadowMask), "a conversation records no other"
     evicted_at = jnp.where(active[:, None, None, None], mask.evicted_at, 0)
     valid = trajectory.valid & active[:, None]
     routing = trajectory.routing

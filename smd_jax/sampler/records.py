@@ -80,13 +80,12 @@ def to_trajectory(
         # Not in a record, because the tokens determine them.
         _, span_evicted_at = sampler.policy.spans.read(tokens, valid)
         evicted_at = jnp.minimum(evicted_at, span_evicted_at[:, None, None])
-    mask = ShadowMask(evicted_at, segments, _replay(sampler, prompt_records, records))
     return Trajectory(
         tokens=tokens,
         valid=valid,
         logprobs=by_row(records.logprobs),
         terminated=terminated,
-        mask=mask,
+        mask=ShadowMask(evicted_at, segments, _replay(sampler, prompt_records, records)),
         entropy=by_row(records.entropy),
         drawable=_drawable(sampler, None if records.drawable is None else by_row(records.drawable)),
         evictions=_evictions(sampler, valid, prompt_records, records, group_size),
@@ -250,14 +249,11 @@ def _replay(
     config = sampler.config
     if config.quant is None or records.compressions is None:
         return None
-    parity = None
-    if config.quant.record_parity:
-        pairs = [
-            (prompt.parity, compression.parity)
-            for prompt, compression in zip(prompt_records, records.compressions, strict=True)
-        ]
-        runs = [jax.tree.map(lambda x, y: _join(sampler, x, y), *pair) for pair in pairs]
-        parity: Parity | None = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *runs)
+    runs = [
+        jax.tree.map(lambda x, y: _join(sampler, x, y), prompt.parity, compression.parity)
+        for prompt, compression in zip(prompt_records, records.compressions, strict=True)
+    ]
+    parity: Parity = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *runs)
     return QuantizedReplay(parity, config.quant, sampler.prompt_width, config.buffer)
 
 

@@ -145,11 +145,9 @@ class Sampler:
 
     def compressions(self, buffer: int) -> tuple[Compression, ...]:
         """The compression of every run, which appends `buffer` empty slots to the budget."""
-        quant = self.config.quant
-        record_parity = quant is not None and quant.record_parity
         window = self.model.shape.window
         return tuple(
-            Compression(self.policy, budget, buffer, record_parity, window(layers[0]))
+            Compression(self.policy, budget, buffer, window(layers[0]))
             for layers, budget in zip(self.runs, self.budgets, strict=True)
         )
 

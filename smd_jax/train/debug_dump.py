@@ -22,7 +22,6 @@ from smd_jax.devices.processes import all_or_none, is_first, on_host
 from smd_jax.disk import written
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import TrainState
-from smd_jax.message.masks import ShadowMask
 from smd_jax.safetensors_files import write_safetensors
 from smd_jax.train.samples import Samples
 
@@ -97,7 +96,6 @@ def dump_rollout(directory: Path, refused: RefusedRolloutError) -> Path:
 def rollout_arrays(samples: Samples) -> dict[str, np.ndarray]:
     """The arrays of a rollout on the host, under the names of the file."""
     trajectory = jax.tree.map(on_host, samples.trajectory)
-    mask = trajectory.mask
     arrays = {
         "tokens": trajectory.tokens,
         "valid": trajectory.valid,
@@ -106,6 +104,6 @@ def rollout_arrays(samples: Samples) -> dict[str, np.ndarray]:
         "terminated": trajectory.terminated,
         "rewards": samples.rewards,
         "counted_rows": samples.counted_rows,
-        **({"evicted_at": mask.evicted_at} if isinstance(mask, ShadowMask) else {"visible": mask}),
+        "evicted_at": trajectory.mask.evicted_at,
     }
     return {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}

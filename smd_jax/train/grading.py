@@ -17,7 +17,6 @@ import numpy as np
 from smd_jax.devices.process_rows import Feeders
 from smd_jax.devices.processes import gather_json
 from smd_jax.learner.state import Metrics
-from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel
@@ -121,8 +120,7 @@ def rollout_metrics(
     metrics |= completion_metrics(tokens, trajectory.terminated[:: len(trajectory.terminated) // completions])
     assert trajectory.entropy is not None  # the sampler records it; None is for trajectories made by hand
     metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
-    if isinstance(trajectory.mask, ShadowMask):
-        metrics["rollout/evicted_share"] = evicted_share(trajectory.mask.evicted_at, trajectory.valid)
+    metrics["rollout/evicted_share"] = evicted_share(trajectory.mask.evicted_at, trajectory.valid)
     return metrics
 
 

@@ -81,7 +81,7 @@ POLICIES = [
 QUANTS = [
     QuantConfig(bits=8, group=2),
     QuantConfig(bits=4, group=1, value_group=4),
-    QuantConfig(bits=2, group=2, value_group=8, record_parity=False),
+    QuantConfig(bits=2, group=2, value_group=8),
     QuantConfig(bits=8, group=3),
     QuantConfig(bits=4, group=2, value_group=3),
 ]

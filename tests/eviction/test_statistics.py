@@ -335,62 +335,6 @@ def test_a_step_copies_no_statistic():
     assert analysis.temp_size_in_bytes < 1.5 * tree_bytes(state.cache[0])
 
 
-# --- mistakes
-
-
-def some_layer(statistic: Statistic[Any]) -> kv_cache.LayerCache:
-    return kv_cache.no_keys((statistic,), CacheShape(2, 4, 2, 6, 8, "float32"))
-
-
-def test_a_state_that_does_not_fit_its_kind():
-    @dataclass(frozen=True)
-    class Flat(Statistic[jax.Array]):
-        per_slot: ClassVar[bool] = True
-
-        def init(self, shape: CacheShape) -> jax.Array:
-            return jnp.zeros((shape.rows, shape.slots))
-
-    with pytest.raises(
-        ValueError, match=r"begin with \(2, 2, 6\) \(rows, kv_heads, slots\).*per_slot is True; got \(2, 6\)"
-    ):
-        some_layer(Flat())
-
-    @dataclass(frozen=True)
-    class Single(Statistic[jax.Array]):
-        def init(self, shape: CacheShape) -> jax.Array:
-            return jnp.zeros(())
-
-    with pytest.raises(ValueError, match=r"begin with \(2,\) \(rows\), because per_slot is False; got \(\)"):
-        some_layer(Single())
-
-
-def test_a_state_that_changes_its_form():
-    @dataclass(frozen=True)
-    class Narrower(Statistic[jax.Array]):
-        def init(self, shape: CacheShape) -> jax.Array:
-            return jnp.zeros(shape.rows)
-
-        def observe(self, state: jax.Array, seen: Observation) -> jax.Array:
-            return state.astype(jnp.bfloat16)
-
-    layer = some_layer(Narrower())
-    seen = Observation(
-        queries=jnp.zeros((2, 4, 1, 8)),
-        query_columns=jnp.zeros((2, 1), jnp.int32),
-        keys=layer.keys,
-        values=layer.values,
-        columns=layer.columns,
-        start=jnp.zeros(2, jnp.int32),
-        received=None,
-        number=jnp.int32(0),
-        slot=jnp.int32(0),
-    )
-    with pytest.raises(
-        ValueError, match=r"of the form that it took, \(\(2,\), 'float32'\); got \(\(2,\), 'bfloat16'\)"
-    ):
-        kv_cache.observe(layer, seen)
-
-
 def test_attention_is_observed_only_where_it_is_needed():
     assert kv_cache.needs_attention(H2O().statistics) and kv_cache.needs_attention(Youngest().statistics)
     assert not kv_cache.needs_attention(RunningNorm().statistics)

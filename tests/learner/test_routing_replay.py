@@ -15,7 +15,7 @@ from smd_jax.config import Experts, ModelConfig
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.forward import replay
 from smd_jax.message.foreign_routing import ExpertSizes
-from smd_jax.message.masks import ShadowMask, dense_mask, positions
+from smd_jax.message.masks import dense_mask, positions
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.mixture import gates_of
@@ -155,7 +155,6 @@ def records(trajectory: Trajectory) -> tuple[dict[str, Any], list[np.ndarray]]:
     valid, tokens = np.asarray(trajectory.valid), np.asarray(trajectory.tokens)
     there = np.asarray(trajectory.response_mask)
     rows = range(len(valid))
-    assert isinstance(trajectory.mask, ShadowMask)
     evicted = np.asarray(trajectory.mask.evicted_at)
     starts = valid.argmax(1)
     arguments = {

@@ -176,7 +176,7 @@ def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
     """The same rows with more columns of padding on both sides; the tokens there are not even in the vocabulary's
     first half, and the log-probabilities there are what they like."""
     t = data.trajectory
-    assert isinstance(t.mask, ShadowMask) and data.old_logprobs is not None
+    assert data.old_logprobs is not None
 
     def pad(x: Any, left: int, right: int, value: float = 0) -> jax.Array:
         columns = [(0, 0)] * (x.ndim - 1) + [(left, right)]

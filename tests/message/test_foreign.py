@@ -63,7 +63,6 @@ def of_one_row(**other: Any) -> Trajectory:
 
 
 def shadow(trajectory: Trajectory) -> ShadowMask:
-    assert isinstance(trajectory.mask, ShadowMask)
     return trajectory.mask
 
 

@@ -59,7 +59,6 @@ def rolled(name: str, config: RolloutConfig = SIZES, model: OutsideModel = MODEL
 
 
 def recorded(trajectory: Trajectory) -> ShadowMask:
-    assert isinstance(trajectory.mask, ShadowMask)
     return trajectory.mask
 
 

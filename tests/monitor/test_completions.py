@@ -182,23 +182,6 @@ def test_a_mask_without_its_padding():
         assert not forgotten[0, 1].any()
 
 
-def test_a_boolean_mask_is_the_same():
-    compact = ShadowMask(EVICTED_AT)
-    of_compact, of_boolean = (
-        extract_mask(trajectory([[67, 68, 69, EOS]], [[65, 66]], mask), 0, TOKENIZER, 0, 0.0)
-        for mask in (compact, compact.to_boolean())
-    )
-    np.testing.assert_array_equal(of_boolean.evicted_at, of_compact.evicted_at)
-
-
-def test_a_mask_in_which_keys_come_back_is_left_out(tmp_path):
-    visible_keys = ShadowMask(EVICTED_AT).to_boolean().at[0, 0, 0, 6, 2].set(True)
-    of = samples(["abc"])
-    log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0)
-    log(0, of._replace(trajectory=of.trajectory.replace(mask=visible_keys)))
-    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["completions_00000.parquet"]
-
-
 def test_masks_read_back(tmp_path):
     drawn = trajectory([[67, EOS], [68, 69, 70, 71]], [[65], [65, 66, 0]])
     masks = [extract_mask(drawn, row, TOKENIZER, 5, row / 3) for row in range(2)]

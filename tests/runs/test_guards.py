@@ -24,7 +24,7 @@ from smd_jax.learner.forward import make_replay
 from smd_jax.learner.mismatch_guard import MismatchGuard, default_bound, first_difference
 from smd_jax.learner.state import init_state
 from smd_jax.learner.step import take_step
-from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import ModelShape
@@ -122,7 +122,6 @@ REPLAY = make_replay(MODEL, "shadow")
 
 
 def with_mask(trajectory: Trajectory, change: Callable[[np.ndarray], None]) -> Trajectory:
-    assert isinstance(trajectory.mask, ShadowMask)
     evicted_at = np.array(trajectory.mask.evicted_at)
     change(evicted_at)
     return trajectory.replace(mask=trajectory.mask.replace(evicted_at=jnp.asarray(evicted_at), segments=()))

@@ -16,7 +16,6 @@ from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message import tree
-from smd_jax.message.masks import ShadowMask
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.compaction import (
     COMPACTED,
@@ -118,10 +117,7 @@ def test_contexts_that_were_not_there_hold_nothing():
     result = compacted()
     absent = ~result.present
     assert absent.any() and not np.asarray(result.trajectory.valid)[absent].any()
-    assert (
-        isinstance(result.trajectory.mask, ShadowMask)
-        and not np.asarray(result.trajectory.mask.evicted_at)[absent].any()
-    )
+    assert not np.asarray(result.trajectory.mask.evicted_at)[absent].any()
     present = rows_of(result.trajectory, result.present)
     model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
     advantages = jnp.linspace(-1, 1, len(absent))

@@ -70,7 +70,6 @@ def gap(run: tuple[Decoder, Params, Trajectory], mask: ShadowMask | None = None)
     place, so that all of them, of all policies, compile once."""
     model, params, trajectory = run
     recorded = trajectory.mask
-    assert isinstance(recorded, ShadowMask)
     mask = recorded if mask is None else ShadowMask(jnp.broadcast_to(mask.evicted_at, recorded.evicted_at.shape))
     scores = replay_jitted(model, params, trajectory.replace(mask=mask))
     return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]

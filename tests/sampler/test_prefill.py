@@ -62,7 +62,6 @@ def test_identity(name: str, chunk: int):
     trajectory, model = roll(POLICIES[name], replace(SIZES, prefill_chunk=chunk), layers), OF_LAYERS[layers]
     assert gap(trajectory, model=model) <= 2e-5
     mask = trajectory.mask
-    assert isinstance(mask, ShadowMask)
     mask.with_segments(mask.segments)  # raises otherwise
     in_prompt = (eviction_times(trajectory)[..., :WIDTH] < WIDTH) & (eviction_times(trajectory)[..., :WIDTH] > 0)
     assert in_prompt.any() == (chunk < WIDTH)
@@ -101,7 +100,6 @@ def test_what_a_prompt_sees():
     """Of every query: what was kept at the chunk's beginning, at most the budget, and the chunk so far. Chunks are
     counted from the prompt's end: 37 columns in chunks of 8 begin with one of 5."""
     trajectory = roll(POLICIES["SnapKV"], SIZES)
-    assert isinstance(trajectory.mask, ShadowMask)
     seen = np.asarray(trajectory.mask.to_boolean()).sum(-1)
     for row, length in enumerate(LENGTHS):
         kept = inside = 0

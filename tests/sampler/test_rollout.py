@@ -16,7 +16,7 @@ from smd_jax.devices.sharding import batch_sharding, constrain_rows, make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
-from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import NonFiniteLogitsError, Trajectory, check_finite
 from smd_jax.model.decoder import Decoder
@@ -49,8 +49,7 @@ def roll(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, alone: bool = Fal
 
 def visible(trajectory: Trajectory) -> np.ndarray:
     """`[batch, layers, kv_heads, queries, keys]`."""
-    mask = trajectory.mask
-    return np.asarray(mask.to_boolean() if isinstance(mask, ShadowMask) else mask)
+    return np.asarray(trajectory.mask.to_boolean())
 
 
 # A row on its own.

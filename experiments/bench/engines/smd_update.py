@@ -46,6 +46,8 @@ def random_batch(args: SimpleNamespace) -> TrainBatch:
         terminated=jnp.zeros(args.sequences, bool),
         mask=mask,
     )
+    if args.boolean:
+        trajectory = trajectory.replace(mask=mask.to_boolean())
     return TrainBatch(trajectory, jnp.asarray(common.advantages(args.sequences), jnp.float32), None)
 
 
