@@ -199,7 +199,7 @@ class Experts:
       bias: biases on the router and on the experts' projections (gpt-oss).
       clamp: gpt-oss' activation, gate * sigmoid(1.702 gate) * (up + 1) with gate <= clamp and |up| <= clamp; None: as
         ModelConfig says.
-      balance_coef: weight of the family's load-balancing loss, which exports keep; the learner has no such loss.
+      balance_coef: weight of the load-balancing loss that the family trains with.
 
     Raises:
       TypeError: for a value that the type of its field does not allow.

@@ -29,6 +29,7 @@ from smd_jax.devices.process_rows import check_prompts_divide, feeders
 from smd_jax.devices.processes import OtherProcessError, on_host
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
+from smd_jax.learner.balance_term import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
@@ -204,16 +205,18 @@ def pairs() -> dict[str, np.ndarray]:
 
 
 def experts(shared_by: int = 1) -> dict[str, np.ndarray]:
-    """A mixture of experts, with adapters on attention and experts.
+    """A mixture of experts, with adapters on attention and experts, and the load-balancing loss.
 
     Args:
       shared_by: devices that have some of the experts each; 1: each samples and learns from rows of its own.
     """
-    mixture = Experts(count=4, per_token=2, intermediate_size=24)
+    mixture = Experts(count=4, per_token=2, intermediate_size=24, balance_coef=0.01)
     config = dataclasses.replace(MODEL.config, num_layers=2, experts=mixture)
+    update = UpdateConfig(terms=(BalanceTerm(mixture.count, mixture.balance_coef),))
     started = add_lora(random_params(config), LoraConfig(rank=2), jax.random.key(5))
     over = make_mesh(1, 2 // shared_by, shared_by)
-    loop = GRPOLoop(Decoder(config), Words(), TOKENIZER, optimizer(), CONFIG, over, rewards=rewards())
+    loop_config = dataclasses.replace(CONFIG, update=update)
+    loop = GRPOLoop(Decoder(config), Words(), TOKENIZER, optimizer(), loop_config, over, rewards=rewards())
     return steps_of(loop, started)
 
 

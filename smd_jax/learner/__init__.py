@@ -19,6 +19,7 @@ from smd_jax.learner.terms import LearnerSetup as LearnerSetup
 from smd_jax.learner.policy_term import PolicyTerm as PolicyTerm
 from smd_jax.learner.dense_learner import DensePolicyTerm as DensePolicyTerm
 from smd_jax.learner.entropy_term import EntropyTerm as EntropyTerm
+from smd_jax.learner.balance_term import BalanceTerm as BalanceTerm
 from smd_jax.learner.evictions import EvictionTerm as EvictionTerm
 from smd_jax.learner.distill import DistillTerm as DistillTerm
 from smd_jax.learner.value_term import ValueTerm as ValueTerm

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.uncorrected import Shadow
+from smd_jax.learner.balance_term import BalanceTerm
 from smd_jax.learner.dense_learner import DenseLearner, DensePolicyTerm
 from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.entropy_term import EntropyTerm
@@ -29,6 +30,7 @@ TERMS: Mapping[str, type[Term]] = {
     "evictions": EvictionTerm,
     "distillation": DistillTerm,
     "value": ValueTerm,
+    "balance": BalanceTerm,
 }
 """The terms of the library, by name."""
 

@@ -17,7 +17,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.routing import check_expert_count
 from smd_jax.model.shared_prompt import shared_prompt
-from smd_jax.model.teacher_forced import hidden_states
+from smd_jax.model.teacher_forced import hidden_and_router, hidden_states
 from smd_jax.pytrees import any_leaves
 
 Visibility = Literal["shadow", "dense"]  # the sampler's mask, or every key
@@ -67,6 +67,21 @@ def response_hidden(
     return hidden[:, trajectory.prompt_width - 1 : -1]
 
 
+def response_hidden_and_router(
+    model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
+) -> tuple[Float[Array, "batch R hidden"], Float[Array, "batch T mixtures count"]]:
+    """`response_hidden`, and the router logits of all tokens.
+
+    Raises:
+      ValueError: if the trajectory has no recorded routing.
+    """
+    if trajectory.routing is None:
+        raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
+    check_expert_count(model.shape, trajectory.expert_count)
+    hidden, router = hidden_and_router(model, params, trajectory.tokens, trajectory.positions, mask, trajectory.routing)
+    return hidden[:, trajectory.prompt_width - 1 : -1], router
+
+
 def response_logits(
     model: LanguageModel,
     params: Params,
@@ -112,6 +127,12 @@ def replay_hidden(
     Args:
       entropy_gradient: whether the entropies need a gradient.
     """
+    packing = trajectory.packing
+    same = None if packing is None else packing.same
+    if packing is not None and packing.distinct is not None and same is not None:
+        hidden = jnp.take_along_axis(hidden, packing.distinct[..., None], axis=1)
+        once = replay_hidden(model, params, hidden, trajectory.replace(packing=packing.once()), entropy_gradient)
+        return jax.tree.map(lambda x: jnp.take_along_axis(x, same, axis=1), once)
 
     def of_block(
         params: Params, columns: Int[Array, " columns"], hidden: Array, tokens: Int[Array, "batch columns"]

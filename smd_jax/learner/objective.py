@@ -20,6 +20,7 @@ from smd_jax.learner.forward import (
     replay,
     replay_hidden,
     response_hidden,
+    response_hidden_and_router,
 )
 from smd_jax.learner.prepare import Prepared
 from smd_jax.learner.state import Metrics, TrainState, reference_params
@@ -71,9 +72,12 @@ def _term_inputs(
     """Computes the needs of all terms once."""
     needs = config.needs
     trajectory = part.batch.trajectory
-    evictions = None
+    evictions = router = None
     if needs.evictions:  # under the sampler's mask, as the term has checked
         hidden, evictions = response_hidden_and_evictions(model, params, trajectory)
+    elif needs.router:
+        mask = learner_mask(trajectory, config.visibility)
+        hidden, router = response_hidden_and_router(model, params, trajectory, mask)
     else:
         hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
     learner = replay_hidden(model, params, hidden, trajectory, entropy_gradient=needs.entropy_gradient)
@@ -99,6 +103,7 @@ def _term_inputs(
         reference_logprobs={seen: of_reference(seen) for seen in sorted(needs.reference_logprobs)},
         values=values(params, hidden) if needs.values else None,
         evictions=evictions,
+        router=router,
         model=model,
         params=params,
         reference=reference,

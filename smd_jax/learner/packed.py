@@ -37,6 +37,7 @@ from smd_jax.learner.packs import (
     pack,
     rows_at_once,
     trimmed,
+    with_distinct,
 )
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
@@ -147,7 +148,9 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
         sizes = PackSizes(config.microbatch_size, config.pack_columns, max(int(counted.sum()), 1))
         tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
         routing = None if trajectory.routing is None else on_host(trajectory.routing)
-        return trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes, routing)))
+        packs = trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes, routing)))
+        # With filters, branches may have different drawable tokens.
+        return packs if trajectory.drawable is not None else with_distinct(packs)
     # Three quarters are enough if responses are as long as three prompts; with longer ones some columns stay empty.
     room = max(response, -(-3 * config.pack_columns // 4))
     return pack(sequences, PackSizes(config.microbatch_size, config.pack_columns, min(room, config.pack_columns)))
@@ -221,6 +224,8 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         jnp.asarray(places.columns),
         jnp.asarray(places.sources),
         jnp.asarray(places.responses != ABSENT),
+        None if places.distinct is None else jnp.asarray(places.distinct),
+        None if places.same is None else jnp.asarray(places.same),
         trajectory.tokens.shape[1],
     )
     return Trajectory(

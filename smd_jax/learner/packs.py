@@ -60,6 +60,7 @@ class Packs(struct.PyTreeNode):
         unshared tokens.
       responses: int32 `[…, rows, K]` index of each response token in the flattened `[batch * R]`, or ABSENT.
       columns, sources: `[…, rows, K]` as in Packing.
+      distinct, same: `[…, rows, U]` and `[…, rows, K]` as in Packing, or None.
     """
 
     tokens: Int[np.ndarray, "*parts rows T"]
@@ -69,6 +70,8 @@ class Packs(struct.PyTreeNode):
     responses: Int[np.ndarray, "*parts rows K"]
     columns: Int[np.ndarray, "*parts rows K"]
     sources: Int[np.ndarray, "*parts rows K"]
+    distinct: Int[np.ndarray, "*parts rows U"] | None = None
+    same: Int[np.ndarray, "*parts rows K"] | None = None
 
     @property
     def padding(self) -> float:
@@ -111,6 +114,23 @@ def trimmed(packs: Packs) -> Packs:
     return packs.replace(
         responses=packs.responses[..., :width], columns=packs.columns[..., :width], sources=packs.sources[..., :width]
     )
+
+
+def with_distinct(packs: Packs) -> Packs:
+    """Adds `distinct` and `same` if several entries have the same token and it saves work."""
+    width = packs.responses.shape[-1]
+    columns = np.where(packs.responses == ABSENT, ABSENT, packs.columns).reshape(-1, width)
+    found = [np.unique(row, return_index=True, return_inverse=True) for row in columns]
+    # Entries without a token are also one of the distinct ones, which is not used.
+    most = few_widths(max(len(first) for _, first, _ in found), width)
+    if most == width:
+        return packs
+    distinct = np.zeros((len(found), most), np.int32)
+    for row, (_, first, _) in enumerate(found):
+        distinct[row, : len(first)] = first
+    same = np.stack([inverse.reshape(-1) for _, _, inverse in found]).astype(np.int32)
+    shape = packs.responses.shape[:-1]
+    return packs.replace(distinct=distinct.reshape(*shape, most), same=same.reshape(*shape, width))
 
 
 def few_widths(needed: int, most: int) -> int:

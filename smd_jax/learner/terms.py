@@ -41,6 +41,7 @@ class Needs:
       entropy_gradient: whether the entropies need a gradient.
       evictions: whether the term reads the log-probabilities of the recorded draws of evictions.
       values: whether the term reads the critic's values.
+      router: whether the term reads the router logits of a model with experts.
     """
 
     logprobs: frozenset[Visibility] = frozenset()
@@ -49,6 +50,7 @@ class Needs:
     entropy_gradient: bool = False
     evictions: bool = False
     values: bool = False
+    router: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         """What both need."""
@@ -59,6 +61,7 @@ class Needs:
             self.entropy_gradient or other.entropy_gradient,
             self.evictions or other.evictions,
             self.values or other.values,
+            self.router or other.router,
         )
 
 
@@ -96,6 +99,7 @@ class TermInputs:
       reference_logprobs: the reference policy's log-probabilities by mask.
       values: the critic's values; None unless a term needs them.
       evictions: `[rows, layers, kv_heads, compressions]` log-probabilities of the draws; None unless a term needs them.
+      router: `[rows, T, mixtures, count]` router logits of all tokens; None unless a term needs them.
       model, params: the policy.
       reference: parameters of the reference policy, or None.
       step: optimizer steps taken.
@@ -115,6 +119,7 @@ class TermInputs:
     params: Params
     reference: Params | None
     step: Int[Array, ""]
+    router: Float[Array, "rows T mixtures count"] | None = None
 
     @property
     def trajectory(self) -> Trajectory:

@@ -10,11 +10,12 @@ Sequences with equal beginnings can share them, as branches of a tree (`smd_jax.
 the end of its subtree, and the hidden state that predicts a token may belong to an earlier column.
 
 The inputs of the loss are packed as well: `K` entries per row for response tokens. A shared token has one entry per
-sequence.
+sequence, but its logits are computed once.
 """
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
@@ -31,6 +32,9 @@ class Packing(struct.PyTreeNode):
       columns: int32 `[rows, K]` column of each response token, at least 1; 1 for empty entries.
       sources: int32 `[rows, K]` column whose hidden state predicts the token; 0 for empty entries.
       response: `[rows, K]` false for empty entries.
+      distinct: int32 `[rows, U]` one of the K entries of every token, 0 for empty ones. None: no two entries have the
+        same token.
+      same: int32 `[rows, K]` index in `distinct` of each entry's token; None with it.
       longest: longest possible sequence; rows may be longer than a model's context. Static.
     """
 
@@ -39,4 +43,15 @@ class Packing(struct.PyTreeNode):
     columns: Int[Array, "rows K"]
     sources: Int[Array, "rows K"]
     response: Bool[Array, "rows K"]
+    distinct: Int[Array, "rows U"] | None
+    same: Int[Array, "rows K"] | None
     longest: int = struct.field(pytree_node=False)
+
+    def once(self) -> Packing:
+        """The layout of only the distinct tokens, U entries instead of K."""
+        if self.distinct is None:
+            return self
+        columns, sources, response = (
+            jnp.take_along_axis(x, self.distinct, axis=1) for x in (self.columns, self.sources, self.response)
+        )
+        return self.replace(columns=columns, sources=sources, response=response, distinct=None, same=None)

@@ -48,7 +48,7 @@ from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
 from smd_jax.model.layer_runs import carry_layers, equal_runs, run_layers, run_of, state_kind
 from smd_jax.model.lora import LORA, variables_of
-from smd_jax.model.mixture import Mixture
+from smd_jax.model.mixture import Mixture, Routing
 from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, Routed, RoutingShape
 from smd_jax.model.rope import Rope, rope_tables, rotate
@@ -224,11 +224,11 @@ class Layer(nn.Module):
         x = x + _times(self.attention_post_norm(out) if c.post_norms else out, c.residual_multiplier)
         read = self.mlp_norm(x) if c.pre_norms else x
         if isinstance(self.mlp, Mixture):
-            out, experts = self.mlp(read, given)
+            out, routing = self.mlp(read, given)
         else:
-            out, experts = self.mlp(read), None
+            out, routing = self.mlp(read), Routing(None, None)
         x = x + _times(self.mlp_post_norm(out) if c.post_norms else out, c.residual_multiplier)
-        return constrain_tokens(x), Routed(state, experts) if routed else state
+        return constrain_tokens(x), Routed(state, *routing) if routed else state
 
 
 # What a layer stores for the backward pass: everything; only its input; or its input and the products with weights, so

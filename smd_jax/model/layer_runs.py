@@ -66,7 +66,7 @@ def carry_layers(
         x, state = carry
         here = AtLayer(state, inputs[1])
         x, new = layer(inputs[0], shared, x, Routed(here) if routed else here)
-        return ((x, new.state), new.experts) if routed else ((x, new), None)
+        return ((x, new.state), (new.experts, new.logits)) if routed else ((x, new), None)
 
     carry = (x, given.state)
     if isinstance(weights, list):
@@ -79,7 +79,7 @@ def carry_layers(
         carry, routing = jax.lax.scan(step, carry, (weights, jnp.arange(given.layers, dtype=jnp.int32)))
     x, state = carry
     new = LayerRun(state, given.layers)
-    return x, Routed(new, routing) if routed else new
+    return x, Routed(new, *routing) if routed else new
 
 
 def run_of(state: LayerState) -> LayerRun | None:

@@ -18,7 +18,7 @@ Each expert may have LoRA adapters of its matrices, see `smd_jax.model.lora`. Th
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -28,9 +28,24 @@ from jaxtyping import Array, Float, Int
 from smd_jax.config import Activation, Experts, ModelConfig
 from smd_jax.devices.sharding import over_experts
 from smd_jax.model.lora import LORA
+from smd_jax.pytrees import any_leaves
 from smd_kernels.reference import product_precision
 
 ALPHA = 1.702  # of the sigmoid in gpt-oss' activation
+
+
+@any_leaves
+class Routing(NamedTuple):
+    """Where tokens went.
+
+    Attributes:
+      experts: `[..., per_token]` the chosen experts, the largest gate first where the router chose them. None: of a
+        layer without experts.
+      logits: `[..., count]` of the router, float32 or wider.
+    """
+
+    experts: Int[Array, "*tokens per_token"] | None
+    logits: Float[Array, "*tokens count"] | None
 
 
 class Router(nn.Module):
@@ -88,8 +103,8 @@ class Mixture(nn.Module):
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], given: Int[Array, "batch tokens per_token"] | None
-    ) -> tuple[Float[Array, "batch tokens hidden"], Int[Array, "batch tokens per_token"]]:
-        """The experts' sum, and the experts of each token, the largest gate first where the router chose them.
+    ) -> tuple[Float[Array, "batch tokens hidden"], Routing]:
+        """The experts' sum, and where the tokens went.
 
         Args:
           given: the experts of each token; a token with a negative one, and all where it is None, chooses itself.
@@ -107,7 +122,7 @@ class Mixture(nn.Module):
             for name, weight in self.experts().items()
         }
         run = partial(expert_sum, experts, self.config.activation)
-        return over_experts(run, experts.count, weights, x, chosen, gates).astype(x.dtype), chosen
+        return over_experts(run, experts.count, weights, x, chosen, gates).astype(x.dtype), Routing(chosen, logits)
 
 
 def _experts_of(config: ModelConfig) -> Experts:

@@ -67,17 +67,19 @@ class Attend(Protocol):
 class Routed(NamedTuple):
     """A layer's state where the library records or replays which experts its tokens go to.
 
-    A model that gets one replaces `state` as ever, and returns the experts of a layer with experts; of a layer without,
-    None.
+    A model that gets one replaces `state` as ever, and returns the other two of a layer with experts; of a layer
+    without, None.
 
     Attributes:
       state: of the attention.
       experts: given: the experts of each token, a negative one for a token that chooses itself; None: all choose. Came
         back: those that the tokens went to, int32.
+      logits: came back: of the router.
     """
 
     state: LayerState
     experts: Int[Array, "batch tokens per_token"] | None = None
+    logits: Float[Array, "batch tokens count"] | None = None
 
 
 @any_leaves
@@ -85,7 +87,7 @@ class LayerRun(struct.PyTreeNode):
     """The state of consecutive equal layers, for a model that loops over them (`ModelShape.runs`).
 
     The model calls `attend` with `AtLayer(state, i)` for i from 0 on, gets the state back, and returns the run with it.
-    With `Routed(LayerRun(…))`, it calls with `Routed(AtLayer(…))` and stacks the experts on a new first axis.
+    With `Routed(LayerRun(…))`, it calls with `Routed(AtLayer(…))` and stacks experts and logits on a new first axis.
 
     Attributes:
       state: of all layers.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from smd_jax.model.mixture import routing_dtype
 from smd_jax.model.protocol import LayerState, ModelShape, Routed
@@ -85,3 +85,9 @@ def read_routing(
     chosen = [experts[:, :, None] if experts.ndim == 3 else jnp.moveaxis(experts, 0, 2) for experts in given]
     routing = jnp.concatenate(chosen, axis=2).astype(routing_dtype(shape.routing.count))
     return tuple(layer.state for layer in layers), routing
+
+
+def router_logits(shape: ModelShape, layers: Sequence[Any]) -> Float[Array, "batch tokens mixtures count"]:
+    """The router's logits that came back, of every layer with experts."""
+    assert shape.routing is not None, "the layers have routing"
+    return jnp.stack([layers[layer].logits for layer in shape.routing.layers], axis=2)

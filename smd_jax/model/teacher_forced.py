@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from smd_jax.message.masks import LayerMask, Mask, check_mask, layer_mask, windowed
 from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
-from smd_jax.model.routing import routed_layers
+from smd_jax.model.routing import routed_layers, router_logits
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,21 @@ def hidden_states(
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape.attention)
     return model.hidden(params, tokens, model.encode_positions(positions), attention, layers)[0]
+
+
+def hidden_and_router(
+    model: LanguageModel,
+    params: Params,
+    tokens: Int[Array, "batch tokens"],
+    positions: Int[Array, "batch tokens"],
+    mask: Mask,
+    routing: Int[Array, "batch tokens mixtures per_token"],
+) -> tuple[Float[Array, "batch tokens hidden"], Float[Array, "batch tokens mixtures count"]]:
+    """Hidden states, and the router logits of every layer with experts; arguments and errors as `hidden_states`."""
+    layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask), routing)
+    attention = TeacherForced(model.shape.attention)
+    hidden, layers = model.hidden(params, tokens, model.encode_positions(positions), attention, layers)
+    return hidden, router_logits(model.shape, layers)
 
 
 def apply_model(

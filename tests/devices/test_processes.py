@@ -150,6 +150,7 @@ def test_experts_are_the_same_wherever_they_are(found: dict[int, Found]):
         routing = rows[f"experts: routing {step}"]
         assert routing.shape == (8, 14, 2, 2) and set(np.unique(routing)) == {-1, 0, 1, 2, 3}
         np.testing.assert_array_equal(routing, experts[f"experts_over_processes: routing {step}"])
+        assert rows[f"experts: metric {step} experts/balance_loss"] > 0.5
     assert_same(*({name.partition(": ")[2]: x for name, x in of.items()} for of in (rows, experts)))
 
 

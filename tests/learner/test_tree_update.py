@@ -101,6 +101,17 @@ def test_random_trees_are_separate_rows():
         assert_equal_steps(of_trees(MANY_TERMS, batch), stepped(MANY_TERMS, batch), 1e-5)
 
 
+def test_shared_tokens_have_their_logits_once():
+    """By hand: two branches share two sampled tokens and have one of their own each."""
+    nodes = (Node([1, 2]), Node([3, 4], 0, [True, True]), Node([5], 1, [True]), Node([6], 1, [True]))
+    rows = to_trajectory(Tree(nodes).branches())
+    packs = packs_of(rows, UpdateConfig(microbatch_size=1, pack_columns=6), share_beginnings=True)
+    assert packs.columns[0, 0].tolist() == [2, 3, 4, 2, 3, 5] and packs.sources[0, 0].tolist() == [1, 2, 3, 1, 2, 3]
+    assert packs.distinct is not None and packs.same is not None
+    assert packs.columns[0, 0][packs.distinct[0, 0]].tolist() == [2, 3, 4, 5]
+    assert packs.distinct[0, 0][packs.same[0, 0]].tolist() == [0, 1, 2, 0, 1, 5]
+
+
 @pytest.mark.slow
 def test_random_trees_in_float64():
     with jax.enable_x64(True):

@@ -13,14 +13,12 @@ import pytest
 
 from smd_jax.config import Experts
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import replay
+from smd_jax.learner.forward import replay, response_hidden_and_router
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.model.routing import read_routing, recording_layers
-from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 from smd_jax.sampler.compaction import CompactingRespondent, converse_compacting
 from smd_jax.sampler.conversation_loop import ConversationConfig, converse
 from smd_jax.testing import random_params
@@ -79,17 +77,9 @@ def test_what_is_recorded(decode_rows: int | None):
     sampled = np.asarray(trajectory.sampled)
     ends = sampled[:, :-1] & ~sampled[:, 1:] & valid[:, 11:]
     assert ends.sum() > 4 and there[:, 10:-1][ends].all(), "tokens that end a turn are read with the answer"
-    chosen = np.asarray(routers_choice(params(), trajectory))
+    _, router = jax.jit(response_hidden_and_router, static_argnums=0)(MODEL, params(), trajectory, trajectory.mask)
+    chosen = np.argsort(-np.asarray(router), axis=-1)[..., :2]
     np.testing.assert_array_equal(np.sort(routing[there]), np.sort(chosen[there]))
-
-
-@jax.jit
-def routers_choice(params: Any, trajectory: Trajectory) -> Any:
-    """The experts of every token in a teacher-forced pass that replays no routing."""
-    layers = recording_layers(MODEL.shape, layer_masks(MODEL.shape, trajectory.tokens, trajectory.mask))
-    places = MODEL.encode_positions(trajectory.positions)
-    _, layers = MODEL.hidden(params, trajectory.tokens, places, TeacherForced(MODEL.shape.attention), layers)
-    return read_routing(MODEL.shape, layers)[1]
 
 
 @cache

@@ -1,0 +1,68 @@
+"""The load-balancing loss: as transformers defines it, the same over microbatches, and refused without an input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from smd_jax.learner.balance_term import BalanceTerm
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.forward import response_hidden_and_router
+from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
+from smd_jax.message.tree import Branch, to_trajectory
+from smd_jax.model.decoder import Decoder
+from tests.learner.test_routing_replay import CONFIG, params_of, sampled
+
+
+def updated(term: BalanceTerm, microbatch_size: int | None) -> tuple[Any, dict[str, Any]]:
+    trajectory = sampled(CONFIG, "H2O")
+    params = jax.tree.map(jnp.copy, params_of(CONFIG))
+    optimizer = optax.sgd(1.0)
+    state = init_state(params, optimizer, jax.random.key(0))
+    batch = TrainBatch(trajectory, jnp.zeros(6), trajectory.logprobs)
+    config = UpdateConfig(microbatch_size=microbatch_size, terms=(term,))
+    state, metrics = make_update(Decoder(CONFIG), optimizer, config)(state, batch)
+    return state.params, metrics
+
+
+def in_numpy() -> float:
+    """transformers' `load_balancing_loss_func`, over the tokens that were read."""
+    trajectory = sampled(CONFIG, "H2O")
+    _, router = response_hidden_and_router(Decoder(CONFIG), params_of(CONFIG), trajectory, trajectory.mask)
+    routing = np.asarray(trajectory.routing)
+    read = routing[..., 0] >= 0
+    logits = np.asarray(router, np.float64)[read]
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    choices = (routing[read][:, :, None] == np.arange(6)).sum((0, 1)) / len(logits)
+    return 6 * float((choices * shares.mean(0)).sum())
+
+
+@pytest.mark.slow
+def test_the_loss_is_transformers():
+    params, metrics = updated(BalanceTerm(6, 0.5), None)
+    assert float(metrics["experts/balance_loss"]) == pytest.approx(in_numpy(), rel=1e-5)
+    parts, others = updated(BalanceTerm(6, 0.5), 2)
+    assert float(others["experts/balance_loss"]) == pytest.approx(in_numpy(), rel=1e-5)
+    before = params_of(CONFIG)["layers_0"]["mlp"]["router"]["kernel"]
+    routers = [x["layers_0"]["mlp"]["router"]["kernel"] for x in (params, parts)]
+    np.testing.assert_allclose(routers[0], routers[1], atol=1e-6)
+    assert np.abs(routers[0] - before).max() > 1e-4
+
+
+def test_what_has_no_input():
+    trajectory = to_trajectory([Branch([1, 2, 3], [False, False, True])])
+    with pytest.raises(ValueError, match="expected a trajectory with recorded routing"):
+        response_hidden_and_router(Decoder(CONFIG), params_of(CONFIG), trajectory, trajectory.mask)
+    with pytest.raises(ValueError, match="expected no eviction_coef with a BalanceTerm"):
+        UpdateConfig(eviction_coef=0.1, terms=(BalanceTerm(6),))
+    with pytest.raises(ValueError, match="expected pack_columns None with a BalanceTerm, .*; got 24"):
+        UpdateConfig(microbatch_size=2, pack_columns=24, terms=(BalanceTerm(6),))
+    with pytest.raises(ValueError, match="expected a finite coef >= 0; got -1.0"):
+        replace(BalanceTerm(6), coef=-1.0)
