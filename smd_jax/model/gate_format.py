@@ -12,7 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
 
 from smd_jax.config import ModelConfig
 from smd_jax.message.gate import EVICTION_GATE, Gate, LinearGate, add_gate
@@ -34,11 +36,7 @@ def save_gate(directory: str | Path, params: Mapping[str, Any], gate: Gate) -> N
         raise ValueError(f"expected a {_KIND}, the gate that a file can hold; got {gate}")
     if EVICTION_GATE not in params:
         raise ValueError(f"expected parameters with {EVICTION_GATE!r}; got {sorted(params)}")
-    tensors = {
-        f"{layer}.{name}": np.asarray(x, np.float32)
-        for layer, parts in params[EVICTION_GATE].items()
-        for name, x in parts.items()
-    }
+    tensors = {name: np.asarray(x, np.float32) for name, x in flatten_dict(params[EVICTION_GATE], sep=".").items()}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / GATE_FILE, tensors, {"gate": _KIND, "sinks": str(gate.sinks)})
@@ -58,19 +56,17 @@ def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[d
     if not file.is_file():
         raise FileNotFoundError(f"expected {GATE_FILE} in {directory}; found none")
     try:
+        found = load_file(file)
         with safe_open(file, framework="np") as tensors:
             said = tensors.metadata() or {}
-            found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise ValueError(f"expected {file} in the format of safetensors; got: {error}") from error
     if said.get("gate") != _KIND or not said.get("sinks", "").isdecimal():
         raise ValueError(f"expected the gate {_KIND} with a number of sinks in {file}; got {said}")
     gate = LinearGate(int(said["sinks"]))
-    fresh = add_gate({}, gate, num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)[
-        EVICTION_GATE
-    ]
-    wanted = {f"{layer}.{name}": x.shape for layer, parts in fresh.items() for name, x in parts.items()}
-    got = {name: x.shape for name, x in found.items()}
+    sizes = {name: getattr(shape, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
+    fresh = flatten_dict(add_gate({}, gate, **sizes)[EVICTION_GATE], sep=".")
+    wanted, got = ({name: x.shape for name, x in tensors.items()} for tensors in (fresh, found))
     wrong = sorted(name for name in wanted | got if wanted.get(name) != got.get(name))
     if wrong:
         raise ValueError(
@@ -79,7 +75,4 @@ def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[d
         )
     for name, values in found.items():
         check_finite_weights(f"{name} of {file}", values)
-    parameters = {
-        layer: {name: jnp.asarray(found[f"{layer}.{name}"]) for name in parts} for layer, parts in fresh.items()
-    }
-    return parameters, gate
+    return unflatten_dict({name: jnp.asarray(values) for name, values in found.items()}, sep="."), gate

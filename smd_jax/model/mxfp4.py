@@ -56,7 +56,7 @@ class Mxfp4Slice:
     blocks: Any
     scales: Any
 
-    def __getitem__(self, part: tuple[slice, slice, slice]) -> Float[np.ndarray, "experts width out"]:
+    def __getitem__(self, part: tuple[slice, ...]) -> Float[np.ndarray, "experts width out"]:
         experts, columns, out = part
         first, last = columns.start // GROUP, -(-columns.stop // GROUP)
         groups = slice(first, last)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,13 +32,24 @@ class Stored:
     """A tensor in a file, as its header describes it.
 
     Attributes:
+      name: in the file.
       scales: in MXFP4, the tensor with the scales; `shape` and `dtype` are then those of the weight.
     """
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
     scales: Stored | None = None
+
+    def read(self, places: tuple[slice, ...]) -> np.ndarray:
+        """A part of the tensor, dequantised."""
+        with safe_open(self.file, framework="numpy") as file:
+            content = file.get_slice(self.name)
+            if self.scales is None:
+                return content[places]
+            with safe_open(self.scales.file, framework="numpy") as other:
+                return Mxfp4Slice(content, other.get_slice(self.scales.name))[places]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,7 +119,7 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
         except SafetensorError as error:
             raise ValueError(f"{file} is not a readable safetensors file: {error!s:.200}") from error
         for name, tensor in header.items():
-            stored[name] = Stored(file, tuple(tensor.get_shape()), tensor.get_dtype())
+            stored[name] = Stored(file, name, tuple(tensor.get_shape()), tensor.get_dtype())
     return stored
 
 
@@ -152,20 +163,8 @@ def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
                 f"groups]; got {blocks.dtype} {shown(list(blocks.shape))} and {scales.dtype} "
                 f"{shown(list(scales.shape))}"
             )
-        stored[name] = Stored(blocks.file, shape, MXFP4, scales)
+        stored[name] = Stored(blocks.file, blocks_name, shape, MXFP4, scales)
     return stored
-
-
-def open_tensor(files: Mapping[Path, Any], name: str, stored: Stored) -> Any:
-    """The content of a tensor, whose parts are read by slices.
-
-    Args:
-      files: open files, results of `safe_open`.
-    """
-    if stored.scales is None:
-        return files[stored.file].get_slice(name)
-    scales = files[stored.scales.file].get_slice(f"{name}_scales")
-    return Mxfp4Slice(files[stored.file].get_slice(f"{name}_blocks"), scales)
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
@@ -175,9 +174,8 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
 
 def _check_tied(embedding: Stored, output: Stored, where: str) -> None:
     """Raises ValueError unless both tensors are equal."""
-    with safe_open(embedding.file, framework="numpy") as first, safe_open(output.file, framework="numpy") as second:
-        equal = np.array_equal(first.get_tensor(EMBEDDING), second.get_tensor(OUTPUT))
-    if not equal:
+    everything = (slice(None), slice(None))
+    if not np.array_equal(embedding.read(everything), output.read(everything)):
         raise ValueError(
             f"expected {OUTPUT} in {where} to equal {EMBEDDING}, because config.json says tie_word_embeddings: true; "
             "got another tensor. If it was trained separately, set tie_word_embeddings to false"
@@ -198,56 +196,45 @@ def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> N
         raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)}; got {some(odd)}")
 
 
-# Shards of tensors
+# Shards of parameters
+
+Part = tuple[StoredTensor, Stored]
 
 
-class Holder(NamedTuple):
-    """An open tensor that holds a parameter or a part of it.
-
-    Attributes:
-      content: result of `open_tensor`.
-    """
-
-    content: Any
-    tensor: StoredTensor
-
-
-def load_parameter(holders: Sequence[Holder], leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
+def load_parameter(parts: Sequence[Part], leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
     """A parameter on the devices of this process, of which only their shards are read.
 
     Args:
-      holders: the tensors that hold it: one, or several for experts.
+      parts: the tensors that hold it: one, or one for each expert.
       sharding: of the parameter; None: unsharded and uncommitted on JAX's default device.
     """
     if sharding is None:
-        return jnp.asarray(_read_part(holders, leaf, tuple((0, side) for side in leaf.shape), dtype))
-    parts: dict[Bounds, np.ndarray] = {}  # devices with the same shard share what was read
+        return jnp.asarray(_read_shard(parts, leaf, tuple((0, side) for side in leaf.shape), dtype))
+    shards: dict[Bounds, np.ndarray] = {}  # devices with the same shard share what was read
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        bounds = tuple(part.indices(side)[:2] for part, side in zip(index, leaf.shape, strict=True))
-        if bounds not in parts:
-            parts[bounds] = _read_part(holders, leaf, bounds, dtype)
-        return parts[bounds]
+        bounds = tuple(place.indices(side)[:2] for place, side in zip(index, leaf.shape, strict=True))
+        if bounds not in shards:
+            shards[bounds] = _read_shard(parts, leaf, bounds, dtype)
+        return shards[bounds]
 
-    return jax.make_array_from_callback(leaf.shape, sharding, part)
+    return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
 
-def _read_part(holders: Sequence[Holder], leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
+def _read_shard(parts: Sequence[Part], leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
     """A shard of a parameter, converted. `bounds` are in the parameter's order of axes."""
-    if holders[0].tensor.expert is None:
-        return _read_tensor(holders[0], leaf, bounds, dtype)
-    experts = range(*bounds[0])
-    return np.stack([_read_tensor(holders[expert], leaf, bounds[1:], dtype) for expert in experts])
+    if parts[0][0].expert is None:
+        return _read_tensor(*parts[0], leaf, bounds, dtype)
+    return np.stack([_read_tensor(*parts[expert], leaf, bounds[1:], dtype) for expert in range(*bounds[0])])
 
 
-def _read_tensor(holder: Holder, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
+def _read_tensor(tensor: StoredTensor, stored: Stored, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
     """The part of one tensor that belongs to a parameter.
 
     Raises:
       ValueError: values that are NaN, infinite or beyond the range of the dtype.
     """
-    tensor = holder.tensor
     *before, (begin, end) = bounds
     # Parameters are concatenated along the last axis, or interleaved.
     turns = len(tensor.leaves) if tensor.in_turns else 1
@@ -258,7 +245,7 @@ def _read_tensor(holder: Holder, leaf: Leaf, bounds: Bounds, dtype: FloatName) -
         begin, end = begin + tensor.begin(leaf), end + tensor.begin(leaf)
     places = tuple(slice(*ends) for ends in (*before, (begin, end)))
     with np.errstate(over="ignore"):  # reported below with the tensor's name
-        read = holder.content[places[::-1] if tensor.transposed else places]
+        read = stored.read(places[::-1] if tensor.transposed else places)
         values = read[..., ::turns].astype(jnp.dtype(dtype))
     check_finite_weights(leaf.path, values)
     return values.T if tensor.transposed else values

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from safetensors import safe_open
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.devices.sharding import param_spec
@@ -32,11 +31,10 @@ from smd_jax.model.hf_fields import some
 from smd_jax.model.lora import LORA
 from smd_jax.model.stored_tensors import (
     INDEX_FILE,
-    Holder,
+    Part,
     check_names,
     load_parameter,
     match_tensors,
-    open_tensor,
     read_json,
     tensor_files,
 )
@@ -77,18 +75,11 @@ def load_checkpoint(
     name = float_name(dtype)
     config, layout = _parsed_config(directory, name)
     tensors = match_tensors(config, tensor_files(directory), str(directory), layout)
-    holders: dict[Leaf, list[Holder]] = {}
-    with ExitStack() as stack:
-        parts = [part for _, stored in tensors.values() for part in (stored, stored.scales) if part is not None]
-        files = {
-            file: stack.enter_context(safe_open(file, framework="numpy"))
-            for file in sorted({part.file for part in parts})
-        }
-        for tensor_name, (tensor, stored) in tensors.items():
-            for leaf in tensor.leaves:
-                holder = Holder(open_tensor(files, tensor_name, stored), tensor)
-                holders.setdefault(leaf, []).append(holder)
-        flat = {leaf.path: load_parameter(of, leaf, name, _sharding(leaf, mesh)) for leaf, of in holders.items()}
+    parts: dict[Leaf, list[Part]] = {}
+    for part in tensors.values():
+        for leaf in part[0].leaves:
+            parts.setdefault(leaf, []).append(part)
+    flat = {leaf.path: load_parameter(of, leaf, name, _sharding(leaf, mesh)) for leaf, of in parts.items()}
     return config, unflatten_dict(flat, sep="/")
 
 

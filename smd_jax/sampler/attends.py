@@ -17,7 +17,8 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import Observation
 from smd_jax.model.attention import AttentionConfig, decode
-from smd_jax.model.protocol import AtLayer, LayerRun, LayerState
+from smd_jax.model.protocol import AtLayer, EncodedPositions, LayerRun, LayerState, Params
+from smd_jax.model.routing import read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.static import Sampler
 from smd_kernels.observed import attend_and_observe
@@ -114,22 +115,32 @@ class DecodeAttend:
         return out, kv_cache.observe(cache, seen)
 
 
-def decode_layers(
+def read_tokens(
     sampler: Sampler,
+    params: Params,
+    tokens: Int[Array, "batch tokens"],
+    positions: EncodedPositions,
     cache: KVCache,
     slots: tuple[Int[Array, ""], ...],
     columns: Int[Array, "batch tokens"],
     start: Int[Array, " batch"],
     number: Int[Array, ""],
     evicted_at: Int[Array, "batch T"] | None = None,
-) -> tuple[LayerState, ...]:
-    """The state of every layer or run; arguments as for DecodeLayer, with one of `slots` per layer or run."""
-    window = sampler.model.shape.window
+) -> tuple[Float[Array, "batch tokens hidden"], KVCache, Int[Array, "batch tokens mixtures per_token"] | None]:
+    """The hidden states of tokens, the caches with their keys, and their experts (None of a model without).
+
+    Args:
+      slots: of each layer or run. The others as for DecodeLayer.
+    """
+    shape = sampler.model.shape
     states = [
-        DecodeLayer(layer, slot, columns, start, number, evicted_at, window(layers[0]))
+        DecodeLayer(layer, slot, columns, start, number, evicted_at, shape.window(layers[0]))
         for layers, layer, slot in zip(sampler.runs, cache, slots, strict=True)
     ]
-    return layer_states(sampler.runs, states)
+    layers = recording_layers(shape, layer_states(sampler.runs, states))
+    hidden, layers = sampler.model.hidden(params, tokens, positions, DecodeAttend(shape.attention), layers)
+    layers, experts = read_routing(shape, layers)
+    return hidden, tuple(layer.cache for layer in states_of(layers)), experts
 
 
 def layer_states(runs: Sequence[range], states: Sequence[LayerState]) -> tuple[LayerState, ...]:

@@ -3,7 +3,7 @@
     prompt ─► turn 1 ─► answer ─► turn 2 ─► answer ─► turn 3        one row of the trajectory
               sampled   read      sampled   read      sampled       `Trajectory.sampled` is true of the turns
 
-Three pure functions of one state, each jitted by its caller:
+Three jitted functions of one state, which the last two donate: otherwise old and new caches would exist side by side.
 
     begin_conversations   prompts ─► Conversations
     sample_segment        rows that sample draw and read up to `buffer` tokens
@@ -33,19 +33,18 @@ from smd_jax.devices.sharding import constrain_rows
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
 from smd_jax.eviction.wrappers import OnTokens
-from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.masks import NEVER, Segments, ShadowMask, record_evictions
 from smd_jax.message.sampling import drawable_form
 from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.model.routing import NOT_RECORDED, expert_count, read_routing, recording_layers
+from smd_jax.model.routing import NOT_RECORDED, expert_count
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, decode_layers, states_of
+from smd_jax.sampler.attends import read_tokens
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.prefill import prefill
-from smd_jax.sampler.records import pad_columns, with_layers, within_window
+from smd_jax.sampler.records import drawable_tokens, pad_columns, with_layers, within_window
 from smd_jax.sampler.seats import SamplerState, begin, constrained
 from smd_jax.sampler.segment import draw_segment
 from smd_jax.sampler.static import Sampler
@@ -97,6 +96,7 @@ def conversation_sampler(
     return Sampler(model, policy, config, prompt_width)
 
 
+@partial(jax.jit, static_argnames="sampler")
 def begin_conversations(
     sampler: Sampler,
     params: Params,
@@ -135,6 +135,7 @@ def begin_conversations(
     )
 
 
+@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
 def sample_segment(sampler: Sampler, params: Params, state: Conversations, stop: StopTable | None) -> Conversations:
     """Rows that are not done draw and read up to `buffer` tokens; then every layer is compressed."""
     live = ~state.rows.done
@@ -161,6 +162,7 @@ def sample_segment(sampler: Sampler, params: Params, state: Conversations, stop:
     return _compressed(sampler, params, state, rows, read)
 
 
+@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
 def read_chunk(
     sampler: Sampler,
     params: Params,
@@ -188,12 +190,9 @@ def read_chunk(
     slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     number = jnp.int32(sampler.prompt_width)
     spans, gone = _read_spans(sampler, rows, tokens, columns)
-    shape = sampler.model.shape
-    layers = decode_layers(sampler, rows.cache, slots, columns, rows.start, number, gone)
-    attend = DecodeAttend(shape.attention)
-    hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
-    layers, experts = read_routing(shape, layers)
-    cache = tuple(layer.cache for layer in states_of(layers))
+    hidden, cache, experts = read_tokens(
+        sampler, params, tokens, places, rows.cache, slots, columns, rows.start, number, gone
+    )
     if gone is not None:
         cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) < NEVER) for layer in cache)
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
@@ -282,6 +281,7 @@ def _compressed(
     return others.replace(rows=constrained(rows), evicted_at=records)
 
 
+@partial(jax.jit, static_argnames="sampler")
 def to_trajectory(
     sampler: Sampler, prompts: PromptBatch, state: Conversations, terminated: Bool[Array, " rows"]
 ) -> Trajectory:
@@ -304,9 +304,6 @@ def to_trajectory(
     column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
     unread = (column >= sampler.prompt_width + state.read[:, None]) & valid & (column + 1 < sampler.columns)
     evicted_at = jnp.where(unread[:, None, None], column[:, None, None] + 1, evicted_at)
-    end = config.eos_token_id
-    shortest = 0 if end is None else config.min_new_tokens
-    drawable = None if state.drawable is None and not shortest else DrawableTokens(state.drawable, shortest, end)
     return Trajectory(
         tokens=tokens,
         valid=valid,
@@ -316,7 +313,7 @@ def to_trajectory(
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
         entropy=state.entropy,
-        drawable=drawable,
+        drawable=drawable_tokens(config, state.drawable),
         sampled=state.sampled,
         routing=None if state.routing is None else jnp.where(valid[..., None, None], state.routing, NOT_RECORDED),
         expert_count=expert_count(sampler.model.shape),

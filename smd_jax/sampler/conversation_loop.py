@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Key
 
 from smd_jax.config import check_whole
-from smd_jax.devices.sharding import gathered_tree
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory, check_finite
 from smd_jax.model.protocol import LanguageModel, Params
@@ -39,7 +37,7 @@ from smd_jax.sampler.conversation import (
 )
 from smd_jax.sampler.conversation_rows import ConversationRows
 from smd_jax.sampler.keys import prompt_keys, row_keys
-from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.params import gathered_params
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
@@ -210,7 +208,7 @@ class _Loop:
     ) -> None:
         rows = len(prompts.tokens) * group_size
         self.sampler = sampler
-        self.params = _cast(sampler.model, params)
+        self.params = gathered_params(sampler.model, params)
         self.prompts = repeat_prompts(prompts, group_size)
         self.respondent = respondent
         self.conversation = conversation
@@ -231,7 +229,9 @@ class _Loop:
         def begin(part: slice) -> Conversations:
             groups = slice(part.start // group_size, part.stop // group_size)
             of_part = PromptBatch(prompts.tokens[groups], prompts.valid[groups])
-            return _begin(sampler, self.params, of_part, keys[part], prompt_keys(keys, group_size)[groups], limit[part])
+            return begin_conversations(
+                sampler, self.params, of_part, keys[part], prompt_keys(keys, group_size)[groups], limit[part]
+            )
 
         self.rows = ConversationRows(begin, rows, decode_rows)
 
@@ -251,7 +251,7 @@ class _Loop:
         own = {TURNS, LENGTH, ROOM, ABSENT}
         endings = [str(ending) for ending in self.endings]
         terminated = jnp.asarray([ending not in own for ending in endings])
-        trajectory = _finish(self.sampler, self.prompts, self.rows.records(), terminated)
+        trajectory = to_trajectory(self.sampler, self.prompts, self.rows.records(), terminated)
         check_finite(trajectory.logprobs)
         steps = max(self.steps * len(self.rows.seats), 1)
         stats = ConversationStats(
@@ -311,14 +311,16 @@ class _Loop:
                 self.turn[row] += 1
                 self.live[row] = True
                 limit[seat] = self._limits(self.drawn)[row]
-        self.rows.state = _read_chunk(self.sampler, self.params, self.rows.state, tokens, lengths, limit)
+        self.rows.state = read_chunk(
+            self.sampler, self.params, self.rows.state, *map(jnp.asarray, (tokens, lengths, limit))
+        )
         self.chunks += 1
 
     def _sample(self) -> None:
         """One segment for every row that samples; turns that ended are sent."""
         seats = self.rows.seats
         before = self.drawn[seats]
-        self.rows.state = _sample_segment(self.sampler, self.params, self.rows.state, self.stop)
+        self.rows.state = sample_segment(self.sampler, self.params, self.rows.state, self.stop)
         state = self.rows.state.rows
         drawn, done, terminated = jax.device_get((state.drawn, state.done, state.terminated))
         self.drawn[seats] = drawn
@@ -338,36 +340,3 @@ class _Loop:
                 self.respondent.send(row, tokens[seat, self.begins[row] : end].tolist())
             else:
                 self.endings[row] = LENGTH
-
-
-@partial(jax.jit, static_argnames="model")
-def _cast(model: LanguageModel, params: Params) -> Params:
-    return gathered_tree(sampler_params(model, params))
-
-
-_begin = jax.jit(begin_conversations, static_argnames="sampler")
-
-
-# The state is donated: without that, old and new caches would exist side by side.
-@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
-def _sample_segment(sampler: Sampler, params: Params, state: Conversations, stop: StopTable | None) -> Conversations:
-    return sample_segment(sampler, params, state, stop)
-
-
-@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
-def _read_chunk(
-    sampler: Sampler,
-    params: Params,
-    state: Conversations,
-    tokens: Int[Array, "rows buffer"] | Int[np.ndarray, "rows buffer"],
-    lengths: Int[Array, " rows"] | Int[np.ndarray, " rows"],
-    limit: Int[Array, " rows"] | Int[np.ndarray, " rows"],
-) -> Conversations:
-    return read_chunk(sampler, params, state, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limit))
-
-
-@partial(jax.jit, static_argnames="sampler")
-def _finish(
-    sampler: Sampler, prompts: PromptBatch, state: Conversations, terminated: Bool[Array, " rows"]
-) -> Trajectory:
-    return to_trajectory(sampler, prompts, state, terminated)

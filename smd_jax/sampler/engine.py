@@ -30,14 +30,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
-from smd_jax.devices.sharding import batch_sharding, check_rows, gathered_tree, row_ways
+from smd_jax.devices.sharding import batch_sharding, check_rows, row_ways
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits
 from smd_jax.sampler.host_records import HostRecords
 from smd_jax.sampler.keys import prompt_keys, row_keys
-from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.params import gathered_params
 from smd_jax.sampler.prefill import Prefilled, prefill
 from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
 from smd_jax.sampler.seats import SamplerState, Seats, constrained, empty, seat
@@ -183,7 +183,7 @@ class Engine:
           params: arrays or their shapes.
         """
         sampler = Sampler(self.model, self.policy, self.config, prompt_width)
-        params = jax.eval_shape(partial(_cast, self.model), params)
+        params = jax.eval_shape(partial(gathered_params, self.model), params)
         prompts = PromptBatch(
             tokens=jnp.zeros((self.prefill_rows, prompt_width), jnp.int32),
             valid=jnp.ones((self.prefill_rows, prompt_width), bool),
@@ -248,7 +248,7 @@ class _Loop:
         self.stop = stop
         self.group_size = group_size
         self.sampler = Sampler(engine.model, engine.policy, config, width)
-        self.params = _cast(engine.model, params)
+        self.params = gathered_params(engine.model, params)
         self.prompts = jax.tree.map(np.asarray, prompts)
         self.keys = row_keys(key, rows)
         most = np.full(rows, config.max_new_tokens, np.int32)
@@ -352,11 +352,6 @@ class _Loop:
             finished=int(self.records.ended.sum()),
             rows=len(self.records.ended),
         )
-
-
-@partial(jax.jit, static_argnames="model")
-def _cast(model: LanguageModel, params: Params) -> Params:
-    return gathered_tree(sampler_params(model, params))  # gathered here, not in every step of a segment
 
 
 @partial(jax.jit, static_argnames="sampler")

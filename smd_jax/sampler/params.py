@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 
-from smd_jax.devices.sharding import constrain_tree
+from smd_jax.devices.sharding import constrain_tree, gathered_tree
 from smd_jax.model.protocol import LanguageModel, Params
 
 
@@ -30,3 +30,9 @@ def sampler_params(model: LanguageModel, params: Params) -> Params:
 def converted(model: LanguageModel, params: Params) -> Params:
     """Converts the parameters in a separate program, for a sampler in another program; keeps their sharding."""
     return constrain_tree(sampler_params(model, params))
+
+
+@partial(jax.jit, static_argnames="model")
+def gathered_params(model: LanguageModel, params: Params) -> Params:
+    """`sampler_params`, gathered here and not in every step of a segment."""
+    return gathered_tree(sampler_params(model, params))

@@ -26,7 +26,7 @@ from smd_jax.model.protocol import Params
 from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, decode_layers, layer_states, states_of
+from smd_jax.sampler.attends import layer_states, read_tokens, states_of
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.prompt_layer import PrefillAttend, PromptLayer, PromptRecord, PromptRun
 from smd_jax.sampler.static import Sampler
@@ -240,12 +240,9 @@ def _read_chunk(
     else:  # the last token of the last chunk goes into the last slot
         left = (chunks.count - index) * chunks.length
         slots = tuple(cache.slots - left for cache in reading.cache)
-    shape = sampler.model.shape
-    layers = decode_layers(sampler, reading.cache, slots, columns, start, column[0, 0], span_evicted_at)
-    attend = DecodeAttend(shape.attention)
-    hidden, layers = sampler.model.hidden(params, tokens, places, attend, recording_layers(shape, layers))
-    layers, chosen = read_routing(shape, layers)
-    cache = tuple(layer.cache for layer in states_of(layers))
+    hidden, cache, chosen = read_tokens(
+        sampler, params, tokens, places, reading.cache, slots, columns, start, column[0, 0], span_evicted_at
+    )
     routing = reading.routing
     if routing is not None and chosen is not None:
         routing = jax.lax.dynamic_update_slice_in_dim(routing, chosen, index * chunks.length, axis=1)

@@ -90,12 +90,9 @@ class PromptRun(struct.PyTreeNode):
     prompt: PromptLayer
     result: PromptResult
 
-    def at(self, index: Int[Array, ""] | int) -> PromptLayer:
-        """What one layer of the run gets."""
-        return _of_layer(self.prompt, index)
-
 
 def _of_layer(prompt: PromptLayer, index: Int[Array, ""] | int) -> PromptLayer:
+    """What one layer of a run gets."""
     return prompt.replace(own=jax.tree.map(lambda x: x[index], prompt.own))
 
 
@@ -123,7 +120,7 @@ class PrefillAttend:
         if not isinstance(layer, AtLayer):
             return self._read(q, k, v, layer, sinks)
         run: PromptRun = layer.state
-        out, result = self._read(q, k, v, run.at(layer.index), sinks)
+        out, result = self._read(q, k, v, _of_layer(run.prompt, layer.index), sinks)
         return out, run.replace(result=kv_cache.put_layer(run.result, result, layer.index))
 
     def nothing_read(self, prompt: PromptLayer, layers: int) -> PromptResult:
@@ -141,19 +138,17 @@ class PrefillAttend:
         self, q: Array, k: Array, v: Array, layer: PromptLayer, sinks: Array | None
     ) -> tuple[Array, PromptResult]:
         attention, statistics = self.sampler.model.shape.attention, self.sampler.policy.statistics
+        places = layer.columns, layer.progress.start
         if kv_cache.needs_attention(statistics):  # tokens × tokens weights exist, of a few rows at a time
-            out, states = row_parts.apart(partial(self._observed, sinks), q, k, v, layer.mask, self._places(layer))
+            out, states = row_parts.apart(partial(self._observed, sinks), q, k, v, layer.mask, places)
         else:
             out = attention.attend(q, k, v, layer.mask, sinks)
-            states = self._states(q, k, v, self._places(layer), None)
+            states = self._states(q, k, v, places, None)
         columns = jnp.broadcast_to(layer.columns[:, None], k.shape[:3])
         cache = LayerCache(k, v, columns, states=states, statistics=statistics)
         if layer.span_evicted_at is not None:
             cache = kv_cache.drop(cache, (layer.span_evicted_at < NEVER)[:, None] & cache.valid)
         return out, self._compress(self._to_quantize(cache), layer)
-
-    def _places(self, layer: PromptLayer) -> tuple[Array, Array]:
-        return layer.columns, layer.progress.start
 
     def _observed(
         self, sinks: Array | None, q: Array, k: Array, v: Array, mask: LayerMask, places: tuple[Array, Array]

@@ -87,7 +87,7 @@ def to_trajectory(
         terminated=terminated,
         mask=ShadowMask(evicted_at, segments, _replay(sampler, prompt_records, records)),
         entropy=by_row(records.entropy),
-        drawable=_drawable(sampler, None if records.drawable is None else by_row(records.drawable)),
+        drawable=drawable_tokens(config, None if records.drawable is None else by_row(records.drawable)),
         evictions=_evictions(sampler, valid, prompt_records, records, group_size),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
@@ -107,10 +107,10 @@ def _routing(
     return jnp.where(valid[..., None, None], routing, NOT_RECORDED)
 
 
-def _drawable(sampler: Sampler, sets: Array | None) -> DrawableTokens | None:
-    """The drawable tokens; None without filters."""
-    end = sampler.config.eos_token_id
-    shortest = 0 if end is None else sampler.config.min_new_tokens
+def drawable_tokens(config: RolloutConfig, sets: Array | None) -> DrawableTokens | None:
+    """The drawable tokens; None without filters and a minimum length."""
+    end = config.eos_token_id
+    shortest = 0 if end is None else config.min_new_tokens
     return None if sets is None and not shortest else DrawableTokens(sets, shortest, end)
 
 

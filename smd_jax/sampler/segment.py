@@ -14,9 +14,9 @@ from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.message.sampling import drawable_form, forbid, is_one_of, sample
 from smd_jax.model.protocol import EncodedPositions, Params
-from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
+from smd_jax.model.routing import NOT_RECORDED, not_recorded
 from smd_jax.pytrees import any_leaves
-from smd_jax.sampler.attends import DecodeAttend, decode_layers, states_of
+from smd_jax.sampler.attends import read_tokens
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
 from smd_jax.sampler.static import Sampler
@@ -215,12 +215,9 @@ def _encode(
     column = sampler.prompt_width + state.drawn - 1  # column of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
     state = _evict_spans(sampler, state, token, columns[:, 0])
-    shape = sampler.model.shape
-    layers = decode_layers(sampler, state.cache, slots, columns, state.start, query_number)
-    attend = DecodeAttend(shape.attention)
-    hidden, layers = sampler.model.hidden(params, token[:, None], place, attend, recording_layers(shape, layers))
-    layers, chosen = read_routing(shape, layers)
-    cache = tuple(layer.cache for layer in states_of(layers))
+    hidden, cache, chosen = read_tokens(
+        sampler, params, token[:, None], place, state.cache, slots, columns, state.start, query_number
+    )
     if chosen is not None:
         # A row that has ended reads padding.
         chosen = jnp.where(state.done[:, None, None], NOT_RECORDED, chosen[:, 0])

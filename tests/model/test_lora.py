@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from smd_jax.devices.sharding import make_mesh, param_spec, shard_batch, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dpo_update import make_dpo_update
 from smd_jax.learner.forward import replay
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import TrainBatch, init_state, reference_params
@@ -37,7 +36,6 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import random_params, tiny_model_config
 from tests.adapted import SMALL, adapted, merged_in_float64, scale_of
 from tests.bitwise import assert_bitwise_equal
-from tests.learner import test_dpo_update as dpo
 from tests.tiny_update import (
     MODEL,
     PARAMS,
@@ -87,23 +85,6 @@ def test_the_forward_pass_is_that_of_merged_weights():
     np.testing.assert_allclose(logprobs(ADAPTED), expected, atol=2e-5)
     np.testing.assert_allclose(logprobs(merge_lora(ADAPTED)), expected, atol=2e-5)
     assert np.abs(expected - logprobs(PARAMS)).max() > 0.1, "the adapters must do something"
-
-
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",)])
-def test_some_targets(targets: Any):
-    params = adapted(PARAMS, LoraConfig(rank=2, alpha=4.0, targets=targets), size=1.0)
-    assert {path[-1] for path in by_module(params[LORA])} == set(targets)
-    expected = logprobs(merged_in_float64(params))
-    np.testing.assert_allclose(logprobs(params), expected, atol=2e-5)
-    assert np.abs(expected - logprobs(PARAMS)).max() > 0.05
-
-
-@pytest.mark.parametrize(
-    ("config", "scale"),
-    [(LoraConfig(rank=4, alpha=8.0), 2.0), (LoraConfig(rank=4, alpha=8.0, rank_stabilised=True), 4.0)],
-)
-def test_the_scale(config: LoraConfig, scale: float):
-    assert config.scale == scale
 
 
 def test_what_the_sampler_converts_is_the_same_to_the_last_bit():
@@ -183,13 +164,6 @@ def test_gradients_are_those_of_merged_weights_chained_by_hand():
         assert distance(found[name], gradient) < 1e-4, name
     assert distance(grads[VALUE_HEAD], merged[VALUE_HEAD]) < 1e-4
     assert np.linalg.norm(grads[VALUE_HEAD]["kernel"]) > 1e-3
-
-
-@pytest.mark.slow
-def test_recomputed_layers_give_the_same_gradients():
-    model = Decoder(MODEL.config, remat=True)
-    _, again = metrics_and_gradients(EVERYTHING, judged_batch(), params=ADAPTED, model=model)
-    assert distance(again, gradients()[1]) < 1e-6
 
 
 @pytest.mark.slow
@@ -274,25 +248,6 @@ def test_a_reference_that_follows_adapters():
             synchronised(init_state(ADAPTED, RECORD, jax.random.key(0), reference=reference), sync)
 
 
-@pytest.mark.slow
-def test_online_dpo_trains_adapters_against_their_base():
-    params = adapted(dpo.PARAMS)
-    grads = {}
-    for reference in (None, dpo.PARAMS):
-        own = jax.tree.map(jnp.copy, (params, reference))
-        state = init_state(own[0], RECORD, jax.random.key(3), own[1])
-        state, _ = dpo_update()(state, dpo.batch())
-        grads[reference is None] = jax.device_get(state.opt_state)
-    assert_bitwise_equal(grads[True], grads[False])
-    assert grads[True].keys() == {LORA}
-    assert all(np.linalg.norm(leaf) > 1e-5 for leaf in jax.tree.leaves(grads[True]))
-
-
-@functools.cache
-def dpo_update() -> Any:
-    return make_dpo_update(dpo.MODEL, RECORD, dpo.SHADOW)
-
-
 # --- bad input
 
 
@@ -309,14 +264,6 @@ def dpo_update() -> Any:
 def test_configs_that_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         LoraConfig(**options)
-
-
-def test_a_target_that_is_none():
-    broken = object.__new__(LoraConfig)
-    for name, value in (vars(LoraConfig()) | {"targets": ("lm_head",)}).items():
-        object.__setattr__(broken, name, value)  # behind the type checker of these tests
-    with pytest.raises(ValueError, match=r"expected targets, each once, of q_proj.*got \('lm_head',\)"):
-        broken.__post_init__()
 
 
 def test_what_has_adapters_gets_no_others():

@@ -22,14 +22,13 @@ from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.decoder import Decoder
-from smd_jax.model.lora import LORA, TARGETS, LoraConfig, add_lora, base_params, by_module, merge_lora
+from smd_jax.model.lora import LORA, LoraConfig, add_lora, base_params, by_module, merge_lora
 from smd_jax.model.peft_format import load_peft, save_peft
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.fixed_batch import rollout
 from tests.adapted import adapted, merged_in_float64, scale_of
-from tests.bitwise import assert_bitwise_equal
 from tests.learner.test_routing_replay import CONFIG, PROMPTS, SIZES, params_of
-from tests.model.test_family_logits import GOLDEN, assert_close, batch_of, logits, opened, torch_logits
+from tests.model.test_family_logits import opened
 from tests.tiny_update import RECORD
 from tests.under_test import POLICIES
 
@@ -242,34 +241,3 @@ def test_a_rank_for_parts_that_are_not_apart(tmp_path: Path):
     save_file(tensors, file)
     with pytest.raises(ValueError, match="lora_B of gate_up_proj of expert 0 in blocks, one for each of its 2 parts"):
         load_peft(tmp_path, base, config)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("rank_stabilised", [False, True])
-@pytest.mark.filterwarnings("default")  # PEFT's own: it says that it ignores patterns of parameters, and does not
-def test_peft_and_we_open_each_others(name: str, rank_stabilised: bool, tmp_path: Path):
-    torch = pytest.importorskip("torch")
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    config, base = opened(name)
-    of_torch: Any = functools.partial(
-        AutoModelForCausalLM.from_pretrained, GOLDEN / name, dtype=torch.float32, attn_implementation="eager"
-    )
-    own = adapted(base, LoraConfig(2, 3.0, targets=TARGETS, rank_stabilised=rank_stabilised), size=0.5)
-    save_peft(tmp_path / "own", own, config, base_model=GOLDEN / name)
-    model = peft.PeftModel.from_pretrained(of_torch(), str(tmp_path / "own")).eval()
-    assert_close(torch_logits(torch, model, batch_of(name)), logits(config, own, batch_of(name)))
-    model.save_pretrained(str(tmp_path / "again"))
-    assert_bitwise_equal(load_peft(tmp_path / "again", base, config), own)
-    wanted = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    made = peft.LoraConfig(
-        r=2, lora_alpha=3, target_modules=["q_proj"], target_parameters=wanted, use_rslora=rank_stabilised,
-        init_lora_weights=False, task_type="CAUSAL_LM",
-    )  # fmt: skip
-    theirs = peft.get_peft_model(of_torch(), made).eval()
-    theirs.save_pretrained(str(tmp_path / "theirs"))
-    params = load_peft(tmp_path / "theirs", base, config)
-    found = logits(config, params, batch_of(name))
-    assert_close(torch_logits(torch, theirs, batch_of(name)), found)
-    assert np.abs(found - logits(config, base, batch_of(name))).max() > 0.05

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from smd_jax.config import check_model_sizes
 from smd_jax.message.masks import NEVER, Mask, ShadowMask, dense_mask, positions
-from smd_jax.model.decoder import Decoder, RMSNorm
+from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
@@ -132,37 +132,6 @@ def test_gradients_of_any_booleans():
         expected = (at[0] - at[1]) / 2e-6
     dot = jax.tree.map(lambda g, d: float((np.asarray(g, np.float64) * d).sum()), gradient, direction)
     assert sum(jax.tree.leaves(dot)) == pytest.approx(float(expected), rel=1e-4)
-
-
-def reduced_ranks(jaxpr: Any) -> set[int]:
-    """Ranks of all operands that a program sums over an axis, also in the functions that it calls."""
-    found = set()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "reduce_sum":
-            found.add(equation.invars[0].aval.ndim)
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                found |= reduced_ranks(inner)
-    return found
-
-
-def test_the_norm_of_one_row_is_that_of_any_row_without_the_slow_axis():
-    """XLA:CPU sums slowly behind an axis of one, forward and backward."""
-    norm = RMSNorm(1e-5)
-    rows, weight = np.random.default_rng(0).normal(size=(2, 2, 5, 8)).astype(np.float32)
-    params = {"params": {"scale": jnp.linspace(0.5, 2, 8)}}
-
-    def total(params: Any, x: jax.Array, weight: jax.Array) -> Any:
-        out: Any = norm.apply(params, x)
-        return jnp.sum((out * weight).reshape(-1))  # a sum of rank 1, not the norm's
-
-    both = jax.grad(total, argnums=(0, 1))
-    together, each = both(params, rows, weight), [both(params, rows[i, None], weight[i, None]) for i in range(2)]
-    assert_trees_close(jax.tree.map(jnp.add, each[0][0], each[1][0]), together[0], relative=1e-6)
-    np.testing.assert_allclose(jnp.concatenate([each[0][1], each[1][1]]), together[1], rtol=1e-5, atol=1e-6)
-    ranks = [reduced_ranks(jax.make_jaxpr(both)(params, x, x).jaxpr) for x in (rows, rows[:1])]
-    assert max(ranks[0]) == 3
-    assert max(ranks[1]) == 2
 
 
 def test_a_mask_that_layers_and_heads_share():

@@ -17,7 +17,7 @@ from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.model.mxfp4 import dequantised
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from tests.bitwise import assert_bitwise_equal
-from tests.model.test_family_logits import GOLDEN, assert_close, batch_of, logits, torch_logits
+from tests.model.test_family_logits import GOLDEN
 
 HIDDEN, WIDTH, EXPERTS = 64, 96, 4
 
@@ -170,16 +170,3 @@ def scales(groups: int, value: int = 0, dtype: Any = np.uint8) -> dict[str, np.n
 def test_files_that_do_not_fit(tensors: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         load_checkpoint(changed(checkpoint, tmp_path / "other", **tensors))
-
-
-def test_transformers_dequantises_to_the_same(checkpoint: Path):
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.quantization_config import Mxfp4Config
-
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
-    ).float()
-    config, params = load_checkpoint(checkpoint)
-    batch = batch_of("gpt_oss")
-    assert_close(torch_logits(torch, model, batch), logits(config, params, batch))

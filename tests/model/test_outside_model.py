@@ -13,19 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from experiments.outside_model import OutsideModel
 from smd_jax.devices.sharding import make_mesh, param_spec, shard_batch, shard_tree
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.state import TrainBatch, init_state
-from smd_jax.learner.update import make_update
 from smd_jax.message.masks import NEVER, ShadowMask, dense_mask, positions
-from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.teacher_forced import apply_model
@@ -33,7 +28,6 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import rollout
 from tests.numpy_outside import outside_logits
-from tests.tiny_update import RECORD, distance
 from tests.under_test import POLICIES, eviction_times, left_padded
 
 VOCAB, WIDTH, RESPONSE = 96, 12, 40
@@ -89,10 +83,6 @@ def test_forward_against_numpy():
         np.testing.assert_allclose(logits[row][there], expected[there], atol=5e-5)
 
 
-def test_it_is_static():
-    assert OutsideModel() == OutsideModel() and hash(OutsideModel()) == hash(OutsideModel())
-
-
 # --- sampler and learner are one policy
 
 
@@ -112,27 +102,6 @@ def test_a_learner_without_windows_is_another_policy():
     trajectory = rolled("Dense")
     assert gap(trajectory, trajectory.dense_mask()) <= 2e-5, "the dense mask of a trajectory knows of no window"
     assert gap(trajectory, trajectory.dense_mask(), replace(MODEL, windows=(None,) * 3)) > 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "chunk"), [("Dense", 8), ("H2O", 5)])
-def test_identity_with_prompts_read_in_chunks(name: str, chunk: int):
-    assert gap(rolled(name, replace(SIZES, prefill_chunk=chunk), TWO_LAYERS), model=TWO_LAYERS) <= 2e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Dense", "H2O"])
-def test_identity_with_a_quantised_cache(name: str):
-    quantised = replace(SIZES, quant=QuantConfig(bits=4, group=4))
-    assert gap(rolled(name, quantised, TWO_LAYERS), model=TWO_LAYERS) <= 2e-5
-
-
-@pytest.mark.slow
-def test_identity_in_float64():
-    with jax.enable_x64(True):
-        model = replace(TWO_LAYERS, dtype="float64")
-        trajectory = rolled("H2O", SIZES, model)
-        assert gap(trajectory, model=model) <= 1e-10
 
 
 def test_the_mask_says_what_the_windows_hid():
@@ -185,24 +154,6 @@ def test_windows_of_a_dense_mask_against_booleans():
 
 
 # --- the update, the engine, the mesh
-
-
-def loss_and_gradients(trajectory: Trajectory) -> tuple[Any, Any]:
-    advantages = jnp.array([1.0, -0.5, 0.3, -1.2])
-    update = make_update(TWO_LAYERS, RECORD, UpdateConfig())
-    state = init_state(jax.tree.map(jnp.asarray, params(TWO_LAYERS)), RECORD, jax.random.key(0))
-    state, metrics = update(state, TrainBatch(trajectory, advantages, trajectory.logprobs))
-    return metrics, state.opt_state
-
-
-@pytest.mark.slow
-def test_the_update_is_the_same_under_intervals_and_booleans():
-    trajectory = rolled("H2O", model=TWO_LAYERS)
-    one, gradient = loss_and_gradients(trajectory)
-    other, expected = loss_and_gradients(trajectory.replace(mask=recorded(trajectory).to_boolean()))
-    assert one["sampling/sampling_logp_difference/max"] <= 2e-5
-    np.testing.assert_allclose(one["loss"], other["loss"], atol=1e-6)
-    assert optax.tree.norm(expected) > 1e-2 and distance(gradient, expected) < 1e-5
 
 
 def test_the_engine_gives_what_a_batch_gives():

@@ -12,13 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from smd_jax.message.masks import dense_mask, positions
-from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, LoraConfig, base_params, by_module, merge_lora
 from smd_jax.model.peft_format import CONFIG_FILE, TENSOR_FILE, load_peft, save_peft
-from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.value_head import add_value_head
-from smd_jax.model.weights import save_checkpoint
 from smd_jax.testing import random_params, tiny_model_config
 from tests.adapted import SMALL, adapted
 from tests.bitwise import assert_bitwise_equal
@@ -181,31 +177,3 @@ def test_ranks_of_single_matrices_are_refused(tmp_path: Path, pattern: Any):
     fused_adapter(tmp_path, rank_pattern=pattern)
     with pytest.raises(ValueError, match=r"expected rank_pattern to be {'qkv_proj': 9} or empty; got"):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
-
-
-# With PEFT at hand
-
-
-@pytest.mark.filterwarnings("default")  # PEFT's own, about what transformers is going to rename
-def test_peft_opens_what_we_save(tmp_path: Path):
-    """The same logits as ours, from adapters and merged; and we open what PEFT saves."""
-    torch = pytest.importorskip("torch")
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    save_checkpoint(tmp_path / "base", base_params(PARAMS), CONFIG, dtype="float32")
-    save_peft(tmp_path / "adapters", PARAMS, CONFIG, base_model=tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters")).eval()
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 40), dtype=np.int32)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(tokens).long()).logits.numpy()
-        with model.disable_adapter():
-            of_base = model(torch.from_numpy(tokens).long()).logits.numpy()
-    valid = jnp.ones(tokens.shape, bool)
-    for params in (PARAMS, merge_lora(PARAMS)):
-        actual = apply_model(Decoder(CONFIG), params, jnp.asarray(tokens), positions(valid), dense_mask(valid))
-        np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-4)
-    assert np.abs(expected - of_base).max() > 0.05, "the adapters must do something"
-    model.save_pretrained(str(tmp_path / "again"))
-    assert_bitwise_equal(load_peft(tmp_path / "again", base_params(PARAMS), CONFIG), PARAMS)

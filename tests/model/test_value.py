@@ -136,14 +136,6 @@ def test_loss_and_gradient_are_those_of_trl(case):
     assert not np.asarray(clipped)[~MASK].any()
 
 
-def test_no_bound_is_a_wide_one():
-    now, old, returns = (f32(INPUTS[name]) for name in ("values", "old_values", "returns"))
-    weights = f32(MASK / MASK.sum())
-    wide, none = (value_loss(now, old, returns, weights, c) for c in (ValueConfig(clip_range=1e9), NO_BOUND))
-    np.testing.assert_allclose(none[0], wide[0], rtol=1e-6)
-    np.testing.assert_array_equal(none[1], wide[1])
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -159,15 +159,3 @@ def test_summaries_are_no_turns():
         respondent.begin_context(2)
     respondent.send(0, [33, 7])
     assert respondent.receive(wait=True) == [(0, Reply([], TURNS))]
-
-
-def test_contexts_in_one_row_are_wrong():
-    """One after another without a boundary, the second context sees the first, and positions go on."""
-    of_one = [branch for branch in branches("Dense") if branch.tokens[0] == 20][:2]
-    joined = tree.Branch(*(np.concatenate([getattr(x, n) for x in of_one]) for n in ("tokens", "sampled", "logprobs")))
-
-    def missed(*parts: tree.Branch) -> float:
-        return float(gap(tree.to_trajectory(parts, layers=2, kv_heads=2, temperature=0.9)).max())
-
-    assert missed(*of_one) <= 2e-5
-    assert missed(joined) > 0.1

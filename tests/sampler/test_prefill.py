@@ -88,14 +88,6 @@ def test_segments_of_the_prompt(width: int, response: int, buffer: int, chunk: i
     assert segments_of(Knorm(), sizes, 2, width) == (expected,) * 2
 
 
-def test_chunks_do_not_make_the_learner_slower():
-    """512 + 3,584 tokens, read in chunks of 512: merged segments were 512 long, and 2.42M scores in place of 0.70M."""
-    sizes = RolloutConfig(3584, budget=128, buffer=32, prefill_chunk=512)
-    chunked, whole = (segments_of(Knorm(), each, 1, 512)[0] for each in (sizes, replace(sizes, prefill_chunk=None)))
-    scores = [each.first**2 / 2 + (4096 - each.first) * (each.budget + each.length) for each in (chunked, whole)]
-    assert scores[0] <= scores[1] < 0.71e6
-
-
 def test_what_a_prompt_sees():
     """Of every query: what was kept at the chunk's beginning, at most the budget, and the chunk so far. Chunks are
     counted from the prompt's end: 37 columns in chunks of 8 begin with one of 5."""

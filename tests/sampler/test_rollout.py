@@ -149,19 +149,6 @@ def test_early_exit():
     assert count == 3 * (1 + longest)
 
 
-def test_a_model_that_says_nothing():
-    """Every row ends with its first token: one step is made, and what follows is padding."""
-    params = make_params(TALKATIVE)
-    constant = {"kernel": jnp.zeros((32, 16)).at[0, 3].set(1e4)}  # hidden 0 is made 1 / rms > 0 for every token
-    still = jax.tree.map(jnp.zeros_like, {name: params[name] for name in ("layers_0",)})
-    loud = {"embedding": params["embed"]["embedding"].at[:, 0].set(1.0)}
-    count, trajectory = compressions({**params, **still, "embed": loud, "lm_head": constant})
-    assert count == 3 * (1 + 1)
-    assert (trajectory.response[:, 0] == 3).all() and (trajectory.response[:, 1:] == 1).all()
-    assert trajectory.lengths().tolist() == [1, 1, 1] and trajectory.terminated.all()
-    np.testing.assert_allclose(trajectory.logprobs, 0.0)
-
-
 def test_a_broken_model_is_refused():
     """As by the engine. Inside a jitted function nothing can be raised: there the caller has to look."""
     params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(TALKATIVE))
@@ -294,18 +281,16 @@ def test_budget_too_small_for_the_policy():
 
 
 @pytest.mark.parametrize(
-    ("minimum", "message"),
-    [(-1, "min_new_tokens >= 0.* got -1"), (25, "min_new_tokens <= max_new_tokens = 24; got 25")],
+    ("change", "message"),
+    [
+        ({"min_new_tokens": -1}, "min_new_tokens >= 0.* got -1"),
+        ({"min_new_tokens": 25}, "min_new_tokens <= max_new_tokens = 24; got 25"),
+        *(({name: 0}, f"{name} >= 1, a whole number; got 0") for name in ("max_new_tokens", "budget", "buffer")),
+    ],
 )
-def test_bad_minimum_length(minimum: int, message: str):
+def test_bad_sizes(change: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
-        replace(SIZES, min_new_tokens=minimum)
-
-
-@pytest.mark.parametrize("name", ["max_new_tokens", "budget", "buffer"])
-def test_bad_sizes(name: str):
-    with pytest.raises(ValueError, match=f"{name} >= 1, a whole number; got 0"):
-        replace(SIZES, **{name: 0})
+        replace(SIZES, **change)
 
 
 def test_caches_of_a_batch_are_not_gathered():
@@ -382,9 +367,3 @@ def test_compiles_once():
         other = Protect(Knorm(), sinks=1, recent=3)
         rollout(MODEL, params, prompts, jax.random.key(0), policy=other, config=sizes)
         assert counts["rollout_program"] == 2
-
-
-def test_static_arguments_are_named():
-    """Those that are not arrays can only be given by name, so that none is traced by mistake."""
-    kinds = {name: p.kind for name, p in inspect.signature(rollout).parameters.items()}
-    assert kinds["policy"] == kinds["config"] == inspect.Parameter.KEYWORD_ONLY
