@@ -13,29 +13,6 @@ from typing import Any, Literal
 from smd_jax.model.mixture import ALPHA
 from smd_jax.model.tensor_table import Layout
 
-ModelType = Literal[
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "phi3",
-    "granite",
-    "ministral",
-    "ministral3",
-    "arcee",
-    "ernie4_5",
-    "seed_oss",
-    "gemma",
-    "gemma2",
-    "mixtral",
-    "qwen3_moe",
-    "gpt_oss",
-]
-
 
 @dataclass(frozen=True)
 class Family:
@@ -69,7 +46,8 @@ ALL_BIASES = {**ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
 GEMMA = {"activation": "gelu_tanh", "norm_plus_one": True, "scale_embeddings": True}
 OLMO = {"qk_norm": True, "qk_norm_over": "all", "pre_norms": False, "post_norms": True}
 
-FAMILIES: dict[ModelType, Family] = {
+# By model type.
+FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", biases=ALL_BIASES),
     "mistral": Family("MistralForCausalLM", windows="all"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, windows="some"),

@@ -65,7 +65,7 @@ def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[d
         raise ValueError(f"expected the gate {_KIND} with a number of sinks in {file}; got {said}")
     gate = LinearGate(int(said["sinks"]))
     sizes = {name: getattr(shape, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
-    fresh = flatten_dict(add_gate({}, gate, **sizes)[EVICTION_GATE], sep=".")
+    fresh: dict[str, Any] = flatten_dict(add_gate({}, gate, **sizes)[EVICTION_GATE], sep=".")
     wanted, got = ({name: x.shape for name, x in tensors.items()} for tensors in (fresh, found))
     wrong = sorted(name for name in wanted | got if wanted.get(name) != got.get(name))
     if wrong:

@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from jax.typing import DTypeLike
 
 from smd_jax.config import Experts, FloatName, LongRope, ModelConfig, RopeScaling, YarnRope
-from smd_jax.model.families import FAMILIES, Family, ModelType
+from smd_jax.model.families import FAMILIES, Family
 from smd_jax.model.hf_fields import LARGEST, shown
 from smd_jax.model.hf_rope import QUERY_BETA, read_scaling, scaling_to_hf
 
@@ -258,13 +258,13 @@ def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str 
 
 
 @functools.cache
-def model_type_of(config: ModelConfig, prefer: str | None = None) -> ModelType:
+def model_type_of(config: ModelConfig, prefer: str | None = None) -> str:
     """The model type of transformers that fits `config`; of several, `prefer` or the first.
 
     Raises:
       ValueError: none fits; the message names the closest ones.
     """
-    reasons: dict[ModelType, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for model_type in sorted(FAMILIES, key=lambda name: name != prefer):
         if all(getattr(config, name) == value for name, value in FAMILIES[model_type].always.items()):
             reasons[model_type] = _differences(config, model_type)
@@ -275,7 +275,7 @@ def model_type_of(config: ModelConfig, prefer: str | None = None) -> ModelType:
     raise ValueError(f"expected a configuration that a model type of transformers expresses; of the closest {listed}")
 
 
-def _differences(config: ModelConfig, model_type: ModelType) -> list[str]:
+def _differences(config: ModelConfig, model_type: str) -> list[str]:
     """What would differ in a model that is written as this type and read again."""
     try:
         again = model_config_from_hf(_written(config, model_type), config.dtype)
@@ -301,11 +301,11 @@ def _shortest(config: ModelConfig) -> ModelConfig:
 
 
 @functools.cache
-def _defaults(model_type: ModelType) -> dict[str, Any]:
+def _defaults(model_type: str) -> dict[str, Any]:
     return _parsed({"model_type": model_type}).to_dict()
 
 
-def _written(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
+def _written(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """config.json without dtypes and ids of tokens."""
     family, known = FAMILIES[model_type], _defaults(model_type)
     kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_layers)]
@@ -358,7 +358,7 @@ def _written_positions(config: ModelConfig) -> int:
     return config.max_positions
 
 
-def _rope_to_hf(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
+def _rope_to_hf(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """RoPE's keys: transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` and
     reads all."""
     rope = scaling_to_hf(config.rope_scaling)

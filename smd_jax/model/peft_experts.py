@@ -22,7 +22,7 @@ import numpy as np
 from smd_jax.config import ModelConfig
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import model_type_of
-from smd_jax.model.hf_fields import names, shown, some, whole
+from smd_jax.model.hf_fields import shown, some
 from smd_jax.model.lora import EXPERTS, LoraConfig, Target
 from smd_jax.model.peft_files import MATRICES, take_tensor, tensor_name
 from smd_jax.model.peft_fused import fused_targets, join, split
@@ -94,9 +94,9 @@ def take_experts(
     """
     if config.experts is None:
         return {}
-    given = names(content, "target_parameters") or []
-    stored = [name for name in _STORED if any(_is_named(name, one) for one in given)]
-    unknown = [one for one in given if not any(_is_named(name, one) for name in _STORED)]
+    given = content.get("target_parameters") or []
+    stored = [name for name in _STORED if any(_is_named(name, str(one)) for one in given)]
+    unknown = [one for one in given if not any(_is_named(name, str(one)) for name in _STORED)]
     if unknown or (not stored and any(_ALL_EXPERTS.search(name) for name in tensors)):
         expected = ", ".join(f"mlp.experts.{name}" for name in _STORED)
         raise ValueError(f"expected target_parameters of {expected} in {directory}; got {shown(given)}")
@@ -105,9 +105,9 @@ def take_experts(
     found: dict[str, Pair] = {}
     for layer in _mixtures(config):
         for name in stored:
-            rank = whole(content, "r") * (2 if name == "gate_up_proj" and content.get("rank_pattern") else 1)
+            rank = content["r"] * (2 if name == "gate_up_proj" and content.get("rank_pattern") else 1)
             pair = _take_pair(tensors, _module(layer, name, stored), rank, sides[name], config.experts.count, directory)
-            parts = _parts(pair, name, whole(content, "r"), config)
+            parts = _parts(pair, name, content["r"], config)
             found |= {f"layers_{layer}/mlp/experts/{part}": parts[part] for part in _STORED[name]}
     return found
 

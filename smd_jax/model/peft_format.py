@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, model_type_of
-from smd_jax.model.hf_fields import flag, number, shown, some, whole
+from smd_jax.model.hf_fields import shown, some
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
 from smd_jax.model.peft_experts import MLP_TARGETS, expert_tensors, is_of_experts, stored_targets, take_experts
 from smd_jax.model.peft_files import MATRICES, read_tensors, take_tensor, tensor_name
@@ -205,6 +205,9 @@ def _read_config(file: Path, fused_names: tuple[str, ...], experts: bool) -> dic
     content = read_json(file)
     if content.get("peft_type") != "LORA":
         raise ValueError(f"expected peft_type 'LORA' in {file}; got {shown(content.get('peft_type'))}")
+    if type(content.get("r")) is not int or "lora_alpha" not in content:
+        got = {key: content.get(key) for key in ("r", "lora_alpha")}
+        raise ValueError(f"expected r as an integer, and lora_alpha, in {file}; got {shown(got)}")
     # An option that is not listed here may be a new one of PEFT's: it must be off.
     known = (*_WITHOUT_EFFECT, "init_lora_weights", *(PATTERNS if fused_names else ()))
     known += ("target_parameters",) if experts else ()
@@ -244,10 +247,9 @@ def _lora_config(
     if not targets or there - set(targets):
         raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(there))}")
     try:
-        rank, alpha = whole(content, "r"), number(content, "lora_alpha")
-        stabilised = flag(content, "use_rslora", False)
-        lora = LoraConfig(rank=rank, alpha=alpha, targets=targets, rank_stabilised=stabilised)
+        alpha, stabilised = float(content["lora_alpha"]), content.get("use_rslora", False)
+        lora = LoraConfig(rank=content["r"], alpha=alpha, targets=targets, rank_stabilised=stabilised)
         check_patterns(content, lora, fused_names)
         return lora
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error

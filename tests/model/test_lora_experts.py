@@ -220,7 +220,7 @@ ROUTER = {"base_model.model.model.layers.0.mlp.gate.lora_A.weight": np.ones((2, 
     [
         (dict, ["mlp.gate.weight"], r"target_parameters of mlp.experts.gate_up_proj, .* got \['mlp.gate.weight'\]"),
         (dict, None, r"target_parameters of mlp.experts.gate_up_proj, mlp.experts.down_proj in .*; got \[\]"),
-        (dict, "all", "expected target_parameters as a list of texts, or null; got 'all'"),
+        (dict, "all", "target_parameters of mlp.experts.gate_up_proj, .* got 'all'"),
         (lambda x: renamed(x, ".experts.lora", ".gate.lora"), tuple(STORED), "experts.lora_A.weight in .*; got none"),
         (lambda x: {k: v[:-1] for k, v in x.items()}, tuple(STORED), r"lora_A.weight of shape \[10, 24\].*\[9, 24\]"),
         (lambda x: x | ROUTER, tuple(STORED), "adapters of q_proj, .*; got down_proj, gate, gate_proj, up_proj"),

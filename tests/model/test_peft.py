@@ -76,9 +76,9 @@ def test_sixteen_bits_are_read_into_thirty_two(tmp_path: Path):
         ({"rank_pattern": {"q_proj": 2}}, "expected plain LoRA in .*; got rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, r"expected plain LoRA in .*; got modules_to_save \['lm_head'\]"),
         ({"r": 4}, r"lora_A.weight of shape \[4, 32\] in .*; got \[3, 32\]"),
-        ({"r": None}, r"adapter_config.json: expected r as an integer from 1 to .*; got None"),
-        ({"lora_alpha": float("nan")}, "adapter_config.json: expected lora_alpha as a finite number > 0; got nan"),
-        ({"use_rslora": "false"}, "adapter_config.json: expected use_rslora as true or false; got 'false'"),
+        ({"r": None}, r"expected r as an integer, and lora_alpha, in .*adapter_config.json; got {'r': None"),
+        ({"lora_alpha": float("nan")}, "adapter_config.json: expected a finite alpha > 0; got nan"),
+        ({"use_rslora": "false"}, "(?s)adapter_config.json: .*rank_stabilised"),
         ({"alpha_pattern": {"q_proj": 2}}, "expected plain LoRA in .*; got alpha_pattern"),
         ({"use_bdlora": {"nblocks": 2}}, "expected plain LoRA in .*; got use_bdlora"),
         (
