@@ -40,7 +40,8 @@ from smd_jax.metrics import evicted_share
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import ConversationConfig
 from smd_jax.text.hugging_face import AutoTokenizer
-from smd_jax.train.conversations import ConversationBatch, ConversationRollouts, EnvironmentConfig, TextCompaction
+from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig, TextCompaction
+from smd_jax.train.rollouts import Sampled
 
 TURNS, GROUP, BUDGET, ROOM = 3, 2, 128, 320
 # <issue_start> and <issue_closed> are around a report; a turn is between <|im_start|> and <|im_end|>.
@@ -112,18 +113,18 @@ def main(args: Args) -> None:
             pad_token_id=2,
             sampling=SamplingConfig(temperature=0.5),
         )
-        rollouts = ConversationRollouts(model, tokenizer, make_mesh(1, 1, 1), environment, width, sizes)
-        rows.append({"way": name, **measured(rollouts, params, policy)})
+        rollouts = ConversationRollouts(model, tokenizer, make_mesh(1, 1, 1), width, environment=environment)
+        rows.append({"way": name, **measured(rollouts, params, policy, sizes)})
         print(json.dumps(rows[-1]), flush=True)
         args.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def measured(rollouts: ConversationRollouts, params: Any, policy: Any) -> dict[str, Any]:
+def measured(rollouts: ConversationRollouts, params: Any, policy: Any, sizes: RolloutConfig) -> dict[str, Any]:
     """One row of the result."""
     key, questions = jax.random.key(0), [{"prompt": name} for name in REPORTS]
 
-    def sample() -> ConversationBatch:
-        return rollouts.sample(params, key, questions, policy, GROUP)
+    def sample() -> Sampled:
+        return rollouts.sample(params, key, questions, policy, sizes, GROUP)
 
     sample()
     before = time.process_time()
@@ -134,14 +135,14 @@ def measured(rollouts: ConversationRollouts, params: Any, policy: Any) -> dict[s
     wrong, *_ = gap(rollouts.model, params, trajectory.replace(mask=trajectory.dense_mask()))
     return {
         "turns": [len(each.turns) for each in batch.conversations],
-        "contexts": batch.present.reshape(len(batch.conversations), -1).sum(axis=1).tolist(),
+        "contexts": [max(len(each.contexts), 1) for each in batch.conversations],
         "endings": [each.ending for each in batch.conversations],
         "tokens_sampled": int(trajectory.lengths().sum()),
         "tokens_of_all_contexts": int(trajectory.valid.sum()),
         "evicted_share": float(evicted_share(trajectory.mask.evicted_at, trajectory.valid)),
         "max_abs": difference,
         "wrong_max_abs": wrong,
-        "seconds_sampling": round(batch.seconds, 2),
+        "seconds_sampling": round(batch.measured["time/rollout"], 2),
         "cpu_seconds_sampling": round(sampling, 2),
         "seconds_replay": round(seconds, 2),
         "cpu_seconds_replay": round(replaying, 2),

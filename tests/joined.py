@@ -49,7 +49,7 @@ from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.train import responder
+from smd_jax.train import loop as loop_module
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
@@ -389,7 +389,7 @@ def _reads_a_part_less(place: Path) -> None:
 
 def _draws_without_rows(index: int) -> None:
     loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
-    failing = mock.patch.object(responder, "rows_of_step", side_effect=OSError("no answer from the network"))
+    failing = mock.patch.object(loop_module, "rows_of_step", side_effect=OSError("no answer from the network"))
     with failing if index else nullcontext():
         loop.step(init_state(shard_tree(params(), loop.mesh), loop.optimizer, jax.random.key(3)))
 

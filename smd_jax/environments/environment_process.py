@@ -1,16 +1,13 @@
 """The process of an environment: it loads the environment once, and forks a process for every conversation.
 
-    parent ─► server ─┬─► conversation 0       a call that takes too long ends the process of its conversation alone
-                      └─► conversation 1
+    parent ─► this process: None and a connection ─► number of the process of a new conversation
+                            number of a process   ─► its exit code, after it was killed
+    parent ─► conversation: ("reset", row)        ─► {"content": …}
+                            ("step", text)        ─► {"content": …, "reward": …, "done": …}
+                                                     {"failed": [kind, message]}
 
 It runs this file as a script and imports nothing of smd_jax but `reward_calls`, by its path. Requests are pickled;
-answers are JSON behind the number of the conversation, because nothing that foreign code sends is unpickled:
-
-    first      (sys.path, files to load, pickled factory)    ─► {"loaded": true} or {"failed": [kind, message]}
-    then       ("clear",)                                       ends all conversations; no answer
-               ("reset", number, seconds, row)               ─► number:{"content": …}
-               ("step", number, seconds, text)               ─► number:{"content": …, "reward": …, "done": …}
-    errors                                                   ─► number:{"failed": [kind, message]}
+answers are JSON, because nothing that foreign code sends is unpickled.
 """
 
 from __future__ import annotations
@@ -23,18 +20,14 @@ import json
 import math
 import os
 import pickle
-import queue
 import random
 import reprlib
 import signal
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -150,124 +143,40 @@ def converse(connection: Connection, factory: Callable[[], Any]) -> None:
             connection.send_bytes(json.dumps(fields).encode())
 
 
-@dataclass
-class _Child:
-    """The process of a conversation. `deadline`: of the call that it works on; None between calls."""
-
-    process: int
-    connection: Connection
-    deadline: float | None = None
-    seconds: float = 0.0
-
-
-class Server:
-    """Forks, forwards and kills."""
-
-    def __init__(self, parent: Connection, factory: Callable[[], Any]) -> None:
-        self._parent = parent
-        self._factory = factory
-        self._children: dict[int, _Child] = {}
-        # Sent by a thread: where both sides waited for the other to read, neither would go on.
-        self._answers = queue.SimpleQueue[bytes]()
-        threading.Thread(target=self._send_answers, daemon=True).start()
-
-    def _send_answers(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            while True:
-                self._parent.send_bytes(self._answers.get())
-
-    def run(self) -> None:
-        """Serves until the parent closes the connection."""
-        while True:
-            due = [child.deadline for child in self._children.values() if child.deadline is not None]
-            timeout = max(min(due) - time.monotonic(), 0.0) if due else None
-            ready = wait([self._parent, *(child.connection for child in self._children.values())], timeout)
-            numbers = {id(child.connection): number for number, child in self._children.items()}
-            for connection in ready:
-                if connection is not self._parent:
-                    self._take_answer(numbers[id(connection)])
-            self._end_late()
-            if self._parent in ready:
-                self._take_request(self._parent.recv())
-
-    def _take_request(self, request: tuple[Any, ...]) -> None:
-        if request[0] == "clear":
-            for number in list(self._children):
-                self._end(number)
-            return
-        method, number, seconds, argument = request
-        if method == "reset":
-            self._children[number] = self._fork()
-        child = self._children.get(number)
-        if child is None:  # it ended after its last answer
-            self._fail(number, "end of its process", "its process ended")
-            return
-        child.seconds, child.deadline = seconds, time.monotonic() + seconds
-        with contextlib.suppress(ConnectionError):  # it has ended, which `_take_answer` finds
-            child.connection.send((method, argument))
-
-    def _fork(self) -> _Child:
-        ours, theirs = Pipe()
-        process = os.fork()
-        if process:
-            theirs.close()
-            return _Child(process, ours)
-        ours.close()
-        self._parent.close()
-        for child in self._children.values():
-            child.connection.close()
-        with contextlib.suppress(EOFError, ConnectionError):
-            converse(theirs, self._factory)
-        os._exit(0)
-
-    def _take_answer(self, number: int) -> None:
-        child = self._children[number]
-        try:
-            answer = child.connection.recv_bytes(8 * LONGEST)
-        except (EOFError, OSError):
-            code = self._end(number)
-            self._fail(number, "end of its process", f"its process ended with exit code {code}")
-            return
-        if child.deadline is None:
-            return  # the environment itself wrote into the pipe
-        child.deadline = None
-        self._answers.put(b"%d:%b" % (number, answer))
-
-    def _end_late(self) -> None:
-        now = time.monotonic()
-        late = [n for n, child in self._children.items() if child.deadline is not None and child.deadline <= now]
-        for number in late:
-            seconds = self._children[number].seconds
-            self._end(number)
-            self._fail(number, "time", f"took longer than {seconds:g} s")
-
-    def _end(self, number: int) -> int:
-        child = self._children.pop(number)
-        child.connection.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.process, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(child.process, 0)[1])
-
-    def _fail(self, number: int, kind: str, message: str) -> None:
-        self._answers.put(f"{number}:{json.dumps({'failed': [kind, message]})}".encode())
-
-
-def serve(connection: Connection) -> None:
-    """Loads the factory and serves."""
-    path, files, pickled = connection.recv()
+def serve(parent: Connection) -> None:
+    """Loads the factory, then forks and ends conversations until the parent closes the connection."""
+    path, files, pickled = parent.recv()
     sys.path[:] = path
     with reward_calls.Caught(SystemExit) as caught:
         for name, file in files:
             reward_calls.load_file(name, file)
         factory = pickle.loads(pickled)
     if caught.error is not None:
-        failed = [type(caught.error).__name__, reward_calls.described(caught.error)]
-        connection.send_bytes(json.dumps({"failed": failed}).encode())
+        parent.send_bytes(f"{type(caught.error).__name__}: {reward_calls.described(caught.error)}".encode())
         return
-    connection.send_bytes(b'{"loaded": true}')
-    # The only other thread writes to the parent, which no conversation does.
-    warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-    Server(connection, factory).run()
+    parent.send_bytes(b"")
+    warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # threads of imported libraries
+    while True:
+        ended = parent.recv()
+        if ended is None:
+            parent.send_bytes(b"%d" % fork(parent, factory))
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ended, signal.SIGKILL)
+            parent.send_bytes(b"%d" % os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1]))
+
+
+def fork(parent: Connection, factory: Callable[[], Any]) -> int:
+    """The process of a new conversation, over the connection that the parent sends."""
+    handle = reduction.recv_handle(parent)
+    process = os.fork()
+    if process:
+        os.close(handle)
+        return process
+    parent.close()
+    with contextlib.suppress(EOFError, ConnectionError):
+        converse(Connection(handle), factory)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
+import math
 import reprlib
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection
+from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
 from smd_jax.environments import environment_process
@@ -18,8 +22,6 @@ from smd_jax.tasks import reward_calls
 from smd_jax.tasks.reward_callers import START_SECONDS, pickled_function
 from smd_jax.tasks.task import Row
 from smd_jax.text.child_process import ChildEndedError, ChildProcess, pickled_value
-
-LATEST = 60.0  # seconds past all limits in which a server must have said that a call was late
 
 
 class UnloadableEnvironmentError(RuntimeError):
@@ -72,6 +74,21 @@ class EnvironmentsHere:
         return answers
 
 
+@dataclass
+class _Process:
+    """The process of a conversation.
+
+    Attributes:
+      number: its process number. deadline: of the call that it works on; infinite between calls.
+      failure: why it ended; None while it runs.
+    """
+
+    number: int
+    connection: Connection
+    deadline: float = math.inf
+    failure: Failure | None = None
+
+
 class EnvironmentsInProcesses:
     """Environments in processes of their own, one for each conversation, forked from one that loaded the environment.
 
@@ -92,90 +109,103 @@ class EnvironmentsInProcesses:
         self._pickled = pickled_function(_name(factory), factory, "an environment")
         self._factory = factory
         self._seconds = seconds
-        self._process: ChildProcess | None = None
-        self._loaded = False
-        self._numbers = itertools.count()
-        self._conversations: dict[int, int] = {}  # number in the process -> conversation of the batch
-        self._by_conversation: list[int] = []
-        self._due: dict[int, float] = {}  # number -> when an answer must have come
-
-    def start(self) -> None:
-        """Starts the process unless it runs, and does not wait for it."""
-        if self._process is not None and self._process.is_running:
-            return
-        # An environment that uses JAX must not take the accelerator's memory a second time.
-        self._process = ChildProcess(environment_process.__file__, {"JAX_PLATFORMS": "cpu"})
-        self._process.send((sys.path, *self._pickled))
-        self._loaded = False
+        self._server: ChildProcess | None = None
+        self._conversations: list[_Process] = []
 
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
-        process = self._ready()
-        process.send(("clear",))
-        self._by_conversation = [next(self._numbers) for _ in rows]
-        self._conversations = {number: index for index, number in enumerate(self._by_conversation)}
-        self._due.clear()
-        for number, row in zip(self._by_conversation, rows, strict=True):
-            # Sent as a pickle already: an error of a row that cannot be sent names it.
-            pickled_value(row)
-            self._ask("reset", number, dict(row))
-        answers: list[Answer | None] = [None] * len(rows)
-        while None in answers:
-            for conversation, answer in self.receive(wait=True):
-                answers[conversation] = answer
-        return [answer for answer in answers if answer is not None]
+        if self._server is None or not self._server.is_running:
+            self._server = self._started()
+        for each in self._conversations:
+            self._end(each)
+        self._conversations = [self._begun(self._server) for _ in rows]
+        for conversation, row in enumerate(rows):
+            self._ask(conversation, "reset", dict(row))
+        answers = dict[int, Answer]()
+        while len(answers) < len(rows):
+            answers |= self.receive(wait=True)
+        return [answers[conversation] for conversation in range(len(rows))]
 
     def step(self, conversation: int, text: str) -> None:
-        self._ask("step", self._by_conversation[conversation], text)
+        self._ask(conversation, "step", text)
 
     def receive(self, wait: bool) -> list[tuple[int, Answer]]:
-        assert self._due or not wait, "nothing was asked"
-        found: list[tuple[int, Answer]] = []
-        while self._due:
-            must_wait = wait and not found
-            latest = max(self._due.values()) - time.monotonic()
-            if not must_wait and self._process is not None and not self._process.has_answer(0.0):
-                break
-            try:
-                if self._process is None:
-                    raise ChildEndedError(0)
-                number, answer = _unpacked(self._process.receive(latest if must_wait else 0.0))
-            except (TimeoutError, ChildEndedError, ValueError) as error:
-                # The process that forked all others: none of them is left.
-                self.close()
-                failure = Failure("end of its process", f"the process of all environments ended: {error}"[:300])
-                found += [(self._conversations[each], Answer(None, failure=failure)) for each in self._due]
-                self._due.clear()
-                break
-            if self._due.pop(number, None) is not None:
-                found.append((self._conversations[number], answer))
-        return found
+        asked = {number: each for number, each in enumerate(self._conversations) if each.deadline < math.inf}
+        assert asked or not wait, "nothing was asked"
+        running = [each.connection for each in asked.values() if each.failure is None]
+        must_wait = wait and len(running) == len(asked)
+        first = min((each.deadline for each in asked.values()), default=0.0)
+        ready = connection.wait(running, max(first - time.monotonic(), 0.0) if must_wait else 0.0)
+        now = time.monotonic()
+        answers = []
+        for number, each in asked.items():
+            if each.failure is None and each.connection not in ready:
+                if each.deadline > now:
+                    continue
+                self._end(each, Failure("time", f"took longer than {self._seconds:g} s"))
+            each.deadline = math.inf
+            answers.append((number, self._answer(each)))
+        return answers
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        if self._server is not None:
+            self._server.close()
+        for each in self._conversations:
+            each.connection.close()
+        self._server, self._conversations = None, []
 
-    def _ask(self, method: str, number: int, argument: Any) -> None:
-        self._due[number] = time.monotonic() + self._seconds + LATEST
-        if self._process is not None:
-            self._process.send((method, number, self._seconds, argument))
+    def _started(self) -> ChildProcess:
+        """The process that has loaded the environment."""
+        # An environment that uses JAX must not take the accelerator's memory a second time.
+        server = ChildProcess(environment_process.__file__, {"JAX_PLATFORMS": "cpu"})
+        server.send((sys.path, *self._pickled))
+        try:
+            error = server.receive(START_SECONDS).decode()
+        except (TimeoutError, ChildEndedError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        if error:
+            server.close()
+            raise UnloadableEnvironmentError(
+                f"expected an environment {_name(self._factory)!r} that its own process can load; got {error[:300]}"
+            )
+        return server
 
-    def _ready(self) -> ChildProcess:
-        self.start()
-        assert self._process is not None
-        if not self._loaded:
+    def _begun(self, server: ChildProcess) -> _Process:
+        """The process of a new conversation."""
+        ours, theirs = Pipe()
+        with theirs:
+            server.send(None)
+            server.send_handle(theirs.fileno())
+        return _Process(int(server.receive(START_SECONDS)), ours)
+
+    def _ask(self, conversation: int, method: str, argument: Any) -> None:
+        each = self._conversations[conversation]
+        each.deadline = time.monotonic() + self._seconds
+        if each.failure is None:
+            with contextlib.suppress(ConnectionError):  # it has ended, which `_answer` finds
+                each.connection.send_bytes(pickled_value((method, argument)))
+
+    def _answer(self, each: _Process) -> Answer:
+        if each.failure is None:
             try:
-                answer = json.loads(self._process.receive(START_SECONDS))
-            except (TimeoutError, ChildEndedError, ValueError) as error:
-                answer = {"failed": [type(error).__name__, str(error)]}
-            if "failed" in answer:
-                self.close()
-                raise UnloadableEnvironmentError(
-                    f"expected an environment {_name(self._factory)!r} that its own process can load; got "
-                    f"{': '.join(answer['failed'])[:300]}"
-                )
-            self._loaded = True
-        return self._process
+                return answer_of(json.loads(each.connection.recv_bytes(8 * environment_process.LONGEST)))
+            except (EOFError, OSError):
+                self._end(each)
+            except ValueError as error:  # the environment itself wrote into the connection
+                return Answer(None, failure=Failure("no answer", str(error)[:300]))
+        return Answer(None, failure=each.failure)
+
+    def _end(self, each: _Process, failure: Failure | None = None) -> None:
+        """Kills a conversation; `failure` says why, unless it ended by itself."""
+        if each.failure is not None or self._server is None:
+            return
+        each.connection.close()
+        self._server.send(each.number)
+        try:
+            code = int(self._server.receive(START_SECONDS))
+        except (TimeoutError, ChildEndedError) as error:
+            each.failure = Failure("end of its process", f"the process of all environments ended: {error}"[:300])
+            return
+        each.failure = failure or Failure("end of its process", f"its process ended with exit code {code}")
 
 
 def open_environments(factory: Callable[[], Environment], seconds: float | None = 60.0) -> Environments:
@@ -194,16 +224,6 @@ def answer_of(fields: Any) -> Answer:
             return Answer(content)
         case _:
             raise ValueError(f"expected an answer of an environment; got {reprlib.repr(fields)}")
-
-
-def _unpacked(message: bytes) -> tuple[int, Answer]:
-    number, _, rest = message.partition(b":")
-    try:
-        return int(number), answer_of(json.loads(rest))
-    except ValueError as error:
-        if not number.isdigit():
-            raise
-        return int(number), Answer(None, failure=Failure("no answer", str(error)[:300]))
 
 
 def _name(factory: Callable[..., Any]) -> str:

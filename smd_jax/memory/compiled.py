@@ -97,13 +97,13 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
 
 def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
     """Bytes of a device during the rollout, with the state that waits for the update."""
-    config, place = loop.config, loop.responder.place
+    config, place = loop.config, loop.rollouts.place
     params = loop.policy_params(state.params)
     read = _sampler_shapes(loop.model, params, loop.mesh, place.own_mesh)
     if config.decode_rows is None:
-        sampling = program_bytes(loop.responder.lower(read))
+        sampling = program_bytes(loop.lower_rollout(read))
     else:
-        engine = loop.responder.engine(config.policy, config.rollout, config.decode_rows)
+        engine = loop.rollouts.engine(config.policy, config.rollout)
         sampling = segment_memory(engine, read, config.prompt_width).total
     # The program's arguments include the weights that it reads.
     shared = 0 if place.elsewhere else tree_bytes(params, loop.mesh)
@@ -112,7 +112,7 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
 
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:
     """Bytes of a device while a batch of prompts is decoded, with the weights."""
-    read = _sampler_shapes(evaluator.model, drop_value_head(params), evaluator.mesh, evaluator.place.own_mesh)
+    read = _sampler_shapes(evaluator.model, drop_value_head(params), evaluator.mesh, evaluator.rollouts.place.own_mesh)
     return program_bytes(evaluator.lower(read, decode))
 
 

@@ -142,11 +142,11 @@ class ActiveRun:
         except RefusedRolloutError as refused:
             with all_or_none():
                 self._out.log.write_row(self.done + 1, refused.metrics)
-            file = dump_rollout(self._out.directory, refused)
+            refused.file = dump_rollout(self._out.directory, refused)
             # The state before it may be donated. A rollout whose update was skipped counts as finished.
             self.state = refused.state
             self.done = self._rollouts_of(refused.state)
-            raise refused.with_file(file) from refused
+            raise
         return metrics
 
     def _next_follows(self) -> bool:

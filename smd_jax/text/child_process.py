@@ -18,6 +18,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -77,9 +78,10 @@ class ChildProcess:
         with contextlib.suppress(ConnectionError):
             self._connection.send_bytes(pickled)
 
-    def has_answer(self, seconds: float) -> bool:
-        """Waits for an answer, or the end of the process, at most so long; both are what `receive` then takes."""
-        return self._connection.poll(max(seconds, 0.0))
+    def send_handle(self, handle: int) -> None:
+        """Sends an open file, for `multiprocessing.reduction.recv_handle`."""
+        with contextlib.suppress(ConnectionError):
+            reduction.send_handle(self._connection, handle, self._process.pid)
 
     def receive(self, seconds: float) -> bytes:
         """Waits for the next answer. After an error, Ctrl-C included, the process is ended.

@@ -1,4 +1,4 @@
-"""Samples conversations with environments, for training and for evaluations."""
+"""Samples conversations with environments, for training and for evaluations, and what belongs to their turns."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from smd_jax.config import check_choice, check_whole
 from smd_jax.devices.sharding import sequence_ways, shard_batch
@@ -20,17 +19,16 @@ from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import Environments
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.protocol import Params
 from smd_jax.sampler.compaction import CompactingRespondent, CompactionConfig, converse_compacting
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation import begin_conversations, conversation_sampler, to_trajectory
 from smd_jax.sampler.conversation_loop import ConversationConfig, ConversationStats, Conversed, Respondent, converse
 from smd_jax.sampler.environment_respondent import Conversation, EnvironmentRespondent
 from smd_jax.sampler.keys import row_keys
-from smd_jax.tasks.graded import Failure, Graded
 from smd_jax.tasks.task import Row
-from smd_jax.text.prompts import PromptBatch, Tokenizer, pad_token_id, repeat_prompts
-from smd_jax.text.stop_strings import StopTable, stop_table
+from smd_jax.text.prompts import PromptBatch, pad_token_id, repeat_prompts
+from smd_jax.train.rollouts import Rollouts, Sampled
 from smd_jax.typed_fields import check_types
 
 Credit = Literal["trajectory", "turn"]  # what has an advantage of its own
@@ -96,69 +94,19 @@ class EnvironmentConfig:
                 "own; got 'turn'"
             )
 
-    @property
-    def contexts(self) -> int:
-        """Contexts of a conversation, each a row of the trajectory."""
-        return 1 if self.compaction is None else self.compaction.contexts
-
-
-class ConversationBatch(NamedTuple):
-    """Conversations that have ended.
-
-    Attributes:
-      trajectory: `[conversations * contexts, ...]`, the contexts of a conversation side by side.
-      present: its rows that hold a context.
-      conversations: as text.
-      stats: of each context's batch of conversations.
-      seconds: that sampling took, environments included.
-    """
-
-    trajectory: Trajectory
-    present: Bool[np.ndarray, " rows"]
-    conversations: tuple[Conversation, ...]
-    stats: list[ConversationStats]
-    seconds: float
-
-    @property
-    def graded(self) -> Graded:
-        """The rewards of the conversations, and why some have none."""
-        failures = [
-            Failure(row, "environment", each.failure.kind, each.failure.message)
-            for row, each in enumerate(self.conversations)
-            if each.failure is not None
-        ]
-        return Graded(np.array([each.reward for each in self.conversations], np.float32), {}, tuple(failures))
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the cache's rows that sampled a token, the mean over all steps."""
-        sampled = sum(each.sampled for each in self.stats)
-        steps = sum(each.sampled / each.utilisation for each in self.stats if each.sampled)
-        return sampled / steps if steps else 0.0
-
 
 @dataclass(frozen=True)
-class ConversationRollouts:
-    """Samples conversations with one environment.
+class ConversationRollouts(Rollouts):
+    """Samples conversations with an environment; see Rollouts.
 
-    Attributes:
-      prompt_width: tokens of a prompt at most, and with compaction of a prompt with its summary.
-      config: lengths and special tokens; `sample` may change the budget. decode_rows: as in `converse`.
-      stop_strings: texts that end a turn.
+    `prompt_width` is that of a prompt, and with compaction of a prompt with its summary.
 
     Raises:
-      ValueError: several processes, `decode_rows` on several devices, nothing that ends a turn, contexts without room
-        for a summary, and what `conversation_sampler` and Dialogue raise.
+      ValueError: several processes, columns that devices share, `decode_rows` on several devices, and what Dialogue
+        raises.
     """
 
-    model: LanguageModel
-    tokenizer: Tokenizer
-    mesh: Mesh
-    environment: EnvironmentConfig
-    prompt_width: int
-    config: RolloutConfig
-    stop_strings: tuple[str, ...] = ()
-    decode_rows: int | None = None
+    environment: EnvironmentConfig = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if jax.process_count() > 1:
@@ -172,72 +120,63 @@ class ConversationRollouts:
                 "expected decode_rows None with an environment on several devices, because conversations move between "
                 f"rows; got {self.decode_rows}"
             )
-        if self.config.eos_token_id is None and not self.stop_strings:
-            raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
         _ = self.dialogue
-        compaction = self.compaction
-        if compaction is None:
-            return
-        longest = compaction.after_tokens + len(compaction.ask)
-        if longest >= self.config.max_new_tokens:
-            raise ValueError(
-                f"expected after_tokens and ask of the compaction below max_new_tokens {self.config.max_new_tokens} "
-                f"together, so that there is room for a summary; got {longest} tokens"
-            )
 
-    def check_policy(self, policy: EvictionPolicy, config: RolloutConfig) -> None:
-        """Raises ValueError for a way of decoding that conversations do not have."""
+    @property
+    def contexts(self) -> int:
+        return 1 if self.environment.compaction is None else self.environment.compaction.contexts
+
+    def check(self, policy: EvictionPolicy, config: RolloutConfig) -> None:
+        super().check(policy, config)
         conversation_sampler(self.model, policy, config, self.prompt_width)
+        if config.eos_token_id is None and not self.stop_strings:
+            raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
+        compaction = self._compaction(config)
+        if compaction is not None and compaction.after_tokens + len(compaction.ask) >= config.max_new_tokens:
+            raise ValueError(
+                f"expected after_tokens and ask of the compaction below max_new_tokens {config.max_new_tokens} "
+                "together, so that there is room for a summary; got "
+                f"{compaction.after_tokens + len(compaction.ask)} tokens"
+            )
 
     @cached_property
     def dialogue(self) -> Dialogue:
         """Writes prompts and answers."""
         return Dialogue(self.tokenizer, self.environment.template_variables)
 
-    @cached_property
-    def stop_table(self) -> StopTable | None:
-        """The stop strings as a table over the tokenizer's tokens."""
-        return stop_table(self.tokenizer, self.stop_strings, self.model.shape.vocab_size)
-
-    @cached_property
-    def compaction(self) -> CompactionConfig | None:
+    def _compaction(self, config: RolloutConfig) -> CompactionConfig | None:
         """The compaction in tokens, for turns that end with the first end token; None: one context."""
-        wanted = self.environment.compaction
+        wanted, ends = self.environment.compaction, config.eos_token_id
         if wanted is None:
             return None
-        ends = self.config.eos_token_id
         first = [] if ends is None else [ends] if isinstance(ends, int) else [ends[0]]
         last = self.tokenizer.decode(first, skip_special_tokens=False)
         assert isinstance(last, str)
-        ask = self.dialogue.answer_tokens(self.dialogue.answer(wanted.ask, last))
         return CompactionConfig(
             contexts=wanted.contexts,
             after_tokens=wanted.after_tokens,
-            ask=tuple(ask),
+            ask=tuple(self.dialogue.answer_tokens(self.dialogue.answer(wanted.ask, last))),
             heading=tuple(self.dialogue.answer_tokens(wanted.heading)),
         )
 
     def sample(
         self,
         params: Params,
-        key: Key[Array, ""] | Key[Array, " rows"],
+        key: Key[Array, ""] | Key[Array, " completions"],
         rows: Sequence[Row],
         policy: EvictionPolicy,
+        config: RolloutConfig,
         group_size: int,
-        config: RolloutConfig | None = None,
-    ) -> ConversationBatch:
-        """Samples `group_size` conversations for each row of a task.
-
-        Args:
-          key: consumed; one, or one for each conversation.
-          config: in place of the own one.
-        """
-        config = self.config if config is None else config
+    ) -> Sampled:
+        """Samples a group of conversations for each row; arguments as in Rollouts."""
         began = time.perf_counter()
+        environment, compaction = self.environment, self._compaction(config)
         respondent = EnvironmentRespondent(
-            self.environment.environments, self.dialogue, self.tokenizer, rows, group_size, self.prompt_width
+            environment.environments, self.dialogue, self.tokenizer, rows, group_size, self.prompt_width
         )
-        conversation = self.environment.conversation
+        limits = environment.conversation
+        if compaction is not None:  # a context may hold all turns and a summary
+            limits = replace(limits, turns=limits.turns + 1)
 
         def talk(prompts: PromptBatch, keys: Array, answers: Respondent, active: np.ndarray | None) -> Conversed:
             return converse(
@@ -248,53 +187,96 @@ class ConversationRollouts:
                 answers,
                 policy=policy,
                 config=config,
-                conversation=conversation,
+                conversation=limits,
                 group_size=len(rows) * group_size // len(prompts.tokens),
                 stop=self.stop_table,
                 active=active,
                 decode_rows=self.decode_rows,
             )
 
+        conversations = tuple(respondent.conversations)
         with jax.set_mesh(self.mesh):
-            if self.compaction is None:
+            if compaction is None:
                 one = talk(respondent.prompts, key, respondent, None)
-                trajectory, endings, stats = one.trajectory, one.endings, [one.stats]
-                present = np.ones(len(endings), bool)
+                trajectory, present, endings, stats = one.trajectory, None, one.endings, [one.stats]
             else:
-                # A context may hold all turns and a summary.
-                turns, conversation = conversation.turns, replace(conversation, turns=conversation.turns + 1)
                 prompts = _unpadded(repeat_prompts(respondent.prompts, group_size))
-                compacting = CompactingRespondent(respondent, self.compaction, prompts, self.prompt_width, turns)
+                turns = environment.conversation.turns
+                compacting = CompactingRespondent(respondent, compaction, prompts, self.prompt_width, turns)
                 found = converse_compacting(talk, compacting, key, pad_token_id(self.tokenizer))
                 trajectory, present, endings, stats = found
-                self._add_contexts(respondent.conversations, trajectory, present)
-        for each, ending in zip(respondent.conversations, endings, strict=True):
+                self._add_contexts(conversations, trajectory, present)
+        for each, ending in zip(conversations, endings, strict=True):
             each.ending = ending
-        seconds = time.perf_counter() - began
-        conversations = tuple(respondent.conversations)
-        return ConversationBatch(shard_batch(trajectory, self.mesh), present, conversations, stats, seconds)
+        trajectory = shard_batch(trajectory, self.mesh)
+        contexts = np.ones(len(endings), int) if present is None else present.reshape(len(endings), -1).sum(axis=1)
+        measured = {"time/rollout": time.perf_counter() - began, **_measured(trajectory, contexts, stats)}
+        return Sampled(rows, trajectory, measured, conversations, present)
 
-    def _add_contexts(self, conversations: list[Conversation], trajectory: Trajectory, present: np.ndarray) -> None:
+    def _add_contexts(self, conversations: Sequence[Conversation], trajectory: Trajectory, present: np.ndarray) -> None:
         """Adds the text of each context, special tokens included."""
         tokens, valid = np.asarray(trajectory.tokens), np.asarray(trajectory.valid)
         for row in np.flatnonzero(present).tolist():
             text = self.tokenizer.decode(tokens[row, valid[row]].tolist(), skip_special_tokens=False)
             assert isinstance(text, str)
-            conversations[row // self.environment.contexts].contexts.append(text)
+            conversations[row // self.contexts].contexts.append(text)
 
-    def shapes(self, params: Params, policy: EvictionPolicy, conversations: int) -> Trajectory:
-        """The shapes of the trajectory of so many conversations."""
-        sampler = conversation_sampler(self.model, policy, self.config, self.prompt_width)
-        rows = conversations * self.environment.contexts
+    def shapes(
+        self, params: Params, prompts: int, policy: EvictionPolicy, config: RolloutConfig, group_size: int
+    ) -> Trajectory:
+        """The shapes of the trajectory of so many prompts."""
+        sampler = conversation_sampler(self.model, policy, config, self.prompt_width)
+        rows = prompts * group_size * self.contexts
 
-        def begun(params: Params) -> Trajectory:
-            shape = (rows, self.prompt_width)
-            prompts = PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+        def begun(params: Params, prompts: PromptBatch) -> Trajectory:
             keys = row_keys(jax.random.key(0, impl="threefry2x32"), rows)
             state = begin_conversations(sampler, params, prompts, keys, keys, jnp.zeros((rows,), jnp.int32))
             return to_trajectory(sampler, prompts, state, state.rows.done)
 
-        return jax.eval_shape(begun, params)
+        return jax.eval_shape(begun, params, self._prompt_shapes(rows))
+
+
+def _measured(trajectory: Trajectory, contexts: np.ndarray, stats: Sequence[ConversationStats]) -> dict[str, float]:
+    """Metrics of conversations, of which each has so many `contexts`; `stats` are those of each context's batch."""
+    count = len(contexts)
+    turns = np.asarray(jnp.max(trajectory.turns(), axis=1)).reshape(count, -1).sum(axis=1)
+    sampled = sum(each.sampled for each in stats)
+    steps = sum(each.sampled / each.utilisation for each in stats if each.sampled)
+    measured = {
+        "time/environment": sum(each.waited_seconds for each in stats),
+        # Share of the cache's rows that sampled a token, the mean over all steps.
+        "rollout/utilisation": sampled / steps if steps else 0.0,
+        # Every context but the last ends with a summary, which is no turn.
+        "conversations/turns": float(np.mean(turns - (contexts - 1))),
+        "conversations/read_tokens": sum(each.read for each in stats) / count,
+        "conversations/ended": float(np.mean(np.asarray(trajectory.terminated))),
+    }
+    if len(trajectory.terminated) > count:
+        measured["conversations/contexts"] = float(np.mean(contexts))
+    return measured
+
+
+def turn_rewards(conversations: Sequence[Conversation], trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
+    """The reward of every turn, `[batch, turns]` float32, and which turns there are. A turn that was cut off, and so
+    never answered, has reward 0."""
+    counts = np.asarray(jnp.max(trajectory.turns(), axis=1))
+    rewards = np.zeros((len(conversations), max(int(counts.max()), 1)), np.float32)
+    for row, conversation in enumerate(conversations):
+        rewards[row, : len(conversation.rewards)] = conversation.rewards
+    return rewards, np.arange(rewards.shape[1])[None] < counts[:, None]
+
+
+def tokens_of_turns(of_turns: Float[Array, "batch turns"], trajectory: Trajectory) -> Float[Array, "batch R"]:
+    """What belongs to each turn, for each token that was sampled in it; 0 for all others."""
+    turns = trajectory.turns()
+    index = jnp.clip(turns - 1, 0, of_turns.shape[1] - 1)
+    return jnp.where(turns > 0, jnp.take_along_axis(of_turns, index, axis=1), 0.0)
+
+
+def last_tokens(trajectory: Trajectory) -> Bool[Array, "batch R"]:
+    """The last token of each turn."""
+    mask = trajectory.response_mask
+    return mask & ~jnp.pad(mask, [(0, 0), (0, 1)])[:, 1:]
 
 
 def _unpadded(prompts: PromptBatch) -> list[list[int]]:

@@ -34,30 +34,24 @@ class RefusedRolloutError(RuntimeError):
       state: the state before the rollout, or after it if its update was skipped.
     """
 
+    file: Path | None = None
+
     def __init__(
         self, index: int, message: str, samples: Samples, metrics: dict[str, float], state: TrainState
     ) -> None:
-        self.index = index
-        self.samples = samples
-        self.state = state
-        self.metrics = metrics
-        self.file: Path | None = None
-        super().__init__(message)
+        self.index, self.samples, self.metrics, self.state = index, samples, metrics, state
+        super().__init__(f"rollout {index}: expected {message}")
 
-    def with_file(self, file: Path) -> RefusedRolloutError:
-        """The same error, whose message names the dump."""
-        message = f"{self}. The rollout is in {file}"
-        other = RefusedRolloutError(self.index, message, self.samples, self.metrics, self.state)
-        other.file = file
-        return other
+    def __str__(self) -> str:
+        return super().__str__() + ("" if self.file is None else f". The rollout is in {self.file}")
 
 
 def mismatch_error(
     index: int, samples: Samples, metrics: dict[str, float], state: TrainState, bound: float, where: str | None
 ) -> RefusedRolloutError:
     """Sampler and learner differ by more than `bound` nats; `where` says where, if a replay reproduces it."""
-    message = f"rollout {index}: expected sampler and learner within {bound:.3g} nats at every token; got "
-    message += f"{metrics[DIFFERENCE]:.3g}" if where is None else f"{metrics[DIFFERENCE]:.3g}, {where}"
+    message = f"sampler and learner within {bound:.3g} nats at every token; got {metrics[DIFFERENCE]:.3g}"
+    message += "" if where is None else f", {where}"
     return RefusedRolloutError(index, message, samples, metrics, state)
 
 
@@ -65,10 +59,10 @@ def not_finite_error(
     index: int, samples: Samples, metrics: dict[str, float], state: TrainState, count: int
 ) -> RefusedRolloutError:
     """The last of `count` rollouts in a row whose updates were skipped."""
-    message = f"rollout {index}: expected a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm "
-    message += (
-        f"{metrics['grad_norm']:g}, and the same in {count} rollouts in a row, from which nothing was learned. Try a "
-        "lower learning rate, a lower max_grad_norm, or float32; and look at the rewards"
+    message = (
+        f"a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm {metrics['grad_norm']:g}, and the "
+        f"same in {count} rollouts in a row, from which nothing was learned. Try a lower learning rate, a lower "
+        "max_grad_norm, or float32; and look at the rewards"
     )
     return RefusedRolloutError(index, message, samples, metrics, state)
 

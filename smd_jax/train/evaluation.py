@@ -14,11 +14,10 @@ run use the same random numbers.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +25,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from smd_jax.config import check_seed, check_whole
-from smd_jax.devices.process_rows import Place
-from smd_jax.devices.processes import all_or_none, gather_json
-from smd_jax.devices.sharding import make_mesh, sampling_ways, shard_batch, shard_tree
+from smd_jax.devices.processes import all_or_none, on_host
+from smd_jax.devices.sharding import make_mesh, sampling_ways, shard_tree
 from smd_jax.learner.state import TrainState
-from smd_jax.message.trajectory import Trajectory
-from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.sampler.config import RolloutConfig, cache_bytes, plan
-from smd_jax.sampler.fixed_batch import rollout, rollout_program
-from smd_jax.tasks.graded import Failure, Graded
-from smd_jax.tasks.rewards import Rewards, check_failures
-from smd_jax.tasks.task import Row, Task
-from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, repeat_each
-from smd_jax.text.stop_strings import StopTable, stop_table
-from smd_jax.train.compile_ahead import rows_on
-from smd_jax.train.conversation_samples import conversation_samples
+from smd_jax.sampler.config import RolloutConfig, cache_bytes
+from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.task import Task
+from smd_jax.text.prompts import Tokenizer, check_vocabulary
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.decoding import Decode, check_names
-from smd_jax.train.grading import encode_rows, grade_part
+from smd_jax.train.grading import grade
 from smd_jax.train.loop import Loop
-from smd_jax.train.responder import sampler_copy
+from smd_jax.train.rollouts import Rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +86,7 @@ class Evaluated:
       clipped: bool `[prompts, n]`, whether the length limit ended the completion.
       completions: their texts, a list of n for every prompt.
       cache_bytes: size of the keys and values of one sequence.
-      tokens_per_second: sampled by all rows together, without compilation and grading.
+      tokens_per_second: tokens of these completions per second of sampling, without compilation and grading.
     """
 
     name: str
@@ -118,32 +109,32 @@ class Evaluated:
         return mean_interval(self.rewards)
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics that a run logs: `EVALUATION_METRICS`."""
+    def _numbers(self) -> dict[str, float]:
+        """The numbers of `EVALUATION_METRICS`."""
         low, high = self.interval
-        values = {
+        return {
             "reward": self.reward,
             "reward_low": low,
             "reward_high": high,
             "mean_length": float(self.lengths.mean()),
             "clipped_ratio": float(self.clipped.mean()),
         }
-        return {f"eval/{self.name}/{name}": values[name] for name in EVALUATION_METRICS}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that a run logs: `EVALUATION_METRICS`."""
+        return {f"eval/{self.name}/{name}": value for name, value in self._numbers.items()}
 
     @property
     def row(self) -> dict[str, str | int | float | None]:
         """One row of a table, or JSON object; NaN, such as the interval of a single prompt, becomes None."""
-        low, high = self.interval
         prompts, group_size = self.rewards.shape
-        rewards = {"reward": self.reward, "reward_low": low, "reward_high": high}
         return {
             "decode": self.name,
             "prompts": prompts,
             "completions_per_prompt": group_size,
-            **{name: None if math.isnan(value) else value for name, value in rewards.items()},
+            **{name: None if math.isnan(value) else value for name, value in self._numbers.items()},
             "without_reward": int(np.isnan(self.rewards).sum()),
-            "mean_length": float(self.lengths.mean()),
-            "clipped_ratio": float(self.clipped.mean()),
             "cache_bytes_per_sequence": self.cache_bytes,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -202,14 +193,10 @@ class Evaluator:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         if len(self.task) < 1:
             raise ValueError("expected a task with at least one row; got none")
-        for decode in self.config.decodes:
-            # Raises for a budget smaller than what the policy protects.
-            config = decode.rollout(self.config.rollout)
-            plan(decode.policy, config, self.model.shape.num_layers, self.config.prompt_width)
-            if self.conversations is not None:
-                self.conversations.check_policy(decode.policy, config)
         if self.environment is not None and self.rewards is not None:
             raise ValueError("expected no rewards with an environment, which gives them; got some")
+        for decode in self.config.decodes:
+            self.rollouts.check(decode.policy, decode.rollout(self.config.rollout))
 
     def run(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> list[Evaluated]:
         """The results of all ways of decoding, in their order; arguments as `each`."""
@@ -222,7 +209,7 @@ class Evaluator:
           params: of the model only, see `Loop.policy_params`.
           report: called after every batch with the name of the way of decoding, finished prompts, and all prompts.
         """
-        params = sampler_copy(self.model, shard_tree(params, self.mesh), self.place)
+        params = self.rollouts.sampler_copy(shard_tree(params, self.mesh))
         for decode in self.config.decodes:
             yield self._run_one(params, decode, report)
 
@@ -234,111 +221,62 @@ class Evaluator:
         return ways * max(min(allowed, -(-len(self.task) // ways)), 1)
 
     @cached_property
-    def place(self) -> Place:
-        """Where this process samples its prompts of a batch."""
-        return Place(self.mesh)
-
-    @cached_property
-    def conversations(self) -> ConversationRollouts | None:
-        """Samples conversations; None without an environment."""
+    def rollouts(self) -> Rollouts:
+        """Samples completions, or conversations with an environment."""
+        parts = (self.model, self.tokenizer, self.mesh, self.config.prompt_width, self.config.stop_strings)
         if self.environment is None:
-            return None
-        sizes = (self.config.prompt_width, self.config.rollout, self.config.stop_strings)
-        return ConversationRollouts(self.model, self.tokenizer, self.mesh, self.environment, *sizes)
+            return Rollouts(*parts)
+        return ConversationRollouts(*parts, environment=self.environment)
 
     @cached_property
-    def stop_table(self) -> StopTable | None:
-        """The stop strings as a table over the tokenizer's tokens."""
-        return stop_table(self.tokenizer, self.config.stop_strings, self.model.shape.vocab_size)
-
-    @cached_property
-    def _grader(self) -> Rewards:
-        """One object for all batches, because it reports every kind of failure once."""
-        return self.rewards or Rewards((self.task.reward,), seconds=None)
-
-    def _row(self, number: np.int64) -> Row:
-        """A row of a batch; the last batch is padded with the first rows."""
-        return self.task[int(number) % len(self.task)]
+    def _grader(self) -> Rewards | EnvironmentConfig:
+        # One object for all batches, because it reports every kind of failure once.
+        return self.environment or self.rewards or Rewards((self.task.reward,), seconds=None)
 
     def _run_one(self, params: Params, decode: Decode, report: Callable[[str, int, int], None] | None) -> Evaluated:
+        config, count = decode.rollout(self.config.rollout), len(self.task)
+        if self.environment is None:
+            self.lower(params, decode).compile()  # outside of the measured time
         batches = list[_Batch]()
-        count = len(self.task)
-        done = 0
-        while done < count:
-            # Padded with the first rows: another size would need another program.
-            numbers = np.arange(done, done + self.prompts_at_once)
-            batch = self._run_batch(params, decode, numbers, kept=min(len(numbers), count - done))
-            batches.append(batch)
-            done += len(batch.rewards)
+        for first in range(0, count, self.prompts_at_once):
+            batches.append(self._run_batch(params, decode, first))
             if report is not None:
-                report(decode.name, done, count)
-        config = decode.rollout(self.config.rollout)
+                report(decode.name, min(first + self.prompts_at_once, count), count)
+        rewards, lengths, clipped = (
+            np.concatenate(parts) for parts in zip(*((x.rewards, x.lengths, x.clipped) for x in batches), strict=True)
+        )
         return Evaluated(
             decode.name,
-            rewards=np.concatenate([batch.rewards for batch in batches]),
-            lengths=np.concatenate([batch.lengths for batch in batches]),
-            clipped=np.concatenate([batch.clipped for batch in batches]),
+            rewards,
+            lengths,
+            clipped,
             completions=[texts for batch in batches for texts in batch.completions],
             cache_bytes=cache_bytes(self.model.shape, decode.policy, config, self.config.prompt_width, rows=1),
-            tokens_per_second=sum(batch.drawn for batch in batches) / sum(batch.seconds for batch in batches),
+            tokens_per_second=float(lengths.sum()) / sum(batch.seconds for batch in batches),
         )
 
-    def _run_batch(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int) -> _Batch:
-        first = bool(numbers[0] == 0)
-        part = self.place.feeders.part(len(numbers))
-        own_kept = min(max(kept - part.start, 0), part.stop - part.start)
-        if jax.process_count() == 1:
-            batch = self._run_own(params, decode, numbers, kept, first)
-        else:
-            with all_or_none():
-                own = self._run_own(params, decode, numbers[part], own_kept, first)
-            batch = _Batch.of_all(self.place.feeders.of_teams(gather_json(own.as_json())))
-
-        limits = self._grader if self.environment is None else self.environment
-        check_failures(Graded(batch.rewards.reshape(-1), {}, batch.failures), limits.max_failed)
-        return batch
-
-    def _run_own(self, params: Params, decode: Decode, numbers: np.ndarray, kept: int, first: bool) -> _Batch:
-        """This process's prompts of a batch, of which the first `kept` count.
-
-        Args:
-          first: whether this is the first batch, which compiles the program.
-        """
-        group_size = self.config.group_size
-        mesh = self.place.own_mesh
-        rows = [self._row(number) for number in numbers]
-        if self.conversations is not None:
-            return self._run_conversations(self.conversations, params, decode, numbers, kept)
-        prompts = shard_batch(encode_rows(self.model, self.tokenizer, rows, self.config.prompt_width), mesh)
-        keys = self._keys(numbers)
-        if first:
-            # Before the timer starts; this and all later batches find the program.
-            self.lower(params, decode).compile()
-        with jax.set_mesh(mesh):
-            began = time.perf_counter()
-            trajectory = jax.block_until_ready(self._rollout(rollout, params, prompts, keys, decode))
-            seconds = time.perf_counter() - began
-        drawn = int(trajectory.lengths().sum())
-        trajectory = self.place.own(trajectory)
-        return self._graded(rows[:kept], jax.tree.map(lambda x: x[: kept * group_size], trajectory), drawn, seconds)
-
-    def _run_conversations(
-        self, conversations: ConversationRollouts, params: Params, decode: Decode, numbers: np.ndarray, kept: int
-    ) -> _Batch:
-        """The conversations of a batch, of which those of the first `kept` prompts count."""
-        rows = [self._row(number) for number in numbers]
-        config, group_size = decode.rollout(self.config.rollout), self.config.group_size
-        batch = conversations.sample(params, self._keys(numbers), rows, decode.policy, group_size, config)
-        samples = conversation_samples(batch, self.tokenizer, rows, group_size, max_failed=1.0)
-        lengths = np.asarray(batch.trajectory.lengths()).reshape(len(samples.rewards), -1).sum(axis=1)
-        clipped = ~np.asarray(batch.trajectory.terminated)[:: samples.contexts]
-        texts = np.array(samples.completions, object)
-        rewards, lengths, clipped, texts = (
-            x.reshape(-1, group_size)[:kept] for x in (samples.rewards, lengths, clipped, texts)
+    def _run_batch(self, params: Params, decode: Decode, first: int) -> _Batch:
+        """The batch that begins with prompt `first`."""
+        # The last one is padded with the first prompts, because another size would need another program.
+        numbers = np.arange(first, first + self.prompts_at_once)
+        with all_or_none():  # rows may be read from a network
+            rows = [self.task[int(number) % len(self.task)] for number in numbers]
+        group_size, place = self.config.group_size, self.rollouts.place
+        config = decode.rollout(self.config.rollout)
+        sampled = self.rollouts.sample(params, self._keys(numbers), rows, decode.policy, config, group_size)
+        count = min(len(rows), len(self.task) - first) * group_size
+        graded = grade(sampled, self._grader, self.tokenizer, place.feeders, group_size, count)
+        of_rows = place.whole((np.asarray(sampled.trajectory.lengths()), np.asarray(sampled.trajectory.terminated)))
+        # `[completions, contexts]`
+        lengths, terminated = (on_host(x).reshape(len(rows) * group_size, -1)[:count] for x in of_rows)
+        shape = (-1, group_size)
+        return _Batch(
+            graded.graded.rewards.reshape(shape),
+            lengths.sum(axis=1).reshape(shape),
+            ~terminated[:, 0].reshape(shape),
+            np.array(graded.completions, object).reshape(shape).tolist(),
+            graded.measured["time/rollout"],
         )
-        failures = tuple(each for each in batch.graded.failures if each.row < kept * group_size)
-        drawn = sum(each.sampled for each in batch.stats)
-        return _Batch(rewards, lengths, clipped, texts.tolist(), failures, drawn, batch.seconds)
 
     def lower(self, params: Params, decode: Decode) -> jax.stages.Lowered:
         """The rollout of this process's part of a batch, ready to be compiled; computes nothing.
@@ -346,46 +284,10 @@ class Evaluator:
         Args:
           params: arrays where the sampler reads them, or their shapes with shardings.
         """
-        mesh = self.place.own_mesh
-        numbers = np.arange(self.prompts_at_once)[self.place.feeders.part(self.prompts_at_once)]
-        shape = (len(numbers), self.config.prompt_width)
-        prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
-        keys = self._keys(numbers)  # outside the mesh, as in a batch: within it they have another type
-        with jax.set_mesh(mesh):
-            return self._rollout(rollout_program.lower, params, rows_on(prompts, mesh), keys, decode)
-
-    def _rollout(
-        self, run: Callable[..., Any], params: Params, prompts: PromptBatch, keys: jax.Array, decode: Decode
-    ) -> Any:
-        """Calls `run` with the arguments of a rollout; other keywords would give another program."""
-        return run(
-            self.model,
-            params,
-            prompts,
-            keys,
-            policy=decode.policy,
-            config=decode.rollout(self.config.rollout),
-            group_size=self.config.group_size,
-            stop=self.stop_table,
-            limits=None,
-            prompt_copies=1,
-        )
-
-    def _graded(self, rows: list[Row], trajectory: Trajectory, drawn: int, seconds: float) -> _Batch:
-        shape = (len(rows), self.config.group_size)
-        if not rows:  # all prompts of this process are padding
-            nothing = np.zeros(shape, np.float32), np.zeros(shape, int), np.zeros(shape, bool)
-            return _Batch(*nothing, [], (), drawn, seconds)
-        completions, graded = grade_part(self._grader, self.tokenizer, repeat_each(rows, shape[1]), trajectory)
-        return _Batch(
-            rewards=graded.rewards.reshape(shape),
-            lengths=np.asarray(trajectory.lengths()).reshape(shape),
-            clipped=~np.asarray(trajectory.terminated).reshape(shape),
-            completions=np.array(completions, object).reshape(shape).tolist(),
-            failures=graded.failures,
-            drawn=drawn,
-            seconds=seconds,
-        )
+        prompts, config = self.prompts_at_once, decode.rollout(self.config.rollout)
+        # Keys outside the mesh, as in a batch: within it they have another type.
+        keys = self._keys(np.arange(prompts)[self.rollouts.place.feeders.part(prompts)])
+        return self.rollouts.lower(params, keys, prompts, decode.policy, config, self.config.group_size)
 
     def _keys(self, numbers: np.ndarray) -> jax.Array:
         """A key for every completion, by the number of its prompt and its place in the group."""
@@ -395,52 +297,14 @@ class Evaluator:
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.asarray(rows))
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """One batch, with fields as in `Evaluated` and `Graded`; `drawn` tokens in `seconds` include padding rows."""
+class _Batch(NamedTuple):
+    """The counted prompts of one batch, with fields as in `Evaluated`."""
 
     rewards: np.ndarray
     lengths: np.ndarray
     clipped: np.ndarray
     completions: list[list[str]]
-    failures: tuple[Failure, ...]
-    drawn: int
     seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "rewards": self.rewards.tolist(),
-            "lengths": self.lengths.tolist(),
-            "clipped": self.clipped.tolist(),
-            "completions": self.completions,
-            "failures": [list(failure) for failure in self.failures],
-            "drawn": self.drawn,
-            "seconds": self.seconds,
-        }
-
-    @classmethod
-    def of_all(cls, parts: list[dict[str, Any]]) -> _Batch:
-        """The whole batch, from `as_json` of every process that sampled a part."""
-        shape = (-1, len(next(part for part in parts if part["rewards"])["rewards"][0]))
-
-        def whole(name: str, dtype: Any) -> np.ndarray:
-            return np.array([row for part in parts for row in part[name]], dtype).reshape(shape)
-
-        failures = list[Failure]()
-        before = 0  # completions of earlier parts
-        for part in parts:
-            failures += [Failure(before + row, *rest) for row, *rest in part["failures"]]
-            before += len(part["rewards"]) * shape[1]
-        return cls(
-            whole("rewards", np.float32),
-            whole("lengths", int),
-            whole("clipped", bool),
-            completions=[texts for part in parts for texts in part["completions"]],
-            failures=tuple(failures),
-            drawn=sum(part["drawn"] for part in parts),
-            # They sample at the same time, so the slowest counts.
-            seconds=max(part["seconds"] for part in parts),
-        )
 
 
 def every_evaluation(loop: Loop, evaluator: Evaluator) -> Callable[[TrainState], dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Rows of a task as prompts, and completions with their rewards.
+"""Grades completions.
 
 Each process grades the completions that it sampled. Then all processes gather completions and rewards of the whole
 batch, so that group statistics, advantages and the choice of groups are the same everywhere. Tokens and masks stay on
@@ -7,7 +7,10 @@ the devices of their process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+import warnings
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -15,46 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.devices.process_rows import Feeders
-from smd_jax.devices.processes import gather_json
+from smd_jax.devices.processes import all_or_none, gather_json
 from smd_jax.learner.state import Metrics
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
-from smd_jax.model.protocol import LanguageModel
+from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.tasks.graded import Failure, Graded
-from smd_jax.tasks.rewards import Rewards
-from smd_jax.tasks.task import Row, Task, batch_columns, prompt_text, rows_of_step
-from smd_jax.text.prompts import PromptBatch, Tokenizer, decode_completions, encode_prompts, wants_special_tokens
-from smd_jax.train.loop_config import LoopConfig
-
-
-def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:
-    """The prompts of a task's rows, `[rows, width]`.
-
-    Raises:
-      ValueError: for a prompt that is longer than `width`.
-    """
-    texts = [prompt_text(row, tokenizer) for row in rows]
-    return encode_prompts(
-        tokenizer,
-        texts,
-        width=width,
-        max_positions=model.shape.max_positions,
-        add_special_tokens=wants_special_tokens(tokenizer),
-    )
-
-
-def grade_part(
-    rewards: Rewards, tokenizer: Tokenizer, rows: Sequence[Row], trajectory: Trajectory
-) -> tuple[list[str], Graded]:
-    """Texts and rewards of this process's completions; `rows[i]` belongs to completion i.
-
-    The limit on failures concerns the whole batch: `check_failures`.
-    """
-    completions = decode_completions(tokenizer, trajectory.response, trajectory.response_mask)
-    tokens, mask = np.asarray(trajectory.response), np.asarray(trajectory.response_mask)
-    completion_ids = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
-    prompts = [row["prompt"] for row in rows]
-    return completions, rewards.grade_part(prompts, completions, completion_ids, batch_columns(rows))
+from smd_jax.tasks.rewards import Rewards, RewardWarning, check_failures
+from smd_jax.tasks.task import Row, Task, batch_columns, rows_of_step
+from smd_jax.text.prompts import Tokenizer, decode_completions, repeat_each
+from smd_jax.train.conversations import EnvironmentConfig
+from smd_jax.train.rollouts import Sampled
 
 
 class GradedBatch(NamedTuple):
@@ -71,6 +45,75 @@ class GradedBatch(NamedTuple):
     measured: dict[str, float]
 
 
+def grade(
+    sampled: Sampled,
+    grader: Rewards | EnvironmentConfig,
+    tokenizer: Tokenizer,
+    feeders: Feeders,
+    group_size: int,
+    count: int | None = None,
+) -> GradedBatch:
+    """Texts and rewards of the completions of all processes; all must call it, each with its own part.
+
+    Args:
+      grader: what sampled conversations if it is an environment, which has given their rewards.
+      count: of all completions, the first so many are graded; None: all.
+
+    Raises:
+      TooManyFailures: more completions without a reward than `grader.max_failed`; in all processes.
+    """
+    rows = repeat_each(sampled.rows, group_size)
+    count = len(rows) if count is None else count
+    part = feeders.part(len(rows))
+    own_rows = rows[part.start : min(part.stop, count)]
+    with all_or_none():
+        began = time.perf_counter()
+        if isinstance(grader, Rewards):
+            completions, graded = _grade_texts(sampled.trajectory, own_rows, grader, tokenizer)
+        else:
+            completions = _texts_of_conversations(sampled, tokenizer)[:count]
+            graded = _grades_of_conversations(sampled.conversations[:count])
+        measured = sampled.measured | {"time/grading": time.perf_counter() - began}
+    batch = gather_graded(feeders, GradedBatch(completions, graded, measured))
+    check_failures(batch.graded, grader.max_failed)
+    if not isinstance(grader, Rewards):  # Rewards has warned of its own
+        for failure in batch.graded.failures[:1]:
+            warnings.warn(failure.described(), RewardWarning, stacklevel=2)
+    return batch
+
+
+def _grade_texts(
+    trajectory: Trajectory, rows: Sequence[Row], rewards: Rewards, tokenizer: Tokenizer
+) -> tuple[list[str], Graded]:
+    """Texts and rewards of a process's first completions; `rows[i]` belongs to completion i."""
+    if not rows:  # all prompts of this process are padding
+        return [], Graded(np.zeros(0, np.float32), {}, ())
+    tokens, mask = np.asarray(trajectory.response)[: len(rows)], np.asarray(trajectory.response_mask)[: len(rows)]
+    completions = decode_completions(tokenizer, tokens, mask)
+    completion_ids = [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
+    prompts = [row["prompt"] for row in rows]
+    return completions, rewards.grade_part(prompts, completions, completion_ids, batch_columns(rows))
+
+
+def _texts_of_conversations(sampled: Sampled, tokenizer: Tokenizer) -> list[str]:
+    """All text after the prompt of each conversation, with its contexts below each other."""
+    trajectory = sampled.trajectory
+    after_prompt = np.asarray(trajectory.valid[:, trajectory.prompt_width :])
+    texts = decode_completions(tokenizer, np.asarray(trajectory.response), after_prompt)
+    contexts = len(texts) // len(sampled.conversations)
+    return ["\n".join(filter(None, texts[i : i + contexts])) for i in range(0, len(texts), contexts)]
+
+
+def _grades_of_conversations(conversations: Sequence[Conversation]) -> Graded:
+    """The rewards of conversations, and why some have none."""
+    failures = [
+        Failure(row, "environment", each.failure.kind, each.failure.message)
+        for row, each in enumerate(conversations)
+        if each.failure is not None
+    ]
+    return Graded(np.array([each.reward for each in conversations], np.float32), {}, tuple(failures))
+
+
 def gather_graded(feeders: Feeders, part: GradedBatch) -> GradedBatch:
     """The completions and rewards of all processes, in the order of the batch; all processes must call it."""
     if jax.process_count() == 1:
@@ -85,27 +128,34 @@ def gather_graded(feeders: Feeders, part: GradedBatch) -> GradedBatch:
         "measured": part.measured,
     }
     messages = feeders.of_teams(gather_json(message))
-    rows = len(messages[0]["rewards"])
+    first_rows = accumulate((len(each["rewards"]) for each in messages), initial=0)
     failures = [
-        Failure(team * rows + row, *rest) for team, each in enumerate(messages) for row, *rest in each["failures"]
+        Failure(first + row, *rest)
+        for first, each in zip(first_rows, messages, strict=False)
+        for row, *rest in each["failures"]
     ]
-    names = messages[0]["parts"]
     whole = Graded(
         np.array([reward for each in messages for reward in each["rewards"]], np.float32),
-        {name: np.array([x for each in messages for x in each["parts"][name]], np.float32) for name in names},
+        {
+            # A process without completions has no parts.
+            name: np.array([x for each in messages for x in each["parts"].get(name, ())], np.float32)
+            for name in messages[0]["parts"]
+        },
         tuple(failures),
     )
     measured = {name: _over_processes(name, [each["measured"][name] for each in messages]) for name in part.measured}
     return GradedBatch([text for each in messages for text in each["completions"]], whole, measured)
 
 
-def rollout_metrics(
-    trajectory: Trajectory, batch: GradedBatch, parts: Mapping[str, np.ndarray], group_size: int
-) -> Metrics:
+def _over_processes(name: str, numbers: list[float]) -> float:
+    return max(numbers) if name.startswith("time/") else float(np.mean(numbers))
+
+
+def rollout_metrics(trajectory: Trajectory, batch: GradedBatch, group_size: int, *, log_parts: bool) -> Metrics:
     """Rewards, lengths, entropy and evictions of a whole rollout.
 
     Args:
-      parts: rewards of each function that is logged by name.
+      log_parts: log the rewards of each function by its name.
     """
     rewarded = batch.graded.rewarded_rows
     rewards = jnp.asarray(batch.graded.rewards)
@@ -113,7 +163,7 @@ def rollout_metrics(
     metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
     metrics |= reward_metrics(rewards, group_size, None if rewarded is None else jnp.asarray(rewarded))
     metrics["rewards/failed"] = jnp.float32(0 if rewarded is None else (~rewarded).sum())
-    for name, part in parts.items():
+    for name, part in batch.graded.parts.items() if log_parts else ():
         metrics |= part_metrics(name, part)
     completions = len(rewards)  # with several rows each, if their contexts are compacted
     tokens = trajectory.response_mask.reshape(completions, -1)
@@ -122,22 +172,6 @@ def rollout_metrics(
     metrics["rollout/entropy"] = token_mean(trajectory.entropy, trajectory.response_mask)
     metrics["rollout/evicted_share"] = evicted_share(trajectory.mask.evicted_at, trajectory.valid)
     return metrics
-
-
-def _over_processes(name: str, numbers: list[float]) -> float:
-    return max(numbers) if name.startswith("time/") else float(np.mean(numbers))
-
-
-def reward_columns(rewards: Rewards, task: Task, config: LoopConfig) -> list[str]:
-    """Names of the row fields, other than the prompt, that the reward functions ask for.
-
-    In nearly every task the first row has them all. If a function asks for more, all rows are searched, because each
-    may have its own fields.
-    """
-    names = dict.fromkeys(batch_columns(rows_of_step(task, 1, 0, config.seed)))
-    if not rewards.lacks(names):
-        return list(names)
-    return list(batch_columns([task[index] for index in range(len(task))]))
 
 
 def part_metrics(name: str, part: np.ndarray) -> Metrics:
@@ -149,3 +183,15 @@ def part_metrics(name: str, part: np.ndarray) -> Metrics:
     mean = numbers.mean() if len(numbers) else np.nan
     deviation = numbers.std(ddof=1) if len(numbers) > 1 else mean - mean
     return {f"rewards/{name}/mean": jnp.float32(mean), f"rewards/{name}/std": jnp.float32(deviation)}
+
+
+def reward_columns(rewards: Rewards, task: Task, seed: int) -> list[str]:
+    """Names of the row fields, other than the prompt, that the reward functions ask for.
+
+    In nearly every task the first row has them all. If a function asks for more, all rows are searched, because each
+    may have its own fields.
+    """
+    names = dict.fromkeys(batch_columns(rows_of_step(task, 1, 0, seed)))
+    if not rewards.lacks(names):
+        return list(names)
+    return list(batch_columns([task[index] for index in range(len(task))]))

@@ -22,7 +22,7 @@ from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, leave_one_out, turn_relative
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
-from smd_jax.train.conversation_samples import tokens_of_turns, turn_rewards
+from smd_jax.train.conversations import tokens_of_turns, turn_rewards
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
 from smd_jax.train.samples import Samples
@@ -131,9 +131,7 @@ class GRPOLoop(Loop):
         return PolicyLearner(self.model, self.optimizer, self.config, self.mesh, self.max_difference)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        counted_rows, rewarded_rows = (
-            None if rows is None else jnp.asarray(rows) for rows in (samples.counted_rows, samples.rewarded_rows)
-        )
+        counted_rows, rewarded_rows = jax.tree.map(jnp.asarray, (samples.counted_rows, samples.rewarded_rows))
         with jax.set_mesh(self.mesh):
             penalty, kl = self.learner.kl_penalty(state, samples.trajectory, counted_rows)
             rewards = jnp.asarray(samples.rewards)
@@ -143,7 +141,7 @@ class GRPOLoop(Loop):
             if self._credits_turns:
                 of_rows = self._turn_advantages(samples, rewarded_rows)
             else:
-                of_rows = _of_contexts(advantages(self.config, rewards, rewarded_rows), samples.trajectory)
+                of_rows = jnp.repeat(advantages(self.config, rewards, rewarded_rows), samples.contexts)
             batch = self._batch(state.params, samples.trajectory, of_rows, counted_rows)
             state, metrics = self.learner.take_steps(state, batch)
         return state, metrics | kl
@@ -161,7 +159,7 @@ class GRPOLoop(Loop):
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> TrainBatch:
-        of_rows = _of_contexts(advantages(self.config, rewards), trajectory)
+        of_rows = jnp.repeat(advantages(self.config, rewards), self.rollouts.contexts)
         if self._credits_turns:
             of_rows = tokens_of_turns(of_rows[:, None], trajectory)
         return self._batch(params, trajectory, of_rows, counted_rows)
@@ -176,16 +174,8 @@ class GRPOLoop(Loop):
     def known_advantages(self, samples: Samples) -> np.ndarray | None:
         if self.config.update.kl_in_reward or self._credits_turns:
             return None
-        rewarded_rows = samples.rewarded_rows
-        return np.asarray(
-            advantages(self.config, samples.rewards, None if rewarded_rows is None else jnp.asarray(rewarded_rows))
-        )
-
-
-def _of_contexts(advantages: Array, trajectory: Trajectory) -> Array:
-    """The advantage of each completion, `[batch]`, for all of its rows, `[rows]`."""
-    contexts = len(trajectory.terminated) // len(advantages)
-    return advantages if contexts == 1 else jnp.repeat(advantages, contexts)
+        rewarded_rows = jax.tree.map(jnp.asarray, samples.rewarded_rows)
+        return np.asarray(advantages(self.config, samples.rewards, rewarded_rows))
 
 
 def advantages(config: GRPOConfig, rewards: Array | np.ndarray, rewarded_rows: Array | None = None) -> Array:

@@ -11,7 +11,7 @@ continues bitwise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,45 +42,42 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Progress
-from smd_jax.sampler.static import Sampler
-from smd_jax.tasks.rewards import Rewards, check_failures
+from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
 from smd_jax.train.async_rollout import RolloutAhead, copied
 from smd_jax.train.compile_ahead import compiling, rows_on
-from smd_jax.train.conversation_samples import conversation_samples
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.debug_dump import mismatch_error, not_finite_error
-from smd_jax.train.grading import GradedBatch, gather_graded, grade_part, reward_columns, rollout_metrics
+from smd_jax.train.grading import grade, reward_columns, rollout_metrics
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import shortened
-from smd_jax.train.responder import Responder, Sampled
-from smd_jax.train.samples import Samples, select_groups, signal_of_groups
+from smd_jax.train.rollouts import Rollouts, Sampled
+from smd_jax.train.samples import Samples, select_groups
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """The compiled programs of an algorithm."""
+    """The compiled programs of an algorithm.
+
+    Attributes:
+      update: the jitted optimizer step `(state, minibatch) -> (state, metrics)`.
+      replay: the learner's log-probabilities of a rollout, `[batch, R]`.
+      response_widths: widths of a response, ascending, that the learner may run over.
+      compiles_ahead: whether a step runs `update`.
+    """
 
     @property
-    def update(self) -> Any:
-        """The jitted optimizer step `(state, minibatch) -> (state, metrics)`."""
-        ...
+    def update(self) -> Any: ...
 
     @property
-    def replay(self) -> ReplayFunction:
-        """The learner's log-probabilities of a rollout, `[batch, R]`."""
-        ...
+    def replay(self) -> ReplayFunction: ...
 
     @property
-    def response_widths(self) -> tuple[int, ...]:
-        """Widths of a response, ascending, that the learner may run over."""
-        ...
+    def response_widths(self) -> tuple[int, ...]: ...
 
     @property
-    def compiles_ahead(self) -> bool:
-        """Whether a step runs `update`."""
-        ...
+    def compiles_ahead(self) -> bool: ...
 
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that the update cannot use."""
@@ -136,18 +133,18 @@ class Loop:
         config = self.config
         if self.max_skipped < 1:
             raise ValueError(f"expected max_skipped >= 1 rollouts; got {self.max_skipped}")
+        if self.environment is not None and self.rewards is not None:
+            raise ValueError("expected no rewards with an environment, which gives them; got some")
+        if self.environment is not None and config.samples_ahead:
+            raise ValueError("expected rollouts_ahead 0 with an environment; got 1")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
-        check_prompts_divide(config.prompts_per_step, self.responder.place.feeders)
-        # Built here so that an invalid config fails before compilation.
-        Sampler(self.model, config.policy, config.rollout, config.prompt_width)
-        _ = self.responder.stop_table
-        if config.decode_rows is not None:
-            self.responder.engine(config.policy, config.rollout, config.decode_rows)
+        check_prompts_divide(config.prompts_per_step, self.rollouts.place.feeders)
+        self.rollouts.check(config.policy, config.rollout)
         minibatch = config.completions_per_step // config.minibatches
         check_rows(minibatch, self.mesh, "a minibatch (prompts_per_step * group_size / minibatches)")
         check_sampled_rows(config.completions_per_step, self.mesh)
         check_sequence(config.columns, self.model.shape.num_heads, self.mesh)
-        _ = self.learner
+        _ = self.learner  # built here so that an invalid config fails before compilation
         split = {axis: ways for axis, ways in self.mesh.shape.items() if axis != "data" and ways > 1}
         if config.samples_ahead and split:
             # Rollout and update run at once. If both communicated, devices could start them in different orders.
@@ -155,19 +152,9 @@ class Loop:
                 "expected a mesh with the data axis only with rollouts_ahead 1, so that a rollout does not communicate "
                 f"beside an update; got {split}"
             )
-        if self.environment is not None:
-            self._check_environment()
         if self.rewards is not None:
             # Reward processes start while the first programs compile.
-            self.rewards.prepare(reward_columns(self.rewards, self.task, config))
-
-    def _check_environment(self) -> None:
-        if self.rewards is not None:
-            raise ValueError("expected no rewards with an environment, which gives them; got some")
-        if self.config.samples_ahead:
-            raise ValueError("expected rollouts_ahead 0 with an environment; got 1")
-        assert self.conversations is not None
-        self.conversations.check_policy(self.config.policy, self.config.rollout)
+            self.rewards.prepare(reward_columns(self.rewards, self.task, config.seed))
 
     # --- given by the algorithm
 
@@ -264,63 +251,58 @@ class Loop:
         params = state.params if state.behind is None else state.behind
         if self._ahead is not None and (begun := self._ahead.take(index, params)) is not None:
             return begun
+        key = jax.random.fold_in(state.key, index)
+        if config.extra_rollouts is None:
+            return self.sample(params, key, index)
         rollouts = list[Samples]()
-        for batch, key in _batches_of_step(state.key, index, config.extra_rollouts):
-            rollouts.append(self.sample(self.policy_params(params), key, batch))
-            if config.extra_rollouts is None:
-                return rollouts[0]
-            signal = [signal_of_groups(each.rewards, config.group_size) for each in rollouts]
-            if np.sum(signal) >= config.prompts_per_step:
+        # A step owns all of these batches, whether it uses them or not. So a restored run reads the same rows, however
+        # many rollouts the steps before needed.
+        batches = 1 + config.extra_rollouts
+        for number in range(batches):
+            rollouts.append(self.sample(params, jax.random.fold_in(key, number), index * batches + number))
+            if sum(each.has_signal(config.group_size).sum() for each in rollouts) >= config.prompts_per_step:
                 break
         samples = select_groups(rollouts, config.group_size, config.prompts_per_step)
         # The rows come from several rollouts and are spread over the mesh as one batch.
         return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
 
     def sample(self, params: Params, key: jax.Array, batch: int) -> Samples:
-        """Samples and grades one rollout.
+        """Samples and grades one rollout; all processes must call it.
 
         Args:
-          params: of the policy. key: consumed. batch: number of the task batch.
+          params: of the state, on the mesh. key: consumed. batch: number of the task batch.
         """
-        if self.conversations is None:
-            return self.grade(self.responder.respond(params, key, batch))
-        config = self.config
-        rows = rows_of_step(self.task, config.prompts_per_step, batch, config.seed)
-        sampled = self.conversations.sample(params, key, rows, config.policy, config.group_size)
-        max_failed = self.conversations.environment.max_failed
-        return conversation_samples(sampled, self.tokenizer, rows, config.group_size, max_failed)
+        return self.grade(self.respond(params, key, batch))
 
-    def rollout_shapes(self, params: Params) -> Trajectory:
-        """The shapes of a rollout's trajectory; call it under the mesh."""
-        if self.conversations is None:
-            return self.responder.shapes(params)
-        return self.conversations.shapes(params, self.config.policy, self.config.completions_per_step)
+    def respond(self, params: Params, key: jax.Array, batch: int) -> Sampled:
+        """Samples one rollout; arguments as in `sample`."""
+        config = self.config
+        with all_or_none():  # rows may be read from a network
+            rows = rows_of_step(self.task, config.prompts_per_step, batch, config.seed)
+        params = self.rollouts.sampler_copy(self.policy_params(params))
+        return self.rollouts.sample(params, key, rows, config.policy, config.rollout, config.group_size)
 
     def grade(self, sampled: Sampled) -> Samples:
         """Grades completions; all processes must call it, each with its own part.
 
         Raises:
-          TooManyFailures: more completions of all processes without a reward than `rewards` allows; in all processes.
+          TooManyFailures: more completions of all processes without a reward than allowed; in all processes.
         """
-        rewards, size, place = self.rewards or self._task_reward, self.config.group_size, self.responder.place
-        rows = sampled.rows
-        with all_or_none():
-            began = time.perf_counter()
-            own_rows = repeat_each(rows[place.feeders.part(len(rows))], size)
-            completions, graded = grade_part(rewards, self.tokenizer, own_rows, sampled.trajectory)
-            measured = sampled.measured | {"time/grading": time.perf_counter() - began}
-        batch = gather_graded(place.feeders, GradedBatch(completions, graded, measured))
-        check_failures(batch.graded, rewards.max_failed)
+        place, size = self.rollouts.place, self.config.group_size
+        batch = grade(sampled, self._grader, self.tokenizer, place.feeders, size)
         trajectory = place.whole(sampled.trajectory)
-        parts = {} if self.rewards is None else batch.graded.parts
+        counted_rows = batch.graded.rewarded_rows
+        if sampled.present is not None:
+            counted_rows = sampled.present & np.repeat(~np.isnan(batch.graded.rewards), self.rollouts.contexts)
         return Samples(
             trajectory,
             batch.graded.rewards,
-            repeat_each(rows, size),
+            repeat_each(sampled.rows, size),
             batch.completions,
-            batch.graded.rewarded_rows,
-            rollout_metrics(trajectory, batch, parts, size),
-            parts,
+            counted_rows,
+            rollout_metrics(trajectory, batch, size, log_parts=self.rewards is not None),
+            {} if self.rewards is None else batch.graded.parts,
+            conversations=sampled.conversations,
         )
 
     def _check_rollout(
@@ -353,23 +335,19 @@ class Loop:
     # --- parts that are made once
 
     @cached_property
-    def responder(self) -> Responder:
-        """Samples completions."""
-        return Responder(self.model, self.task, self.tokenizer, self.config, self.mesh, self.report)
-
-    @cached_property
-    def conversations(self) -> ConversationRollouts | None:
-        """Samples conversations; None without an environment."""
-        if self.environment is None:
-            return None
+    def rollouts(self) -> Rollouts:
+        """Samples completions, or conversations with an environment."""
         config = self.config
-        sizes = (config.prompt_width, config.rollout, config.stop_strings, config.decode_rows)
-        return ConversationRollouts(self.model, self.tokenizer, self.mesh, self.environment, *sizes)
+        sizes = (config.prompt_width, config.stop_strings, config.decode_rows, config.prefill_rows)
+        parts = (self.model, self.tokenizer, self.mesh, *sizes, self.report)
+        if self.environment is None:
+            return Rollouts(*parts)
+        return ConversationRollouts(*parts, environment=self.environment)
 
     @cached_property
-    def _task_reward(self) -> Rewards:
-        """The task's own reward. One object for all rollouts, because it reports every kind of failure once."""
-        return Rewards((self.task.reward,), seconds=None)
+    def _grader(self) -> Rewards | EnvironmentConfig:
+        # One object for all rollouts, because it reports every kind of failure once.
+        return self.environment or self.rewards or Rewards((self.task.reward,), seconds=None)
 
     @cached_property
     def _counters(self) -> _Counters:
@@ -383,7 +361,7 @@ class Loop:
 
     def _sample_ahead(self, params: Params, key: jax.Array, index: int) -> Callable[[], Samples]:
         """Samples a rollout; runs in a thread. The returned function grades it if that needs the main thread."""
-        sampled = self.responder.respond(params, jax.random.fold_in(key, index), index)
+        sampled = self.respond(params, jax.random.fold_in(key, index), index)
         if self.rewards is None or self.rewards.seconds is None:
             # Only the main thread can set the timer by which math-verify and others stop.
             return lambda: self.grade(sampled)
@@ -423,21 +401,31 @@ class Loop:
         Args:
           state: as `step` takes it, or its shapes.
         """
-        shardings = tree_shardings(state, self.mesh)
+        config, shardings = self.config, tree_shardings(state, self.mesh)
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
         def minibatch(params: Params, trajectory: Trajectory) -> Any:
-            rows = trajectory.terminated
-            contexts = 1 if self.environment is None else self.environment.contexts
-            counted_rows = None if self.config.extra_rollouts is None and contexts == 1 else rows
+            rows, contexts = trajectory.terminated, self.rollouts.contexts
+            counted_rows = None if config.extra_rollouts is None and contexts == 1 else rows
             whole = self.learner_batch(params, trajectory, rows[::contexts].astype(jnp.float32), counted_rows)
-            return jax.tree.map(lambda x: x[: x.shape[0] // self.config.minibatches], whole)
+            return jax.tree.map(lambda x: x[: x.shape[0] // config.minibatches], whole)
 
         with jax.set_mesh(self.mesh):
             # Both are traced for their shapes only.
-            trajectory = self.rollout_shapes(self.policy_params(state.params))
+            params, sizes = self.policy_params(state.params), (config.policy, config.rollout, config.group_size)
+            trajectory = self.rollouts.shapes(params, config.prompts_per_step, *sizes)
             shapes = jax.eval_shape(minibatch, state.params, trajectory)
             return self.learner.update.lower(state, rows_on(shapes, self.mesh))
+
+    def lower_rollout(self, params: Params) -> jax.stages.Lowered:
+        """The rollout of this process as one program, without `decode_rows`, ready to be compiled; computes nothing.
+
+        Args:
+          params: as the sampler reads them, or their shapes.
+        """
+        config = self.config
+        sizes = (config.policy, config.rollout, config.group_size)
+        return self.rollouts.lower(params, jax.random.key(config.seed), config.prompts_per_step, *sizes)
 
     # --- what a person sees
 
@@ -464,17 +452,3 @@ def _with_throughput(metrics: dict[str, float], tokens: int, columns: int) -> di
     if "time/rollout" in metrics:  # a custom `collect` may omit it
         added["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
     return metrics | added
-
-
-def _batches_of_step(key: jax.Array, index: int, extra: int | None) -> Iterator[tuple[int, jax.Array]]:
-    """Number of the task batch and key of each rollout that a step may sample.
-
-    With dynamic sampling a step owns 1 + `extra` batches, whether it uses them or not. So a restored run reads the same
-    rows, however many rollouts the steps before needed.
-    """
-    key = jax.random.fold_in(key, index)
-    if extra is None:
-        yield index, key
-        return
-    for number in range(1 + extra):
-        yield index * (1 + extra) + number, jax.random.fold_in(key, number)

@@ -174,8 +174,7 @@ class OnlineDPOLoop(Loop):
             truncated = ~on_host(samples.trajectory.terminated)
             # A copy: the metrics keep the task's rewards.
             rewards = rewards - np.float32(self.config.missing_eos_penalty) * truncated
-        rewarded_rows = samples.rewarded_rows
-        return best_worst(jnp.asarray(rewards), size, None if rewarded_rows is None else jnp.asarray(rewarded_rows))
+        return best_worst(jnp.asarray(rewards), size, jax.tree.map(jnp.asarray, samples.rewarded_rows))
 
 
 @jax.jit

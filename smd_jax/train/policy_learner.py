@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import optax
@@ -125,18 +125,13 @@ class PolicyLearner:
 
     @cached_property
     def replay(self) -> ReplayFunction:
-        """The learner's log-probabilities of a rollout, at most `rows_of_a_pass` rows at a time."""
+        """Log-probabilities of a rollout as the learner sees it, at most `rows_of_a_pass` rows at a time."""
         return self._replay_under(self.config.update.visibility)
 
     @cached_property
     def dense_replay(self) -> ReplayFunction:
         """The dense policy's log-probabilities of a rollout."""
         return self._replay_under("dense")
-
-    @cached_property
-    def reference_replay(self) -> ReplayFunction:
-        """The reference policy's log-probabilities of a rollout."""
-        return self._replay_under(self.config.update.visibility)
 
     def _replay_under(self, visibility: Visibility) -> ReplayFunction:
         return make_replay(self.model, visibility, self.rows_of_a_pass, self.unpacked_config.rows_per_prompt)
@@ -146,16 +141,6 @@ class PolicyLearner:
         """A step in which no row counts. If it may move the reference it is jitted and donates the old state."""
         sync = self.config.update.reference_sync
         return skip_step if sync is None else jax.jit(lambda state: skip_step(state, sync), donate_argnums=0)
-
-    @cached_property
-    def compare(self) -> Callable[[TrainBatch, Float[Array, "batch R"]], Metrics]:
-        """The jitted SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
-
-        def compare(batch: TrainBatch, logprobs: Float[Array, "batch R"]) -> Metrics:
-            mask = counted_tokens(self.config.update, batch.trajectory, batch.counted_rows)
-            return sampler_learner_metrics(batch.trajectory.logprobs, logprobs, mask)
-
-        return jax.jit(compare)
 
     # --- sizes
 
@@ -226,7 +211,7 @@ class PolicyLearner:
             return {}
         # Where the sampler's log-probabilities count as old ones, only a replay can measure the difference.
         known = None if uses_sampler_logprobs_as_old(self.config.update) else batch.old_logprobs
-        return self.compare(batch, self.replay(params, batch.trajectory) if known is None else known)
+        return compare(self.config.update, batch, self.replay(params, batch.trajectory) if known is None else known)
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
         """Log-probabilities of the learner before the update; None if no term reads them, or the update has them.
@@ -258,11 +243,18 @@ class PolicyLearner:
         update = self.config.update
         if not update.kl_in_reward:
             return None, {}
-        reference = self.reference_replay(reference_params(state), trajectory)
+        reference = self.replay(reference_params(state), trajectory)
         policy = trajectory.logprobs if uses_sampler_logprobs_as_old(update) else self.replay(state.params, trajectory)
         mask = counted_tokens(update, trajectory, counted_rows)
         penalty = kl_penalty(policy, reference, trajectory.response_mask, update.loss.beta)
         return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}
+
+
+@partial(jax.jit, static_argnums=0)
+def compare(update: UpdateConfig, batch: TrainBatch, logprobs: Float[Array, "batch R"]) -> Metrics:
+    """SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
+    mask = counted_tokens(update, batch.trajectory, batch.counted_rows)
+    return sampler_learner_metrics(batch.trajectory.logprobs, logprobs, mask)
 
 
 def _check_pack_columns(config: PolicyConfig) -> None:

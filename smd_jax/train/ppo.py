@@ -31,7 +31,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
-from smd_jax.train.conversation_samples import last_tokens, tokens_of_turns, turn_rewards
+from smd_jax.train.conversations import last_tokens, tokens_of_turns, turn_rewards
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
@@ -197,7 +197,7 @@ class PPOLoop(Loop):
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         # A completion without a reward does not count, but NaN times 0 would still be NaN.
         rewards = jnp.asarray(np.nan_to_num(self._rewards(samples)))
-        counted_rows = None if samples.counted_rows is None else jnp.asarray(samples.counted_rows)
+        counted_rows = jax.tree.map(jnp.asarray, samples.counted_rows)
         with jax.set_mesh(self.mesh):
             penalty, kl = self.learner.kl_penalty(state, samples.trajectory, counted_rows)
             batch, critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows, penalty)

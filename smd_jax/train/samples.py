@@ -58,10 +58,10 @@ class Samples(NamedTuple):
         """Rows of the trajectory for each completion."""
         return len(self.trajectory.terminated) // len(self.rewards)
 
-
-def signal_of_groups(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """`[groups]`, true for groups with unequal rewards; NaN is ignored."""
-    return np.asarray(groups_with_signal(jnp.asarray(rewards), group_size, jnp.asarray(~np.isnan(rewards))))
+    def has_signal(self, group_size: int) -> np.ndarray:
+        """`[groups]`, true for groups with unequal rewards; NaN is ignored."""
+        there = jnp.asarray(~np.isnan(self.rewards))
+        return np.asarray(groups_with_signal(jnp.asarray(self.rewards), group_size, there))
 
 
 def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> Samples:
@@ -70,7 +70,7 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
     Rewards, lengths and times in the metrics are those of all rollouts.
     """
     rewards = np.concatenate([samples.rewards for samples in rollouts])
-    signal = signal_of_groups(rewards, group_size)
+    signal = np.concatenate([samples.has_signal(group_size) for samples in rollouts])
     # False sorts before True, and a stable sort keeps the order of the rollouts among equal groups.
     chosen = np.argsort(~signal, kind="stable")[:groups]
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)

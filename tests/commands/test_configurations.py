@@ -307,7 +307,7 @@ def trace(loop: Loop, state: Any) -> None:
             policy=config.policy,
             config=config.rollout,
             group_size=config.group_size,
-            stop=loop.responder.stop_table,
+            stop=loop.rollouts.stop_table,
         )
         trajectory = jax.eval_shape(draw, loop.policy_params(state.params), tokens, KEY)
         drops = loop.config.extra_rollouts is not None
@@ -317,7 +317,7 @@ def trace(loop: Loop, state: Any) -> None:
         jax.eval_shape(loop.learner.update, state, minibatch)
         if isinstance(loop, PolicyLoop):
             if loop.config.update.kl_in_reward:
-                jax.eval_shape(loop.learner.reference_replay, reference_params(state), trajectory)
+                jax.eval_shape(loop.learner.replay, reference_params(state), trajectory)
             if loop.config.update.pack_columns is not None:
                 trace_packed(loop, state, minibatch)
 

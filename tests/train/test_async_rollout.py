@@ -20,7 +20,6 @@ from smd_jax.train.async_rollout import RolloutAhead, one_behind
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.minibatches import shortened
-from smd_jax.train.responder import Responder
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
 from tests.reward_cases import length
@@ -101,14 +100,14 @@ def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatc
 def counted_draws(monkeypatch, before=lambda index: None) -> list[int]:
     """Numbers of the rollouts that are drawn from now on; `before` is called with each, before it is drawn."""
     drawn = list[int]()
-    respond = Responder.respond
+    respond = GRPOLoop.respond
 
-    def counted(responder, params, key, batch):
+    def counted(loop, params, key, batch):
         drawn.append(batch)
         before(batch)
-        return respond(responder, params, key, batch)
+        return respond(loop, params, key, batch)
 
-    monkeypatch.setattr(Responder, "respond", counted)
+    monkeypatch.setattr(GRPOLoop, "respond", counted)
     return drawn
 
 
@@ -144,7 +143,7 @@ def test_rewards_in_this_process_are_computed_where_a_clock_can_be_set(monkeypat
         return noted
 
     monkeypatch.setattr(Rewards, "grade_part", noting(Rewards.grade_part, graded))
-    monkeypatch.setattr(Responder, "respond", noting(Responder.respond, drawn))
+    monkeypatch.setattr(GRPOLoop, "respond", noting(GRPOLoop.respond, drawn))
     loop = toy_loop.new_loop(AHEAD)
     state, _ = toy_loop.run(loop, one_behind(toy_loop.new_state()), 2)
     loop.settle()

@@ -55,7 +55,7 @@ def test_ppo_against_the_definition(credit: str):
     """GAE by hand over the sampled tokens alone: what was read is no step, and has no advantage."""
     loop = new_loop(PPO, credit=credit)
     params = ppo_params(0.3)
-    samples = loop.sample(loop.policy_params(params), jax.random.key(0), 0)
+    samples = loop.sample(params, jax.random.key(0), 0)
     trajectory = samples.trajectory
     batch, _ = loop.train_batch(params, trajectory, jnp.asarray(loop._rewards(samples)), None)
     critic, sampled = (

@@ -1,33 +1,41 @@
-"""GRPO on conversations: exact, resumed bitwise in the middle of one, and learning from sampled tokens alone."""
+"""GRPO on conversations of one or several contexts: exact, resumed bitwise in the middle of one, and learning from
+sampled tokens alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pyarrow.parquet
 import pytest
 
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.environments.processes import EnvironmentsHere
-from smd_jax.eviction.policies import SnapKV
+from smd_jax.eviction.policies import Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
+from smd_jax.monitor.completions import CompletionsLog
+from smd_jax.monitor.saved_masks import load_masks
+from smd_jax.sampler.compaction import COMPACTED
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import ConversationConfig
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.train.conversations import EnvironmentConfig
+from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
 from smd_jax.train.debug_dump import RefusedRolloutError
-from smd_jax.train.grpo import GRPOConfig, GRPOLoop
+from smd_jax.train.grpo import GRPOConfig, GRPOLoop, advantages
+from smd_jax.train.policy_learner import PolicyLearner
+from smd_jax.train.samples import Samples, select_groups
 from tests.bitwise import assert_bitwise_equal
-from tests.toy_loop import run, shared_replay, shared_update
+from tests.toy_loop import run, share_programs
 
 TOKENIZER = byte_tokenizer(chat=False)
 MODEL = Decoder(tiny_model_config(num_layers=1, max_positions=80, tie_embeddings=False))
@@ -43,27 +51,30 @@ ROLLOUT = RolloutConfig(
 CONFIG = GRPOConfig(
     prompts_per_step=2, group_size=4, prompt_width=8, policy=SnapKV(window=4), rollout=ROLLOUT, minibatches=1
 )
-CALLS = [0]
+COMPACTION = TextCompaction(contexts=3, after_tokens=6, ask="?!?", heading="#")
+# Of conversations of three contexts, whose prompts hold a summary, too.
+WIDER = dataclasses.replace(CONFIG, prompt_width=32, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=48))
+CALLS = {"made": 0, "interrupt": -1}
 
 
 class Rows:
-    """Rows that name what their environment does."""
+    """Rows that name what their environment does, and the turn after which it ends."""
 
-    def __init__(self, kind: str = "judges") -> None:
-        self.kind = kind
+    def __init__(self, kind: str = "judges", last: int = 3) -> None:
+        self.kind, self.last = kind, last
 
     def __len__(self) -> int:
         return 6
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"prompt": f"{index}?", "kind": self.kind}
+        return {"prompt": f"{index}?", "kind": self.kind, "last": self.last}
 
     def reward(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
         raise AssertionError("the environment gives the rewards")
 
 
 class Judge:
-    """Likes small bytes; interrupts a run at its tenth call, or fails, if the row says so."""
+    """Likes small bytes; interrupts the call that CALLS names, and fails if the row says so."""
 
     def reset(self, row: dict[str, Any]) -> str:
         self.row, self.turn = row, 0
@@ -71,12 +82,12 @@ class Judge:
 
     def step(self, text: str) -> tuple[str, float, bool]:
         self.turn += 1
-        CALLS[0] += 1
+        if CALLS["made"] == CALLS["interrupt"]:
+            raise KeyboardInterrupt
+        CALLS["made"] += 1
         if self.row["kind"] == "fails":
             raise OSError("no disk")
-        if self.row["kind"] == "interrupts" and CALLS[0] == 10:
-            raise KeyboardInterrupt
-        return f"({self.turn})", float(sum(ord(c) < 80 for c in text)) / 4, self.turn == 3
+        return f"({self.turn})", float(sum(ord(c) < 80 for c in text)) / 4, self.turn == self.row["last"]
 
 
 @functools.cache
@@ -84,17 +95,22 @@ def optimizer() -> optax.GradientTransformation:
     return optax.adam(1e-3)
 
 
-def new_loop(config: GRPOConfig = CONFIG, kind: str = "judges", **options: Any) -> GRPOLoop:
+def new_loop(
+    compaction: TextCompaction | None = None,
+    kind: str = "judges",
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> GRPOLoop:
+    """`changes` are those of the configuration, `options` of the environment."""
+    conversation = ConversationConfig(turns=4)
     environment = EnvironmentConfig(
-        environments=EnvironmentsHere(Judge), conversation=ConversationConfig(turns=4), **options
+        environments=EnvironmentsHere(Judge), conversation=conversation, compaction=compaction, **options
     )
-    loop = GRPOLoop(MODEL, Rows(kind), TOKENIZER, optimizer(), config, make_mesh(1, 1, 1), environment=environment)
-    from smd_jax.train import policy_learner
-
-    with pytest.MonkeyPatch.context() as patch:  # loops that ask for the same programs compile them once
-        patch.setattr(policy_learner, "make_update", shared_update)
-        patch.setattr(policy_learner, "make_replay", shared_replay)
-        assert loop.learner.update is not None and loop.learner.replay is not None
+    # Several contexts need conversations that do not end by themselves.
+    rows, config = (Rows(kind), CONFIG) if compaction is None else (Rows(kind, last=5), WIDER)
+    config = dataclasses.replace(config, **changes or {})
+    loop = GRPOLoop(MODEL, rows, TOKENIZER, optimizer(), config, make_mesh(1, 1, 1), environment=environment)
+    share_programs(loop)
     return loop
 
 
@@ -104,43 +120,58 @@ def new_state() -> TrainState:
 
 
 @functools.cache
-def two_steps() -> tuple[TrainState, list[dict[str, float]]]:
-    return run(new_loop(), new_state(), 2)
+def two_steps(compaction: TextCompaction | None) -> tuple[TrainState, list[dict[str, float]]]:
+    return run(new_loop(compaction), new_state(), 2)
 
 
-def test_a_rollout_is_exact_and_learnt_from():
-    _, rows = two_steps()
-    for row in rows:
+@functools.cache
+def sampled(compaction: TextCompaction | None = None) -> Samples:
+    return new_loop(compaction).sample(new_state().params, jax.random.key(0), 0)
+
+
+one_and_several = pytest.mark.parametrize("compaction", [None, COMPACTION], ids=["one context", "several"])
+
+
+@one_and_several
+def test_a_rollout_is_exact_and_learnt_from(compaction: TextCompaction | None):
+    for row in two_steps(compaction)[1]:
         assert row["sampling/sampling_logp_difference/max"] <= 2e-5
         assert row["grad_norm"] > 0 and row["update/skipped"] == 0
         assert 1 < row["conversations/turns"] <= 4 and row["conversations/read_tokens"] > 3
         assert row["rollout/tokens"] == 8 * row["completions/mean_length"] and row["rollout/evicted_share"] > 0
+        assert compaction is None or 1.5 < row["conversations/contexts"] <= 3
 
 
-def test_a_run_interrupted_in_a_conversation_resumes_bitwise():
-    whole, rows = two_steps()
-    state, first = run(new_loop(), new_state(), 1)
-    kept = jax.tree.map(jnp.copy, state)
-    CALLS[0] = 0
-    with pytest.raises(KeyboardInterrupt):
-        run(new_loop(kind="interrupts"), state, 1)
-    assert CALLS[0] == 10
-    resumed, second = run(new_loop(), kept, 1)
-    assert first + second == rows
+@one_and_several
+def test_a_run_interrupted_in_a_conversation_resumes_bitwise(compaction: TextCompaction | None):
+    """At the last call of its second rollout, which is in the last context."""
+    whole, rows = two_steps(compaction)
+    state, first = run(new_loop(compaction), new_state(), 1)
+    kept = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+    CALLS["made"] = 0
+    resumed, second = run(new_loop(compaction), kept[0], 1)
+    CALLS.update(made=0, interrupt=CALLS["made"] - 1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(new_loop(compaction), state, 1)
+    finally:
+        CALLS["interrupt"] = -1
+    again, third = run(new_loop(compaction), kept[1], 1)
+    assert first + second == first + third == rows
     assert_bitwise_equal(resumed, whole)
+    assert_bitwise_equal(again, whole)
 
 
 def test_tokens_that_were_read_have_no_loss():
     """Whatever stands where the policy sampled nothing, the step is the same, bit for bit."""
-    loop = new_loop()
-    samples = loop.sample(new_state().params, jax.random.key(0), 0)
+    loop, samples = new_loop(), sampled()
     trajectory = samples.trajectory
-    sampled = np.asarray(trajectory.response_mask)
-    read = np.asarray(trajectory.valid)[:, trajectory.prompt_width :] & ~sampled
-    assert read.sum() > 30 and sampled.sum() > 30
+    drawn = np.asarray(trajectory.response_mask)
+    read = np.asarray(trajectory.valid)[:, trajectory.prompt_width :] & ~drawn
+    assert read.sum() > 30 and drawn.sum() > 30
     assert trajectory.entropy is not None
     other = trajectory.replace(
-        logprobs=jnp.where(sampled, trajectory.logprobs, -7.0), entropy=jnp.where(sampled, trajectory.entropy, 9.0)
+        logprobs=jnp.where(drawn, trajectory.logprobs, -7.0), entropy=jnp.where(drawn, trajectory.entropy, 9.0)
     )
     states = [loop.learn(new_state(), samples._replace(trajectory=each))[0] for each in (trajectory, other)]
     assert_bitwise_equal(*states)
@@ -149,22 +180,32 @@ def test_tokens_that_were_read_have_no_loss():
 
 
 @pytest.mark.slow
-def test_packed_rows_learn_the_same():
+@pytest.mark.parametrize(
+    ("compaction", "policy", "packed"),
+    [
+        (None, CONFIG.policy, {"pack_columns": 80}),
+        (COMPACTION, CONFIG.policy, {"pack_columns": 160, "rows_per_prompt": 2}),
+        (COMPACTION, Dense(), {"pack_columns": 160, "rows_per_prompt": 2}),
+    ],
+)
+def test_packed_rows_learn_the_same(compaction: TextCompaction | None, policy: Any, packed: dict[str, Any]):
+    """Also where the packed update reads the shared beginnings of contexts once."""
     update = UpdateConfig(microbatch_size=4)
-    loops = [
-        new_loop(dataclasses.replace(CONFIG, update=x)) for x in (update, dataclasses.replace(update, pack_columns=80))
-    ]
+    updates = [update, dataclasses.replace(update, **packed)]
+    loops = [new_loop(compaction, changes={"policy": policy, "update": update}) for update in updates]
     samples = loops[0].sample(new_state().params, jax.random.key(0), 0)
-    (one, metrics), (two, packed) = (loop.learn(new_state(), samples) for loop in loops)
-    assert float(packed["loss"]) == pytest.approx(float(metrics["loss"]), abs=1e-6)
-    assert float(packed["grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
-    assert float(packed["entropy"]) == pytest.approx(float(metrics["entropy"]), rel=1e-5)
+    (one, metrics), (two, other) = (loop.learn(new_state(), samples) for loop in loops)
+    assert float(other["loss"]) == pytest.approx(float(metrics["loss"]), abs=1e-6)
+    for name in ("grad_norm", "entropy"):
+        assert float(other[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), one.params, two.params)
+    if isinstance(policy, Dense):
+        assert float(other["update/shared"]) > 0.05
 
 
 def test_each_turn_has_its_own_advantage():
     loop = new_loop(credit="turn")
-    samples = loop.sample(new_state().params, jax.random.key(0), 0)
+    samples = sampled()
     _, metrics = loop.learn(new_state(), samples)
     assert float(metrics["grad_norm"]) > 0
     turns = np.asarray(samples.trajectory.turns())
@@ -183,37 +224,126 @@ def test_each_turn_has_its_own_advantage():
 def test_failed_environments_end_the_run_and_a_few_do_not():
     with pytest.raises(TooManyFailures, match="25% of the completions without a reward; got 8 of 8.*OSError: no disk"):
         new_loop(kind="fails").step(new_state())
-    loop = new_loop(kind="fails", max_failed=1.0)
     with pytest.warns(UserWarning, match="no disk"):
-        state, metrics = loop.step(new_state())
+        state, metrics = new_loop(kind="fails", max_failed=1.0).step(new_state())
     assert metrics["rewards/failed"] == 8 and int(state.step) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rollouts_ahead": 1, "minibatches": 2}, "expected rollouts_ahead 0 with an environment"),
-        ({"rollout": dataclasses.replace(ROLLOUT, eos_token_id=None)}, "to end a turn; got neither"),
-    ],
-)
-def test_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        new_loop(dataclasses.replace(CONFIG, **changes))
+    with pytest.warns(UserWarning, match="no disk"):
+        samples = new_loop(COMPACTION, "fails", max_failed=1.0).sample(new_state().params, jax.random.key(0), 0)
+    assert samples.counted_rows is not None and not samples.counted_rows.any() and np.isnan(samples.rewards).all()
 
 
 @pytest.mark.slow
-def test_the_guard_refuses_a_conversation_that_parts():
-    """One log-probability of a later turn is off by more than the guard allows: the rollout is refused, and named."""
-    loop = new_loop(dataclasses.replace(CONFIG, minibatches=2))
+@one_and_several
+def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction | None):
+    """One log-probability of a later turn or context is off by more than the guard allows."""
+    loop = new_loop(compaction, changes={"minibatches": 2})
 
     def spoilt(params: Any, key: Any, batch: int) -> Any:
         samples = GRPOLoop.sample(loop, params, key, batch)
         turns = samples.trajectory.turns()
         row = int(jnp.argmax(turns.max(axis=1)))
-        column = int(jnp.argmax(turns[row]))
-        logprobs = samples.trajectory.logprobs.at[row, column].add(-0.5)
+        if compaction is not None:  # the second context of a conversation
+            row = int(np.flatnonzero(np.asarray(samples.trajectory.lengths()).reshape(-1, 3)[:, 1])[0]) * 3 + 1
+        logprobs = samples.trajectory.logprobs.at[row, int(jnp.argmax(turns[row]))].add(-0.5)
         return samples._replace(trajectory=samples.trajectory.replace(logprobs=logprobs))
 
     object.__setattr__(loop, "sample", spoilt)
     with pytest.raises(RefusedRolloutError, match=r"nats at every token; got 0\.5"):
         loop.step(new_state())
+
+
+@pytest.mark.parametrize(
+    ("compaction", "changes", "options", "message"),
+    [
+        (None, {"rollouts_ahead": 1, "minibatches": 2}, {}, "expected rollouts_ahead 0 with an environment"),
+        (None, {"rollout": dataclasses.replace(ROLLOUT, eos_token_id=None)}, {}, "to end a turn; got neither"),
+        (TextCompaction(after_tokens=47), {}, {}, "below max_new_tokens 48 together"),
+        (COMPACTION, {}, {"credit": "turn"}, "expected credit 'trajectory' with compaction"),
+        (COMPACTION, {"update": UpdateConfig(rows_per_prompt=2)}, {}, "expected pack_columns with rows_per_prompt"),
+    ],
+)
+def test_refused(compaction: Any, changes: dict[str, Any], options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        new_loop(compaction, changes=changes, **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"contexts": 1}, "expected contexts >= 2"), ({"ask": ""}, "expected a text in ask")]
+)
+def test_compaction_needs_contexts_and_a_request(wrong: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        TextCompaction(after_tokens=4, **wrong)
+
+
+# --- several contexts
+
+
+def test_contexts_follow_each_other():
+    """Each begins with the conversation's prompt and the summary before."""
+    samples = sampled(COMPACTION)
+    assert samples.contexts == 3 and len(samples.rewards) == 8 and samples.counted_rows is not None
+    present = np.asarray(samples.trajectory.lengths()) > 0
+    np.testing.assert_array_equal(samples.counted_rows, present)
+    assert 8 < present.sum() < 24
+    for number, conversation in enumerate(samples.conversations):
+        assert len(conversation.contexts) == present[3 * number : 3 * number + 3].sum()
+        assert len(conversation.turns) <= 4 and conversation.ending != COMPACTED
+        for before, after in zip(conversation.contexts, conversation.contexts[1:], strict=False):
+            summary = before.rpartition("?!?")[2]
+            assert after.startswith(f"{conversation.prompt}#{summary}")
+    assert samples.completions[0].count("?!?") >= len(samples.conversations[0].contexts) - 1
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_each_context_has_the_advantage_of_its_conversation(penalty: float, monkeypatch: pytest.MonkeyPatch):
+    """With kl_in_reward, too, whose penalty is taken off before the group's mean: here one for each sampled token."""
+    loop, samples = new_loop(COMPACTION), sampled(COMPACTION)
+    seen = list[Any]()
+    monkeypatch.setattr(
+        PolicyLearner, "kl_penalty", lambda self, state, drawn, counted: (penalty * drawn.response_mask, {})
+    )
+    monkeypatch.setattr(PolicyLearner, "take_steps", lambda self, state, batch: (seen.append(batch) or state, {}))
+    loop.learn(new_state(), samples)
+    lengths = np.asarray(samples.trajectory.lengths()).reshape(8, 3).sum(axis=1)
+    expected = np.asarray(advantages(WIDER, samples.rewards - np.float32(penalty) * lengths))
+    found = np.asarray(seen[0].advantages).reshape(8, 3)
+    np.testing.assert_allclose(found, np.repeat(expected[:, None], 3, axis=1), atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(seen[0].counted_rows), samples.counted_rows)
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_same_step():
+    loop = new_loop(COMPACTION)
+    state, metrics = loop.step(new_state())
+    other = dataclasses.replace(loop, mesh=make_mesh(2, 1, 1))
+    with_mesh, over_mesh = other.step(shard_tree(jax.device_get(new_state()), other.mesh))
+    for name in ("reward", "conversations/contexts", "completions/mean_length", "loss", "grad_norm"):
+        assert over_mesh[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), state.params, with_mesh.params)
+
+
+def test_groups_are_chosen_with_all_their_contexts():
+    """Dynamic sampling: of two rollouts, the groups whose rewards differ, every context of them."""
+    one = sampled(COMPACTION)
+    flat = one._replace(rewards=np.array([1, 1, 1, 1, 0, 1, 0, 1], np.float32))
+    chosen = select_groups([flat, flat], 4, 2)
+    second = np.arange(12, 24)
+    for got, of in ((chosen.trajectory.tokens, one.trajectory.tokens), (chosen.counted_rows, one.counted_rows)):
+        np.testing.assert_array_equal(np.asarray(got), np.concatenate([np.asarray(of)[second]] * 2))
+    assert chosen.contexts == 3
+    assert [x.turns for x in chosen.conversations[:4]] == [x.turns for x in one.conversations[4:]]
+
+
+def test_files_show_the_contexts(tmp_path: Path):
+    samples = sampled(COMPACTION)
+    CompletionsLog(tmp_path, TOKENIZER, table_rows=0, masks=2)(0, samples)
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()
+    assert len(table["prompt"]) == 8 and table["contexts"] == [each.contexts for each in samples.conversations]
+    lengths = np.asarray(samples.trajectory.lengths()).reshape(8, 3).sum(axis=1)
+    assert table["length"] == lengths.tolist()
+    assert table["truncated"] == [each.ending in ("turns", "length", "room") for each in samples.conversations]
+    masks = load_masks(tmp_path / "completions" / "masks_00000.npz")
+    expected = [(row, i + 1) for row in (0, 1) for i in range(len(samples.conversations[row].contexts))]
+    assert [(mask.row, mask.context) for mask in masks] == expected
+    text = samples.conversations[expected[1][0]].contexts[expected[1][1] - 1]
+    assert "".join(masks[1].pieces) == text.replace("\ufffd", "")  # halves of characters, which no piece has

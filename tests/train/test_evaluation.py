@@ -34,7 +34,7 @@ from smd_jax.train.evaluation import (
     every_evaluation,
     mean_interval,
 )
-from smd_jax.train.grading import encode_rows
+from smd_jax.train.rollouts import encode_rows
 from tests.toy_loop import MODEL, PAD, TOKENIZER, new_loop
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -215,20 +215,13 @@ def test_texts(text, decode):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "snapk:512",
-            r"expected one of the eviction policies dense, gate, h2o, .*on_tokens, .* or one of your own .*'snapk'",
-        ),
-        ("snapkv", r"expected a budget of keys, as in snapkv:512; got 'snapkv'"),
         ("dense:512", r"expected no budget for dense, which keeps all keys; got 'dense:512'"),
         (
             "snapkv:-3",
             r"expected policy, policy:budget or policy:budget\+buffer, .* policies dense, gate, h2o.*got 'snapkv:-3'",
         ),
-        ("snapkv:512+", r"expected policy, .*; got 'snapkv:512\+'"),
         ("snapkv:0", r"expected budget >= 1, a whole number; got 0"),
         ("snapkv:8+0", r"expected buffer >= 1, a whole number; got 0"),
-        ("", r"expected policy, .*; got ''"),
     ],
 )
 def test_wrong_texts(text, message):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from smd_jax.devices.sharding import shard_batch
 from smd_jax.eviction.policies import H2O, Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.state import TrainBatch, TrainState, init_state
+from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS
@@ -32,12 +31,12 @@ from smd_jax.model.protocol import Params
 from smd_jax.monitor.metrics_log import MEMORY_METRICS, METRICS
 from smd_jax.runs import checkpoint
 from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
-from smd_jax.tasks.task import Prompt, Row, batch_indices
+from smd_jax.tasks.task import Prompt, Row
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from smd_jax.train import grpo
 from smd_jax.train.async_rollout import STALENESS
-from smd_jax.train.grading import encode_rows
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.rollouts import encode_rows
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import (
     CONFIG,
@@ -242,56 +241,6 @@ def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
             np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def minibatches_of(state: TrainState, counted_groups: Sequence[bool] | None = None) -> list[list[int]]:
-    """The groups that each optimizer step of MANY_PASSES sees, by the number that stands in their advantages."""
-    loop = own_loop(MANY_PASSES)
-    seen = []
-
-    def update(state: TrainState, part: TrainBatch) -> tuple[TrainState, dict[str, jax.Array]]:
-        groups = np.asarray(part.advantages).reshape(-1, 4)
-        assert (groups == groups[:, :1]).all(), "a group was split"
-        seen.append(groups[:, 0].astype(int).tolist())
-        return state.replace(step=state.step + 1), {}
-
-    # What was drawn does not matter: four times the two groups of the ordinary rollout.
-    drawn = new_loop().collect(new_state(), 0)
-    trajectory = jax.tree.map(lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)), drawn.trajectory)
-    counted_rows = None if counted_groups is None else np.repeat(counted_groups, 4)
-    loop.learner.__dict__["update"] = update  # replaces the cached one
-    loop.learner.__dict__["before_any_step"] = lambda params, batch: {}
-    numbers = jnp.repeat(jnp.arange(loop.config.prompts_per_step), 4)
-    with mock.patch.object(grpo, "advantages", return_value=numbers):
-        loop.learn(state, drawn._replace(trajectory=trajectory, counted_rows=counted_rows))
-    return seen
-
-
-MANY_PASSES = dataclasses.replace(CONFIG, prompts_per_step=8, minibatches=4, num_iterations=3)
-
-
-def test_minibatches_are_whole_groups_in_another_order_in_every_pass():
-    seen = minibatches_of(new_state())
-    assert seen[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    passes = [seen[first : first + 4] for first in (0, 4, 8)]
-    for of_pass in passes:
-        assert sorted(sum(of_pass, [])) == list(range(8))
-    assert passes[0] != passes[1] != passes[2] != passes[0]
-
-
-def test_the_order_of_minibatches_depends_on_key_step_and_pass_alone():
-    def orders(seed: int, rollouts_before: int) -> list[list[int]]:
-        state = new_state(seed)
-        return minibatches_of(state.replace(step=state.step + 12 * rollouts_before))
-
-    assert orders(1, 2) == orders(1, 2)
-    assert orders(1, 2)[4:] != orders(1, 3)[4:] and orders(1, 2)[4:] != orders(2, 2)[4:]
-
-
-def test_groups_that_count_are_spread_over_the_minibatches_of_every_pass():
-    counted = [True] * 4 + [False] * 4
-    for groups in minibatches_of(new_state(), counted):
-        assert sum(counted[group] for group in groups) == 1
-
-
 def test_advantages_of_rloo():
     loop = new_loop(dataclasses.replace(CONFIG, advantages="leave_one_out", scale_rewards="none"))
     rewards = np.array([1, 0, 0, 3, 2, 2, 2, 2], np.float32)
@@ -329,24 +278,11 @@ def test_dynamic_sampling_draws_until_the_batch_is_full():
     assert 0 < samples.metrics["frac_reward_zero_std"] < 1, "of all that was drawn"
 
 
-@pytest.mark.slow
-def test_dynamic_sampling_without_further_rollouts_drops_only():
-    class OneInThree(Uneven):
-        def __getitem__(self, index: int) -> Row:
-            return TASK[7] | {"index": 3 if index == first else 1}
-
-    config = dataclasses.replace(CONFIG, dynamic_sampling=0)
-    first = int(batch_indices(50, 2, 0, CONFIG.seed)[1])
-    samples = new_loop(config, OneInThree()).collect(new_state(), 0)
-    assert samples.counted_rows is not None and samples.counted_rows.tolist() == [True] * 4 + [False] * 4
-    state, metrics = new_loop(config, OneInThree()).learn(new_state(), samples)
-    assert int(state.step) == 1
-    # Advantages of ±0.87 cancel; with the dropped group in the denominator the gradient would be half.
-    kept = samples._replace(counted_rows=None)
-    _, diluted = new_loop(config, OneInThree()).learn(new_state(), kept)
-    tokens = np.asarray(samples.trajectory.lengths())
-    ratio = tokens.sum() / tokens[:4].sum()
-    np.testing.assert_allclose(metrics["grad_norm"], diluted["grad_norm"] * ratio, rtol=1e-4)
+def test_groups_without_signal_do_not_count():
+    samples = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0), Uneven()).collect(new_state(), 0)
+    has_signal = [row["index"] % 3 == 0 for row in samples.task_rows]
+    assert samples.counted_rows is not None and samples.counted_rows.tolist() == has_signal
+    assert any(has_signal) and not all(has_signal)
 
 
 def test_under_shadow_masks_a_run_corrects_nothing():
@@ -461,15 +397,6 @@ def test_rollout_and_update_compile_once():
     assert (counts["rollout_program"], counts["update"]) == (1, 1)
 
 
-def test_a_step_depends_on_the_state_alone():
-    loop = new_loop(DISTILLED)
-    (one, first), (other, second) = (run(loop, new_state(), 2) for _ in range(2))
-    assert first == second
-    assert_bitwise_equal(one, other)
-    _, third = run(loop, new_state(seed=2), 2)
-    assert third != first
-
-
 def test_six_steps_equal_three_and_three(tmp_path):
     whole, rows = run(new_loop(DISTILLED), new_state(), 6)
     half, first = run(new_loop(DISTILLED), new_state(), 3)
@@ -567,7 +494,7 @@ def test_prompts_are_read_in_numbers_that_divide_over_the_devices():
     """Eight at once are asked for by default, which three devices cannot share."""
     config = dataclasses.replace(CONFIG, prompts_per_step=3, decode_rows=6)
     loop = own_loop(config, sizes=(3, 1, 1))
-    assert loop.responder.engine(config.policy, config.rollout, 6).prefill_rows == 9
+    assert loop.rollouts.engine(config.policy, config.rollout).prefill_rows == 9
 
 
 def test_advantages_with_a_penalty_do_not_follow_from_rewards_alone():

@@ -1,6 +1,7 @@
-"""The learner over the columns that a rollout needs: fewer columns give the same step."""
+"""Minibatches of whole groups, and the learner over the columns that a rollout needs: fewer give the same step."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
@@ -19,7 +21,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.minibatches import LEAST_STEP, response_widths, shortened
+from smd_jax.train.minibatches import LEAST_STEP, minibatches, response_widths, shortened
 from smd_jax.train.samples import Samples
 from tests.toy_loop import CONFIG, EOS, MODEL, PAD, TASK, TOKENIZER, warm_params
 from tests.under_test import left_padded
@@ -119,3 +121,40 @@ def test_a_step_is_the_same_over_fewer_columns():
     assert of_whole["loss"] != 0 and of_whole["grad_norm"] > 0
     for x, y in zip(jax.tree.leaves(short.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+# --- minibatches
+
+
+def groups_of_steps(
+    seed: int = 1, rollouts_before: int = 0, counted: Sequence[bool] | None = None, rows_per_group: int = 4
+) -> list[list[int]]:
+    """The groups that each optimizer step of a rollout sees: eight groups, four minibatches, three passes."""
+    config = dataclasses.replace(CONFIG, prompts_per_step=8, minibatches=4, num_iterations=3)
+    batch = {"group": jnp.repeat(jnp.arange(8), rows_per_group)}
+    state = TrainState(jnp.int32(12 * rollouts_before), {}, (), None, jax.random.key(seed))
+    counted_rows = None if counted is None else np.repeat(counted, rows_per_group)
+    parts = [np.asarray(part["group"]) for part in minibatches(batch, state, config, make_mesh(), counted_rows)]
+    groups = [part.reshape(-1, rows_per_group) for part in parts]
+    assert all((part == part[:, :1]).all() for part in groups), "a group was split"
+    return [part[:, 0].tolist() for part in groups]
+
+
+@pytest.mark.parametrize("rows_per_group", [4, 1])
+def test_minibatches_are_whole_groups_in_another_order_in_every_pass(rows_per_group: int):
+    seen = groups_of_steps(rows_per_group=rows_per_group)
+    assert seen[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    passes = [seen[first : first + 4] for first in (0, 4, 8)]
+    assert all(sorted(sum(of_pass, [])) == list(range(8)) for of_pass in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+
+
+def test_the_order_of_minibatches_depends_on_key_step_and_pass():
+    assert groups_of_steps(1, 2) == groups_of_steps(1, 2)
+    assert groups_of_steps(1, 2)[4:] != groups_of_steps(1, 3)[4:]
+    assert groups_of_steps(1, 2)[4:] != groups_of_steps(2, 2)[4:]
+
+
+def test_groups_that_count_are_spread_over_the_minibatches_of_every_pass():
+    counted = [True] * 4 + [False] * 4
+    assert all(sum(counted[group] for group in groups) == 1 for groups in groups_of_steps(counted=counted))

@@ -17,7 +17,6 @@ from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.tasks.task import Task
 from smd_jax.train import online_dpo
-from smd_jax.train.minibatches import minibatches
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.samples import Samples
 from tests.bitwise import assert_bitwise_equal
@@ -97,31 +96,6 @@ def test_without_a_pair_with_signal_the_parameters_stay():
     assert_bitwise_equal(jax.device_get(state), before.replace(step=before.step + 1))
 
 
-def test_the_minibatches_of_a_rollout():
-    loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2))
-    pairs = loop.pairs(samples())
-    batch = loop.learner.batch(samples().trajectory, pairs)
-    parts = list(minibatches(batch, new_state(), loop.config, loop.mesh))
-    tokens = np.asarray(samples().trajectory.tokens)
-    again = [
-        tokens[np.asarray(pairs.chosen)].tolist().index(row.tolist())
-        for part in parts[2:]
-        for row in part.chosen.tokens
-    ]
-    assert sorted(again) == [0, 1, 2, 3]
-    for part, groups in zip(parts, ([0, 2], [1, 3], again[:2], again[2:]), strict=True):
-        np.testing.assert_array_equal(part.chosen.tokens, tokens[np.asarray(pairs.chosen)[groups]])
-        np.testing.assert_array_equal(part.rejected.tokens, tokens[np.asarray(pairs.rejected)[groups]])
-        np.testing.assert_array_equal(part.signal, np.asarray(pairs.signal)[groups])
-
-
-@pytest.mark.slow
-def test_a_step_depends_on_the_state_alone():
-    (one, first), (other, second) = (run(plain_loop(), new_state(), 2) for _ in range(2))
-    assert first == second
-    assert_bitwise_equal(one, other)
-
-
 @pytest.mark.slow
 def test_a_mesh_gives_the_same_step():
     """One pair two devices, and a reference that is not the policy."""
@@ -145,6 +119,9 @@ def test_pairs_by_the_rewards_of_the_task():
     np.testing.assert_array_equal(samples().rewards[pairs.rejected], groups.min(1))
     np.testing.assert_array_equal(pairs.signal, np.ptp(groups, axis=1) > 0)
     assert pairs.signal.any()
+    batch = plain_loop().learner.batch(samples().trajectory, pairs)
+    for part, rows in ((batch.chosen, pairs.chosen), (batch.rejected, pairs.rejected)):
+        np.testing.assert_array_equal(part.tokens, np.asarray(samples().trajectory.tokens)[np.asarray(rows)])
 
 
 def test_a_completion_without_an_end_may_be_punished():

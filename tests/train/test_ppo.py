@@ -198,17 +198,6 @@ def test_microbatches_change_nothing():
         np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_the_order_of_the_rows_changes_nothing():
-    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
-    rows, rewards = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[order]), (trajectory(), REWARDS))
-    batch, of_critic = estimate(config_of())(OLD, rows, rewards, None)
-    one, other = updated(config_of()), step(config_of(), NOW, batch)
-    assert distance(other[1], one[1]) < 1e-5
-    np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-5, atol=1e-6)
-    for name, value in train_batch(config_of())[1].items():
-        np.testing.assert_allclose(of_critic[name], value, rtol=1e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "OPSM"])
 def test_every_correction_takes_advantages_of_tokens(name):
     mask = trajectory().response_mask
@@ -216,16 +205,6 @@ def test_every_correction_takes_advantages_of_tokens(name):
     inputs = CorrectionInputs(logprobs, logprobs - 0.3, logprobs + 0.2, jnp.asarray(REWARDS), mask)
     tokens = inputs.replace(advantages=jnp.broadcast_to(inputs.advantages[:, None], mask.shape))
     jax.tree.map(np.testing.assert_array_equal, *(CORRECTIONS[name].terms(x) for x in (inputs, tokens)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Sparse-RL", "DPPO-TV"])
-def test_with_shadow_masks_corrections_have_nothing_to_do(name):
-    """At the first step, where the learner is the sampler."""
-    plain, corrected = (updated(config_of(correction=c), params_now=False) for c in (Shadow(), CORRECTIONS[name]))
-    assert corrected[0]["mismatch_kl"] <= 1e-6
-    np.testing.assert_allclose(corrected[0]["loss"], plain[0]["loss"], rtol=1e-4, atol=1e-5)
-    assert distance(corrected[1], plain[1]) < 1e-4
 
 
 def test_corrections_leave_the_critic_alone():

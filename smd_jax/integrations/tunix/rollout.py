@@ -23,7 +23,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.sampler.static import Sampler
-from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary
+from smd_jax.text.prompts import PromptBatch, Tokenizer, check_vocabulary, pad_left
 
 
 class SmdRollout(base_rollout.BaseRollout):
@@ -156,17 +156,13 @@ class SmdRollout(base_rollout.BaseRollout):
         runs = [(prompt, len(list(copies))) for prompt, copies in itertools.groupby(prompts)]
         group = math.gcd(*(count for _, count in runs))
         texts = [prompt for prompt, count in runs for _ in range(count // group)]
-        tokens = np.full((len(texts), width), self.pad_id(), np.int32)
-        valid = np.zeros(tokens.shape, bool)
-        for row, text in enumerate(texts):
-            # One beginning-of-sequence token, if the tokenizer has it: so Tunix' own sampler encodes prompts.
-            begin = self._tokenizer.bos_id()
-            ids = self._tokenizer.dedup_bos_ids(([begin] if begin else []) + self._tokenizer.encode(text))
+        # One beginning-of-sequence token, if the tokenizer has it: so Tunix' own sampler encodes prompts.
+        begin = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
+        rows = [self._tokenizer.dedup_bos_ids(begin + self._tokenizer.encode(text)) for text in texts]
+        for text, ids in zip(texts, rows, strict=True):
             if not 0 < len(ids) <= width:
                 raise ValueError(f"max_prompt_length: expected 1 to {width} tokens; got {len(ids)} in {text[:80]!r}")
-            tokens[row, width - len(ids) :] = ids
-            valid[row, width - len(ids) :] = True
-        return PromptBatch(jnp.asarray(tokens), jnp.asarray(valid)), group
+        return pad_left(rows, width, self.pad_id()), group
 
     def _output(self, trajectory: Trajectory) -> base_rollout.RolloutOutput:
         lengths = np.asarray(trajectory.lengths())

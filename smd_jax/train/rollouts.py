@@ -1,0 +1,224 @@
+"""Samples completions: each process samples the rows that it feeds, on its own devices.
+
+parameters ─► sampler_copy ─┐
+task rows ─► prompts ───────┴─► rollout ─► trajectory of this process's rows ─► `place.whole`: the batch on the mesh
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Key
+
+from smd_jax.devices.process_rows import Place, local_key
+from smd_jax.devices.processes import all_or_none
+from smd_jax.devices.sharding import row_ways, shard_batch
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.engine import Engine, Progress
+from smd_jax.sampler.environment_respondent import Conversation
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
+from smd_jax.sampler.keys import row_keys
+from smd_jax.sampler.params import converted
+from smd_jax.sampler.static import Sampler
+from smd_jax.tasks.task import Row, prompt_text
+from smd_jax.text.prompts import PromptBatch, Tokenizer, encode_prompts, repeat_prompts, wants_special_tokens
+from smd_jax.text.stop_strings import StopTable, stop_table
+from smd_jax.train.compile_ahead import rows_on
+
+
+class Sampled(NamedTuple):
+    """Completions before they are graded.
+
+    Attributes:
+      rows: task rows of all processes, one per prompt.
+      trajectory: of this process's rows; with several processes on the host.
+      measured: metrics of the sampling, as numbers.
+      conversations: one for each completion, of rollouts with an environment; empty elsewhere.
+      present: `[rows of the trajectory]`, false for rows without a context of a conversation; None: all have one.
+    """
+
+    rows: Sequence[Row]
+    trajectory: Trajectory
+    measured: dict[str, float]
+    conversations: tuple[Conversation, ...] = ()
+    present: Bool[np.ndarray, " rows"] | None = None
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Samples completions of task rows, for training and for evaluations.
+
+    Attributes:
+      prompt_width, stop_strings, decode_rows, prefill_rows: as in LoopConfig.
+      report: called after every segment of a rollout with `decode_rows`.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    mesh: Mesh
+    prompt_width: int
+    stop_strings: tuple[str, ...] = ()
+    decode_rows: int | None = None
+    prefill_rows: int = 8
+    report: Callable[[Progress], None] | None = None
+
+    @cached_property
+    def place(self) -> Place:
+        """Where this process samples its rows."""
+        return Place(self.mesh)
+
+    @cached_property
+    def stop_table(self) -> StopTable | None:
+        """The stop strings as a table over the tokenizer's tokens."""
+        return stop_table(self.tokenizer, self.stop_strings, self.model.shape.vocab_size)
+
+    @property
+    def contexts(self) -> int:
+        """Rows of the trajectory for each completion."""
+        return 1
+
+    def check(self, policy: EvictionPolicy, config: RolloutConfig) -> None:
+        """Raises ValueError for a policy or lengths that do not fit the model, before anything is compiled."""
+        Sampler(self.model, policy, config, self.prompt_width)
+        _ = self.stop_table
+        if self.decode_rows is not None:
+            self.engine(policy, config)
+
+    def engine(self, policy: EvictionPolicy, config: RolloutConfig) -> Engine:
+        """The engine that decodes this process's share of `decode_rows`."""
+        assert self.decode_rows is not None
+        share = len(self.place.feeders.teams)
+        # As many prompts as requested, rounded up to a number that divides over this process's devices.
+        ways = row_ways(self.place.own_mesh)
+        prefill_rows = -(-self.prefill_rows // (share * ways)) * ways
+        return Engine(self.model, policy, config, self.decode_rows // share, prefill_rows, self.place.own_mesh)
+
+    def sampler_copy(self, params: Params) -> Params:
+        """Copies parameters from the mesh to where the sampler reads them; all processes must call it."""
+        if not self.place.elsewhere:
+            return params
+        with jax.set_mesh(self.mesh):
+            # Converted first, which may halve the bytes that are sent.
+            params = converted(self.model, params)
+        return self.place.params(params)
+
+    def sample(
+        self,
+        params: Params,
+        key: Key[Array, ""] | Key[Array, " completions"],
+        rows: Sequence[Row],
+        policy: EvictionPolicy,
+        config: RolloutConfig,
+        group_size: int,
+    ) -> Sampled:
+        """Samples a group of completions for each row; all processes must call it with the same rows.
+
+        Args:
+          params: a `sampler_copy`.
+          key: consumed; one, or one for each completion of all processes.
+        """
+        began = time.perf_counter()
+        own_mesh, part = self.place.own_mesh, self.place.feeders.part
+        measured = {}
+        with all_or_none():
+            prompts = encode_rows(self.model, self.tokenizer, rows[part(len(rows))], self.prompt_width)
+            if self.place.elsewhere:
+                # A row gets the same random numbers wherever it is sampled.
+                total = len(rows) * group_size
+                key = row_keys(local_key(key), total)[part(total)]
+            if self.decode_rows is None:
+                # A prompt that is read several times gets a part of its group each time; its responses stay contiguous.
+                copies = self._copies(len(prompts.tokens), group_size)
+                options = self._options(policy, config, group_size, copies)
+                with jax.set_mesh(own_mesh):
+                    repeated = shard_batch(repeat_prompts(prompts, copies), own_mesh)
+                    trajectory = rollout(self.model, params, repeated, key, **options)
+            else:
+                result = self.engine(policy, config).run(
+                    params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
+                )
+                trajectory = shard_batch(result.trajectory, own_mesh)
+                measured["rollout/utilisation"] = result.stats.utilisation
+            trajectory = self.place.own(trajectory)
+        # The sampler has read its log-probabilities by now, so the device has finished, too.
+        measured["time/rollout"] = time.perf_counter() - began
+        return Sampled(rows, trajectory, measured)
+
+    def lower(
+        self,
+        params: Params,
+        key: Key[Array, ""] | Key[Array, " completions"],
+        prompts: int,
+        policy: EvictionPolicy,
+        config: RolloutConfig,
+        group_size: int,
+    ) -> jax.stages.Lowered:
+        """The rollout of this process's prompts in one program, ready to be compiled; computes nothing.
+
+        Args:
+          params: a `sampler_copy`, or its shapes with shardings.
+          key: as in `sample`, of this process's completions.
+          prompts: of all processes.
+        """
+        mesh, own = self.place.own_mesh, prompts // len(self.place.feeders.teams)
+        copies = self._copies(own, group_size)
+        with jax.set_mesh(mesh):
+            shapes = rows_on(self._prompt_shapes(own * copies), mesh)
+            return rollout_program.lower(
+                self.model, params, shapes, key, **self._options(policy, config, group_size, copies)
+            )
+
+    def shapes(
+        self, params: Params, prompts: int, policy: EvictionPolicy, config: RolloutConfig, group_size: int
+    ) -> Trajectory:
+        """The shapes of the whole trajectory of so many prompts; call it under the mesh."""
+        copies = self._copies(prompts // len(self.place.feeders.teams), group_size)
+        shapes = rows_on(self._prompt_shapes(prompts * copies), self.mesh)
+        options = self._options(policy, config, group_size, copies)
+        return rollout_program.eval_shape(self.model, params, shapes, jax.random.key(0), **options)
+
+    def _prompt_shapes(self, prompts: int) -> PromptBatch:
+        shape = (prompts, self.prompt_width)
+        return jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
+
+    def _options(self, policy: EvictionPolicy, config: RolloutConfig, group_size: int, copies: int) -> dict[str, Any]:
+        """The other arguments of a rollout. A call with other keywords would compile another program."""
+        return {
+            "policy": policy,
+            "config": config,
+            "group_size": group_size // copies,
+            "stop": self.stop_table,
+            "prompt_copies": copies,
+        }
+
+    def _copies(self, prompts: int, group_size: int) -> int:
+        """How often each prompt is read: the smallest number that lets the prompts divide over the mesh."""
+        ways = row_ways(self.place.own_mesh)
+        fits = (copies for copies in range(1, group_size + 1) if not (group_size % copies or prompts * copies % ways))
+        # If no number fits, `shard_batch` refuses the prompts with its own message.
+        return next(fits, group_size)
+
+
+def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:
+    """The prompts of a task's rows, `[rows, width]`.
+
+    Raises:
+      ValueError: for a prompt that is longer than `width`.
+    """
+    return encode_prompts(
+        tokenizer,
+        [prompt_text(row, tokenizer) for row in rows],
+        width=width,
+        max_positions=model.shape.max_positions,
+        add_special_tokens=wants_special_tokens(tokenizer),
+    )

@@ -1,0 +1,94 @@
+"""What a run writes, that a run which stops anywhere and resumes is the run that did not stop, and used directories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.runs import checkpoint
+from smd_jax.runs.run_folder import check_directory
+from tests.bitwise import assert_bitwise_equal
+from tests.plain_loop import CONFIG, PlainLoop, new_state
+from tests.plain_runs import DENSE, DiedError, Evaluations, dies_at, never, rows, saved, start
+
+
+def test_rows_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    state = start(tmp_path, 5, checkpoint_every=2, label="toy")
+    assert [(row["step"], row["reward"]) for row in rows(tmp_path)] == [(step, step) for step in range(5)]
+    assert saved(tmp_path)[-1] == 5 and int(state.step) == 5
+    restored = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=CONFIG)
+    assert restored.data_position == {"rollouts": 5, "seed": 0}
+    assert_bitwise_equal(restored.state, state)
+    assert "toy 5/5 reward" in capsys.readouterr().out
+
+
+class Recorder:
+    """A logger that remembers, or raises."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.broken = broken
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.broken:
+            raise OSError("no such host")
+        self.rows.append({"step": step, **metrics})
+
+    def close(self) -> None:
+        self.rows.append({})
+
+
+def test_loggers_get_every_row_and_none_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sound = Recorder()
+    start(tmp_path, 3, loggers=[Recorder(broken=True), sound])
+    *written, closed = sound.rows
+    # Loggers count finished rollouts; rows are numbered from 0.
+    assert [row | {"step": row["step"] - 1} for row in written] == read_metrics(tmp_path / "metrics.jsonl")
+    assert len(written) == 3 and closed == {}
+    assert all({"memory/host_bytes"} <= row.keys() for row in written)
+    assert "Recorder failed and gets no more metrics of this run" in capsys.readouterr().err
+
+
+def test_loggers_get_the_evaluation_before_training(tmp_path: Path):
+    logger = Recorder()
+    start(tmp_path, 2, evaluate_every=1, evaluate=Evaluations({0: 0.5, 1: 0.25, 2: 1.0}), loggers=[logger])
+    assert [(row["step"], row[DENSE]) for row in logger.rows[:-1]] == [(0, 0.5), (1, 0.25), (2, 1.0)]
+
+
+def test_rows_after_the_last_checkpoint_are_written_again(tmp_path: Path):
+    whole, parts = start(tmp_path / "whole", 6), tmp_path / "parts"
+    with pytest.raises(DiedError):
+        start(parts, 6, PlainLoop(begins=dies_at(5)), checkpoint_every=2)
+    assert [row["step"] for row in rows(parts)] == [0, 1, 2, 3, 4] and saved(parts)[-1] == 4
+    with open(parts / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 5, "rew')  # the machine went down in the middle of a line
+    assert_bitwise_equal(start(parts, 6, checkpoint_every=2, resume=True), whole)
+    assert rows(parts) == rows(tmp_path / "whole")
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path):
+    finished, before = start(tmp_path, 2), rows(tmp_path)
+    state = start(tmp_path, 2, PlainLoop(begins=never), resume=True)
+    assert rows(tmp_path) == before and saved(tmp_path) == [2]
+    assert_bitwise_equal(state, finished)
+
+
+def test_a_new_run_in_a_used_directory(tmp_path: Path):
+    start(tmp_path / "run", 1)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "rows" / "metrics.jsonl")
+    for used in ("run", "rows"):  # only checkpoints here, only metrics there
+        with pytest.raises(FileExistsError, match=rf"{used}; got one\. Continue it with resume=True"):
+            start(tmp_path / used, 1)
+        check_directory(tmp_path / used, resume=True)
+
+
+def test_what_is_no_earlier_run(tmp_path: Path):
+    check_directory(tmp_path / "absent", resume=False)
+    (tmp_path / "metrics.jsonl").touch()  # a run that ended before its first row
+    (tmp_path / "notes.txt").write_text("mine")
+    check_directory(tmp_path, resume=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "notes.txt"]
