@@ -47,10 +47,6 @@ def as_number(completions):
     return [float(completion) for completion in completions]
 
 
-def mean_of_all(completions):
-    return sum(map(len, completions)) / len(completions)
-
-
 def not_finite(completions):
     return [float("nan") if completion == "bad" else 1.0 for completion in completions]
 

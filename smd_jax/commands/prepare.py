@@ -47,7 +47,7 @@ from smd_jax.model.weights import check_export_source
 from smd_jax.monitor.tensorboard import check_tensorboard
 from smd_jax.monitor.weights_and_biases import check_wandb
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.text.chat_template import DAY, reads_day
+from smd_jax.text.chat_template import DAY
 from smd_jax.text.prompts import pad_token_id
 from smd_jax.train.async_rollout import one_behind
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
@@ -137,7 +137,7 @@ def with_prompt_day(args: Common, template: object) -> Common:
         saved = read_options(settings).get("chat_template_kwargs")
         days = _days(saved if isinstance(saved, list) else [])
     else:
-        days = [f"{DAY}={datetime.date.today().isoformat()}"] if reads_day(str(template or "")) else []
+        days = [f"{DAY}={datetime.date.today().isoformat()}"] if DAY in str(template) else []
     return replace(args, data=replace(args.data, chat_template_kwargs=(*given, *days[:1])))
 
 

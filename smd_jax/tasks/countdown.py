@@ -10,21 +10,19 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from smd_jax.tasks.reward_functions import ANSWER
 from smd_jax.tasks.task import Completion, Row, completion_text
 
-ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
-LONGEST = 200  # characters of an expression: far more than any solution has
+ARITHMETIC = re.compile(r"[0-9+\-*/() ]{1,200}")  # no solution has more characters
 
 # Characters that models write instead of the given operators.
 TYPOGRAPHY = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")", "\n": " "})
 
-OPERATORS: Mapping[type[ast.operator], Any] = {
+OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -68,36 +66,24 @@ def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
     It may hold whole numbers, the four binary operators and parentheses; no signs, no powers.
     """
     expression = expression.translate(TYPOGRAPHY)
-    if len(expression) > LONGEST or not ARITHMETIC.fullmatch(expression):
+    if not ARITHMETIC.fullmatch(expression):
         return False
+    used = list[int]()
     try:
-        tree = ast.parse(expression.strip(), mode="eval").body
-        # Checks the numbers first, so that nothing else is ever computed.
-        return Counter(_numbers(tree)) == Counter(numbers) and _value(tree) == target
-    except (SyntaxError, _NotArithmeticError, ZeroDivisionError):
+        return _value(ast.parse(expression.strip(), mode="eval").body, used) == target and sorted(used) == sorted(
+            numbers
+        )
+    except (SyntaxError, ZeroDivisionError):
         return False
 
 
-class _NotArithmeticError(Exception):
-    """The expression is Python that the game does not allow."""
-
-
-def _numbers(node: ast.expr) -> Iterator[int]:
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    """Computes an expression and collects its numbers; raises SyntaxError for what the game does not allow."""
     match node:
         case ast.Constant(value=int() as value):
-            yield value
-        case ast.BinOp(left=left, right=right):
-            yield from _numbers(left)
-            yield from _numbers(right)
-        case _:
-            raise _NotArithmeticError
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int() as value):
+            used.append(value)
             return Fraction(value)
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATORS:
-            return OPERATORS[type(operation)](_value(left), _value(right))
+            return OPERATORS[type(operation)](_value(left, used), _value(right, used))
         case _:
-            raise _NotArithmeticError
+            raise SyntaxError

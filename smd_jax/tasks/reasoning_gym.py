@@ -13,7 +13,7 @@ from typing import Any
 
 from smd_jax.config import check_whole
 from smd_jax.tasks.evaluated_answers import readable_answer
-from smd_jax.tasks.task import Completion, Prompt, Row, column_of, completion_text, missing_extra, question_of
+from smd_jax.tasks.task import Completion, Prompt, Row, completion_text, missing_extra, question_of
 from smd_jax.text.near_names import did_you_mean
 
 # Verifiers raise these for answers of an unexpected form, as prime_factorization does for "?".
@@ -60,15 +60,18 @@ class ReasoningGymTask:
         return {"prompt": item["question"], "answer": item["answer"], "metadata": item["metadata"]}
 
     def reward(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], **columns: Sequence[Any]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        answer: Sequence[Any],
+        metadata: Sequence[Any],
+        **columns: Sequence[Any],
     ) -> list[float]:
         """The dataset's own score of every stripped completion; 0.0 where its verifier raises.
 
         Answers that the verifier would execute are replaced, see `evaluated_answers`.
         """
-        questions = map(question_of, prompts)
-        texts = map(completion_text, completions)
-        rows = zip(texts, questions, column_of(columns, "answer"), column_of(columns, "metadata"), strict=True)
+        rows = zip(map(completion_text, completions), map(question_of, prompts), answer, metadata, strict=True)
         return [self._score(*row) for row in rows]
 
     def _score(self, completion: str, question: str, answer: Any, metadata: Any) -> float:

@@ -105,10 +105,6 @@ def _number(reward: Any) -> float | None:
     """A scalar of Python, NumPy, JAX, ml_dtypes or torch, or anything else with `__float__`; None for other values."""
     if isinstance(reward, str | bytes | bytearray) or getattr(reward, "ndim", 0):
         return None
-    dtype = getattr(reward, "dtype", None)
-    # Kind V is bfloat16 and similar types, or raw bytes. float() would also take numpy's bytes, texts and times.
-    if isinstance(dtype, np.dtype) and (dtype.kind not in "biufV" or dtype.type is np.void):
-        return None
     try:
         return float(reward)
     except OverflowError:  # whole numbers and fractions beyond float64

@@ -11,14 +11,14 @@ of chat messages is one message of the assistant.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 from smd_jax.config import check_seed
-from smd_jax.text.chat_template import RESERVED_VARIABLES, TemplateError, render_messages
+from smd_jax.text.chat_template import TemplateError, render_messages
 from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
 from smd_jax.text.visible_text import one_line
 
@@ -72,17 +72,6 @@ def batch_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
-    """One of a reward's columns.
-
-    Raises:
-      ValueError: if the rows have no such field.
-    """
-    if name not in columns:
-        raise ValueError(f"expected a column {name!r} beside the prompts and completions; got {sorted(columns)}")
-    return columns[name]
-
-
 class MissingExtraError(ImportError):
     """A package of an extra is not installed."""
 
@@ -101,15 +90,14 @@ def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
       where: names the row in errors.
 
     Raises:
-      ValueError: no dict, or a reserved name.
+      ValueError: no dict.
     """
     values = row.get(TEMPLATE_KWARGS)
     if values is None:
         return {}
-    if not isinstance(values, dict) or any(name in values for name in RESERVED_VARIABLES):
+    if not isinstance(values, dict):
         raise ValueError(
-            f'{where}: expected {TEMPLATE_KWARGS} as a dict, such as {{"enable_thinking": False}}, without '
-            f"{list(RESERVED_VARIABLES)}; got {values!r:.80}"
+            f'{where}: expected {TEMPLATE_KWARGS} as a dict, such as {{"enable_thinking": False}}; got {values!r:.80}'
         )
     return {name: value for name, value in values.items() if value is not None}
 
@@ -131,9 +119,7 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        text = render_messages(messages, tokenizer, variables)
-        text.encode()
-        return text
+        return render_messages(messages, tokenizer, variables)
     except ValueError as error:
         roles = one_line(repr([message["role"] for message in messages]), 200)
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "

@@ -11,7 +11,6 @@ import datetime
 import functools
 import json
 import os
-import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -25,14 +24,6 @@ from smd_jax.text.template_process import Limits
 DAY = "strftime_now"  # the name by which templates ask for the date
 START_SECONDS = 300.0  # to import transformers, on a machine under load
 WALL_FACTOR = 6.0  # wall-clock limit over CPU limit, for a process that waits for a core
-# Arguments of `apply_chat_template` that are no variables of a template.
-RESERVED_VARIABLES = (
-    *("conversation", "tokenize", "add_generation_prompt", "chat_template", "continue_final_message"),
-    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
-)
-
-_CALL = re.compile(rf"\b{DAY}\s*\(\s*(?:format\s*=\s*)?(?P<quote>['\"])(?P<format>[^'\"\\]*)(?P=quote)\s*\)")
-_ANY_CALL = re.compile(rf"\b{DAY}\s*\(")
 
 
 class TemplateError(ValueError):
@@ -49,12 +40,10 @@ def render_messages(messages: list[dict[str, Any]], tokenizer: Tokenizer, variab
       TemplateError: see there.
       ValueError: several templates without a default; a day that is no date, or a variable that cannot be pickled.
     """
-    values = dict(variables)
-    day = values.pop(DAY, None)
-    template = tokenizer.get_chat_template(tools=values.get("tools"))
-    if reads_day(template):
-        template = with_day(template, first_day() if day is None else day_of(day))
-    return _renderer(os.getpid()).render(template, messages, {**tokenizer.special_tokens_map, **values}, Limits())
+    day = first_day() if variables.get(DAY) is None else day_of(variables[DAY])
+    values = {**tokenizer.special_tokens_map, **variables, DAY: day.isoformat()}
+    template = tokenizer.get_chat_template(tools=variables.get("tools"))
+    return _renderer(os.getpid()).render(template, messages, values, Limits())
 
 
 class Renderer:
@@ -97,29 +86,10 @@ def _renderer(process: int) -> Renderer:
     return Renderer()
 
 
-def reads_day(template: str) -> bool:
-    """Whether a chat template asks for the date."""
-    return _ANY_CALL.search(template) is not None
-
-
 @functools.cache
 def first_day() -> datetime.date:
     """The day on which this process first asked."""
     return datetime.date.today()
-
-
-@functools.lru_cache(maxsize=16)
-def with_day(template: str, day: datetime.date) -> str:
-    """Replaces every `strftime_now("…")` by its text on this day, at midnight.
-
-    Raises:
-      ValueError: a format that is no plain text.
-    """
-    midnight = datetime.datetime.combine(day, datetime.time())
-    fixed = _CALL.sub(lambda call: repr(midnight.strftime(call["format"])), template)
-    if reads_day(fixed):
-        raise ValueError(f"expected a chat template that calls {DAY} with a format in quotes; got another call")
-    return fixed
 
 
 def day_of(value: object) -> datetime.date:

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -50,11 +51,17 @@ def address_space() -> int:
 
 
 def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any], limits: Limits) -> dict[str, str]:
-    """Renders messages, as `tokenizer.apply_chat_template` does; returns the text or the error of the template."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    """Renders messages, as `tokenizer.apply_chat_template` does; returns the text or the error of the template.
 
+    The variable `strftime_now` is the day that a template reads by the function of this name, such as "2026-01-31".
+    """
+    from transformers.utils import chat_template_utils
+
+    midnight = datetime.fromisoformat(variables.pop("strftime_now", "2000-01-01"))
+    # Its `strftime_now` reads the day here.
+    chat_template_utils.datetime = type("Midnight", (datetime,), {"now": lambda: midnight})  # pyright: ignore[reportPrivateImportUsage]
     try:
-        (text,), _ = render_jinja_template(
+        (text,), _ = chat_template_utils.render_jinja_template(
             conversations=[messages], chat_template=template, add_generation_prompt=True, **variables
         )
     except MemoryError:

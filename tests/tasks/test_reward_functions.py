@@ -1,5 +1,6 @@
 """The reward functions that are ready, on numbers worked out by hand."""
 
+import functools
 import math
 import pickle
 from decimal import Decimal
@@ -193,5 +194,6 @@ def test_all_of_them_have_names_and_go_to_processes():
     assert (
         names[:-1] == [n for n in names if getattr(reward_functions, n, None) in functions] and names[-1] == "overlong"
     )
+    assert function_name(functools.partial(math_answer)) == "math_answer"
     assert pickle.loads(pickle.dumps(functions)) == functions
     assert Rewards(functions).logged_names == tuple(names)  # each could be sent

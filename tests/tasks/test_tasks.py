@@ -13,7 +13,6 @@ from reasoning_gym.dataset import ReseedingDataset
 
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.tasks.gsm8k import GRADED_CHARACTERS, final_answer, gsm8k_gold, gsm8k_row, same_answer
-from smd_jax.tasks.lengths import usable_lengths
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.reward_functions import math_answer
 from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
@@ -22,7 +21,6 @@ from smd_jax.tasks.task import Task, batch_columns, batch_indices, prompt_text
 from smd_jax.testing import byte_tokenizer
 from tests.hub_files import write_lines
 from tests.paths import ROOT
-from tests.under_test import bos_tokenizer
 
 GSM8K_FILE = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 
@@ -59,23 +57,9 @@ def test_tasks_are_values():
     assert hash(sort_task(num_digits=4)) == hash(sort_task(num_digits=4))
     assert sort_task(num_digits=4)[7] == sort_task(num_digits=4)[7]
     assert sort_task() != sort_task(num_digits=4)
-
-
-def test_rows_outside_the_task_do_not_exist():
-    with pytest.raises(IndexError, match="expected a row from 0 to 49; got 50"):
-        sort_task()[50]
-    with pytest.raises(IndexError, match="got -1"):
-        sort_task()[-1]
-
-
-def test_an_unknown_dataset_is_named_with_its_neighbours():
-    with pytest.raises(ValueError, match=r"got 'chain_sums'\. Did you mean chain_sum"):
-        ReasoningGymTask("chain_sums", seed=0, size=5)
-
-
-def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match=r"expected a column 'metadata' .* got \['answer'\]"):
-        sort_task().reward(["3="], ["3"], answer=["3"])
+    for outside in (-1, 50):
+        with pytest.raises(IndexError, match=f"expected a row from 0 to 49; got {outside}"):
+            sort_task()[outside]
 
 
 def test_a_missing_extra_is_named(monkeypatch):
@@ -209,9 +193,8 @@ def test_a_row_tells_its_chat_template():
     told = {"enable_thinking": False, "tone": None}  # a data set fills in None for what other rows have
     assert prompt_text(row | {"chat_template_kwargs": told}, tokenizer) == "1+1?<no>"
     assert prompt_text(row | {"chat_template_kwargs": None}, tokenizer) == "1+1?"
-    for wrong in ("enable_thinking", {"tokenize": True}):
-        with pytest.raises(ValueError, match="a row: expected chat_template_kwargs as a dict"):
-            prompt_text(row | {"chat_template_kwargs": wrong}, tokenizer)
+    with pytest.raises(ValueError, match="a row: expected chat_template_kwargs as a dict"):
+        prompt_text(row | {"chat_template_kwargs": "enable_thinking"}, tokenizer)
 
 
 def test_without_a_chat_template_a_prompt_stays_as_it_is():
@@ -220,20 +203,6 @@ def test_without_a_chat_template_a_prompt_stays_as_it_is():
     assert prompt_text({"prompt": "1+1?"}, tokenizer) == "1+1?"
     with pytest.raises(ValueError, match="the tokenizer has no chat template; got messages"):
         prompt_text({"prompt": [{"role": "user", "content": "1+1?"}]}, tokenizer)
-
-
-def longest(tokenizer, task):
-    return int(usable_lengths(task, tokenizer).max())
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_the_longest_prompt_has_room_for_the_tokenizers_own_token(chat):
-    task = ReasoningGymTask("distractor_sort", seed=0, size=5, parameters=(("num_digits", 3), ("num_distractors", 4)))
-    plain = max(len(prompt_text(task[i], byte_tokenizer(chat=False))) for i in range(5))
-    assert longest(byte_tokenizer(chat=False), task) == plain
-    framed = longest(byte_tokenizer(chat=True), task)
-    assert framed > plain
-    assert longest(bos_tokenizer(chat=chat), task) == (framed if chat else plain + 1)
 
 
 # --- the order of the rows
