@@ -26,12 +26,5 @@ def check_host_threads(pallas_threads: int) -> None:
 
 def host_threads() -> int:
     """Threads in XLA:CPU's pool: one per core or per CPU device, whichever is more."""
-    # XLA reads both variables, in this order, in place of counting cores.
-    configured = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or ""
-    if configured.isdecimal():
-        cores = int(configured)
-    elif hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores, len(jax.local_devices(backend="cpu")))

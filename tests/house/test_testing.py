@@ -12,7 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer
 
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.testing import (
@@ -38,23 +38,12 @@ def test_token_ids_are_bytes_and_any_text_comes_back(text: str):
     assert TOKENIZER.decode(ids) == text
 
 
-def test_every_byte_has_its_token():
-    vocabulary = TOKENIZER.get_vocab()
-    assert sorted(vocabulary.values()) == list(range(BYTE_VOCAB_SIZE))
-    assert len(TOKENIZER) == BYTE_VOCAB_SIZE
-
-
 def test_special_tokens():
     ids = TOKENIZER.encode("<|im_start|>a<|im_end|><|endoftext|>")
     assert ids == [257, 97, 258, 256]
     assert TOKENIZER.decode(ids) == "<|im_start|>a<|im_end|><|endoftext|>"
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "a"
     assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id) == (256, 258)
-
-
-def test_batches_are_padded_on_the_left():
-    batch = TOKENIZER(["abc", "d"], padding=True)
-    assert batch["input_ids"] == [[97, 98, 99], [256, 256, 100]]
 
 
 def test_chat_template_is_chatml():
@@ -74,26 +63,16 @@ def test_random_checkpoint_opens_here_and_in_transformers(tmp_path: Path):
         np.testing.assert_array_equal(flatten_dict(params, sep="/")[path], leaf, err_msg=path)
     hf_config = AutoConfig.from_pretrained(tmp_path)
     assert (hf_config.model_type, hf_config.eos_token_id, hf_config.pad_token_id) == ("qwen2", 258, 256)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AutoTokenizer, PreTrainedTokenizerFast])
-def test_tokenizer_of_the_random_checkpoint(tmp_path: Path, kind: type):
-    write_random_checkpoint(tmp_path)
-    tokenizer = kind.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "  Größe 数学\t🦊\n\n<|im_start|>"
     assert tokenizer.encode(text) == TOKENIZER.encode(text)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (256, 258, BYTE_VOCAB_SIZE)
     assert tokenizer.chat_template == TOKENIZER.chat_template and tokenizer.padding_side == "left"
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (256, 258, BYTE_VOCAB_SIZE)
 
 
-def test_seeds_differ_and_repeat(tmp_path: Path):
-    def embedding(seed: int) -> np.ndarray:
-        return np.asarray(random_params(tiny_model_config(), seed)["embed"]["embedding"])
-
-    np.testing.assert_array_equal(embedding(0), embedding(0))
-    assert np.abs(embedding(0) - embedding(1)).max() > 0
+def test_seeds_differ():
+    one, other = (random_params(tiny_model_config(), seed)["embed"]["embedding"] for seed in (0, 1))
+    assert np.abs(one - other).max() > 0
 
 
 def test_vocabulary_must_hold_the_tokenizer(tmp_path: Path):
@@ -119,26 +98,17 @@ def test_compilations_are_counted_by_name():
         return inner(x) * 2
 
     three, four = jnp.ones(3), jnp.ones(4)
+    warm = jax.jit(lambda x: x - 1)
+    warm(three)
     with count_compilations() as counts:
+        warm(three)
         update(three)
         update(three)
         assert counts["update"] == 1
         update(four)
         inner(three)
     update(jnp.ones(5))
-    assert (counts["update"], counts["inner"], counts["never"]) == (2, 1, 0)
-
-
-def test_a_compiled_function_is_not_counted_again():
-    @jax.jit
-    def warm(x):
-        return x + 1
-
-    x = jnp.ones(3)
-    warm(x)
-    with count_compilations() as counts:
-        warm(x)
-    assert counts["warm"] == 0
+    assert (counts["update"], counts["inner"], counts["<lambda>"]) == (2, 1, 0)
 
 
 def test_counting_stops_when_the_block_fails():

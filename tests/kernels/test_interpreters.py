@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,20 +83,6 @@ def test_host_threads_are_those_of_xla():
     jax.block_until_ready(jnp.ones(1) + 1)
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert interpreter.host_threads() == names.count("tf_XLAEigen")
-
-
-@pytest.mark.parametrize(
-    ("variables", "threads"),
-    [({}, 8), ({"NPROC": "11"}, 11), ({"NPROC": "11", "PJRT_NPROC": "12"}, 12), ({"PJRT_NPROC": "2"}, 8)],
-)
-def test_host_threads_are_cores_or_devices(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], threads: int):
-    for name in ("NPROC", "PJRT_NPROC"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    assert jax.local_device_count() == 8
-    assert interpreter.host_threads() == threads
 
 
 @pytest.mark.parametrize(("rows", "threads"), [(64, 2), (128, 3)])

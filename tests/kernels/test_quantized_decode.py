@@ -3,7 +3,6 @@ lowered. And the sampler's own path: what it attends to is what its cache says."
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.hardware import why_not_decode_codes
 from tests import races
 from tests.interpreted_gpu import teach
+from tests.kernels.test_decode import check as check_decode
 
 Inputs = tuple[jax.Array, Codes, jax.Array, jax.Array, jax.Array]
 
@@ -143,19 +143,7 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-def check(f: Callable[..., Any], args: Inputs, *, twice: bool = True) -> None:
-    """Values and dtypes; sums of weights; and, if run twice, that a second run gives the same bits."""
-    compiled = jax.jit(f)
-    out, received = compiled(*args)
-    expected_out, expected_received = in_numpy(*args)
-    assert out.dtype == args[0].dtype and received.dtype == jnp.float32
-    rounding = 4 * float(jnp.finfo(out.dtype).eps)  # of the weights before the second product, and of the output
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=max(rounding, 2e-6), rtol=0)
-    np.testing.assert_allclose(received, expected_received, atol=2e-6, rtol=1e-5)
-    group = args[0].shape[1] // args[2].shape[1]
-    np.testing.assert_allclose(received.sum(-1), group * np.asarray(args[4]).any(-1), rtol=1e-5)
-    for first, second in zip((out, received), compiled(*args) if twice else (out, received), strict=True):
-        np.testing.assert_array_equal(first, second)
+check = partial(check_decode, definition=in_numpy)
 
 
 @pytest.mark.slow
