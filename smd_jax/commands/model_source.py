@@ -15,7 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from smd_jax.commands.arguments import ModelSource, SamplingArgs, TemplateName
 from smd_jax.commands.errors import UserError
 from smd_jax.config import FloatName, ModelConfig
-from smd_jax.model.hf_fields import LARGEST, shown
+from smd_jax.model.hf_config import LARGEST
+from smd_jax.model.short_text import shown
 from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, shard_names
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
 from smd_jax.model.weights import read_config

@@ -22,10 +22,10 @@ import numpy as np
 from smd_jax.config import ModelConfig
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import model_type_of
-from smd_jax.model.hf_fields import shown, some
 from smd_jax.model.lora import EXPERTS, LoraConfig, Target
 from smd_jax.model.peft_files import MATRICES, take_tensor, tensor_name
 from smd_jax.model.peft_fused import fused_targets, join, split
+from smd_jax.model.short_text import shown, some
 
 Pair = dict[str, np.ndarray]  # lora_A [experts, in, rank] and lora_B [experts, rank, out]
 

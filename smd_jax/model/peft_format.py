@@ -22,11 +22,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, model_type_of
-from smd_jax.model.hf_fields import shown, some
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
 from smd_jax.model.peft_experts import MLP_TARGETS, expert_tensors, is_of_experts, stored_targets, take_experts
 from smd_jax.model.peft_files import MATRICES, read_tensors, take_tensor, tensor_name
 from smd_jax.model.peft_fused import FUSED, PATTERNS, check_patterns, fused_targets, join, patterns, split
+from smd_jax.model.short_text import shown, some
 from smd_jax.model.stored_tensors import read_json
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.safetensors_files import write_safetensors

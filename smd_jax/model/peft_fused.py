@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from smd_jax.model.hf_fields import shown
 from smd_jax.model.lora import LoraConfig, Target
+from smd_jax.model.short_text import shown
 
 FUSED: dict[str, tuple[Target, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

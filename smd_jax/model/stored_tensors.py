@@ -15,8 +15,8 @@ from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
-from smd_jax.model.hf_fields import shown, some
 from smd_jax.model.mxfp4 import MXFP4, Mxfp4Slice, mxfp4_names, mxfp4_shape
+from smd_jax.model.short_text import shown, some
 from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Layout, Leaf, StoredTensor, tensor_table
 
 SINGLE_FILE = "model.safetensors"

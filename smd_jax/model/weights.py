@@ -27,8 +27,8 @@ from smd_jax.disk import check_space, check_writable
 from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
-from smd_jax.model.hf_fields import some
 from smd_jax.model.lora import LORA
+from smd_jax.model.short_text import some
 from smd_jax.model.stored_tensors import (
     INDEX_FILE,
     Part,

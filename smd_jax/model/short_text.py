@@ -1,9 +1,7 @@
-"""What a parsed JSON file holds, in error messages: a downloaded file may have texts of any length."""
+"""Values and lists in error messages, cut short: a downloaded file may hold texts of any length."""
 
 from __future__ import annotations
 
-# Larger sizes do not fit the int32 indices and positions of the decoder.
-LARGEST = 2**31 - 1
 _SHOWN = 80
 
 
