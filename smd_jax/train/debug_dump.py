@@ -5,7 +5,7 @@
     logprobs             [rows, R]       the sampler's
     rewards              [batch]         a completion has several rows if its contexts are compacted
     terminated           [rows]          counted_rows [rows], if some were left out
-    evicted_at           [rows, layers, kv_heads, T], or visible [rows, layers, kv_heads, T, T]
+    evicted_at           [rows, layers, kv_heads, T]
 
 The file's metadata hold the reason (`why`), the rollout's metrics, and its completions as JSON.
 """
