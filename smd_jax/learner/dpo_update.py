@@ -180,8 +180,10 @@ def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState)
         learner = replay_hidden(model, params, hidden, rows)
         # The reference comes from the state, not from the differentiated argument.
         reference = jax.lax.stop_gradient(replay(model, reference_params(state), rows, seen).logprobs)
+        # Index 0 of a pair is the chosen response, as in `_rows`.
         policy, frozen = (_paired(sequence_logprobs(x, rows.response_mask)) for x in (learner.logprobs, reference))
-        loss, terms = dpo_loss(DPOInputs(*policy.T, *frozen.T, part.weights), config.loss)
+        inputs = DPOInputs(policy[:, 0], policy[:, 1], frozen[:, 0], frozen[:, 1], part.weights)
+        loss, terms = dpo_loss(inputs, config.loss)
         kl = k3(learner.logprobs, reference)
         kept = _Terms(_paired(learner.logprobs), _paired(learner.entropy), _paired(kl), terms)
         return loss, jax.lax.stop_gradient(((), kept))
