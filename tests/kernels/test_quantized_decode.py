@@ -252,7 +252,7 @@ def test_a_named_implementation_that_cannot_run_says_why():
 
 @pytest.mark.parametrize(("device", "impl"), [("mosaic_gpu", "mosaic_gpu"), ("mosaic_tpu", "mosaic_tpu"), ("", "xla")])
 def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
-    q, codes, *others = inputs(SMALL, 4, jnp.bfloat16)
+    q, codes, k, v, valid = inputs(SMALL, 4, jnp.bfloat16)
     taken = []
 
     def attend(
@@ -265,5 +265,5 @@ def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
         mock.patch.object(attention, "wrong_device", lambda impl: None if impl == device else "elsewhere"),
         mock.patch.object(attention, "decode_codes_attention", attend),
     ):
-        attention.decode(q, *others, codes=codes)
+        attention.decode(q, k, v, valid, codes=codes)
     assert taken == [impl]
