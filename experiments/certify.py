@@ -24,9 +24,10 @@ import tyro
 
 import smd_jax as smd
 from lib.provenance import provenance
-from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
-from smd_jax.certify.verdict import Models, certify, logprobs_of, replay_logits
-from smd_jax.message.masks import NEVER
+from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
+from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
+from smd_jax.certify.record import Record, arrays_of, check_record
+from smd_jax.certify.verdict import Models, certify
 from smd_jax.text.hugging_face import AutoTokenizer
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -63,7 +64,8 @@ class Injected:
 
     what: str
     cause: str | None
-    record: smd.Trajectory
+    record: Record
+    previous: bool = False  # whether the previous weights are given, too
 
 
 def main(args: Args) -> None:
@@ -87,6 +89,7 @@ def main(args: Args) -> None:
                 "right": named == injected.cause and verdict.is_one_policy == (injected.cause is None),
                 "mean_abs": verdict.mean_abs,
                 "max_abs": verdict.max_abs,
+                "kind": verdict.kind,
             }
             print(json.dumps(row), flush=True)
             rows.append(row)
@@ -114,43 +117,43 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def records(models: Models, tokenizer: Any, facts: PromptFacts, seed: int, length: int) -> Iterator[Injected]:
     """Records of one seed: three healthy ones, then one for every injected cause."""
-    healthy = sampled(models, tokenizer, seed, length, smd.SamplingConfig())
-    filtered = sampled(models, tokenizer, seed, length, smd.SamplingConfig(top_p=0.9))
+    trajectory = sampled(models, tokenizer, seed, length, smd.SamplingConfig())
+    arrays = arrays_of(trajectory)
+    shape = models.model.shape
+    check = lambda arrays: check_record(arrays, shape.num_layers, shape.num_kv_heads, shape.vocab_size)  # noqa: E731
+    healthy = check(arrays)
     yield Injected("none", None, healthy)
-    yield Injected("none, with top_p 0.9 and its recorded support", None, filtered)
+    filtered = sampled(models, tokenizer, seed, length, smd.SamplingConfig(top_p=0.9))
+    with_support = arrays_of(filtered)
+    yield Injected("none, with top_p 0.9 and its recorded support", None, check(with_support))
+
     stated = Conditions.of(healthy)
 
-    def under(at: Conditions, params: Any = models.params, model: Any = models.model, temperature: float = 1.0) -> Any:
+    def under(conditions: Conditions, params: Any = None, model: Any = None, temperature: float = 1.0) -> Record:
         """The record with the log-probabilities of a sampler under these conditions."""
-        return healthy.replace(logprobs=logprobs_of(healthy.response, replay_logits(model, params, at), temperature))
-
-    def masked(evicted_at: jax.Array) -> Any:
-        return healthy.replace(mask=smd.ShadowMask(evicted_at))
-
-    def case(name: str, number: int) -> Conditions:
-        """The conditions of a cause's n-th case."""
-        (cause,) = (cause for cause in CAUSES if cause.name == name)
-        return list(cause.cases(stated, facts))[number][1]
+        logprobs = sampler_logprobs(models, healthy, conditions, params, model, temperature)
+        return check({**arrays, "logprobs": logprobs})
 
     for name, number in (("mask ignored", 0), ("positions shifted", 0), ("positions of cache slots", 0)):
-        yield Injected(name, name, under(case(name, number)))
-    yield Injected("padding attended", "padding attended", under(case("padding attended", seed % 2)))
-    at = healthy.mask.evicted_at
-    yield Injected("evicted_at one too late", "mask off by one", masked(jnp.where((at > 0) & (at < NEVER), at + 1, at)))
+        yield Injected(name, name, under(case_of(name, healthy, facts, number)))
+    yield Injected("padding attended", "padding attended", under(case_of("padding attended", healthy, facts, seed % 2)))
+    late = np.where(arrays["evicted_at"] < healthy.lengths[:, None, None, None], arrays["evicted_at"] + 1, 2**30)
+    yield Injected("evicted_at one too late", "mask off by one", check({**arrays, "evicted_at": late}))
     yield Injected("temperature 0.7", "temperature", under(stated, temperature=0.7))
-    yield Injected("top_p 0.9 without its support", "sampling support", filtered.replace(drawable=None))
+    without = {name: array for name, array in with_support.items() if not name.startswith("support")}
+    yield Injected("top_p 0.9 without its support", "sampling support", check(without))
     yield Injected("weights of an earlier step", "stale weights", under(stated, params=perturbed(models.params, seed)))
-    yield Injected("one more BOS", "BOS token", under(case("BOS token", 0)))
-    yield Injected("no system message", "chat template", under(case("chat template", 0)))
-    order = np.arange(at.shape[1])
-    one, other = np.random.default_rng(seed).choice(len(order), 2, replace=False)
-    order[[one, other]] = other, one
-    yield Injected("two layers swapped", "layers or heads swapped", masked(at[:, order]))
-    yield Injected("heads in reverse", "layers or heads swapped", masked(at[:, :, ::-1]))
-    assert models.other is not None
-    yield Injected("bfloat16 sampler", "dtype", under(stated, model=models.other[0]))
-    moved = healthy.replace(logprobs=jnp.roll(healthy.logprobs, 1, axis=1))
-    yield Injected("log-probabilities of the previous token", "tokens misaligned", moved)
+    yield Injected("one more BOS", "BOS token", under(case_of("BOS token", healthy, facts, 0)))
+    yield Injected("no system message", "chat template", under(case_of("chat template", healthy, facts, 0)))
+    swapped = arrays["evicted_at"].copy()
+    one, other = np.random.default_rng(seed).choice(shape.num_layers, 2, replace=False)
+    swapped[:, [one, other]] = swapped[:, [other, one]]
+    yield Injected("two layers swapped", "layers or heads swapped", check({**arrays, "evicted_at": swapped}))
+    heads = arrays["evicted_at"][:, :, ::-1]
+    yield Injected("heads in reverse", "layers or heads swapped", check({**arrays, "evicted_at": heads}))
+    yield Injected("bfloat16 sampler", "dtype", under(stated, model=models.other[0] if models.other else None))
+    moved = np.roll(arrays["logprobs"], 1, axis=1)
+    yield Injected("log-probabilities of the previous token", "tokens misaligned", check({**arrays, "logprobs": moved}))
 
 
 def sampled(models: Models, tokenizer: Any, seed: int, length: int, sampling: smd.SamplingConfig) -> smd.Trajectory:
@@ -168,6 +171,26 @@ def sampled(models: Models, tokenizer: Any, seed: int, length: int, sampling: sm
     prompts = smd.PromptBatch(jnp.asarray(tokens), jnp.asarray(valid))
     policy = smd.eviction.SnapKV(window=8)
     return smd.rollout(models.model, models.params, prompts, jax.random.key(seed), policy=policy, config=sizes)
+
+
+def case_of(name: str, record: Record, facts: PromptFacts, number: int) -> Conditions:
+    """The conditions of a cause's n-th case."""
+    (cause,) = (cause for cause in CAUSES if cause.name == name)
+    return list(cause.cases(record, facts))[number].conditions
+
+
+def sampler_logprobs(
+    models: Models, record: Record, conditions: Conditions, params: Any, model: Any, temperature: float
+) -> np.ndarray:
+    columns, inside = record.response_columns
+    params = models.params if params is None else params
+    logits = replay_logits(models.model if model is None else model, params, conditions, columns.shape[1])
+    response = np.take_along_axis(record.tokens, columns, axis=1)[..., None]
+    logprobs = np.asarray(logprobs_of(jnp.asarray(response), logits, jnp.float32(temperature))[..., 0])
+    out = record.logprobs.copy()
+    for row in range(len(out)):
+        out[row, columns[row, inside[row]]] = logprobs[row, inside[row]]
+    return out
 
 
 def perturbed(params: Any, seed: int) -> Any:

@@ -1,5 +1,6 @@
 """Is a recorded rollout the policy that is about to be trained? Replays it, and names the cause if it is not."""
 
+from smd_jax.certify.record import Record as Record
 from smd_jax.certify.record import load_record as load_record
 from smd_jax.certify.record import save_record as save_record
 from smd_jax.certify.causes import PromptFacts as PromptFacts

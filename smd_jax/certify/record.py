@@ -1,155 +1,374 @@
 """A rollout on disk in a form that any sampler can write: tokens, log-probabilities, and the conditions of sampling.
 
-One `.npz` file. Rows are padded on the right; column t has the t-th token. docs/certify.md lists the arrays.
+One file, `.npz` or `.safetensors`, with the arrays of `REQUIRED` and any of `OPTIONAL`. Rows are padded on the right;
+column t has the t-th token. docs/certify.md lists shapes, dtypes and meanings. Numpy only.
 """
 
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
-from smd_jax.message.foreign_routing import ExpertSizes
+from smd_jax.message.drawable_tokens import split_support
+from smd_jax.message.foreign import evicted_by_row
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import RoutingShape
 
 REQUIRED = ("tokens", "prompt_lengths", "lengths", "logprobs")
-FLOATS = ("logprobs", "temperature")
-# The axes of every array.
-AXES = {
-    **{"tokens": 2, "prompt_lengths": 1, "lengths": 1, "logprobs": 2, "temperature": 0, "pad_token_id": 0},
-    **{"evicted_at": 4, "support_ids": 1, "support_offsets": 1, "routing": 4},
-}
+OPTIONAL = (
+    *("temperature", "positions", "evicted_at", "kept_after", "kept"),
+    *("support_ids", "support_offsets", "top_ids", "top_logprobs", "routing", "pad_token_id"),
+)
+FLOATS = ("logprobs", "temperature", "top_logprobs")
 
 
-def load_record(
-    path: Path,
-    *,
-    layers: int,
-    kv_heads: int,
-    vocab_size: int,
-    experts: RoutingShape | None = None,
-    rows: int | None = None,
-) -> Trajectory:
+class Top(NamedTuple):
+    """A sampler's likeliest tokens, `[rows, columns, k]`: int32 ids, -1 for none, and float32 log-probabilities."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Record:
+    """A checked record.
+
+    Attributes:
+      tokens, positions: int32 `[rows, columns]`. lengths, prompt_lengths: int32 `[rows]`.
+      logprobs: float32 `[rows, columns]`.
+      evicted_at: int32 `[rows, layers or 1, kv_heads or 1, columns]`; NEVER for keys that stayed, and without a record.
+      temperature: of the sampler.
+      support: ids of the tokens that could be drawn, for every response token in row order; None: all tokens.
+      pad_token_id: of the sampler's batch.
+      top: the likeliest tokens at every column of a response; None: not recorded.
+      routing: int32 `[rows, columns, layers with experts, experts of a token]`, -1 for a token that was never read;
+        None: not recorded.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    prompt_lengths: np.ndarray
+    lengths: np.ndarray
+    logprobs: np.ndarray
+    evicted_at: np.ndarray
+    temperature: float = 1.0
+    support: tuple[np.ndarray, ...] | None = None
+    pad_token_id: int = 0
+    top: Top | None = None
+    routing: np.ndarray | None = None
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def response_columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Columns of the response tokens, `[rows, tokens of the longest response]`, and which of them a row has."""
+        columns = self.prompt_lengths[:, None] + np.arange(self.response_lengths.max())
+        return np.minimum(columns, self.tokens.shape[1] - 1), columns < self.lengths[:, None]
+
+    @property
+    def has_evictions(self) -> bool:
+        return bool((self.evicted_at < self.lengths[:, None, None, None]).any())
+
+    def first_rows(self, count: int) -> Record:
+        """The record of the first rows only."""
+        support = self.support
+        if support is not None:
+            support = support[: int(self.response_lengths[:count].sum())]
+        names = ("tokens", "positions", "prompt_lengths", "lengths", "logprobs", "evicted_at")
+        arrays = {name: getattr(self, name)[:count] for name in names}
+        top = None if self.top is None else Top(self.top.ids[:count], self.top.logprobs[:count])
+        routing = None if self.routing is None else self.routing[:count]
+        return replace(self, **arrays, support=support, top=top, routing=routing)
+
+
+def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None) -> Record:
     """Reads and checks a record.
 
     Args:
       layers, kv_heads, vocab_size: of the model. experts: of the model; None: it has none.
-      rows: number of rows that are read, from the first on; None: all.
 
     Raises:
-      ValueError: a file that cannot be read, a missing or unknown array, a wrong shape or dtype, or what
-        `Trajectory.from_records` refuses.
+      ValueError: a file that cannot be read, a missing or unknown array, a wrong shape, dtype or value. The message
+        names the array.
     """
-    arrays = _read(path)
-    tokens, lengths, prompts = arrays["tokens"], arrays["lengths"], arrays["prompt_lengths"]
-    count = len(tokens) if rows is None else min(rows, len(tokens))
-    for row in range(count):
-        if not 1 <= prompts[row] < lengths[row] <= tokens.shape[1]:
-            raise ValueError(
-                f"expected 1 <= prompt_lengths < lengths <= {tokens.shape[1]} columns; got {prompts[row]} and "
-                f"{lengths[row]} in row {row}"
-            )
-    of_prompt = [slice(prompts[row]) for row in range(count)]
-    of_response = [slice(prompts[row], lengths[row]) for row in range(count)]
-    evicted_at = arrays.get("evicted_at", np.full((count, 1, 1, tokens.shape[1]), NEVER))
-    routing = arrays.get("routing")
-    sizes = None if experts is None else ExpertSizes(len(experts.layers), experts.count, experts.per_token)
-    return Trajectory.from_records(
-        [tokens[row, part] for row, part in enumerate(of_prompt)],
-        [tokens[row, part] for row, part in enumerate(of_response)],
-        [arrays["logprobs"][row, part] for row, part in enumerate(of_response)],
-        terminated=[True] * count,
-        layers=layers,
-        kv_heads=kv_heads,
-        evicted_at=[evicted_at[row, :, :, : lengths[row]] for row in range(count)],
-        support=_support(arrays, (lengths - prompts)[:count]),
-        routed_experts=None if routing is None else [routing[row, : lengths[row]] for row in range(count)],
-        experts=None if routing is None else sizes,
-        temperature=float(arrays.get("temperature", 1.0)),
-        vocab_size=vocab_size,
-        pad_token_id=int(arrays.get("pad_token_id", 0)),
-    )
+    return check_record(_read(path), layers, kv_heads, vocab_size, experts)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file, of the right kinds and numbers of axes."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError, AttributeError) as error:
-        raise ValueError(f"expected a readable record, an .npz file; got {path}: {str(error)[:200]}") from error
-    if missing := [name for name in REQUIRED if name not in arrays]:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+    except (SafetensorError, zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+        raise ValueError(f"expected a readable record; got {path}: {str(error)[:200]}") from error
+    raise ValueError(f"expected a record with the suffix .npz or .safetensors; got {path}")
+
+
+def save_record(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays under the names of `REQUIRED` and `OPTIONAL`. An existing file is not replaced.
+
+    Raises:
+      FileExistsError: `path` exists. ValueError: another suffix than .npz and .safetensors.
+    """
+    if path.exists():
+        raise FileExistsError(f"expected no file at {path}; found one")
+    if path.suffix == ".npz":
+        np.savez_compressed(path, **dict[str, Any](arrays))
+    elif path.suffix == ".safetensors":
+        save_file({name: np.array(array, order="C") for name, array in arrays.items()}, path)
+    else:
+        raise ValueError(f"expected a path with the suffix .npz or .safetensors; got {path}")
+
+
+def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """The arrays of a trajectory of this library, without its padding.
+
+    Raises:
+      ValueError: tokens of a response that were not sampled, such as a tool's answer, for which a record has no place.
+    """
+    valid = np.asarray(trajectory.valid)
+    if (np.asarray(trajectory.columns_after_prompt()) != np.asarray(trajectory.lengths())).any():
+        raise ValueError("expected responses of sampled tokens alone; got a conversation, with tokens that were read")
+    response_lengths = np.asarray(trajectory.response_mask).sum(axis=1)
+    prompt_lengths = valid[:, : trajectory.prompt_width].sum(axis=1)
+    starts = trajectory.prompt_width - prompt_lengths
+    lengths = prompt_lengths + response_lengths
+    columns = int(lengths.max())
+    places = np.minimum(starts[:, None] + np.arange(columns), valid.shape[1] - 1)
+    inside = np.arange(columns) < lengths[:, None]
+    logprobs = np.zeros(valid.shape, np.float32)
+    logprobs[:, trajectory.prompt_width :] = np.asarray(trajectory.logprobs)
+    evicted_at = np.asarray(trajectory.mask.evicted_at).astype(np.int64) - starts[:, None, None, None]
+    evicted_at = np.take_along_axis(evicted_at, places[:, None, None], axis=3)
+    arrays = {
+        "tokens": np.where(inside, np.take_along_axis(np.asarray(trajectory.tokens), places, axis=1), 0),
+        "prompt_lengths": prompt_lengths,
+        "lengths": lengths,
+        "logprobs": np.where(inside, np.take_along_axis(logprobs, places, axis=1), 0),
+        "evicted_at": np.clip(evicted_at, 0, columns + 1),
+        "temperature": np.float32(trajectory.temperature),
+    }
+    return {name: np.asarray(array) for name, array in arrays.items()} | _support_of(trajectory)
+
+
+def _support_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    if trajectory.drawable is None or trajectory.drawable.sets is None:
+        return {}
+    inside = np.asarray(trajectory.response_mask)
+    sets = np.asarray(trajectory.drawable.sets)
+    if sets.dtype == np.uint8:
+        found = [np.flatnonzero(np.unpackbits(row, bitorder="little")) for row in sets[inside]]
+    else:
+        found = [row[row >= 0] for row in sets[inside]]
+    offsets = np.cumsum([0, *(len(ids) for ids in found)])
+    return {"support_ids": np.concatenate(found).astype(np.int32), "support_offsets": offsets}
+
+
+def check_record(
+    arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None
+) -> Record:
+    """The record of these arrays; arguments and errors as `load_record`."""
+    missing = [name for name in REQUIRED if name not in arrays]
+    if missing:
         raise ValueError(f"expected the arrays {', '.join(REQUIRED)}; {', '.join(missing)} missing")
-    if unknown := sorted(set(arrays) - set(AXES)):
-        raise ValueError(f"expected the arrays {', '.join(AXES)}; got {', '.join(unknown)[:200]}")
-    if ("support_ids" in arrays) != ("support_offsets" in arrays):
-        raise ValueError("expected support_ids and support_offsets together; got one of them")
-    rows = len(np.atleast_1d(arrays["tokens"]))
+    unknown = sorted(set(arrays) - set(REQUIRED) - set(OPTIONAL))
+    if unknown:
+        raise ValueError(f"expected the arrays {', '.join((*REQUIRED, *OPTIONAL))}; got {', '.join(unknown)[:200]}")
     for name, array in arrays.items():
         kind = np.floating if name in FLOATS else np.integer
-        if array.ndim != AXES[name] or not np.issubdtype(array.dtype, kind):
-            numbers = "floats" if kind is np.floating else "integers"
-            raise ValueError(f"{name}: expected {numbers} with {AXES[name]} axes; got {array.dtype} {array.shape}")
-        if array.ndim and not name.startswith("support") and len(array) != rows:
-            raise ValueError(f"{name}: expected {rows} rows; got {len(array)}")
-    return arrays
+        if not np.issubdtype(array.dtype, kind):
+            raise ValueError(f"{name}: expected {'floats' if kind is np.floating else 'integers'}; got {array.dtype}")
+    tokens = arrays["tokens"]
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens: expected [rows, columns]; got the shape {tokens.shape}")
+    rows, columns = tokens.shape
+    shapes = {"prompt_lengths": (rows,), "lengths": (rows,), "logprobs": (rows, columns), "positions": (rows, columns)}
+    shapes |= {"temperature": (), "pad_token_id": ()}
+    for name, shape in shapes.items():
+        if name in arrays and arrays[name].shape != shape:
+            raise ValueError(f"{name}: expected the shape {shape}; got {arrays[name].shape}")
+    lengths, prompts = arrays["lengths"].astype(np.int32), arrays["prompt_lengths"].astype(np.int32)
+    for row in range(rows):
+        if not 1 <= prompts[row] < lengths[row] <= columns:
+            raise ValueError(
+                f"expected 1 <= prompt_lengths < lengths <= {columns} columns; got {prompts[row]} and {lengths[row]} "
+                f"in row {row}"
+            )
+    inside = np.arange(columns) < lengths[:, None]
+    wrong = inside & ((tokens < 0) | (tokens >= vocab_size))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"tokens: expected ids below {vocab_size}, the model's vocabulary; got {tokens[row, column]} in row {row}, "
+            f"column {column}. Was the record made with another tokenizer?"
+        )
+    response = inside & (np.arange(columns) >= prompts[:, None])
+    logprobs = arrays["logprobs"].astype(np.float32)
+    wrong = response & ~(np.isfinite(logprobs) & (logprobs <= 1e-3))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"logprobs: expected finite numbers <= 0; got {logprobs[row, column]} in row {row}, column {column}"
+        )
+    temperature = float(arrays.get("temperature", np.float32(1.0)))
+    if not 0 < temperature < np.inf:
+        raise ValueError(f"temperature: expected a number > 0; got {temperature}")
+    positions = arrays.get("positions", np.broadcast_to(np.arange(columns), tokens.shape)).astype(np.int32)
+    if (positions[inside] < 0).any():
+        raise ValueError(f"positions: expected numbers >= 0; got {positions[inside].min()}")
+    return Record(
+        tokens=np.where(inside, tokens, 0).astype(np.int32),
+        positions=positions,
+        prompt_lengths=prompts,
+        lengths=lengths,
+        logprobs=np.where(response, logprobs, 0).astype(np.float32),
+        evicted_at=_evicted_at(arrays, lengths, columns, layers, kv_heads),
+        temperature=temperature,
+        support=_support(arrays, response, tokens, vocab_size),
+        pad_token_id=int(arrays.get("pad_token_id", np.int32(0))),
+        top=_top(arrays, response, vocab_size),
+        routing=_routing(arrays, inside, experts),
+    )
 
 
-def _support(arrays: dict[str, np.ndarray], responses: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]] | None:
-    """Ids and offsets of every row, as `Trajectory.from_records` takes them."""
-    if "support_ids" not in arrays:
-        return None
-    ids, offsets = arrays["support_ids"], arrays["support_offsets"]
-    ends = np.cumsum(responses)
-    if len(offsets) <= ends[-1]:
-        raise ValueError(f"support_offsets: expected one more than {ends[-1]} response tokens; got {len(offsets)}")
-    found = []
-    for end, tokens in zip(ends, responses, strict=True):
-        of_row = offsets[end - tokens : end + 1]
-        found.append((ids[of_row[0] : of_row[-1]], of_row - of_row[0]))
+def _evicted_at(
+    arrays: Mapping[str, np.ndarray], lengths: np.ndarray, columns: int, layers: int, kv_heads: int
+) -> np.ndarray:
+    """`evicted_at` of the record, checked, with NEVER from the row's length on; padding is never seen."""
+    if _both(arrays, "kept", "kept_after") and "evicted_at" in arrays:
+        raise ValueError("expected evicted_at or kept; got both")
+    rows = len(lengths)
+    found = np.full((rows, 1, 1, columns), NEVER, np.int32)
+    if "evicted_at" in arrays:
+        given = arrays["evicted_at"]
+        fits = given.ndim == 4 and given.shape[::3] == (rows, columns)
+        if not fits or given.shape[1] not in (1, layers) or given.shape[2] not in (1, kv_heads):
+            raise ValueError(
+                f"evicted_at: expected the shape {(rows, layers, kv_heads, columns)}, with 1 for layers or KV heads "
+                f"that share it; got {given.shape}"
+            )
+        by_row = evicted_by_row(
+            lengths, layers, kv_heads, kept=None, dropped=None,
+            evicted_at=[given[row, :, :, : lengths[row]] for row in range(rows)],
+        )  # fmt: skip
+        found = _stack(by_row, columns)
+    elif "kept" in arrays:
+        kept, after = arrays["kept"], arrays["kept_after"]
+        if kept.ndim != 5 or after.shape != kept.shape[:2] or kept.shape[0] != rows:
+            raise ValueError(
+                f"kept: expected [rows, compressions, layers, kv_heads, keys] with kept_after [rows, compressions], "
+                f"{rows} rows; got {kept.shape} and {after.shape}"
+            )
+        compressions = [
+            [
+                (int(at), [[keys[keys >= 0] for keys in heads] for heads in kept[row, number]])
+                for number, at in enumerate(after[row])
+                if at >= 0
+            ]
+            for row in range(rows)
+        ]
+        by_row = evicted_by_row(lengths, layers, kv_heads, kept=compressions, dropped=None, evicted_at=None)
+        found = _stack(by_row, columns)
+    inside = np.arange(columns) < lengths[:, None]
+    found = np.where(found < lengths[:, None, None, None], found, NEVER)
+    return np.where(inside[:, None, None], found, 0).astype(np.int32)
+
+
+def _stack(by_row: list[np.ndarray], columns: int) -> np.ndarray:
+    found = np.full((len(by_row), *by_row[0].shape[:2], columns), NEVER, np.int32)
+    for row, evicted_at in enumerate(by_row):
+        found[row, :, :, : evicted_at.shape[-1]] = evicted_at
     return found
 
 
-def save_record(path: Path, trajectory: Trajectory) -> None:
-    """Writes a trajectory without its padding. An existing file is not replaced.
-
-    Raises:
-      FileExistsError: `path` exists.
-      ValueError: tokens of a response that were not sampled, such as a tool's answer, for which a record has no place.
-    """
-    if (np.asarray(trajectory.columns_after_prompt()) != np.asarray(trajectory.lengths())).any():
-        raise ValueError("expected responses of sampled tokens alone; got a conversation, with tokens that were read")
-    valid, width = np.asarray(trajectory.valid), trajectory.prompt_width
-    prompts, lengths = valid[:, :width].sum(axis=1), valid.sum(axis=1)
-    starts, columns = width - prompts, int(lengths.max())
-    places = np.minimum(starts[:, None] + np.arange(columns), valid.shape[1] - 1)
-    logprobs = np.pad(np.asarray(trajectory.logprobs, np.float32), [(0, 0), (width, 0)])
-    evicted_at = np.take_along_axis(np.asarray(trajectory.mask.evicted_at, np.int64), places[:, None, None], axis=3)
-    arrays = {
-        "tokens": np.take_along_axis(np.asarray(trajectory.tokens), places, axis=1),
-        "prompt_lengths": prompts,
-        "lengths": lengths,
-        "logprobs": np.take_along_axis(logprobs, places, axis=1),
-        "evicted_at": np.clip(evicted_at - starts[:, None, None, None], 0, columns + 1),
-        "temperature": np.float32(trajectory.temperature),
-    }
-    if trajectory.routing is not None:
-        arrays["routing"] = np.take_along_axis(np.asarray(trajectory.routing), places[..., None, None], axis=1)
-    if trajectory.drawable is not None and trajectory.drawable.sets is not None:
-        arrays |= _compressed_rows(np.asarray(trajectory.drawable.sets)[np.asarray(trajectory.response_mask)])
-    with open(path, "xb") as file:
-        np.savez_compressed(file, **dict[str, Any](arrays))
+def _support(
+    arrays: Mapping[str, np.ndarray], response: np.ndarray, tokens: np.ndarray, vocab_size: int
+) -> tuple[np.ndarray, ...] | None:
+    if not _both(arrays, "support_ids", "support_offsets"):
+        return None
+    ids, offsets = arrays["support_ids"], arrays["support_offsets"]
+    return tuple(split_support(ids, offsets, tokens[response], vocab_size, " (support_ids, support_offsets)"))
 
 
-def _compressed_rows(sets: np.ndarray) -> dict[str, np.ndarray]:
-    """Sets of drawable tokens, bits or ids, as ids and offsets."""
-    if sets.dtype == np.uint8:
-        found = [np.flatnonzero(np.unpackbits(bits, bitorder="little")) for bits in sets]
-    else:
-        found = [ids[ids >= 0] for ids in sets]
-    offsets = np.cumsum([0, *map(len, found)])
-    return {"support_ids": np.concatenate(found).astype(np.int32), "support_offsets": offsets}
+def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int) -> Top | None:
+    """The likeliest tokens of the sampler, checked."""
+    if not _both(arrays, "top_ids", "top_logprobs"):
+        return None
+    ids, logprobs = arrays["top_ids"], arrays["top_logprobs"].astype(np.float32)
+    if ids.ndim != 3 or ids.shape[:2] != response.shape or ids.shape != logprobs.shape:
+        raise ValueError(
+            f"top_ids, top_logprobs: expected two arrays {(*response.shape, 'k')}; got {ids.shape} and {logprobs.shape}"
+        )
+    ids = np.where(response[..., None], ids, -1)
+    there = ids != -1
+    for row, column, place in np.argwhere(there & ((ids < 0) | (ids >= vocab_size)))[:1]:
+        raise ValueError(
+            f"top_ids: expected ids below {vocab_size}, or -1 for none; got {ids[row, column, place]} in row {row}, "
+            f"column {column}"
+        )
+    ordered = np.sort(ids, axis=-1)
+    for row, column, place in np.argwhere((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1))[:1]:
+        raise ValueError(
+            f"top_ids: expected every id once for a token; got {ordered[row, column, place]} twice in row {row}, "
+            f"column {column}"
+        )
+    for row, column, place in np.argwhere(there & ~(np.isfinite(logprobs) & (logprobs <= 1e-3)))[:1]:
+        raise ValueError(
+            f"top_logprobs: expected finite numbers <= 0; got {logprobs[row, column, place]} in row {row}, column "
+            f"{column}"
+        )
+    mass = np.where(there, np.exp(np.where(there, logprobs, 0)), 0).sum(axis=-1)
+    for row, column in np.argwhere(mass > 1.01)[:1]:
+        raise ValueError(
+            f"top_logprobs: expected probabilities with a sum of at most 1; got {mass[row, column]:.3g} in row {row}, "
+            f"column {column}"
+        )
+    return Top(ids.astype(np.int32), np.where(there, logprobs, 0))
+
+
+def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, experts: RoutingShape | None) -> np.ndarray | None:
+    """The experts of every token, checked."""
+    if "routing" not in arrays:
+        return None
+    if experts is None:
+        raise ValueError("routing: expected no expert routing, because the model has no experts; got it")
+    given = arrays["routing"]
+    shape = (*inside.shape, len(experts.layers), experts.per_token)
+    if given.shape != shape:
+        raise ValueError(
+            f"routing: expected {shape}, rows, columns, layers with experts and experts of a token; got {given.shape}"
+        )
+    wrong = (given < 0) | (given >= experts.count)
+    # The last token was never read, so an engine has no routing for it.
+    read = inside & np.pad(inside[:, 1:], [(0, 0), (0, 1)])
+    for row, column, layer, place in np.argwhere(wrong & read[..., None, None])[:1]:
+        raise ValueError(
+            f"routing: expected experts from 0 to {experts.count - 1}; got {given[row, column, layer, place]} in row "
+            f"{row}, column {column}, layer {layer}"
+        )
+    ordered = np.sort(given, axis=-1)
+    for row, column, layer, place in np.argwhere((ordered[..., 1:] == ordered[..., :-1]) & read[..., None, None])[:1]:
+        raise ValueError(
+            f"routing: expected different experts for a token; got {ordered[row, column, layer, place]} twice in row "
+            f"{row}, column {column}, layer {layer}"
+        )
+    return np.where(wrong, -1, given).astype(np.int32)
+
+
+def _both(arrays: Mapping[str, np.ndarray], one: str, other: str) -> bool:
+    """Whether the record has both arrays; one of them raises ValueError."""
+    if (one in arrays) != (other in arrays):
+        raise ValueError(f"expected {one} and {other} together; got one of them")
+    return one in arrays

@@ -1,7 +1,10 @@
-"""A verdict as lines for a terminal, and as JSON."""
+"""A verdict as lines for a terminal, as JSON, and as one HTML page with a picture."""
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 from typing import Any
 
 import numpy as np
@@ -14,26 +17,32 @@ SHOWN = 8
 
 def lines(verdict: Verdict) -> list[str]:
     """The verdict in at most 80 columns a line, except for long names."""
+    mean, error = verdict.bias
+    first, last = verdict.growth
     found = [
         f"tokens      {int(np.isfinite(verdict.difference).sum())} in {len(verdict.difference)} rows",
         f"|learner - sampler|   mean {verdict.mean_abs:.2e}, largest {verdict.max_abs:.2e} nats",
-        f"one policy  up to a mean of {verdict.tolerance:.1e} nats",
+        f"signed      mean {mean:+.2e} ± {error:.1e} nats",
+        f"by length   first third {first:.2e}, last third {last:.2e} nats",
+        f"kind        {verdict.kind} (one policy: mean <= {verdict.tolerance:.1e})",
     ]
     if verdict.is_one_policy:
         return [*found, "verdict     one policy"]
-    for row, token, difference in worst(verdict, 3):
+    for row, token, difference in worst(verdict):
         found.append(f"worst       row {row}, response token {token}: {difference:+.3f} nats")
     for finding in verdict.findings[:SHOWN]:
         found.append(f"tested      {finding.difference:.2e} left if {finding.said}")
+    for layer, difference in verdict.sensitive_layers[:3]:
+        found.append(f"layer       {difference:.2e} left with layer {layer} dense")
     if verdict.cause is None:
         return [*found, "verdict     not one policy; no tested cause explains it"]
     cause = verdict.cause
     return [*found, f"verdict     not one policy: {cause.cause}: {cause.said}", f"mend        {cause.mend}"]
 
 
-def worst(verdict: Verdict, count: int) -> list[tuple[int, int, float]]:
+def worst(verdict: Verdict, count: int = 3) -> list[tuple[int, int, float]]:
     """Row, response token and difference of the tokens that differ most."""
-    size = np.nan_to_num(np.abs(verdict.difference), nan=-1)
+    size = np.where(np.isfinite(verdict.difference), np.abs(verdict.difference), -1)
     places = [np.unravel_index(flat, size.shape) for flat in np.argsort(-size, axis=None)[:count]]
     return [(int(row), int(token), float(verdict.difference[row, token])) for row, token in places]
 
@@ -41,14 +50,55 @@ def worst(verdict: Verdict, count: int) -> list[tuple[int, int, float]]:
 def to_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict for other programs; numbers in nats."""
     size = np.abs(verdict.difference)
+    mean, error = verdict.bias
+    first, last = verdict.growth
+    columns = np.isfinite(size).any(axis=0)
     return {
         "one_policy": verdict.is_one_policy,
+        "kind": verdict.kind,
         "mean_abs": verdict.mean_abs,
         "max_abs": verdict.max_abs,
         "tolerance": verdict.tolerance,
+        "mean": mean,
+        "standard_error": error,
+        "first_third": first,
+        "last_third": last,
         "cause": None if verdict.cause is None else verdict.cause._asdict(),
         "tested": [finding._asdict() for finding in verdict.findings],
         "by_row": np.nanmean(size, axis=1).tolist(),
-        "by_response_token": np.nanmean(size[:, np.isfinite(size).any(axis=0)], axis=0).tolist(),
+        "by_response_token": np.nanmean(size[:, columns], axis=0).tolist(),
         "worst": [{"row": row, "token": token, "difference": value} for row, token, value in worst(verdict, 20)],
+        "with_layer_dense": [{"layer": layer, "mean_abs": value} for layer, value in verdict.sensitive_layers],
     }
+
+
+def to_html(verdict: Verdict, title: str) -> str:
+    """One page without references to other files."""
+    text = html.escape("\n".join(lines(verdict)))
+    picture = base64.b64encode(_picture(verdict)).decode()
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<body><h1>{html.escape(title)}</h1><pre>{text}</pre>"
+        f'<img alt="difference by token, and what each tested cause leaves" src="data:image/png;base64,{picture}">'
+        "</body></html>\n"
+    )
+
+
+def _picture(verdict: Verdict) -> bytes:
+    from matplotlib.figure import Figure  # a Figure of its own, without pyplot: no display and no global state
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    size = np.abs(verdict.difference)
+    image = left.imshow(np.log10(np.maximum(size, 1e-8)), aspect="auto", interpolation="nearest", cmap="viridis")
+    figure.colorbar(image, ax=left, label="log10 |learner - sampler| (nats)")
+    left.set(xlabel="response token", ylabel="row", title="difference by token")
+    shown = verdict.findings[:SHOWN][::-1]
+    names = [f"{finding.cause}: {finding.said}"[:60] for finding in shown]
+    right.barh([*names, "as recorded"], [*(max(finding.difference, 1e-8) for finding in shown), verdict.mean_abs])
+    right.axvline(verdict.tolerance, color="black", linestyle=":")
+    right.set(xscale="log", xlabel="mean |difference| (nats)", title="what each tested cause leaves")
+    right.tick_params(axis="y", labelsize=6)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
-from smd_jax.certify.causes import CAUSES, SPARE, Conditions, PromptFacts
-from smd_jax.message.drawable_tokens import OUTSIDE
-from smd_jax.message.masks import NEVER, ShadowMask
-from smd_jax.message.sampling import among
-from smd_jax.message.trajectory import Trajectory
+from smd_jax.certify.causes import CAUSES, PromptFacts
+from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
+from smd_jax.certify.record import Record, Top
+from smd_jax.message.masks import NEVER
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.model.teacher_forced import hidden_states
 
 # Mean |difference| in nats up to which a float32 sampler and learner are one policy.
 TOLERANCE = 1e-4
@@ -69,7 +66,8 @@ class Models(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One tested explanation. `difference`: mean |difference| in nats that it leaves."""
+    """One tested explanation. `difference`: mean |difference| in nats that it leaves, over the sampled tokens and the
+    recorded top log-probabilities."""
 
     cause: str
     said: str
@@ -86,16 +84,18 @@ class Verdict:
       tolerance: mean |difference| up to which the two are one policy.
       cause: the named cause; None for one policy, and where no tested explanation holds.
       findings: the tested explanations, the best first. One that leaves nothing but rounding ends the search.
+      sensitive_layers: `(layer, mean |difference| with this layer dense)`, best first, where a swap was searched.
     """
 
     difference: np.ndarray
     tolerance: float
-    cause: Finding | None = None
-    findings: tuple[Finding, ...] = ()
+    cause: Finding | None
+    findings: tuple[Finding, ...]
+    sensitive_layers: tuple[tuple[int, float], ...] = ()
 
     @property
     def mean_abs(self) -> float:
-        return _mean_abs(self.difference)
+        return float(np.nanmean(np.abs(self.difference)))
 
     @property
     def max_abs(self) -> float:
@@ -105,85 +105,97 @@ class Verdict:
     def is_one_policy(self) -> bool:
         return self.mean_abs <= self.tolerance
 
+    @property
+    def bias(self) -> tuple[float, float]:
+        """Mean difference in nats, and its standard error over tokens."""
+        values = self.difference[np.isfinite(self.difference)]
+        return float(values.mean()), float(values.std() / np.sqrt(len(values)))
 
-def _mean_abs(difference: np.ndarray) -> float:
-    """The mean absolute value of all that are not NaN; 0 if none."""
-    found = difference[np.isfinite(difference)]
-    return float(np.abs(found).mean()) if found.size else 0.0
+    @property
+    def growth(self) -> tuple[float, float]:
+        """Mean |difference| in the first and in the last third of the response columns."""
+        thirds = np.array_split(np.abs(self.difference), 3, axis=1)
+        return _mean(thirds[0]), _mean(thirds[-1])
 
-
-@partial(jax.jit, static_argnums=(0, 6))
-def _response_logits(
-    model: LanguageModel,
-    params: Params,
-    tokens: Int[Array, "rows T"],
-    positions: Int[Array, "rows T"],
-    evicted_at: Int[Array, "rows layers kv_heads T"],
-    routing: Int[Array, "rows T mixtures per_token"] | None,
-    first: int,
-) -> Float[Array, "rows responses vocab"]:
-    """Logits of the tokens from column `first` on, before the temperature."""
-    longest = tokens.shape[1] - SPARE
-    hidden = hidden_states(model, params, tokens, positions, ShadowMask(evicted_at), longest, routing)
-    return model.logits(params, hidden[:, first - 1 : -1])
-
-
-def replay_logits(model: LanguageModel, params: Params, at: Conditions) -> Float[Array, "rows responses vocab"]:
-    """Logits of the response tokens under these conditions, before the temperature."""
-    # Shared axes of the mask are written out: one program serves all conditions.
-    shape = (len(at.tokens), model.shape.num_layers, model.shape.num_kv_heads, at.tokens.shape[1])
-    evicted_at = np.broadcast_to(at.evicted_at, shape)
-    return _response_logits(model, params, at.tokens, at.positions, evicted_at, at.routing, at.first)
+    @property
+    def kind(self) -> str:
+        """`rounding`; `bias`, whose mean is not zero or which grows with the length; or `noise`."""
+        if self.is_one_policy:
+            return "rounding"
+        mean, error = self.bias
+        first, last = self.growth
+        return "bias" if abs(mean) > 3 * error or last > 2 * first else "noise"
 
 
-@jax.jit
-def logprobs_of(
-    tokens: Int[Array, "rows responses"],
-    logits: Float[Array, "rows responses vocab"],
-    temperature: float | Float[Array, ""],
-    drawable: Bool[Array, "#rows responses vocab"] | None = None,
-) -> Float[Array, "rows responses"]:
-    """log p of the tokens among the drawable ones; None: among all."""
-    logits = logits / temperature
-    if drawable is not None:
-        logits = jnp.where(drawable, logits, OUTSIDE)
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
+def _mean(values: np.ndarray) -> float:
+    found = values[np.isfinite(values)]
+    return float(found.mean()) if found.size else 0.0
 
 
 class _Replays:
     """Replays of one record under many conditions."""
 
-    def __init__(self, models: Models, record: Trajectory):
+    def __init__(self, models: Models, record: Record):
         self.models = models
-        self.stated = Conditions.of(record)
-        self.temperature = record.temperature
-        self.inside = np.asarray(record.response_mask)
-        self.sampled = np.asarray(record.logprobs, np.float64)
-        self.tokens = record.response
-        self.drawable = None
-        if record.drawable is not None:
-            self.drawable = record.drawable.to_boolean(models.model.shape.vocab_size, jnp.arange(self.tokens.shape[1]))
+        self.record = record
+        columns, self.inside = record.response_columns
+        self.responses = columns.shape[1]
+        self.response = np.take_along_axis(record.tokens, columns, axis=1)
+        self.sampled = np.take_along_axis(record.logprobs, columns, axis=1)
+        self.support = None if record.support is None else _padded(record.support, self.inside)
+        self.top: Top | None = None
+        if record.top is not None:
+            ids, logprobs = (np.take_along_axis(x, columns[..., None], axis=1) for x in record.top)
+            self.top = Top(np.where(self.inside[..., None], ids, -1), logprobs)
 
     def logits(self, conditions: Conditions, params: Params | None = None) -> Array:
-        return replay_logits(self.models.model, self.models.params if params is None else params, conditions)
+        params = self.models.params if params is None else params
+        return replay_logits(self.models.model, params, conditions, self.responses)
 
     def difference(self, logits: Array, temperature: float | None = None) -> np.ndarray:
         """Learner less sampler over the recorded sampling support, NaN outside of responses."""
-        return self.difference_over(logits, self.drawable, temperature)
+        return self._over(logits, temperature, self.support)[..., 0]
 
-    def difference_over(self, logits: Array, drawable: Array | None, temperature: float | None = None) -> np.ndarray:
-        """The same over another sampling support; None: over the whole vocabulary."""
-        temperature = self.temperature if temperature is None else temperature
-        logprobs = logprobs_of(self.tokens, logits, temperature, drawable)
-        difference = np.asarray(logprobs, np.float64) - self.sampled
-        return np.where(self.inside, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
+    def all_differences(self, logits: Array, temperature: float | None = None) -> np.ndarray:
+        """The same of the sampled tokens and of the top log-probabilities, NaN where there is none."""
+        return self._over(logits, temperature, self.support)
+
+    def gap(self, logits: Array, temperature: float | None = None) -> float:
+        """Mean |difference| over the recorded sampling support."""
+        return _mean(np.abs(self._over(logits, temperature, self.support)))
+
+    def gap_over(self, logits: Array, sets: np.ndarray | None) -> float:
+        """Mean |difference| over other sets of ids, `[rows, responses, most]`; None: over the whole vocabulary."""
+        return _mean(np.abs(self._over(logits, None, sets)))
 
     def left(self, conditions: Conditions) -> float:
         """Mean |difference| under the conditions."""
-        return _mean_abs(self.difference(self.logits(conditions)))
+        return self.gap(self.logits(conditions))
+
+    def _over(self, logits: Array, temperature: float | None, sets: np.ndarray | None) -> np.ndarray:
+        """`[rows, responses, 1 + k]`: of the sampled token, then of the top log-probabilities."""
+        ids, sampled = self.response[..., None], self.sampled[..., None].astype(np.float64)
+        there = self.inside[..., None]
+        if self.top is not None:
+            ids = np.concatenate([ids, self.top.ids], axis=-1)
+            sampled = np.concatenate([sampled, self.top.logprobs], axis=-1)
+            there = np.concatenate([there, self.top.ids >= 0], axis=-1)
+        temperature = self.record.temperature if temperature is None else temperature
+        over = None if sets is None else jnp.asarray(sets)
+        logprobs = logprobs_of(jnp.asarray(ids), logits, jnp.float32(temperature), over)
+        difference = np.asarray(logprobs, np.float64) - sampled
+        return np.where(there, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
 
 
-def certify(models: Models, record: Trajectory, facts: PromptFacts | None = None) -> Verdict:
+def _padded(support: tuple[np.ndarray, ...], inside: np.ndarray) -> np.ndarray:
+    """`[rows, responses, most]`, padded with -1."""
+    sets = np.full((*inside.shape, max(len(ids) for ids in support)), -1, np.int32)
+    for (row, column), ids in zip(np.argwhere(inside), support, strict=True):
+        sets[row, column, : len(ids)] = ids
+    return sets
+
+
+def certify(models: Models, record: Record, facts: PromptFacts | None = None) -> Verdict:
     """Replays the record, and tests the known causes unless sampler and learner are one policy.
 
     Args:
@@ -192,144 +204,169 @@ def certify(models: Models, record: Trajectory, facts: PromptFacts | None = None
     Raises:
       ValueError: the record has expert routing, and the model has no experts.
     """
+    if record.routing is not None and models.model.shape.routing is None:
+        raise ValueError(f"routing: expected a model with experts; got {type(models.model).__name__} without any")
     replays = _Replays(models, record)
-    logits = replays.logits(replays.stated)
+    stated = Conditions.of(record)
+    logits = replays.logits(stated)
     difference = replays.difference(logits)
-    base = _mean_abs(difference)
+    base = _mean(np.abs(difference))
     low = models.model.shape.dtype == "bfloat16"
     if not low and base <= TOLERANCE:
-        return Verdict(difference, TOLERANCE)
+        return Verdict(difference, TOLERANCE, None, ())
     rounding = None
     if models.other is not None:
-        rounding = replays.difference(replay_logits(*models.other, replays.stated)) - difference
+        other = replays.all_differences(replay_logits(*models.other, stated, replays.responses))
+        rounding = other - replays.all_differences(logits)
     tolerance = TOLERANCE
     if low:
         # Of another dtype's rounding our own is the measure; without it, what bfloat16 costs models of this size.
-        tolerance = ROUNDING * (0.02 if rounding is None else _mean_abs(rounding))
+        tolerance = ROUNDING * (_mean(np.abs(rounding[..., 0])) if rounding is not None else 0.02)
         if base <= tolerance:
-            return Verdict(difference, tolerance)
+            return Verdict(difference, tolerance, None, ())
     findings = []
-    for finding in _explanations(replays, logits, difference, facts or PromptFacts()):
+    for finding in _explanations(replays, logits, facts):
         findings.append(finding)
         # As good as one policy: no other explanation can be better by more than rounding.
         if finding.difference <= tolerance:
             break
     findings.sort(key=lambda finding: finding.difference)
-    allowed = max(EXPLAINED * base, tolerance)
-    if findings[0].difference <= allowed:
+    allowed = max(EXPLAINED * replays.gap(logits), tolerance)
+    if findings and findings[0].difference <= allowed:
         return Verdict(difference, tolerance, findings[0], tuple(findings))
-    cause = _by_elimination(replays, difference, rounding, allowed)
-    return Verdict(difference, tolerance, cause, tuple(findings))
+    cause, layers = _by_elimination(replays, logits, rounding, allowed)
+    return Verdict(difference, tolerance, cause, tuple(findings), layers)
 
 
-def _explanations(replays: _Replays, logits: Array, difference: np.ndarray, facts: PromptFacts) -> Iterator[Finding]:
+def _explanations(replays: _Replays, logits: Array, facts: PromptFacts | None) -> Iterator[Finding]:
     """All tested explanations, those that need no forward pass of their own first."""
-    yield _of_temperature(replays, logits)
-    yield from _of_support(replays, logits, difference)
-    yield from _of_alignment(replays, difference)
+    yield from _of_softmax(replays, logits)
+    yield from _of_alignment(replays, logits)
     previous = replays.models.previous
     if previous is not None:
-        left = _mean_abs(replays.difference(replays.logits(replays.stated, previous)))
+        left = replays.gap(replays.logits(Conditions.of(replays.record), previous))
         yield Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_MEND, left)
-    for cause in CAUSES:
-        for said, conditions in cause.cases(replays.stated, facts):
-            yield Finding(cause.name, said, cause.mend, replays.left(conditions))
+    yield from _of_conditions(replays, facts)
 
 
-def _of_temperature(replays: _Replays, logits: Array) -> Finding:
-    """The temperature that fits best."""
-    temperatures = replays.temperature * np.geomspace(0.25, 4, 25)
+def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
+    """Explanations by the softmax over the same logits."""
+    record = replays.record
+    temperatures = record.temperature * np.geomspace(0.25, 4, 25)
     for _ in range(6):  # the grid narrows around its best point
-        left = [_mean_abs(replays.difference(logits, float(t))) for t in temperatures]
+        left = [replays.gap(logits, float(t)) for t in temperatures]
         best = int(np.argmin(left))
         low, high = temperatures[max(best - 1, 0)], temperatures[min(best + 1, len(temperatures) - 1)]
         fitted, least = float(temperatures[best]), left[best]
         temperatures = np.geomspace(low, high, 9)
-    said = f"the sampler's temperature was {fitted:.3g}; the record says {replays.temperature:.3g}"
-    return Finding(TEMPERATURE, said, TEMPERATURE_MEND, least)
+    said = f"the sampler's temperature was {fitted:.3g}; the record says {record.temperature:.3g}"
+    yield Finding(TEMPERATURE, said, TEMPERATURE_MEND, least)
+    if replays.support is not None:
+        left = replays.gap_over(logits, None)
+        yield Finding(SUPPORT, "log-probabilities were taken over the whole vocabulary", SUPPORT_MEND, left)
+        return
+    yield from _of_filters(replays, logits)
 
 
-def _of_support(replays: _Replays, logits: Array, difference: np.ndarray) -> Iterator[Finding]:
-    """The whole vocabulary instead of the recorded support; or else a top-k and a top-p, fitted.
+def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
+    """Top-k and top-p that the sampler may have used, fitted.
 
     A sampler that normalises over a set of tokens with probability m has log p / m where the learner has log p. So the
     difference of every token is log m.
     """
-    if replays.drawable is not None:
-        left = _mean_abs(replays.difference_over(logits, None))
-        yield Finding(SUPPORT, "log-probabilities were taken over the whole vocabulary", SUPPORT_MEND, left)
-        return
-    mass = np.exp(difference[replays.inside])
+    mass = np.exp(replays.difference(logits)[replays.inside])
     if np.quantile(mass, 0.99) > 1.001:
         return  # the sampler cannot have lost probability by a filter
-    vocab = logits.shape[-1]
-    probabilities = jax.nn.softmax(logits / replays.temperature)
-    ordered, ids = map(np.asarray, jax.lax.top_k(probabilities, min(MOST_DRAWABLE, vocab)))
+    probabilities = np.asarray(jax.nn.softmax(logits / replays.record.temperature, axis=-1))
+    order = np.argsort(-probabilities, axis=-1, kind="stable")[..., :MOST_DRAWABLE]
+    ordered = np.take_along_axis(probabilities, order, axis=-1)
     through = np.cumsum(ordered, axis=-1)
     count = int(np.median(np.argmin(np.abs(through[replays.inside] - mass[:, None]), axis=-1))) + 1
     share = float(mass.min()) - 1e-6
-    for name, kept in (
-        (f"top_k {count}", ids[..., :count]),
-        (f"top_p {share:.3g}", np.where(through - ordered < share, ids, -1)),
-    ):
-        left = _mean_abs(replays.difference_over(logits, among(jnp.asarray(kept), vocab)))
+    sets = (
+        (f"top_k {count}", order[..., :count]),
+        (f"top_p {share:.3g}", np.where(through - ordered < share, order, -1)),
+    )
+    for name, ids in sets:
+        left = replays.gap_over(logits, ids.astype(np.int32))
         yield Finding(SUPPORT, f"log-probabilities were taken over the tokens of {name}", SUPPORT_MEND, left)
 
 
-def _of_alignment(replays: _Replays, difference: np.ndarray) -> Iterator[Finding]:
+def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
     """Recorded log-probabilities that belong to the neighbouring token."""
-    learner = np.pad(difference + replays.sampled, [(0, 0), (1, 1)], constant_values=np.nan)
-    for moved, said in ((learner[:, 2:], "next"), (learner[:, :-2], "previous")):
-        moves = (moved - replays.sampled)[replays.inside]
+    learner = replays.difference(logits) + replays.sampled
+    for by, said in ((1, "next"), (-1, "previous")):
+        moved = np.full_like(learner, np.nan)
+        if by == 1:
+            moved[:, :-1] = learner[:, 1:]
+        else:
+            moved[:, 1:] = learner[:, :-1]
+        both = np.isfinite(moved) & replays.inside
         # A shift of a few tokens may leave nothing to compare.
-        if np.isfinite(moves).sum() > moves.size / 2:
-            yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_MEND, _mean_abs(moves))
+        if both.sum() > replays.inside.sum() / 2:
+            moves = np.abs(moved - replays.sampled)[both]
+            # The top log-probabilities may be at their own token, or moved along with the sampled one's.
+            both_ways = (logits, jnp.roll(logits, -by, axis=1))
+            tops = min((np.abs(replays.all_differences(x)[..., 1:]) for x in both_ways), key=_mean)
+            left = _mean(np.concatenate([moves.ravel(), tops[both].ravel()]))
+            yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_MEND, left)
+
+
+def _of_conditions(replays: _Replays, facts: PromptFacts | None) -> Iterator[Finding]:
+    for cause in CAUSES:
+        for case in cause.cases(replays.record, facts or PromptFacts()):
+            yield Finding(cause.name, case.said, cause.mend, replays.left(case.conditions))
 
 
 def _by_elimination(
-    replays: _Replays, difference: np.ndarray, rounding: np.ndarray | None, allowed: float
-) -> Finding | None:
+    replays: _Replays, logits: Array, rounding: np.ndarray | None, allowed: float
+) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
     """A cause that no single replay shows: rounding, other weights, or evictions other than recorded."""
-    base, inside = _mean_abs(difference), replays.inside
-    # Both differences have the sampler subtracted once: if the sampler computed in the other dtype, the replay in this
-    # one is too high where the replay in the other is too low.
-    if rounding is not None and np.corrcoef(rounding[inside], difference[inside])[0, 1] < FOLLOWS:
-        return Finding(DTYPE, f"the sampler computed in {replays.models.other_dtype}", DTYPE_MEND, base)
-    at = replays.stated
-    evicted = np.where(at.evicted, at.evicted_at, NEVER).min(axis=(1, 2, 3))
+    difference = replays.difference(logits)
+    base = replays.gap(logits)
+    if rounding is not None:
+        # Both differences have the sampler subtracted once: if the sampler computed in the other dtype, the replay in
+        # this one is too high where the replay in the other is too low.
+        differences = replays.all_differences(logits)
+        there = np.isfinite(differences)
+        if float(np.corrcoef(rounding[there], differences[there])[0, 1]) < FOLLOWS:
+            said = f"the sampler computed in {replays.models.other_dtype}"
+            return Finding(DTYPE, said, DTYPE_MEND, base), ()
+    record = replays.record
+    evicted = np.where(record.evicted_at > 0, record.evicted_at, NEVER).min(axis=(1, 2, 3))
+    columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
     # The token of column t is predicted by query t - 1.
-    queries = at.first - 1 + np.arange(inside.shape[1])
-    early = inside & (queries < evicted[:, None])
-    before, after = _mean_abs(difference[early]), _mean_abs(difference[inside & ~early])
-    if not at.evicted.any() or (early.sum() >= inside.sum() / 20 and before > 0.3 * after):
+    early = replays.inside & (columns - 1 < evicted[:, None])
+    before, after = _mean(np.abs(difference[early])), _mean(np.abs(difference[replays.inside & ~early]))
+    if not record.has_evictions or (early.sum() >= replays.inside.sum() / 20 and before > 0.3 * after):
         said = "no tested condition explains the difference, and tokens without evictions have it, too"
-        return Finding(WEIGHTS, said, WEIGHTS_MEND, base)
-    swapped = _swap(replays)
+        return Finding(WEIGHTS, said, WEIGHTS_MEND, base), ()
+    swapped, layers = _swap(replays)
     if swapped is not None and swapped.difference <= allowed:
-        return swapped
+        return swapped, layers
     if not early.any():
-        return None
+        return None, layers
     said = "only tokens after the first eviction differ, and no tested condition explains how"
-    return Finding(VISIBILITY, said, VISIBILITY_MEND, base)
+    return Finding(VISIBILITY, said, VISIBILITY_MEND, base), layers
 
 
-def _swap(replays: _Replays) -> Finding | None:
-    """The best swap of two layers' or two KV heads' masks; None if the layers share one."""
-    masks = replays.stated.evicted_at
-    _, layers, heads, _ = masks.shape
+def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
+    """The best swap of two layers' or two KV heads' masks, and how the record looks with one layer dense."""
+    stated = Conditions.of(replays.record)
+    _, layers, heads, _ = stated.evicted_at.shape
     if layers < 2:
-        return None
+        return None, ()
+    dense = np.where(stated.evicted_at > 0, NEVER, 0).astype(np.int32)
 
     def with_layers(changed: dict[int, np.ndarray]) -> float:
-        evicted_at = masks.copy()
+        evicted_at = stated.evicted_at.copy()
         for layer, mask in changed.items():
             evicted_at[:, layer] = mask
-        return replays.left(replace(replays.stated, evicted_at=evicted_at))
+        return replays.left(replace(stated, evicted_at=evicted_at))
 
-    # A wrong mask costs more than none: layers that fit better when they are dense are suspected.
-    dense = np.where(masks > 0, NEVER, 0)
     left = sorted((with_layers({layer: dense[:, layer]}), layer) for layer in range(layers))
     suspects = [layer for _, layer in left[:SUSPECTS]]
+    masks = stated.evicted_at
     found = []
     for one, other in combinations(sorted(suspects), 2):
         difference = with_layers({one: masks[:, other], other: masks[:, one]})
@@ -342,4 +379,4 @@ def _swap(replays: _Replays) -> Finding | None:
             found.append((difference, f"the masks of the KV heads {one} and {other} of layer {layer} were swapped"))
     difference, said = min(found)
     mend = next(cause.mend for cause in CAUSES if cause.name == SWAPPED)
-    return Finding(SWAPPED, said, mend, difference)
+    return Finding(SWAPPED, said, mend, difference), tuple((layer, value) for value, layer in left)

@@ -1,7 +1,7 @@
 """smd-certify: is this rollout the policy that you are about to train?
 
     smd-certify rollout.npz --model DIR                     prints the difference, and the cause if there is one
-    smd-certify rollout.npz --model DIR --out report.json   for other programs
+    smd-certify rollout.npz --model DIR --out report.html   one page with a picture; report.json for other programs
 
 Replays a record of any sampler through the model, under the recorded evictions, positions and sampling support. The
 format is in docs/certify.md. Exit status 0: one policy; 1: not one policy; 2: the record or the model cannot be read.
@@ -38,12 +38,12 @@ DIFFERENT = 1
 class Args:
     """Replays a recorded rollout."""
 
-    record: tyro.conf.Positional[Path]  # an .npz file
+    record: tyro.conf.Positional[Path]  # .npz or .safetensors
     model: str  # directory of a checkpoint in Hugging Face's format, or an id on the Hub: the model to be trained
     previous: str | None = None  # an older checkpoint that the sampler may have had
     dtype: Literal["float32", "bfloat16"] = "float32"  # that the sampler computed in
     rows: int = 8  # of the record that are replayed, from the first on
-    out: Path | None = None  # a .json file
+    out: Path | None = None  # .html or .json
     debug: bool = False  # show the traceback of every error
 
 
@@ -67,31 +67,28 @@ def run(args: Args) -> bool:
       UserError, ValueError, OSError: a record or a model that cannot be read, a report that cannot be written.
     """
     if args.out is not None:
-        if args.out.suffix != ".json":
-            raise UserError(f"expected --out to end in .json; got {args.out}")
+        if args.out.suffix not in (".html", ".json"):
+            raise UserError(f"expected --out to end in .html or .json; got {args.out}")
         if args.out.exists():
             raise UserError(f"expected no file at --out {args.out}; found one")
     if args.rows < 1:
         raise UserError(f"expected --rows >= 1; got {args.rows}")
     directory = model_directory(args.model)
     config = read_config(directory)
-    record = load_record(
-        args.record,
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        vocab_size=config.vocab_size,
-        experts=Decoder(config).shape.routing,
-        rows=args.rows,
-    )
+    experts = Decoder(config).shape.routing
+    record = load_record(args.record, config.num_layers, config.num_kv_heads, config.vocab_size, experts)
     facts = prompt_facts(load_tokenizer(directory))
     config, params = load_checkpoint(directory)
     other = "bfloat16" if args.dtype == "float32" else "float32"
     computed = {name: Decoder(dataclasses.replace(config, dtype=name)) for name in ("float32", "bfloat16")}
     previous = None if args.previous is None else load_checkpoint(model_directory(args.previous))[1]
     models = Models(computed[args.dtype], params, (computed[other], params), other, previous)
-    verdict = certify(models, record, facts)
+    verdict = certify(models, record.first_rows(args.rows), facts)
     print("\n".join(report.lines(verdict)))
     if args.out is not None:
-        args.out.write_text(json.dumps(report.to_json(verdict), indent=1), encoding="utf-8")
+        title = f"{args.record.name} replayed"
+        as_json = args.out.suffix == ".json"
+        text = json.dumps(report.to_json(verdict), indent=1) if as_json else report.to_html(verdict, title)
+        args.out.write_text(text, encoding="utf-8")
         print(f"report      {args.out}")
     return verdict.is_one_policy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,10 @@ import pytest
 
 import smd_jax as smd
 from smd_jax.certify import report
-from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
-from smd_jax.certify.record import load_record, save_record
-from smd_jax.certify.verdict import Models, Verdict, certify, logprobs_of, replay_logits
+from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
+from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
+from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
+from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.certify import main
 from smd_jax.config import Experts
 from smd_jax.message.masks import NEVER
@@ -28,9 +28,9 @@ FACTS = PromptFacts(bos=1, system=(7, 8, 9), generation=(5, 6))
 LENGTHS = (12, 9, 7, 6)
 
 
-def wide_params(config):
+def wide_params(config, seed=0):
     """Random parameters that are large enough for attention to matter."""
-    return jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, random_params(config))
+    return jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, random_params(config, seed))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def params():
     return wide_params(CONFIG)
 
 
-def rolled_out(params, sampling=None) -> smd.Trajectory:
+def rolled_out(params, sampling=None):
     """Four prompts of different lengths that begin with the system message and end with the generation prompt."""
     width = max(LENGTHS)
     tokens = np.array(jax.random.randint(jax.random.key(0), (4, width), 10, 250))
@@ -52,8 +52,12 @@ def rolled_out(params, sampling=None) -> smd.Trajectory:
 
 
 @pytest.fixture(scope="module")
-def rollout(params):
-    return rolled_out(params)
+def arrays(params):
+    return arrays_of(rolled_out(params))
+
+
+def checked(arrays) -> Record:
+    return check_record(arrays, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
 
 
 def named(params, record, **more):
@@ -61,26 +65,34 @@ def named(params, record, **more):
     return verdict.cause.cause if verdict.cause else None, verdict
 
 
-def sampler_under(params, record, conditions, temperature=1.0, model=MODEL) -> smd.Trajectory:
+def sampler_under(params, arrays, conditions, temperature=1.0, model=MODEL):
     """The record whose log-probabilities come from a replay under the conditions."""
-    return record.replace(logprobs=logprobs_of(record.response, replay_logits(model, params, conditions), temperature))
+    record = checked(arrays)
+    columns, _ = record.response_columns
+    response = jnp.asarray(np.take_along_axis(record.tokens, columns, axis=1))
+    logits = replay_logits(model, params, conditions, columns.shape[1])
+    logprobs = arrays["logprobs"].copy()
+    sampled = logprobs_of(response[..., None], logits, jnp.float32(temperature))[..., 0]
+    np.put_along_axis(logprobs, columns, np.asarray(sampled), axis=1)
+    return checked({**arrays, "logprobs": logprobs})
 
 
 # --- verdicts
 
 
 @pytest.mark.slow
-def test_a_rollout_is_one_policy(params, rollout):
-    cause, verdict = named(params, rollout)
-    assert Conditions.of(rollout).evicted.any()
-    assert verdict.is_one_policy and cause is None and verdict.max_abs < 2e-5
+def test_a_rollout_is_one_policy(params, arrays):
+    cause, verdict = named(params, checked(arrays))
+    assert checked(arrays).has_evictions
+    assert verdict.is_one_policy and cause is None and verdict.kind == "rounding" and verdict.max_abs < 2e-5
 
 
 @pytest.mark.slow
 def test_recorded_support_is_one_policy(params):
-    filtered = rolled_out(params, smd.SamplingConfig(top_k=6))
-    assert named(params, filtered)[1].is_one_policy
-    cause, verdict = named(params, filtered.replace(drawable=None))
+    given = arrays_of(rolled_out(params, smd.SamplingConfig(top_k=6)))
+    assert named(params, checked(given))[1].is_one_policy
+    without = {name: array for name, array in given.items() if not name.startswith("support")}
+    cause, verdict = named(params, checked(without))
     assert cause == "sampling support" and not verdict.is_one_policy
 
 
@@ -89,87 +101,61 @@ CASES = [(cause.name, number) for cause in CAUSES for number in range(2)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_an_injected_cause_is_named(params, rollout, name, number):
+def test_an_injected_cause_is_named(params, arrays, name, number):
     (cause,) = (cause for cause in CAUSES if cause.name == name)
-    cases = list(cause.cases(Conditions.of(rollout), FACTS))
+    cases = list(cause.cases(checked(arrays), FACTS))
     if number >= len(cases):
         pytest.skip("the cause has one case")
-    said, conditions = cases[number]
-    found, verdict = named(params, sampler_under(params, rollout, conditions))
+    found, verdict = named(params, sampler_under(params, arrays, cases[number].conditions))
     assert found == name, report.lines(verdict)
-    assert verdict.cause is not None and verdict.cause.said == said
+    assert verdict.cause is not None and verdict.cause.said == cases[number].said
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "changed"),
-    [
-        ("BOS token", 0, lambda p: [1, *p]),
-        ("chat template", 0, lambda p: p[3:]),
-        ("chat template", 1, lambda p: p[:-2]),
-    ],
-)
-def test_conditions_of_other_prompts(params, rollout, name, number, changed):
-    """As rows that were built with these prompts. Nothing is evicted, so that positions of keys do not matter."""
-    (cause,) = (cause for cause in CAUSES if cause.name == name)
-    dense = rollout.replace(mask=rollout.dense_mask())
-    conditions = list(cause.cases(Conditions.of(dense), FACTS))[number][1]
-    ids = [row[real].tolist() for row, real in zip(np.asarray(rollout.tokens), np.asarray(rollout.valid), strict=True)]
-    prompts = [changed(row[:length]) for row, length in zip(ids, LENGTHS, strict=True)]
-    responses = [row[length:] for row, length in zip(ids, LENGTHS, strict=True)]
-    other = smd.Trajectory.from_records(
-        *(prompts, responses, list(np.asarray(rollout.logprobs))),
-        terminated=[False] * 4,
-        layers=1,
-        kv_heads=1,
-        evicted_at=[np.full((1, 1, len(p) + len(r)), NEVER) for p, r in zip(prompts, responses, strict=True)],
-    )
-    np.testing.assert_allclose(
-        sampler_under(params, rollout, conditions).logprobs, smd.replay(MODEL, params, other).logprobs, atol=2e-5
-    )
-
-
-def test_a_shorter_prompt_moves_evictions():
-    """Without the tokens at columns 2 and 3, those before them move by two, and so do evictions up to there."""
-    conditions = Conditions(
-        tokens=np.array([[0, 11, 12, 13, 14, 15]]),
-        positions=np.array([[0, 0, 1, 2, 3, 4]]),
-        evicted_at=np.array([[[[0, 2, 3, 5, 5, NEVER]]]], np.int32),
-        start=np.array([1]),
-        first=4,
-    )
-    moved = conditions.without(np.array([2]), 2)
-    assert moved.tokens[0, 3:].tolist() == [11, 14, 15]
-    assert moved.positions[0, 3:].tolist() == [0, 1, 2]
-    assert moved.evicted_at[0, 0, 0].tolist() == [0, 0, 0, 4, 5, NEVER]
-
-
-def test_other_injected_causes_are_named(params, rollout):
-    stated = Conditions.of(rollout)
-    cause, verdict = named(params, sampler_under(params, rollout, stated, temperature=0.8))
+def test_other_injected_causes_are_named(params, arrays):
+    stated = Conditions.of(checked(arrays))
+    cause, verdict = named(params, sampler_under(params, arrays, stated, temperature=0.8))
     assert cause == "temperature" and verdict.cause is not None and "0.8;" in verdict.cause.said
-    moved = rollout.replace(logprobs=jnp.roll(rollout.logprobs, 1, axis=1))
-    assert named(params, moved)[0] == "tokens misaligned"
+    assert named(params, checked({**arrays, "logprobs": np.roll(arrays["logprobs"], 1, 1)}))[0] == "tokens misaligned"
     older = jax.tree.map(lambda x: 0.95 * x, params)
-    stale = sampler_under(older, rollout, stated)
+    stale = sampler_under(older, arrays, stated)
     assert named(params, stale)[0] == "stale weights"
     cause, verdict = named(params, stale, previous=older)
     assert cause == "stale weights" and verdict.findings[0].difference < 1e-5
     low = smd.Decoder(dataclasses.replace(CONFIG, dtype="bfloat16"))
-    rounded = sampler_under(params, rollout, stated, model=low)
+    rounded = sampler_under(params, arrays, stated, model=low)
     assert named(params, rounded, other=(low, params), other_dtype="bfloat16")[0] == "dtype"
     verdict = certify(Models(low, params, (MODEL, params), "float32"), rounded, FACTS)
     assert verdict.is_one_policy and verdict.cause is None
     # A sampler that is as far off on the other side did not compute in bfloat16.
-    own = sampler_under(params, rollout, stated)
-    mirrored = rollout.replace(logprobs=jnp.minimum(2 * own.logprobs - rounded.logprobs, 0))
+    own, of_low = (sampler_under(params, arrays, stated, model=model).logprobs for model in (MODEL, low))
+    mirrored = checked({**arrays, "logprobs": np.minimum(2 * own - of_low, 0)})
     assert named(params, mirrored, other=(low, params), other_dtype="bfloat16")[0] == "stale weights"
 
 
-def test_two_swapped_layers_are_found(params, rollout):
-    swapped = rollout.replace(mask=smd.ShadowMask(rollout.mask.evicted_at[:, jnp.array([0, 2, 1])]))
-    cause, verdict = named(params, swapped)
-    assert cause == "layers or heads swapped"
-    assert verdict.cause is not None and "layers 1 and 2 were swapped" in verdict.cause.said
+def with_top(params, arrays, rows, k=6):
+    """The first rows, cut after one response token, with the sampler's likeliest tokens."""
+    record = checked(arrays)
+    columns, _ = record.response_columns
+    logits = replay_logits(MODEL, params, Conditions.of(record), columns.shape[1])
+    ids = np.argsort(-np.asarray(logits[:, 0]), axis=-1)[:, None, :k]
+    cut = {**arrays, "lengths": arrays["prompt_lengths"] + 1}
+    logprobs = np.asarray(logprobs_of(jnp.asarray(ids), logits[:, :1], jnp.float32(1.0)))[:, 0]
+    cut["top_ids"] = np.full((*arrays["tokens"].shape, k), -1)
+    cut["top_logprobs"] = np.zeros(cut["top_ids"].shape, np.float32)
+    for row, column in enumerate(columns[:, 0]):
+        cut["top_ids"][row, column], cut["top_logprobs"][row, column] = ids[row, 0], logprobs[row]
+    return {name: array[:rows] if array.ndim else array for name, array in cut.items()}
+
+
+def test_top_logprobs_separate_causes(params, arrays):
+    """A temperature explains the log-probability of any single token, but not those of its alternatives."""
+    older = jax.tree.map(lambda x: 0.95 * x, params)
+    stale = {**arrays, "logprobs": sampler_under(older, arrays, Conditions.of(checked(arrays))).logprobs}
+    given = with_top(older, stale, rows=1)
+    without = {name: array for name, array in given.items() if not name.startswith("top")}
+    assert named(params, checked(without))[0] in ("temperature", "sampling support")
+    assert named(params, checked(given))[0] == "stale weights"
+    assert named(older, checked(given))[1].is_one_policy
 
 
 MIXED = dataclasses.replace(
@@ -177,55 +163,90 @@ MIXED = dataclasses.replace(
 )
 
 
-def test_expert_routing_is_replayed(rollout, tmp_path: Path):
+def test_expert_routing_is_replayed(arrays):
     """Of a model with experts in two of three layers: tokens go where the record says, not where the router would."""
     model, params = smd.Decoder(MIXED), wide_params(MIXED)
-    shape = (*rollout.tokens.shape, 2, 4)
-    drawn = np.argsort(np.random.default_rng(0).random(shape), axis=-1)[..., :2].astype(np.int8)
-    routed = rollout.replace(routing=jnp.asarray(drawn), expert_count=4)
-    recorded = sampler_under(params, routed, Conditions.of(routed), model=model)
-    save_record(tmp_path / "routed.npz", recorded)
-    sizes: dict[str, Any] = {"layers": 3, "kv_heads": MIXED.num_kv_heads, "vocab_size": MIXED.vocab_size}
-    again = load_record(tmp_path / "routed.npz", **sizes, experts=model.shape.routing)
-    assert certify(Models(model, params), again, FACTS).is_one_policy
-    assert not certify(Models(model, params), recorded.replace(routing=None), FACTS).is_one_policy
-    own = sampler_under(params, routed, Conditions.of(rollout), model=model)
-    verdict = certify(Models(model, params), own, FACTS)
+    experts = model.shape.routing
+    assert experts is not None and experts.layers == (0, 2)
+    shape = arrays["tokens"].shape
+    drawn = np.argsort(np.random.default_rng(0).random((*shape, 2, 4)), axis=-1)[..., :2]
+    sizes = (MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, experts)
+    record = check_record({**arrays, "routing": drawn}, *sizes)
+    theirs = sampler_under(params, arrays, Conditions.of(record), model=model).logprobs
+    recorded = check_record({**arrays, "logprobs": theirs, "routing": drawn}, *sizes)
+    assert recorded.first_rows(2).routing is not None
+    assert certify(Models(model, params), recorded, FACTS).is_one_policy
+    without = check_record({**arrays, "logprobs": theirs}, *sizes)
+    assert not certify(Models(model, params), without, FACTS).is_one_policy
+    own = sampler_under(params, arrays, Conditions.of(checked(arrays)), model=model).logprobs
+    verdict = certify(Models(model, params), check_record({**arrays, "logprobs": own, "routing": drawn}, *sizes), FACTS)
     assert verdict.cause is not None and verdict.cause.cause == "expert routing"
-    with pytest.raises(ValueError, match="expected no routing, because the model has no experts"):
+    with pytest.raises(ValueError, match="routing: expected a model with experts; got Decoder without any"):
         certify(Models(MODEL, params), recorded)
 
 
+def test_bad_routing_is_refused(arrays):
+    sizes = (MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, smd.Decoder(MIXED).shape.routing)
+    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
+    for given, said in (
+        (routing + 3, "routing: expected experts from 0 to 3; got 4 in row 0, column 0, layer 0"),
+        (0 * routing, "expected different experts for a token; got 0 twice in row 0, column 0"),
+        (routing[:, :, :1], r"routing: expected \(4, 44, 2, 2\), .*; got \(4, 44, 1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_record({**arrays, "routing": given}, *sizes)
+
+
+def test_two_swapped_layers_are_found(params, arrays):
+    swapped = arrays["evicted_at"][:, [0, 2, 1]]
+    cause, verdict = named(params, checked({**arrays, "evicted_at": swapped}))
+    assert cause == "layers or heads swapped"
+    assert verdict.cause is not None and "layers 1 and 2 were swapped" in verdict.cause.said
+
+
 def test_numbers_of_a_verdict():
-    verdict = Verdict(np.array([[0.1, -0.1, 0.4], [0.2, 0.2, np.nan]]), 1e-4)
+    """By hand."""
+    from smd_jax.certify.verdict import Verdict
+
+    difference = np.array([[0.1, -0.1, 0.4], [0.2, 0.2, np.nan]])
+    verdict = Verdict(difference, 1e-4, None, ())
     assert verdict.mean_abs == pytest.approx(0.2) and verdict.max_abs == pytest.approx(0.4)
-    assert report.worst(verdict, 2) == [(0, 2, 0.4), (1, 0, 0.2)]
+    assert verdict.bias == pytest.approx((0.16, np.std([0.1, -0.1, 0.4, 0.2, 0.2]) / 5**0.5))
+    assert verdict.growth == pytest.approx((0.15, 0.4)) and verdict.kind == "bias"
 
 
 # --- the record
 
-SIZES: dict[str, Any] = {"layers": CONFIG.num_layers, "kv_heads": CONFIG.num_kv_heads, "vocab_size": CONFIG.vocab_size}
+
+def test_evicted_at_and_kept_are_the_same(arrays):
+    """A row of five tokens by hand: after query 2, keys 0 and 2 are left."""
+    tokens = np.array([[5, 6, 7, 8, 9]])
+    given = {"tokens": tokens, "prompt_lengths": np.array([2]), "lengths": np.array([5])}
+    given["logprobs"] = np.full((1, 5), -1.0, np.float32)
+    kept = {"kept_after": np.array([[2, -1]]), "kept": np.full((1, 2, 3, 2, 2), -1)}
+    kept["kept"][0, 0] = [0, 2]
+    evicted_at = np.full((1, 1, 1, 5), 99)
+    evicted_at[..., 1] = 3
+    one, other = checked({**given, **kept}), checked({**given, "evicted_at": evicted_at})
+    expected = [NEVER, 3, NEVER, NEVER, NEVER]
+    assert (one.evicted_at == expected).all() and (other.evicted_at == expected).all()
 
 
-@pytest.mark.parametrize("sampling", [smd.SamplingConfig(), smd.SamplingConfig(top_k=6, temperature=0.5)], ids=str)
-def test_a_file_comes_back(params, tmp_path: Path, sampling: smd.SamplingConfig):
-    ours, path = rolled_out(params, sampling), tmp_path / "rollout.npz"
-    save_record(path, ours)
-    again = load_record(path, **SIZES)
-    valid = np.asarray(ours.valid)
-    np.testing.assert_array_equal(np.asarray(again.tokens)[valid], np.asarray(ours.tokens)[valid])
-    for name in ("valid", "logprobs", "temperature"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(ours, name))
-    np.testing.assert_array_equal(Conditions.of(again).evicted_at, Conditions.of(ours).evicted_at)
-    for drawable in (ours.drawable, again.drawable):
-        assert (drawable is None) == (sampling.top_k == 0)
-    if ours.drawable is not None and again.drawable is not None:
-        mine, other = (x.to_boolean(CONFIG.vocab_size, jnp.arange(32)) for x in (ours.drawable, again.drawable))
-        np.testing.assert_array_equal(mine, other)
-    first = load_record(path, **SIZES, rows=2)
-    np.testing.assert_array_equal(first.logprobs, ours.logprobs[:2])
-    with pytest.raises(FileExistsError):
-        save_record(path, ours)
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_file_comes_back(arrays, tmp_path: Path, suffix):
+    path = tmp_path / f"rollout{suffix}"
+    save_record(path, arrays)
+    record = load_record(path, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+    for field in dataclasses.fields(Record):
+        np.testing.assert_array_equal(getattr(record, field.name), getattr(checked(arrays), field.name))
+    with pytest.raises(FileExistsError, match="expected no file at"):
+        save_record(path, arrays)
+
+
+def top_arrays(ids, logprob):
+    """The same two likeliest tokens everywhere."""
+    shape = (4, 44, 2)
+    return {"top_ids": np.broadcast_to(ids, shape), "top_logprobs": np.full(shape, logprob, np.float32)}
 
 
 @pytest.mark.parametrize(
@@ -233,45 +254,69 @@ def test_a_file_comes_back(params, tmp_path: Path, sampling: smd.SamplingConfig)
     [
         ({"tokens": None}, "tokens missing"),
         ({"masks": np.zeros(1, int)}, "got masks"),
-        ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected floats with 2 axes; got int64"),
-        ({"logprobs": np.zeros(44, np.float32)}, r"logprobs: expected floats with 2 axes; got float32 \(44,\)"),
-        ({"logprobs": np.zeros((3, 44), np.float32)}, "logprobs: expected 4 rows; got 3"),
-        ({"logprobs": np.full((4, 44), np.nan)}, "finite log-probabilities; got nan .row 0, response token 0"),
-        ({"tokens": np.full((4, 44), 264)}, "ids from 0 to 263, the vocabulary; got 264 .row 0, prompt token 0"),
+        ({"routing": np.zeros(1, int)}, "routing: expected no expert routing, because the model has no experts"),
+        ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected floats; got int64"),
+        ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
+        ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
+        ({"tokens": np.full((4, 44), 264)}, "below 264, .*; got 264 in row 0, column 0. Was the record made with"),
         ({"lengths": np.array([12, 9, 7, 6])}, "expected 1 <= prompt_lengths < lengths <= 44"),
-        ({"temperature": np.float32(0)}, "expected a temperature > 0"),
-        ({"evicted_at": np.zeros((4, 3, 5, 44), int)}, r"evicted_at of row 0 to be \(3, 2, 44\)"),
+        ({"temperature": np.float32(0)}, "temperature: expected a number > 0; got 0.0"),
+        ({"evicted_at": np.zeros((4, 3, 5, 44), int)}, r"evicted_at: expected the shape \(4, 3, 2, 44\)"),
+        ({"evicted_at": np.zeros((4, 3, 2, 44), int)}, "row 0"),
+        ({"kept": np.zeros((4, 1, 3, 2, 1), int)}, "expected kept and kept_after together"),
         ({"support_ids": np.zeros(3, int)}, "expected support_ids and support_offsets together"),
-        ({"support_ids": np.zeros(3, int), "support_offsets": np.arange(4)}, "expected one more than 128 response"),
-        ({"routing": np.zeros((4, 44, 2, 2), int)}, "expected experts with routed_experts"),
+        (top_arrays(-1, 0.0) | {"top_ids": None}, "expected top_ids and top_logprobs together"),
+        (top_arrays(264, -1.0), "top_ids: expected ids below 264, or -1 for none; got 264 in row 0, column 12"),
+        (top_arrays(5, -1.0), "top_ids: expected every id once for a token; got 5 twice in row 0, column 12"),
+        (top_arrays([5, 6], np.nan), "top_logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
+        (top_arrays([5, 6], -0.1), "top_logprobs: expected probabilities with a sum of at most 1; got 1.81 in row 0"),
+        ({"support_ids": np.zeros(3, int), "support_offsets": np.arange(4)}, "expected 129 rising offsets from 0 to 3"),
     ],
 )
-def test_a_bad_record_is_refused(rollout, tmp_path: Path, changed: dict[str, Any], said: str):
-    save_record(tmp_path / "good.npz", rollout)
-    with np.load(tmp_path / "good.npz") as good:
-        arrays = {name: array for name, array in {**good, **changed}.items() if array is not None}
-    np.savez(tmp_path / "bad.npz", **arrays)
+def test_a_bad_record_is_refused(arrays, changed, said):
+    given = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
     with pytest.raises(ValueError, match=said):
-        load_record(tmp_path / "bad.npz", **SIZES)
+        checked(given)
 
 
-def test_facts_of_a_tokenizer():
-    assert len(prompt_facts(byte_tokenizer()).generation) > 0
+def test_a_key_that_comes_back_is_refused(arrays):
+    kept = np.tile(np.arange(3), (4, 2, 3, 2, 1))
+    kept[:, 0] += 1  # keys 1, 2, 3 first, then 0, 1, 2
+    given = {name: array for name, array in arrays.items() if name != "evicted_at"}
+    with pytest.raises(ValueError, match="row 0, compression 1"):
+        checked({**given, "kept": kept, "kept_after": np.tile([5, 9], (4, 1))})
+
+
+def test_what_a_tokenizer_says():
+    facts = prompt_facts(byte_tokenizer())
+    assert len(facts.generation) > 0
     assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_random_checkpoint(tmp_path / "model", config=CONFIG)
-    ours = rolled_out(smd.load_checkpoint(tmp_path / "model")[1])
-    save_record(tmp_path / "good.npz", ours)
-    main([str(tmp_path / "good.npz"), "--model", str(tmp_path / "model")])
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    write_random_checkpoint(place, config=CONFIG)
+    return place
+
+
+def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    params = smd.load_checkpoint(directory)[1]
+    save_record(tmp_path / "good.npz", arrays_of(rolled_out(params)))
+    main([str(tmp_path / "good.npz"), "--model", str(directory), "--out", str(tmp_path / "good.json")])
     assert "one policy" in capsys.readouterr().out
-    save_record(tmp_path / "bad.npz", ours.replace(logprobs=jnp.roll(ours.logprobs, 1, axis=1)))
+    assert json.loads((tmp_path / "good.json").read_text(encoding="utf-8"))["one_policy"] is True
+    bad = arrays_of(rolled_out(params))
+    bad["logprobs"] = np.roll(bad["logprobs"], 1, 1)
+    save_record(tmp_path / "bad.npz", bad)
     with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / "bad.npz"), "--model", str(tmp_path / "model"), "--out", str(tmp_path / "bad.json")])
+        main([str(tmp_path / "bad.npz"), "--model", str(directory), "--out", str(tmp_path / "bad.html")])
     assert stopped.value.code == 1 and "tokens misaligned" in capsys.readouterr().out
-    written = json.loads((tmp_path / "bad.json").read_text(encoding="utf-8"))
-    assert written["cause"]["cause"] == "tokens misaligned" and written["one_policy"] is False
+    page = (tmp_path / "bad.html").read_text(encoding="utf-8")
+    assert "tokens misaligned" in page and "data:image/png;base64," in page and "http" not in page
     with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / "missing.npz"), "--model", str(tmp_path / "model")])
+        main([str(tmp_path / "missing.npz"), "--model", str(directory)])
     assert stopped.value.code == 2 and "expected a readable record" in capsys.readouterr().err

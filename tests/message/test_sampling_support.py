@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import smd_jax as smd
-from smd_jax.certify import load_record, save_record
+from smd_jax.certify.record import arrays_of
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.testing import random_params, tiny_model_config
 from tests.under_test import left_padded
@@ -44,18 +44,38 @@ def test_sets_come_back(sets, as_bits):
 @pytest.mark.parametrize(
     "sampling", [smd.SamplingConfig(top_k=5), smd.SamplingConfig(temperature=0.8, top_p=0.9)], ids=str
 )
-def test_a_foreign_record_with_support_is_exact(sampling, tmp_path):
+def test_a_foreign_record_with_support_is_exact(sampling):
     """A rollout of ours, reported as vLLM reports it. Without its support the learner is another policy."""
     params = jax.tree.map(lambda x: 2 * x, random_params(CONFIG))
     prompts = left_padded([6, 4, 2], 6, CONFIG.vocab_size)
     sizes = smd.RolloutConfig(max_new_tokens=20, budget=10, buffer=4, sampling=sampling)
     ours = smd.rollout(MODEL, params, prompts, jax.random.key(1), policy=smd.eviction.TOVA(), config=sizes)
-    save_record(tmp_path / "ours.npz", ours)
-    layers, kv_heads = CONFIG.num_layers, CONFIG.num_kv_heads
-    foreign = load_record(tmp_path / "ours.npz", layers=layers, kv_heads=kv_heads, vocab_size=CONFIG.vocab_size)
-    for record, exact in ((foreign, True), (foreign.replace(drawable=None), False)):
-        off = abs(smd.replay(MODEL, params, record).logprobs - record.logprobs)[np.asarray(record.response_mask)]
-        assert (float(off.max()) < 2e-5) == exact
+    arrays = arrays_of(ours)
+    offsets = arrays["support_offsets"]
+    ends = np.cumsum(np.asarray(ours.lengths()))
+    support, rows = [], []
+    for row, end in enumerate(ends):
+        start = end - int(ours.lengths()[row])
+        support.append(
+            (arrays["support_ids"][offsets[start] : offsets[end]], offsets[start : end + 1] - offsets[start])
+        )
+        prompt, length = arrays["prompt_lengths"][row], arrays["lengths"][row]
+        rows.append((arrays["tokens"][row], arrays["logprobs"][row], arrays["evicted_at"][row], prompt, length))
+    record = {
+        "prompts": [tokens[:p] for tokens, _, _, p, _ in rows],
+        "responses": [tokens[p:n] for tokens, _, _, p, n in rows],
+        "logprobs": [logprobs[p:n] for _, logprobs, _, p, n in rows],
+        "evicted_at": [evicted_at[:, :, :n] for _, _, evicted_at, _, n in rows],
+        "terminated": [False] * 3,
+        "temperature": sampling.temperature,
+        "vocab_size": CONFIG.vocab_size,
+        "layers": CONFIG.num_layers,
+        "kv_heads": CONFIG.num_kv_heads,
+    }
+    for sets, bound in ((support, True), (None, False)):
+        foreign = smd.Trajectory.from_records(**record, support=sets)
+        off = abs(smd.replay(MODEL, params, foreign).logprobs - foreign.logprobs)[np.asarray(foreign.response_mask)]
+        assert (float(off.max()) < 2e-5) == bound
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.certify import save_record
+from smd_jax.certify.record import arrays_of
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.eviction.wrappers import OnTokens
@@ -250,9 +249,9 @@ def test_refused(changes: dict[str, Any], expected: str):
         talk("SnapKV", Scripted(), dataclasses.replace(CONFIG, **changes))
 
 
-def test_a_conversation_is_no_record_to_certify(tmp_path: Path):
+def test_a_conversation_is_no_record_to_certify():
     with pytest.raises(ValueError, match="expected responses of sampled tokens alone; got a conversation"):
-        save_record(tmp_path / "conversation.npz", usual("SnapKV")[0].trajectory)
+        arrays_of(usual("SnapKV")[0].trajectory)
 
 
 @pytest.mark.parametrize("name", ["SnapKV", pytest.param("Dense", marks=pytest.mark.slow)])

@@ -1,0 +1,155 @@
+"""The conditions under which a sampler may have drawn a record's tokens, and the replay under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from smd_jax.certify.record import Record
+from smd_jax.message.drawable_tokens import OUTSIDE
+from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.sampling import among
+from smd_jax.model.protocol import LanguageModel, Params, Routed
+from smd_jax.model.teacher_forced import TeacherForced, layer_masks
+
+# Columns in front of the prompt that a cause may fill with tokens the record does not have.
+SPARE = 48
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a forward pass needs to predict the response tokens of a record.
+
+    Attributes:
+      tokens, positions: int32 `[rows, T]`.
+      evicted_at: int32 `[rows, layers or 1, kv_heads or 1, T]`.
+      first: int32 `[rows]` column of the first response token.
+      routing: int32 `[rows, T, layers with experts, experts of a token]`, -1 for tokens that choose themselves; None:
+        all do.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    evicted_at: np.ndarray
+    first: np.ndarray
+    routing: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> Conditions:
+        """The conditions that the record states."""
+        return cls(
+            _widened(record.tokens, 0),
+            _widened(record.positions, 0),
+            _widened(record.evicted_at, 0),
+            record.prompt_lengths,
+            None if record.routing is None else _padded_columns(record.routing),
+        )
+
+    def with_prefix(self, prefixes: list[np.ndarray], positions: list[np.ndarray]) -> Conditions:
+        """The conditions of rows that had these tokens, which no query loses, in front.
+
+        Args:
+          prefixes: tokens of each row, at most SPARE. positions: of the row's own tokens, given its old ones.
+        """
+        tokens, places, evicted, first = [], [], [], []
+        routing = None if self.routing is None else self.routing.copy()
+        for row, prefix in enumerate(prefixes):
+            count = len(prefix)
+            if routing is not None and count:
+                routing[row, count:] = routing[row, :-count].copy()
+                routing[row, :count] = -1
+            tokens.append(_shifted(self.tokens[row], count, prefix))
+            places.append(_shifted(positions[row], count, np.arange(count)))
+            old = self.evicted_at[row]
+            moved = np.where((old == NEVER) | (old == 0), old, old + count)
+            evicted.append(_shifted(moved, count, np.full((*old.shape[:2], count), NEVER)))
+            first.append(self.first[row] + count)
+        return Conditions(_stacked(tokens), _stacked(places), _stacked(evicted), _stacked(first), routing)
+
+    def without_columns(self, starts: np.ndarray, ends: np.ndarray) -> Conditions:
+        """The conditions of rows without the columns `starts` to `ends` of the prompt."""
+        tokens, places, evicted, first = [], [], [], []
+        routing = None if self.routing is None else self.routing.copy()
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            cut = int(end - start)
+            if routing is not None and cut:
+                routing[row, start:-cut] = routing[row, end:].copy()
+                routing[row, -cut:] = -1
+            gone = np.arange(start, end)
+            old = self.evicted_at[row]
+            moved = np.where((old == NEVER) | (old < end), old, old - cut)
+            tokens.append(np.concatenate([np.delete(self.tokens[row], gone), np.zeros(cut)]))
+            places.append(np.arange(self.tokens.shape[1]))
+            evicted.append(np.concatenate([np.delete(moved, gone, -1), np.zeros((*old.shape[:2], cut))], -1))
+            first.append(self.first[row] - cut)
+        return Conditions(_stacked(tokens), _stacked(places), _stacked(evicted), _stacked(first), routing)
+
+
+def _widened(array: np.ndarray, fill: int) -> np.ndarray:
+    width = [(0, 0)] * (array.ndim - 1) + [(0, SPARE)]
+    return np.pad(array, width, constant_values=fill).astype(np.int32)
+
+
+def _padded_columns(routing: np.ndarray) -> np.ndarray:
+    return np.pad(routing, [(0, 0), (0, SPARE), (0, 0), (0, 0)], constant_values=-1)
+
+
+def _stacked(rows: Sequence[np.ndarray | np.integer | int]) -> np.ndarray:
+    return np.stack([np.asarray(row) for row in rows]).astype(np.int32)
+
+
+def _shifted(array: np.ndarray, count: int, front: np.ndarray) -> np.ndarray:
+    return np.concatenate([front, array[..., : array.shape[-1] - count]], axis=-1)
+
+
+@partial(jax.jit, static_argnums=(0, 7))
+def response_logits(
+    model: LanguageModel,
+    params: Params,
+    tokens: Int[Array, "rows T"],
+    positions: Int[Array, "rows T"],
+    evicted_at: Int[Array, "rows layers kv_heads T"],
+    first: Int[Array, " rows"],
+    routing: Int[Array, "rows T mixtures per_token"] | None,
+    responses: int,
+) -> Float[Array, "rows responses vocab"]:
+    """Logits of the response tokens, before the temperature. `responses`: tokens of the longest response."""
+    states = layer_masks(model.shape, tokens, ShadowMask(evicted_at))
+    if routing is not None and model.shape.routing is not None:
+        of_layer = {layer: routing[:, :, place] for place, layer in enumerate(model.shape.routing.layers)}
+        states = tuple(Routed(mask, of_layer.get(layer)) for layer, mask in enumerate(states))
+    attention = TeacherForced(model.shape.attention)
+    hidden, _ = model.hidden(params, tokens, model.encode_positions(positions), attention, states)
+    columns = jnp.clip(first[:, None] - 1 + jnp.arange(responses)[None], 0, tokens.shape[1] - 1)
+    return model.logits(params, jnp.take_along_axis(hidden, columns[..., None], axis=1))
+
+
+@jax.jit
+def logprobs_of(
+    ids: Int[Array, "rows responses k"],
+    logits: Float[Array, "rows responses vocab"],
+    temperature: Float[Array, ""],
+    support: Int[Array, "rows responses most"] | None = None,
+) -> Float[Array, "rows responses k"]:
+    """log p of any ids in place of the response tokens. `support`: ids that could be drawn, padded with -1."""
+    logits = logits / temperature
+    if support is not None:
+        logits = jnp.where(among(support, logits.shape[-1]), logits, OUTSIDE)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def replay_logits(model: LanguageModel, params: Params, conditions: Conditions, responses: int) -> Array:
+    """`response_logits` under the conditions. Shared axes of the mask are written out: one program serves all."""
+    rows, columns = conditions.tokens.shape
+    shape = (rows, model.shape.num_layers, model.shape.num_kv_heads, columns)
+    evicted_at = jnp.broadcast_to(jnp.asarray(conditions.evicted_at), shape)
+    arrays = (jnp.asarray(x) for x in (conditions.tokens, conditions.positions))
+    routing = None if conditions.routing is None else jnp.asarray(conditions.routing)
+    return response_logits(model, params, *arrays, evicted_at, jnp.asarray(conditions.first), routing, responses)
