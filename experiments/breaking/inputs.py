@@ -264,8 +264,8 @@ KINDS: dict[str, Fault] = {
         Case(_not_finite, "finite"),
     ),
     "chat template that never ends": one_error(
-        model_file("chat_template.jinja", LOOP, "it takes longer than 10 s"),
-        model_file("chat_template.jinja", "{{ 7 ** (10 ** 9) }}", "it takes longer than 10 s"),
+        model_file("chat_template.jinja", LOOP, "it takes longer than"),
+        model_file("chat_template.jinja", "{{ 7 ** (10 ** 9) }}", "it takes longer than"),
         model_file("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ),
     "chat template that takes all memory, or raises": one_error(

@@ -70,11 +70,10 @@ def reaches(expression: str, numbers: Sequence[int], target: int) -> bool:
         return False
     used = list[int]()
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body, used) == target and sorted(used) == sorted(
-            numbers
-        )
+        value = _value(ast.parse(expression.strip(), mode="eval").body, used)
     except (SyntaxError, ZeroDivisionError):
         return False
+    return value == target and sorted(used) == sorted(numbers)
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:

@@ -158,6 +158,7 @@ def test_a_process_that_nobody_waits_for_ends_itself():
 
 def test_a_process_ends_with_whoever_asks():
     calls = CallsInProcess("length", reward_cases.length, LONG)
+    calls.begin({"completions": ["abc"]}, 1)  # of a batch that an error of another function ended
     calls.begin({"completions": ["a"]}, 1)
     assert calls.finish() == [1.0]
     assert calls._process is not None
