@@ -98,7 +98,7 @@ KINDS: dict[str, Fault] = {
     ),
     "checkpoint of another model": refused(
         OtherStateError,
-        ("expected float32[50000], got float32[", "params/w"),
+        ('expected "float32[50000]", got "float32[', "params/w"),
         with_state(10),
         with_state(60_000),
     ),

@@ -361,30 +361,30 @@ def _said_by_all(body: Callable[[], None]) -> None:
 def _saves_without_checksums(place: Path) -> None:
     full = mock.patch.object(writing, "write_checksums", side_effect=OSError(28, "No space left on device"))
     with full if processes.is_first() else nullcontext():
-        checkpoint.save(place, 1, shard_tree(params(), mesh()), data_position={}, config=1)
+        checkpoint.save(place, 1, shard_tree(params(), mesh()), config=1)
 
 
 def _sees_fewer_files(place: Path) -> None:
     """The last process does not see a file of the newest checkpoint, which is whole."""
     state = shard_tree(params(), mesh())
     for step in (1, 2):
-        checkpoint.save(place, step, state, data_position={}, config=1)
-    hidden = mock.patch.object(reading, "check_there", side_effect=ValueError("1 files are not there: state/d/1"))
+        checkpoint.save(place, step, state, config=1)
+    hidden = mock.patch.object(reading, "check_files", side_effect=ValueError("1 of 9 files are damaged: state/d/1"))
     with nullcontext() if processes.is_first() else hidden:
-        checkpoint.restore_newest(place, state, config=1)
+        checkpoint.restore(place, state, config=1)
 
 
 def _reads_a_part_less(place: Path) -> None:
     """The last process finds its part of the newest checkpoint cut off; it does not go back to the older one alone."""
-    read = reading._read_item  # pyright: ignore[reportPrivateUsage]
+    read = reading._read_arrays  # pyright: ignore[reportPrivateUsage]
 
     def cut_off(*arguments: Any) -> None:
         read(*arguments)
         raise ValueError("state/d/1 is cut off")
 
-    broken = mock.patch.object(reading, "_read_item", cut_off)
+    broken = mock.patch.object(reading, "_read_arrays", cut_off)
     with nullcontext() if processes.is_first() else broken:
-        checkpoint.restore_newest(place, shard_tree(params(), mesh()), config=1)
+        checkpoint.restore(place, shard_tree(params(), mesh()), config=1)
 
 
 def _draws_without_rows(index: int) -> None:

@@ -35,8 +35,8 @@ def rows(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in MACHINE_METRICS} for row in found]
 
 
-def saved(directory: Path, name: str = "checkpoints") -> list[int]:
-    return checkpoint.all_steps(directory / name)
+def saved(directory: Path) -> list[int]:
+    return checkpoint.all_steps(directory / "checkpoints")
 
 
 class Evaluations:

@@ -14,10 +14,10 @@ from smd_jax.learner.state import TrainState
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.runs import checkpoint
 from smd_jax.runs.frozen_base import without_base
-from smd_jax.runs.resume_settings import split_settings
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import CHECKPOINTS
+from smd_jax.runs.settings import split_settings
 from smd_jax.train.loop import Loop
 
 EVERY = 2  # rollouts between two checkpoints

@@ -16,7 +16,7 @@ import numpy as np
 from breaking.left import Left, left_by, start
 from smd_jax.eviction.policies import Dense
 from smd_jax.learner.state import TrainState
-from smd_jax.runs.resume_settings import split_settings
+from smd_jax.runs.settings import split_settings
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig

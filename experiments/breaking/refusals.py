@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 from breaking.left import same
 from breaking.outcome import Fault, Outcome, refusal
 from breaking.plain import PlainLoop, plain_left, plain_state, plain_whole, quietly
-from smd_jax.runs.checkpoint.ownership import FORMAT, OtherFormatError
+from smd_jax.runs.checkpoint import OtherFormatError
+from smd_jax.runs.checkpoint.files import FORMAT
 from smd_jax.runs.run_folder import CHECKPOINTS
 
 

@@ -21,8 +21,8 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.runs import checkpoint
 from smd_jax.runs.frozen_base import without_base
-from smd_jax.runs.resume_settings import split_settings
 from smd_jax.runs.run_folder import CHECKPOINTS
+from smd_jax.runs.settings import split_settings
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import Rewards
@@ -93,5 +93,5 @@ def real_left(directory: Path, config: GRPOConfig = CONFIG) -> Left:
 def real_params(directory: Path) -> list[np.ndarray]:
     """What was trained, of the newest checkpoint, to be compared where it may differ by rounding."""
     like = without_base(real_state())
-    newest = checkpoint.restore_newest(directory / CHECKPOINTS, like, config=split_settings(CONFIG)[0])
+    newest = checkpoint.restore(directory / CHECKPOINTS, like, config=split_settings(CONFIG)[0])
     return [np.asarray(leaf) for leaf in jax.tree.leaves(newest.state.params)]

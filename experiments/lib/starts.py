@@ -171,7 +171,7 @@ def _trained(problem: Problem, seed: int, level: StartLevel, unfinished: Path) -
             )
             if reward >= level.reward:
                 return state.params
-            checkpoint.save(unfinished, step + 1, state, data_position={}, config=settings, max_to_keep=1)
+            checkpoint.save(unfinished, step + 1, state, config=settings, max_to_keep=1)
     raise RuntimeError(
         f"expected a reward of {level.label} of {problem.label} within {level.most_steps} supervised steps of seed "
         f"{seed}; got {reward:.3f}"

@@ -17,10 +17,10 @@ from smd_jax.metrics import evicted_share
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.monitor.metrics_log import METRICS_FILE, read_metrics
 from smd_jax.runs import checkpoint
-from smd_jax.runs.resume_settings import split_settings
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import CHECKPOINTS
+from smd_jax.runs.settings import split_settings
 from smd_jax.tasks.lengths import usable_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.train.decoding import Decode

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from smd_jax.commands.arguments import RENAMED, Common
 from smd_jax.commands.places import from_the_root
 from smd_jax.commands.policy_names import own_place
-from smd_jax.runs.jsonable import Json, to_jsonable
+from smd_jax.runs.settings import Json, to_jsonable
 from smd_jax.tasks.functions import is_file_name
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")

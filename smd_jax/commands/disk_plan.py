@@ -13,9 +13,9 @@ from smd_jax.learner.state import TrainState
 from smd_jax.learner.trained import trained_params
 from smd_jax.model.protocol import Params
 from smd_jax.model.weights import check_export
-from smd_jax.runs.checkpoint.steps import all_steps
+from smd_jax.runs.checkpoint.files import all_steps
 from smd_jax.runs.run_config import RunConfig
-from smd_jax.runs.run_folder import BEST, CHECKPOINTS, check_room
+from smd_jax.runs.run_folder import CHECKPOINTS, check_room
 
 
 def check_disk(args: RunArgs, state: TrainState, exported: Params, settings: RunConfig) -> int:
@@ -55,13 +55,12 @@ def checkpoint_plan(size: int, settings: RunConfig) -> str:
 
 def kept_on_disk(directory: Path) -> str:
     """A line on the checkpoints of a finished run, and how to keep fewer."""
-    steps = all_steps(directory / CHECKPOINTS)
-    names = [CHECKPOINTS, *([BEST] if all_steps(directory / BEST) else [])]
-    folders = [directory / name for name in names]
-    size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    folder = directory / CHECKPOINTS
+    steps = all_steps(folder)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return (
-        f"checkpoints: {show_bytes(size)} in {' and '.join(map(str, folders))}, after {', '.join(map(str, steps))} "
-        f"rollouts; needed only to resume or for smd-export{_fewer(len(steps))}"
+        f"checkpoints: {show_bytes(size)} in {folder}, after {', '.join(map(str, steps))} rollouts; needed only to "
+        f"resume or for smd-export{_fewer(len(steps))}"
     )
 
 

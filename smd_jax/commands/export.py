@@ -39,7 +39,9 @@ from smd_jax.model.weights import check_export, load_checkpoint, read_config, sa
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
 from smd_jax.runs.checkpoint.reading import restore_part
 from smd_jax.runs.frozen_base import params_with_base, params_without_base
-from smd_jax.runs.run_folder import BEST, CHECKPOINTS
+from smd_jax.runs.run_config import Objective
+from smd_jax.runs.run_folder import CHECKPOINTS
+from smd_jax.runs.run_log import best_rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +110,21 @@ def run(args: Args) -> None:
 
 def trained_model(args: Args, trained: Common, directory: Path, config: ModelConfig) -> Params:
     """Parameters of the checkpoint without the critic. Adapters are put on the base model they were trained on."""
-    place = args.run / (BEST if args.best else CHECKPOINTS)
+    place, step = args.run / CHECKPOINTS, best_step(args.run, trained) if args.best else args.step
     key = jax.random.key(0)
     if lora_config(trained.model) is None:
         like = shapes(trained, Decoder(config))
-        return drop_value_head(restore_part(place, {"params": like}, args.step)["params"])
+        return drop_value_head(restore_part(place, {"params": like}, step)["params"])
     _, base = load_checkpoint(directory, dtype=trained.model.param_dtype)
     whole = with_parts(trained, base, config, key)
-    saved = restore_part(place, {"params": params_without_base(whole)}, args.step)["params"]
+    saved = restore_part(place, {"params": params_without_base(whole)}, step)["params"]
     return drop_value_head(params_with_base(saved, whole))
+
+
+def best_step(run: Path, trained: Common) -> int:
+    """The checkpoint with the best value of the run's objective."""
+    metric = trained.evaluation.metric_for_best_model
+    best = None if metric is None else best_rollout(run, Objective(metric))
+    if best is None:
+        raise UserError(f"expected a run with --metric-for-best-model for --best; got {run}, which has no such value")
+    return best.done

@@ -13,7 +13,7 @@ from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.devices import processes
 from smd_jax.devices.processes import OtherProcessError
-from smd_jax.runs.jsonable import to_jsonable
+from smd_jax.runs.settings import to_jsonable
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.loop_config import LoopConfig
 

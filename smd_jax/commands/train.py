@@ -56,17 +56,19 @@ from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.run_plots import plot_runs
 from smd_jax.monitor.tensorboard import TensorBoardLogger
 from smd_jax.monitor.weights_and_biases import WandbLogger
-from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
-from smd_jax.runs.checkpoint.leaves import OtherStateError
-from smd_jax.runs.checkpoint.ownership import OtherFormatError
-from smd_jax.runs.checkpoint.reading import OtherConfigError
+from smd_jax.runs.checkpoint.errors import (
+    DamagedCheckpointError,
+    OtherConfigError,
+    OtherFormatError,
+    OtherStateError,
+)
+from smd_jax.runs.checkpoint.reading import check_config, check_state
 from smd_jax.runs.frozen_base import without_base
-from smd_jax.runs.interrupt import with_notes
-from smd_jax.runs.objective import NoSuchMetricError, Objective
-from smd_jax.runs.resume_settings import split_fields, split_settings
 from smd_jax.runs.run import train
-from smd_jax.runs.run_config import RunConfig
-from smd_jax.runs.run_folder import check_config, check_directory, check_progress, check_state
+from smd_jax.runs.run_config import Objective, RunConfig
+from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress
+from smd_jax.runs.run_log import NoSuchMetricError
+from smd_jax.runs.settings import split_fields, split_settings
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
@@ -146,7 +148,7 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         if args.run.resume:
             # Before config.yaml is written: a refused resume must not change the run.
             check_progress(directory, args.run.resume, settings)
-            check_config(directory, run_settings(args, ready.loop, files)[0])
+            check_config(directory / CHECKPOINTS, run_settings(args, ready.loop, files)[0])
     check_same_plan(ready.loop.config, ready.evaluator)
     with together(), all_or_none():
         if is_first():
@@ -170,7 +172,7 @@ def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepa
     saved = without_base(state)  # a collective: all processes call it
     with together(), all_or_none(), users_mistakes():
         with troubles():
-            check_state(directory, saved)
+            check_state(directory / CHECKPOINTS, saved)
         with written(directory / "config.yaml"):
             directory.mkdir(parents=True, exist_ok=True)
             if is_first():
@@ -265,9 +267,9 @@ def troubles() -> Iterator[None]:
     try:
         yield
     except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
-        raise UserError(with_notes(error)) from error
+        raise UserError(_with_notes(error)) from error
     except (TooManyFailures, UnloadableRewardError, RefusedRolloutError, NonFiniteLogitsError, OSError) as error:
-        raise UserError(with_notes(error)) from error
+        raise UserError(_with_notes(error)) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -275,6 +277,11 @@ def troubles() -> Iterator[None]:
             f"expected a run that fits the devices; got {one_line(str(error), 300)}. --memory BYTES chooses sizes that "
             "fit; --microbatch, --decode-rows and --budget set them"
         ) from error
+
+
+def _with_notes(error: Exception) -> str:
+    """The message of an error, with its notes below it."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def print_plan(ready: Prepared) -> None:

@@ -24,6 +24,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tran
 # Optional packages.
 EXTRAS = ("datasets", "reasoning-gym")
 
+ABSENT = "(absent)"  # in place of a field that only one of two settings has
+
 
 class OtherProcessError(RuntimeError):
     """Another process has other settings or versions, or has failed."""
@@ -153,14 +155,26 @@ def check_same(settings: Mapping[str, Any]) -> None:
         )
 
 
-def differences(expected: Any, got: Any, name: str = "") -> list[str]:
-    """One line per field in which two JSON values differ."""
-    if isinstance(expected, dict) and isinstance(got, dict):
-        inner = [
-            differences(expected.get(key, "(absent)"), got.get(key, "(absent)"), f"{name}.{key}" if name else key)
-            for key in expected | got
-        ]
-        return [line for lines in inner for line in lines]
-    # Compared as text, in which NaN equals NaN.
-    left, right = json.dumps(expected), json.dumps(got)
-    return [] if left == right else [f"{name}: expected {left}, got {right}"]
+def differences(expected: Any, got: Any, name: str = "", words: tuple[str, str] = ("expected", "got")) -> list[str]:
+    """One line per field in which two JSON values differ.
+
+    Args:
+      name: begin of every line.
+      words: stand before the two values.
+    """
+    left, right = _fields(expected), _fields(got)
+    if left and right and (isinstance(expected, dict) or len(left) == len(right)):
+        names = {key: f"{name}.{key}" if name else key for key in left | right}
+        lines = [differences(left.get(k, ABSENT), right.get(k, ABSENT), inner, words) for k, inner in names.items()]
+        return [line for of_field in lines for line in of_field]
+    shown = [ABSENT if value is ABSENT else json.dumps(value) for value in (expected, got)]
+    # As text NaN equals NaN.
+    is_same = expected == got or shown[0] == shown[1]
+    return [] if is_same else [f"{name}: {words[0]} {shown[0]}, {words[1]} {shown[1]}"]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of an object or the items of a list; empty for other values."""
+    if isinstance(value, list):
+        return {str(index): item for index, item in enumerate(value)}
+    return value if isinstance(value, dict) else {}

@@ -8,47 +8,21 @@ directory/completions/masks_00020.npz               the shadow masks of the firs
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
-from smd_jax.message.trajectory import Trajectory
-from smd_jax.monitor.progress import format_cell, speaks_unicode, summary_table, text_table
+from smd_jax.monitor.progress import TextFile, summary_table
 from smd_jax.monitor.saved_masks import SavedMask, extract_mask, save_masks
-from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.visible_text import one_line
-
-
-@runtime_checkable
-class GradedSamples(Protocol):
-    """A graded rollout, as `smd_jax.train.samples.Samples`."""
-
-    @property
-    def trajectory(self) -> Trajectory: ...
-
-    @property
-    def rewards(self) -> Float[np.ndarray, " batch"]: ...
-
-    @property
-    def completions(self) -> list[str]: ...
-
-    @property
-    def advantages(self) -> Float[np.ndarray, " batch"] | None: ...
-
-    @property
-    def reward_parts(self) -> Mapping[str, np.ndarray]: ...
-
-    @property
-    def conversations(self) -> Sequence[Conversation]: ...
+from smd_jax.train.samples import Samples
 
 
 class CompletionsLog:
@@ -81,7 +55,7 @@ class CompletionsLog:
         *,
         table_rows: int = 2,
         masks: int = 1,
-        file: io.TextIOWrapper | io.StringIO | None = None,
+        file: TextFile | None = None,
     ) -> None:
         if table_rows < 0 or masks < 0:
             raise ValueError(f"expected table_rows and masks >= 0; got {table_rows} and {masks}")
@@ -96,7 +70,7 @@ class CompletionsLog:
         self._file = file
         self._failed = False
 
-    def __call__(self, step: int, samples: GradedSamples) -> None:
+    def __call__(self, step: int, samples: Samples) -> None:
         columns = completion_columns(step, samples, self._tokenizer)
         if self._table_rows:
             print_completions(step, columns, self._table_rows, file=self._file)
@@ -111,12 +85,11 @@ class CompletionsLog:
             self._failed = True
             print(f"completions are not kept any more: {one_line(str(error))}", file=sys.stderr, flush=True)
 
-    def _keep_masks(self, step: int, samples: GradedSamples) -> None:
-        trajectory, count = samples.trajectory, len(samples.completions)
-        contexts = len(trajectory.terminated) // count
+    def _keep_masks(self, step: int, samples: Samples) -> None:
+        trajectory, contexts = samples.trajectory, samples.contexts
         present = np.asarray(trajectory.lengths()) > 0
         masks = list[SavedMask]()
-        for row in range(min(self._masks, count) * contexts):
+        for row in range(min(self._masks, len(samples.completions)) * contexts):
             completion, context = divmod(row, contexts)
             if context and not present[row]:
                 continue
@@ -125,15 +98,13 @@ class CompletionsLog:
         save_masks(self._folder / f"masks_{step:05d}.npz", masks)
 
 
-def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) -> dict[str, list[Any]]:
+def completion_columns(step: int, samples: Samples, tokenizer: Tokenizer) -> dict[str, list[Any]]:
     """The columns of `CompletionsLog`, one value per completion."""
     trajectory = samples.trajectory
     host = (trajectory.tokens, trajectory.valid, trajectory.terminated, trajectory.lengths())
     tokens, valid, terminated, lengths = jax.device_get(host)
-    count = len(samples.completions)
-    contexts = len(terminated) // count  # rows of each completion
-    lengths = lengths.reshape(count, -1).sum(axis=1)
-    tokens, valid, terminated = (x[::contexts] for x in (tokens, valid, terminated))
+    lengths = lengths.reshape(-1, samples.contexts).sum(axis=1)
+    tokens, valid, terminated = (x[:: samples.contexts] for x in (tokens, valid, terminated))
     columns: dict[str, list[Any]] = {
         "step": [step] * len(samples.completions),
         "prompt": _prompts(tokenizer, tokens, valid, trajectory.prompt_width),
@@ -145,12 +116,12 @@ def completion_columns(step: int, samples: GradedSamples, tokenizer: Tokenizer) 
     if samples.advantages is not None:
         columns["advantage"] = samples.advantages.tolist()
     if samples.conversations:
-        columns["turns"] = [_whole_each(each.turns) for each in samples.conversations]
-        columns["answers"] = [_whole_each(each.answers) for each in samples.conversations]
+        columns["turns"] = [list(each.turns) for each in samples.conversations]
+        columns["answers"] = [list(each.answers) for each in samples.conversations]
         columns["turn_rewards"] = [list(each.rewards) for each in samples.conversations]
         columns["ending"] = [each.ending for each in samples.conversations]
     if any(each.contexts for each in samples.conversations):
-        columns["contexts"] = [_whole_each(each.contexts) for each in samples.conversations]
+        columns["contexts"] = [list(each.contexts) for each in samples.conversations]
     return columns | {"length": lengths.tolist(), "truncated": (~terminated).tolist()}
 
 
@@ -172,26 +143,19 @@ def print_completions(
     columns: Mapping[str, Sequence[Any]],
     rows: int,
     *,
-    file: io.TextIOWrapper | io.StringIO | None = None,
+    file: TextFile | None = None,
     width: int | None = None,
 ) -> None:
     """Prints the first completions, shortened, as plain text without rich's markup and escape sequences."""
     completions = columns["completion"]
     if "turns" in columns:
         completions = [conversation_text(*said) for said in zip(columns["turns"], columns["answers"], strict=True)]
-    columns = {**columns, "completion": completions}
+    table = [
+        (shortened_text(columns["prompt"][row]), shortened_text(text), columns["reward"][row], columns["length"][row])
+        for row, text in enumerate(completions[:rows])
+    ]
     names = ("prompt", "completion", "reward", "length")
-    table = []
-    for prompt, completion, reward, length in list(zip(*(columns[name] for name in names), strict=True))[:rows]:
-        texts = (shortened_text(prompt), shortened_text(completion))
-        table.append((*texts, format_cell(reward), format_cell(length)))
-    title = f"completions of rollout {step}"
-    if not speaks_unicode(file):
-        # A character outside the output's encoding would raise and end the run.
-        table = [tuple(cell.encode("ascii", "backslashreplace").decode() for cell in row) for row in table]
-        summary_table(title, names, table, file=file, width=width)
-        return
-    text_table(title, names, table, 2, file, width)
+    summary_table(f"completions of rollout {step}", names, table, texts=2, file=file, width=width)
 
 
 def conversation_text(turns: Sequence[str], answers: Sequence[str]) -> str:
@@ -222,9 +186,7 @@ def _prompts(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray, prompt
     return texts
 
 
-def _whole_each(texts: Sequence[str]) -> list[Any]:
-    return [_whole(text) for text in texts]
-
-
 def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -30,7 +30,8 @@ class Logger(Protocol):
         """Receives one row of numbers on the host; NaN marks missing ones.
 
         Args:
-          step: finished rollouts: 1 for the first rollout's row, 0 for the evaluation before training; ascending.
+          step: finished rollouts: 1 for the first rollout's row, 0 for the evaluation before training; never lower than
+            before. An evaluation comes after the row of its rollout, with the same step.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a person sees during a run: a progress bar on a terminal, plain lines elsewhere, tables at the end."""
+"""What a person sees during a run: a progress bar on a terminal, plain lines elsewhere, and tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rich.cells import cell_len
+from rich import box
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -25,24 +26,14 @@ TextFile = io.TextIOWrapper | io.StringIO
 
 SILENCE = 30.0  # seconds after which the next step gets a plain line, even if few steps have passed
 UNLIMITED = 10_000  # columns of a table in a file
-CELL_FRAME = 3  # columns of a border and of the spaces around a cell
-MIN_FIRST = 10  # minimum columns of the first cell and the table's last border
 
-_REWARD = "reward"
-_MISMATCH = "sampling/sampling_logp_difference/mean"
 
 # --- a training run
 
 
 @contextmanager
 def training_progress(
-    total: int,
-    *,
-    start: int = 0,
-    every: int = 10,
-    name: str = "train",
-    file: TextFile | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    total: int, *, start: int = 0, every: int = 10, name: str = "train", file: TextFile | None = None
 ) -> Iterator[Report]:
     """Gives `report(step, metrics)`, to be called after each step with the number of finished steps.
 
@@ -50,7 +41,7 @@ def training_progress(
     terminal gets one bar. Other outputs get plain lines: after `every` steps or `SILENCE` seconds, at every evaluation,
     and at the last step:
 
-        train 34/200 reward 0.550 |Δlogp| 2.1e-06 eval dense 0.910 0:01:20
+        train 34/200 reward 0.550 mismatch 2.1e-06 eval dense 0.910 0:01:20
 
     Args:
       total: the last step of the run.
@@ -58,18 +49,9 @@ def training_progress(
       every: steps between two plain lines.
       name: the first word.
       file: output; None: standard output.
-      clock: seconds.
-
-    Raises:
-      ValueError: `every` below 1 or `start` outside 0 … `total`.
     """
-    if every < 1:
-        raise ValueError(f"every must be at least 1 step; got {every}")
-    if not 0 <= start <= total:
-        raise ValueError(f"start must lie in 0 … total = {total}; got {start}")
-    label = "|Δlogp|" if speaks_unicode(file) else "|dlogp|"
-    if not on_terminal(file):
-        yield _plain_report(file, name, total, start, every, label, clock)
+    if not (file or sys.stdout).isatty():
+        yield _plain_report(file, name, total, start, every)
         return
     bar = Bar(
         TextColumn("{task.description}", markup=False),
@@ -84,58 +66,47 @@ def training_progress(
     )
     with bar:
         task = bar.add_task(visible(name), total=total, completed=start, status="")
-        evaluations: dict[str, float] = {}  # the newest, which stay in the bar until the next
+        shown: dict[str, float] = {}  # with the newest evaluation, which stays in the bar until the next
 
         def report(step: int, metrics: Mapping[str, float]) -> None:
-            evaluations.update(evaluations_in(metrics))
-            bar.update(task, completed=step, status=visible(status(evaluations | dict(metrics), label)))
+            shown.update(metrics)
+            bar.update(task, completed=step, status=visible(status(shown)))
 
         yield report
 
 
-def _plain_report(
-    file: TextFile | None, name: str, total: int, start: int, every: int, label: str, clock: Callable[[], float]
-) -> Report:
-    began = last_time = clock()
+def _plain_report(file: TextFile | None, name: str, total: int, start: int, every: int) -> Report:
+    began = last_time = time.monotonic()
     last_step = start
 
     def report(step: int, metrics: Mapping[str, float]) -> None:
         nonlocal last_time, last_step
-        now = clock()
+        now = time.monotonic()
         # Where steps take minutes each gets a line, which shows that a batch job is still running.
         due = step - last_step >= every or now - last_time >= SILENCE
-        if due or step == total or evaluations_in(metrics):
+        if due or step == total or any(map(evaluated, metrics)):
             last_time, last_step = now, step
-            parts = [name, f"{step}/{total}", status(metrics, label), clock_text(now - began)]
-            _print_line(" ".join(filter(None, parts)), file)
+            _print_line(" ".join(filter(None, [name, f"{step}/{total}", status(metrics), _clock(now - began)])), file)
 
     return report
 
 
-def status(metrics: Mapping[str, float], mismatch_label: str = "|Δlogp|") -> str:
-    """`reward 0.550 |Δlogp| 2.1e-06 eval dense 0.910`, without what `metrics` lacks."""
+def status(metrics: Mapping[str, float]) -> str:
+    """`reward 0.550 mismatch 2.1e-06 eval dense 0.910`, without what `metrics` lacks."""
     parts = []
-    if _REWARD in metrics:
-        parts.append(f"reward {metrics[_REWARD]:.3f}")
-    if _MISMATCH in metrics:
-        parts.append(f"{mismatch_label} {metrics[_MISMATCH]:.1e}")
-    rewards = [f"{evaluated(name)} {value:.3f}" for name, value in evaluations_in(metrics).items()]
-    if rewards:
+    if "reward" in metrics:
+        parts.append(f"reward {metrics['reward']:.3f}")
+    if (mismatch := metrics.get("sampling/sampling_logp_difference/mean")) is not None:
+        parts.append(f"mismatch {mismatch:.1e}")
+    if rewards := [f"{way} {value:.3f}" for name, value in metrics.items() if (way := evaluated(name))]:
         parts.append(f"eval {', '.join(rewards)}")
     return " ".join(parts)
-
-
-def evaluations_in(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The mean rewards of an evaluation among these metrics."""
-    return {name: value for name, value in metrics.items() if evaluated(name)}
 
 
 # --- a rollout
 
 
-def rollout_report(
-    *, every: float = 10.0, name: str = "rollout", file: TextFile | None = None
-) -> Callable[[Progress], None]:
+def rollout_report(*, every: float = 10.0, file: TextFile | None = None) -> Callable[[Progress], None]:
     """For `Engine.run` and `Loop.report`, which call it after every segment.
 
     Prints a plain line every `every` seconds and at a rollout's end, above the bar of a training run:
@@ -149,23 +120,17 @@ def rollout_report(
         if progress.seconds < last_time:  # another rollout has begun
             last_time = -every
         # The last segment is always reported, so that every rollout prints at least one line.
-        if progress.seconds - last_time >= every or progress.finished == progress.rows:
-            last_time = progress.seconds
-            _print_line(rollout_line(name, progress), file)
+        if progress.seconds - last_time < every and progress.finished != progress.rows:
+            return
+        last_time = progress.seconds
+        _print_line(
+            f"rollout {progress.finished}/{progress.rows} done, {progress.live}/{progress.decode_rows} rows live, "
+            f"{progress.tokens:,} tokens, {progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s, "
+            f"{_clock(progress.seconds)}",
+            file,
+        )
 
     return report
-
-
-def rollout_line(name: str, progress: Progress) -> str:
-    """One line about a rollout."""
-    parts = [
-        f"{name} {progress.finished}/{progress.rows} done",
-        f"{progress.live}/{progress.decode_rows} rows live",
-        f"{progress.tokens:,} tokens",
-        f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s",
-        clock_text(progress.seconds),
-    ]
-    return ", ".join(parts)
 
 
 # --- tables
@@ -176,15 +141,16 @@ def summary_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[Cell]],
     *,
+    texts: int = 0,
     file: TextFile | None = None,
     width: int | None = None,
 ) -> None:
     """Prints a table: the first column to the left, the others to the right, floats with four significant digits.
 
-    If the other columns do not fit the terminal, each row becomes a block of lines. A file or a pipe has room for any
-    table.
+    If it does not fit the terminal, each row becomes a block of lines. A file or a pipe has room for any table.
 
     Args:
+      texts: number of first columns with long texts, which share the terminal's width and are folded.
       file: output; None: standard output.
       width: columns of the table; None: those of the terminal.
 
@@ -194,60 +160,50 @@ def summary_table(
     for number, row in enumerate(rows):
         if len(row) != len(columns):
             raise ValueError(f"row {number}: expected {len(columns)} cells; got {len(row)}: {list(row)}")
-    texts = [[format_cell(cell) for cell in row] for row in rows]
-    console = Console(file=file, width=width)
-    others = sum(max(map(cell_len, column)) + CELL_FRAME for column in list(zip(columns, *texts, strict=True))[1:])
-    table = Table(title=_text(title, style="bold"), title_justify="left")
+    target = file or sys.stdout
+    # An output without an encoding, such as StringIO, takes any text.
+    encoding = (target.encoding or "utf-8").lower()
+    table = Table(
+        title=_text(title, encoding, "bold"),
+        title_justify="left",
+        expand=texts > 0,
+        show_lines=texts > 0,
+        box=box.HEAVY_HEAD if encoding.startswith("utf") else box.ASCII,
+    )
     for index, column in enumerate(columns):
-        if index:
-            table.add_column(_text(column), justify="right", no_wrap=True)
-        else:
-            table.add_column(_text(column), overflow="fold")
-    for row in texts:
-        table.add_row(*(_text(cell) for cell in row))
-    if width is None and not console.is_terminal:
-        whole = console.measure(table, options=console.options.update(max_width=UNLIMITED)).maximum
-        console.width = max(console.width, whole)
-    fits = len(columns) == 1 or others + MIN_FIRST <= console.width
-    console.print(table if fits else _blocks(title, columns, texts))
+        is_text = index < texts
+        table.add_column(
+            _text(column, encoding),
+            ratio=1 if is_text else None,
+            overflow="fold",
+            justify="right" if index and not is_text else "left",
+            no_wrap=not is_text,
+        )
+    cells = [[_text(format_cell(cell), encoding) for cell in row] for row in rows]
+    for row in cells:
+        table.add_row(*row)
+    # Rendered to a string and printed as lines: a progress bar lets lines pass above it, but no other console.
+    rendered = io.StringIO()
+    if width is None:
+        width = Console(file=file).width if texts or target.isatty() else UNLIMITED
+    console = Console(file=rendered, width=width, force_terminal=target.isatty())
+    options = console.options.update(max_width=UNLIMITED)
+    fits = texts > 0 or Measurement.get(console, options, table).maximum <= width
+    console.print(table if fits else _blocks(title, columns, cells, encoding))
+    print(rendered.getvalue(), end="", file=target, flush=True)
 
 
-def _blocks(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
+def _blocks(title: str, columns: Sequence[str], rows: Sequence[Sequence[Text]], encoding: str) -> Group:
     """Name and value of every cell, below the first cell of their row."""
-    blocks: list[Text | Table] = [_text(title, style="bold")]
+    blocks: list[Text | Table] = [_text(title, encoding, "bold")]
     for first, *others in rows:
         block = Table.grid(padding=(0, 2))
         block.add_column()
         block.add_column(overflow="fold")
         for column, cell in zip(columns[1:], others, strict=True):
-            block.add_row(_text(f"  {column}"), _text(cell))
-        blocks += [_text(first), block]
+            block.add_row(_text(f"  {column}", encoding), cell)
+        blocks += [first, block]
     return Group(*blocks)
-
-
-def text_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    texts: int,
-    file: TextFile | None,
-    width: int | None,
-) -> None:
-    """Prints a table whose first `texts` columns share the width and are folded; the others are numbers."""
-    table = Table(title=_text(title, style="bold"), expand=True, show_lines=True)
-    for index, column in enumerate(columns):
-        if index < texts:
-            table.add_column(_text(column), ratio=1, overflow="fold")
-        else:
-            table.add_column(_text(column), justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_text(cell) for cell in row))
-    target = file or sys.stdout
-    # Rendered to a string and printed as lines: a progress bar lets lines pass above it, but no other console.
-    rendered = io.StringIO()
-    wide = Console(file=file, width=width).width
-    Console(file=rendered, width=wide, force_terminal=target.isatty()).print(table)
-    print(rendered.getvalue(), end="", file=target, flush=True)
 
 
 def format_cell(cell: Cell) -> str:
@@ -259,11 +215,6 @@ def format_cell(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.4g}"
 
 
-def _text(content: str, style: str = "") -> Text:
-    """Text without rich's markup and without escape sequences."""
-    return Text(visible(content), style=style)
-
-
 # --- outputs
 
 
@@ -272,18 +223,12 @@ def _print_line(line: str, file: TextFile | None) -> None:
     print(visible(line), file=file or sys.stdout, flush=True)
 
 
-def on_terminal(file: TextFile | None) -> bool:
-    """Whether the output is a terminal; None is standard output."""
-    return (file or sys.stdout).isatty()
+def _text(content: str, encoding: str, style: str = "") -> Text:
+    """Text without rich's markup, without escape sequences, and without characters that the output would refuse."""
+    return Text(visible(content).encode(encoding, "backslashreplace").decode(encoding), style=style)
 
 
-def speaks_unicode(file: TextFile | None) -> bool:
-    """Whether the output takes Greek letters and box characters, which other encodings refuse."""
-    # An output without an encoding, such as StringIO, takes any text.
-    return ((file or sys.stdout).encoding or "utf-8").lower().startswith("utf")
-
-
-def clock_text(seconds: float) -> str:
+def _clock(seconds: float) -> str:
     """`0:01:20`"""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from smd_jax.monitor.curves import Run, curve_of, last_step, load_runs, main_metrics
+from smd_jax.monitor.curves import Run, load_runs, main_metrics, points_of
 from smd_jax.text.visible_text import visible
 
 try:
@@ -85,19 +85,20 @@ def _draw_metric(axes: Axes, runs: Sequence[Run], name: str) -> None:
     """Draws one metric of all runs that have it, over the steps of the longest run."""
     positive = False
     for index, run in enumerate(runs):
-        curve = curve_of(run, name)
-        if curve is None:
+        points = points_of(run, name)
+        if not points:
             continue
-        positive |= bool((curve.values > 0).any())
-        colour, marker = COLOURS[index % len(COLOURS)], "o" if len(curve.steps) <= MARKED else ""
-        axes.plot(
-            curve.steps, curve.values, _line_style(index), color=colour, linewidth=1.5, marker=marker, markersize=3.5
-        )
-        if curve.low is not None and curve.high is not None:
-            axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+        steps, values = np.array(points).T
+        positive |= bool((values > 0).any())
+        colour, marker = COLOURS[index % len(COLOURS)], "o" if len(steps) <= MARKED else ""
+        axes.plot(steps, values, _line_style(index), color=colour, linewidth=1.5, marker=marker, markersize=3.5)
+        # The 95 % interval that an evaluation has logged.
+        if interval := points_of(run, f"{name}_low", f"{name}_high"):
+            at, low, high = np.array(interval).T
+            axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
     if name in LOGARITHMIC and positive:
         axes.set_yscale("log", nonpositive="clip")
-    end = max(last_step(runs), 1)
+    end = max(1, *(row["step"] for run in runs for row in run.history))
     axes.set_xlim(-0.02 * end, 1.02 * end)
     axes.set_xlabel("rollouts learned from", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))

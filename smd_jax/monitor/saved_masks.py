@@ -130,12 +130,14 @@ def load_masks(path: str | Path) -> list[SavedMask]:
 def _load(arrays: np.lib.npyio.NpzFile, number: int) -> SavedMask:
     text = arrays[f"{number}/text"].tobytes().decode("utf-8", "surrogatepass")
     ends = np.cumsum(arrays[f"{number}/lengths"]).tolist()
-    pieces = [text[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)]
-    # Files of earlier versions have no contexts.
-    prompt_length, step, row, *context = arrays[f"{number}/numbers"].tolist()
-    evicted_at = arrays[f"{number}/evicted_at"]
-    # Files of earlier versions have single completions.
-    single = np.arange(len(pieces)) >= prompt_length
-    turns = arrays[f"{number}/turns"] if f"{number}/turns" in arrays else single.astype(np.int32)
-    reward = float(arrays[f"{number}/reward"])
-    return SavedMask(evicted_at, pieces, prompt_length, step, row, reward, turns.tolist(), *context)
+    prompt_length, step, row, context = arrays[f"{number}/numbers"].tolist()
+    return SavedMask(
+        arrays[f"{number}/evicted_at"],
+        [text[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)],
+        prompt_length,
+        step,
+        row,
+        float(arrays[f"{number}/reward"]),
+        arrays[f"{number}/turns"].tolist(),
+        context,
+    )

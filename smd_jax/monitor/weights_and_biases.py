@@ -56,7 +56,7 @@ class WandbLogger:
         self._file = directory / "wandb.json"
         known = json.loads(self._file.read_text()) if resume and self._file.is_file() else {}
         self._id: str = known.get("id", secrets.token_hex(4))
-        self._next_step: int = known.get("next_step", 0)
+        self._first_step: int = known.get("next_step", 0)
         self._run = wandb.init(
             project=project or os.environ.get("WANDB_PROJECT") or "smd_jax",
             name=name,
@@ -70,19 +70,17 @@ class WandbLogger:
             # Standard output holds frames of the progress bar.
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._keep()
+        self._keep(self._first_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step < self._next_step:
-            return
-        self._run.log({dashboard_name(name): value for name, value in metrics.items()}, step=step)
-        self._next_step = step + 1
-        self._keep()
+        if step >= self._first_step:
+            self._run.log({dashboard_name(name): value for name, value in metrics.items()}, step=step)
+            self._keep(step + 1)
 
     def close(self) -> None:
         self._run.finish()
 
-    def _keep(self) -> None:
+    def _keep(self, next_step: int) -> None:
         temporary = self._file.with_name(self._file.name + ".tmp")
-        temporary.write_text(json.dumps({"id": self._id, "next_step": self._next_step}) + "\n")
+        temporary.write_text(json.dumps({"id": self._id, "next_step": next_step}) + "\n")
         os.replace(temporary, self._file)

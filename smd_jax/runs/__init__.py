@@ -2,4 +2,4 @@
 
 from smd_jax.runs.run import train as train
 from smd_jax.runs.run_config import RunConfig as RunConfig
-from smd_jax.runs.objective import Objective as Objective
+from smd_jax.runs.run_config import Objective as Objective

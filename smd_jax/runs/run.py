@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from smd_jax.devices.processes import all_or_none, check_same, gather_json, is_first
+from smd_jax.devices.processes import all_or_none, check_same, differences, is_first
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import stored_bytes
 from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Logger, Loggers
-from smd_jax.monitor.metrics_log import without_nulls
 from smd_jax.monitor.progress import Report, training_progress
-from smd_jax.runs.active_run import UNEVALUATED, ActiveRun, Evaluate, Outputs, Settings, print_once
-from smd_jax.runs.checkpoint import reading
-from smd_jax.runs.checkpoint.steps import all_steps, latest_step
+from smd_jax.runs.active_run import ActiveRun, Evaluate, Outputs, print_once
+from smd_jax.runs.checkpoint.files import all_steps, latest_step
+from smd_jax.runs.checkpoint.reading import restore
 from smd_jax.runs.checkpoint.writing import Writer, discard_after
 from smd_jax.runs.frozen_base import with_base, without_base
-from smd_jax.runs.interrupt import SaveOnError
-from smd_jax.runs.jsonable import Json, config_differences, to_jsonable
-from smd_jax.runs.machine import machine
-from smd_jax.runs.objective import Objective
-from smd_jax.runs.resume_settings import split_settings
 from smd_jax.runs.run_config import RunConfig
-from smd_jax.runs.run_folder import BEST, CHECKPOINTS, check_directory, check_progress, check_room, finished_rollouts
+from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress, check_room, finished_rollouts
 from smd_jax.runs.run_log import RunLog
+from smd_jax.runs.settings import machine, split_settings, to_jsonable
 from smd_jax.runs.stop import RunStoppedError, StopSignals
 from smd_jax.text.visible_text import visible
 from smd_jax.train.loop import Loop
@@ -40,7 +36,7 @@ def train(
     directory: str | Path,
     *,
     config: object = None,
-    noted: object = None,
+    noted: Mapping[str, Any] | None = None,
     resume: bool = False,
     evaluate: Evaluate | None = None,
     label: str = "train",
@@ -54,14 +50,14 @@ def train(
       state: the start. A resume takes only its structure and sharding, and the base below adapters.
       directory: of this run; a new run must not find another one there.
       config: settings that decide the result, kept with every checkpoint; a resume under others is refused. None: those
-        of the loop, see `smd_jax.runs.resume_settings.split_settings`. They include no model, task or optimizer.
+        of the loop, see `smd_jax.runs.settings.split_settings`. They include no model, task or optimizer.
       noted: settings that are kept, too, and may differ at a resume, which prints the differences. None: without a
-        config the other settings of the loop.
+        config the other settings of the loop. Versions and devices are added as `machine`.
       resume: continue from the newest readable checkpoint in `directory`, bitwise as if the run had not stopped.
         Without any checkpoint the run begins at `state`.
       evaluate: returns metrics to log, see `smd_jax.train.evaluation.every_evaluation`.
-      loggers: get the evaluation at the start and every row of metrics.jsonl, by the number of finished rollouts. They
-        cannot stop or delay the run; all are closed at its end.
+      loggers: get every row of metrics.jsonl and evaluations.jsonl, by the number of finished rollouts. They cannot
+        stop or delay the run; all are closed at its end.
 
     Raises:
       OtherProcessError: of several processes one has other arguments, or sees other checkpoints.
@@ -78,42 +74,41 @@ def train(
     if config is None:
         config, of_loop = split_settings(loop.config)
         noted = of_loop if noted is None else noted
-    settings = Settings(config, noted, machine(loop.mesh))
+    noted = {**(noted or {}), "machine": machine(loop.mesh)}
     evaluate = evaluate if run.evaluate_every > 0 else None
-    _check(loop, state, run, directory, settings, resume, evaluates=evaluate is not None)
-    state, unevaluated = _start(directory, shard_tree(state, loop.mesh), settings)
+    _check(loop, state, run, directory, config, resume, evaluates=evaluate is not None)
+    state = _start(directory, shard_tree(state, loop.mesh), config, noted)
     start = int(state.step) // loop.config.steps_per_rollout
     with all_or_none():
         if resume and start > 0 and is_first():
             print_once(f"resumes after {start} of {run.steps} rollouts" + _repeated(directory, start))
-    first_row = start if unevaluated is None else start - 1
     with (
         StopSignals() as stop,
         Loggers(loggers if is_first() else ()) as others,
-        RunLog(directory, first_row, resume=resume, objective=run.objective, evaluates=evaluate is not None) as log,
+        RunLog(directory, start, run.objective) as log,
         _progress(run.steps, start, label) as report,
         # Closed first: loggers that wait for a network, and signals at that time, must not cut off a checkpoint.
-        Writer(directory / CHECKPOINTS, run.keep) as newest,
-        Writer(directory / BEST, 1) as best,
+        Writer(directory / CHECKPOINTS, run.keep) as checkpoints,
     ):
-        outputs = Outputs(directory, log, others, report, newest, best)
-        active = ActiveRun(loop, run, settings, outputs, stop, evaluate, state)
-        active.begin()
-        with SaveOnError(active.save_after_error):
-            active.finish_rollouts(unevaluated)
-        active.save_last()
-    if active.progress.stopped is not None:
-        raise RunStoppedError(active.progress.stopped, active.done, run.steps, directory)
+        outputs = Outputs(directory, config, noted, log, others, report, checkpoints)
+        active = ActiveRun(loop, run, outputs, stop, evaluate, state)
+        try:
+            active.run()
+        except Exception as error:
+            error.add_note(active.save_after_error())
+            raise
+    if active.stopped is not None:
+        raise RunStoppedError(active.stopped, active.done, run.steps, directory)
     return jax.block_until_ready(active.state)
 
 
 def _check(
-    loop: Loop, state: TrainState, run: RunConfig, directory: Path, settings: Settings, resume: bool, evaluates: bool
+    loop: Loop, state: TrainState, run: RunConfig, directory: Path, config: object, resume: bool, evaluates: bool
 ) -> None:
     """Refuses a run that could not be kept or continued, before anything is written; errors as `train`."""
     if jax.process_count() > 1:
         # Before anything that only some of the processes would do, while the others wait for them.
-        same = {"resume": resume, "run": to_jsonable(run, "run"), "config": to_jsonable(settings.config)}
+        same = {"resume": resume, "run": to_jsonable(run, "run"), "config": to_jsonable(config)}
         # These decide whether a rollout is refused.
         same |= {"guard": loop.max_difference, "max_skipped": loop.max_skipped}
         check_same(same | {"checkpoints": all_steps(directory / CHECKPOINTS)})
@@ -121,59 +116,38 @@ def _check(
     with all_or_none():
         check_directory(directory, resume)
         check_room(directory, size, run)
-        _check_objective(run.objective, evaluates)
+        if run.objective is not None and run.objective.metric.startswith("eval/") and not evaluates:
+            raise ValueError(
+                f"expected evaluations (evaluate_every > 0, and something to evaluate on) for the objective "
+                f"{run.objective.metric!r}; got none"
+            )
         check_progress(directory, resume, run)
 
 
-def _check_objective(objective: Objective | None, evaluates: bool) -> None:
-    if objective is not None and objective.metric.startswith("eval/") and not evaluates:
-        raise ValueError(
-            f"expected evaluations (evaluate_every > 0, and something to evaluate on) for the objective "
-            f"{objective.metric!r}; got none"
-        )
-
-
-def _start(directory: Path, state: TrainState, settings: Settings) -> tuple[TrainState, dict[str, float] | None]:
+def _start(directory: Path, state: TrainState, config: object, noted: object) -> TrainState:
     """The state of the newest readable checkpoint, or `state` where there is none.
 
-    Prints what differs from the checkpoint, and which checkpoints are damaged. The second value holds the metrics of
-    the last rollout, if its evaluation is still to come.
+    Prints what differs from the checkpoint, and which checkpoints are damaged.
     """
+    checkpoints = directory / CHECKPOINTS
     # Without `resume` there is none: `check_directory` has made sure.
-    if latest_step(directory / CHECKPOINTS) is None:
-        # A run that was killed before its first checkpoint may have left a best one, whose value still counts.
-        reading.check_config(directory / BEST, settings.config)
-        return state, None
+    if latest_step(checkpoints) is None:
+        return state
     # A checkpoint has no base below adapters: it comes from `state`, and must be the same as before.
-    restored = reading.restore_newest(directory / CHECKPOINTS, without_base(state), config=settings.config)
+    restored = restore(checkpoints, without_base(state), config=config)
     state = with_base(restored.state, state)
     for line in restored.damaged:
         print_once(f"warning: {line}; the run continues from step {restored.step}")
     # The run saves these steps again, and a save must be later than all others.
-    discard_after(directory / CHECKPOINTS, restored.step)
-    _print_differences("with another setting", restored.noted, settings.noted)
-    _print_differences("elsewhere, which may change rounding or rows", restored.machine, settings.machine)
-    metrics = restored.data_position.get(UNEVALUATED)
-    if not isinstance(metrics, dict):
-        return state, None
-    # The evaluation is done if its row is there. The first process decides, so that all evaluate or none.
-    rows = gather_json(finished_rollouts(directory))[0]
-    if rows >= restored.data_position["rollouts"]:
-        return state, None
-    return state, without_nulls(metrics)
+    discard_after(checkpoints, restored.step)
+    for line in differences(restored.noted, to_jsonable(noted, "noted"), words=("was", "is now")):
+        print_once(visible(f"resumed with another setting, {line}"))
+    return state
 
 
 def _repeated(directory: Path, done: int) -> str:
     later = finished_rollouts(directory) - done
     return f"; {later} later {'one is' if later == 1 else 'ones are'} repeated" if later > 0 else ""
-
-
-def _print_differences(what: str, saved: Json, given: object) -> None:
-    """Prints which settings differ from those that a checkpoint notes; old checkpoints have none."""
-    if saved is None or given is None:
-        return
-    for line in config_differences(saved, to_jsonable(given, "noted"), words=("was", "is now")):
-        print_once(visible(f"resumed {what}, {line}"))
 
 
 @contextmanager

@@ -1,12 +1,34 @@
-"""Length of a run, its checkpoints and its evaluations."""
+"""Length of a run, its checkpoints and its evaluations, and the metric of its best checkpoint."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from smd_jax.config import check_whole
-from smd_jax.runs.objective import Objective
 from smd_jax.typed_fields import check_types
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A metric to maximize or to minimize; the run keeps the checkpoint with its best value.
+
+    Attributes:
+      metric: its name, such as `eval/dense/reward`; it counts at every rollout or evaluation whose metrics have it.
+      maximize: whether more is better.
+    """
+
+    metric: str
+    maximize: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether `value` is a gain; NaN never is, and any other first value is."""
+        if math.isnan(value) or than is None:
+            return not math.isnan(value)
+        return value > than if self.maximize else value < than
 
 
 @dataclass(frozen=True, kw_only=True)

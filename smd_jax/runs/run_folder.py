@@ -1,10 +1,9 @@
 """The directory of a run, and the checks of it before anything expensive.
 
-directory/metrics.jsonl       one row per rollout, with the evaluation after it if there was one
+directory/metrics.jsonl       one row per rollout
 directory/evaluations.jsonl   one row per evaluation; "step" counts finished rollouts, so that 0 is the start
-directory/checkpoints/        the newest: parameters, optimizer, PRNG key, step, data position, configuration; with
-                              adapters only those, without their base
-directory/best/               the checkpoint with the best value of the objective
+directory/checkpoints/        the newest, and the one with the best value of the objective: parameters, optimizer, PRNG
+                              key, step, configuration; with adapters only those, without their base
 """
 
 from __future__ import annotations
@@ -13,36 +12,17 @@ from pathlib import Path
 
 from smd_jax.byte_sizes import show_bytes
 from smd_jax.disk import check_handles, check_space, check_writable
-from smd_jax.learner.state import TrainState
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, read_metrics
-from smd_jax.runs.checkpoint import reading
-from smd_jax.runs.checkpoint.steps import all_steps, check_writable_path, latest_step, unfinished_bytes
+from smd_jax.runs.checkpoint.files import all_steps, check_path, latest_step
 from smd_jax.runs.run_config import RunConfig
 
 CHECKPOINTS = "checkpoints"
-BEST = "best"
 
 
 def finished_rollouts(directory: Path) -> int:
     """Number of rows in metrics.jsonl."""
     metrics = directory / METRICS_FILE
     return len(read_metrics(metrics)) if metrics.exists() else 0
-
-
-def check_config(directory: str | Path, config: object) -> None:
-    """Raises OtherConfigError if the newest checkpoint, or else the best one, has another configuration."""
-    directory = Path(directory)
-    has_newest = latest_step(directory / CHECKPOINTS) is not None
-    reading.check_config(directory / (CHECKPOINTS if has_newest else BEST), config)
-
-
-def check_state(directory: str | Path, saved: TrainState) -> None:
-    """Raises OtherStateError if the newest checkpoint holds another model or optimizer; reads no arrays.
-
-    Args:
-      saved: a state as checkpoints hold it: `without_base`.
-    """
-    reading.check_state(Path(directory) / CHECKPOINTS, saved)
 
 
 def check_progress(directory: str | Path, resume: bool, run: RunConfig) -> None:
@@ -78,12 +58,11 @@ def check_directory(directory: str | Path, resume: bool) -> None:
       OSError: it cannot be written, or too few files can be opened.
     """
     directory = Path(directory)
-    check_writable_path(directory)
+    check_path(directory)
     check_writable(directory)
     check_handles()
     files = [directory / name for name in (METRICS_FILE, EVALUATIONS_FILE)]
-    begun = any(file.exists() and file.stat().st_size > 0 for file in files)
-    begun |= any(latest_step(directory / name) is not None for name in (CHECKPOINTS, BEST))
+    begun = any(file.exists() and file.stat().st_size > 0 for file in files) or all_steps(directory / CHECKPOINTS)
     if not resume and begun:
         raise FileExistsError(
             f"expected no earlier run in {directory}; got one. Continue it with resume=True, or name another directory"
@@ -96,17 +75,14 @@ def check_room(directory: str | Path, state_bytes: int, run: RunConfig) -> None:
     Args:
       state_bytes: size of one checkpoint, see `smd_jax.disk.stored_bytes`.
     """
-    directory = Path(directory)
-    there = all_steps(directory / CHECKPOINTS)
+    there = all_steps(Path(directory) / CHECKPOINTS)
     left = run.steps - max(there, default=0)
     if left <= 0:
         return
-    saves = 1 if run.checkpoint_every == 0 else -(-left // run.checkpoint_every)
     # An old one is deleted after the new one is complete, so that for a moment one more exists.
-    new = min(saves, max(run.keep + 1 - len(there), 1))
-    if run.objective is not None:
-        new += 2 - min(len(all_steps(directory / BEST)), 1)
+    most = run.keep + 1 + (run.objective is not None)
+    if run.objective is None:
+        most = min(most, len(there) + (1 if run.checkpoint_every == 0 else -(-left // run.checkpoint_every)))
+    new = max(most - len(there), 1)
     what = f"{new} checkpoints of {show_bytes(state_bytes)}" if new > 1 else "one checkpoint"
-    # The next save first deletes what an interrupted one has left.
-    half_written = sum(unfinished_bytes(directory / name) for name in (CHECKPOINTS, BEST))
-    check_space(directory, new * state_bytes, what, half_written)
+    check_space(directory, new * state_bytes, what)

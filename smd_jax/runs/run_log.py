@@ -1,22 +1,39 @@
-"""The rows that a run writes, and what follows from them: the best rollout, warnings.
+"""The rows that a run writes, and what follows from them: the best rollout, and warnings.
 
-Everything is read back from the files, so that a resumed run comes to the same results.
+The best rollout is read back from the files, so that a resumed run comes to the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NamedTuple
 
 from smd_jax.devices.processes import all_or_none, is_first
 from smd_jax.disk import written
-from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, meaning, read_metrics
-from smd_jax.runs.diagnosis import ROLLOUTS, warnings
-from smd_jax.runs.objective import Best, Objective, check_metric
+from smd_jax.losses.value import VALUE_METRICS
+from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, read_metrics
+from smd_jax.runs.run_config import Objective
 
-Metrics = Mapping[str, float | int]
+Metrics = Mapping[str, Any]
+
+# Number of rollouts in a row that make a symptom.
+ROLLOUTS = 5
+
+
+class NoSuchMetricError(ValueError):
+    """The run has no metric of the objective's name."""
+
+
+class Best(NamedTuple):
+    """The best value of an objective, and the number of finished rollouts at that time."""
+
+    value: float
+    done: int
 
 
 class RunLog:
@@ -25,90 +42,74 @@ class RunLog:
     Args:
       directory: of the run.
       start: finished rollouts; rows of later ones are dropped, because their rollouts are repeated.
-      resume: whether there may be rows.
       objective: the objective of the run, or None.
-      evaluates: whether there are evaluations.
 
-    Attributes:
-      start_is_evaluated: whether there is a row of an evaluation before the first rollout.
-      best: of the objective.
     """
 
-    def __init__(self, directory: Path, start: int, *, resume: bool, objective: Objective | None, evaluates: bool):
+    def __init__(self, directory: Path, start: int, objective: Objective | None):
         self._objective = objective
-        self._metrics: MetricsWriter | None = None
-        self._evaluations: MetricsWriter | None = None
+        self._best: Best | None = None
         self._newest = deque[Metrics](maxlen=ROLLOUTS)
-        self._reported = set[str]()
-        self._metric_is_checked = False
-        self.start_is_evaluated = False
-        self.best = Best()
+        self._warned = set[str]()
+        self._evaluation: Metrics = {}  # the newest
+        self._evaluated = set[int]()
+        self._files: tuple[MetricsWriter, MetricsWriter] | None = None
         with all_or_none():
             if is_first():
-                self._open(directory, start, resume, evaluates)
+                paths = directory / METRICS_FILE, directory / EVALUATIONS_FILE
+                with written(paths[0]):
+                    # Rollouts are numbered from 0, and evaluations by the rollouts before them.
+                    self._files = MetricsWriter(paths[0], start), MetricsWriter(paths[1], start + 1)
+                self._best = best_rollout(directory, objective)
+                for row in read_metrics(paths[1]):
+                    self._note_evaluation(row["step"], row)
 
-    def _open(self, directory: Path, start: int, resume: bool, evaluates: bool) -> None:
-        metrics, evaluations = directory / METRICS_FILE, directory / EVALUATIONS_FILE
-        with written(metrics):
-            self._metrics = MetricsWriter(metrics, next_step=start if resume else None)
-            # Evaluations are numbered by the rollouts before them; that of the start has number 0.
-            self._evaluations = (
-                MetricsWriter(evaluations, next_step=start + 1 if resume else None) if evaluates else None
-            )
-        first = [row for row in read_metrics(evaluations)[:1] if row["step"] == 0] if evaluates else []
-        self.start_is_evaluated = bool(first)
-        for row in first:
-            self._count(0, row)
-        # Metrics are numbered from 0: row 0 is that of the first finished rollout.
-        for row in read_metrics(metrics):
-            self._count(row["step"] + 1, row)
+    @property
+    def best(self) -> int | None:
+        """Finished rollouts at the best value of the objective; None before the first value."""
+        return None if self._best is None else self._best.done
 
-    def is_best(self, done: int) -> bool:
-        """Whether the newest row, of `done` finished rollouts, has the best value so far."""
-        return self.best.value is not None and self.best.at == done
+    def has_evaluation(self, done: int) -> bool:
+        """Whether there is a row of an evaluation after `done` rollouts."""
+        return done in self._evaluated
 
     def write_evaluation(self, done: int, metrics: Metrics) -> None:
-        """Writes the row of an evaluation after `done` rollouts. Rows of rollouts repeat all but that of the start."""
-        if self._evaluations is None:
-            return
-        with written(self._evaluations.path):
-            self._evaluations.write(done, metrics)
-        if done == 0:
-            if self._objective is not None and self._objective.metric.startswith("eval/"):
-                check_metric(self._objective, metrics)
-            self._count(0, metrics)
+        """Writes the row of an evaluation after `done` rollouts."""
+        if self._files is not None:
+            with written(self._files[1].path):
+                self._files[1].write(done, metrics)
+            self._note_evaluation(done, metrics)
+            self._best = better(self._best, self._objective, done, metrics)
 
-    def write_rollout(self, done: int, metrics: Metrics, *, evaluated: bool) -> list[str]:
-        """Writes the row of the rollout that made `done`, with its evaluation; returns warnings."""
-        if self._metrics is None:
+    def write_rollout(self, done: int, metrics: Metrics) -> list[str]:
+        """Writes the row of the rollout that made `done`; returns warnings.
+
+        Raises:
+          NoSuchMetricError: no metric of this rollout, nor of an evaluation, is the objective.
+        """
+        if self._files is None:
             return []
-        self.write_row(done, metrics)
-        self._count(done, metrics)
-        if self._objective is not None and not self._metric_is_checked and self._is_complete(metrics, evaluated):
-            check_metric(self._objective, metrics)
-            self._metric_is_checked = True
-        self._newest.append(metrics)
-        return warnings(self._newest, self._reported)
-
-    def write_row(self, done: int, metrics: Metrics) -> None:
-        """Writes the row of a rollout that ends the run; nothing follows from it."""
-        if self._metrics is not None:
-            with written(self._metrics.path):
-                self._metrics.write(done - 1, metrics)
-
-    def _is_complete(self, metrics: Metrics, evaluated: bool) -> bool:
-        """Whether a row has all the metrics that a row of this run can have."""
-        assert self._objective is not None
-        # With evaluations the objective may be one of their metrics.
-        if self._evaluations is not None and not evaluated:
-            return False
+        self.write_refused(done, metrics)
+        self._best = better(self._best, self._objective, done, metrics)
+        names = metrics.keys() | self._evaluation.keys()
         # A rollout without signal may take no optimizer step, and then lacks the metrics of a step.
-        name = self._objective.metric
-        return "grad_norm" in metrics or name.startswith("eval/") or not meaning(name)
+        if self._objective is not None and self._objective.metric not in names and "grad_norm" in metrics:
+            raise NoSuchMetricError(
+                f"expected the objective's metric among those that the run logs: {', '.join(sorted(names))}; "
+                f"got {self._objective.metric!r}"
+            )
+        self._newest.append(metrics)
+        return symptoms(list(self._newest), self._warned)
 
-    def _count(self, done: int, metrics: Metrics) -> None:
-        if self._objective is not None:
-            self.best = self.best.after(self._objective, done, metrics)
+    def write_refused(self, done: int, metrics: Metrics) -> None:
+        """Writes the row of a rollout that ends the run; nothing follows from it."""
+        if self._files is not None:
+            with written(self._files[0].path):
+                self._files[0].write(done - 1, metrics)
+
+    def _note_evaluation(self, done: int, metrics: Metrics) -> None:
+        self._evaluation = metrics
+        self._evaluated.add(done)
 
     def __enter__(self) -> RunLog:
         return self
@@ -116,8 +117,65 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for writer in (self._metrics, self._evaluations):
-            if writer is not None:
+        with ExitStack() as files:
+            for writer in self._files or ():
                 # Closing retries a write that failed, and fails again.
-                with written(writer.path):
-                    writer.close()
+                files.enter_context(written(writer.path))
+                files.callback(writer.close)
+
+
+def best_rollout(directory: Path, objective: Objective | None) -> Best | None:
+    """The best value of the objective in a run's rows; None without any value."""
+    rollouts = [(row["step"] + 1, row) for row in read_metrics(directory / METRICS_FILE)]
+    evaluations = [(row["step"], row) for row in read_metrics(directory / EVALUATIONS_FILE)]
+    best = None
+    for done, row in sorted([*rollouts, *evaluations], key=lambda numbered: numbered[0]):
+        best = better(best, objective, done, row)
+    return best
+
+
+def better(best: Best | None, objective: Objective | None, done: int, metrics: Metrics) -> Best | None:
+    """The best value of the objective after one more row of metrics, of `done` finished rollouts."""
+    value = None if objective is None else metrics.get(objective.metric)
+    if objective is None or value is None or not objective.is_better(value, None if best is None else best.value):
+        return best
+    return Best(value, done)
+
+
+# --- signs that a run learns nothing
+
+
+def symptoms(newest: Sequence[Metrics], warned: set[str]) -> list[str]:
+    """A warning for each symptom that all of the newest `ROLLOUTS` rows show, once each: `warned` has their advice."""
+    if len(newest) < ROLLOUTS:
+        return []
+    new = [advice for advice, shows in SYMPTOMS.items() if advice not in warned and all(map(shows, newest))]
+    warned.update(new)
+    return [f"warning: in each of the last {ROLLOUTS} rollouts {advice}" for advice in new]
+
+
+def _value(row: Metrics, name: str) -> float:
+    return float(row.get(name, math.nan))
+
+
+def _has_no_signal(row: Metrics) -> bool:
+    # A critic compares rewards over the whole batch, and its groups may have one completion.
+    has_critic = any(name in row for name in VALUE_METRICS)
+    flat = _value(row, "reward_std") == 0 if has_critic else _value(row, "frac_reward_zero_std") == 1
+    return flat or _value(row, "grad_norm") == 0
+
+
+# What to try -> whether a row shows the symptom.
+SYMPTOMS: dict[str, Callable[[Metrics], bool]] = {
+    "nothing could be learned from the rewards: those of every group were equal, or the gradient was 0. Look at the "
+    "completions and their rewards. If all are wrong: easier prompts, partial credit, a larger group_size, a higher "
+    "temperature, a warm start. If all are right: harder prompts": _has_no_signal,
+    "nine of ten completions or more were cut off by the length limit. Raise max_new_tokens; if that does not help, "
+    "the model never stops: look for a wrong eos_token_id or chat template, add stop_strings, or take an "
+    "instruction-tuned model": lambda row: _value(row, "completions/clipped_ratio") >= 0.9,
+    "the entropy of the sampler's tokens was below 0.01 nats: all completions of a prompt are equal, and nothing "
+    "better is found. Resume from a checkpoint before that, with a lower learning rate, a larger entropy_coef or "
+    "epsilon_high, a KL to the reference (beta), or a higher temperature": lambda row: (
+        _value(row, "rollout/entropy") < 0.01
+    ),
+}

@@ -35,8 +35,7 @@ from smd_jax.eviction.wrappers import Pyramid
 from smd_jax.metrics import evicted_share
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import read_config
-from smd_jax.runs.objective import Objective
-from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_config import Objective, RunConfig
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.tasks.rewards import RewardWarning

@@ -380,11 +380,11 @@ def test_a_users_mistake_is_one_box(
 def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     words = ["--model", str(model), *SORT, *SMALL, "--output-dir", str(run), "--max-steps", "2", "--save-steps", "1"]
-    words += ["--eval-steps", "1", "--eval-rows", "4"]
+    words += ["--eval-steps", "1", "--eval-rows", "4", "--metric-for-best-model", "learning_rate"]
     main(["grpo", *words, "--dry-run"])
     said = capsys.readouterr().out
     assert "--- prompt 2" in said and not run.exists()
-    assert "checkpoints: the newest 2, " in said and "--save-total-limit 1 keeps fewer" in said
+    assert "checkpoints: the newest 2, and the best one, " in said and "--save-total-limit 1 keeps fewer" in said
     main(["grpo", *words])
     # The command that it prints at its end runs as printed.
     said = capsys.readouterr().out
@@ -394,9 +394,9 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     evaluated = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rows = read_metrics(run / "metrics.jsonl")
     assert {row["decode"]: row["reward"] for row in evaluated} == {
-        name: rows[-1][f"eval/{name}/reward"] for name in ("sampler", "dense")
+        name: read_metrics(run / "evaluations.jsonl")[-1][f"eval/{name}/reward"] for name in ("sampler", "dense")
     }
-    assert len(rows) == 2 and {"eval/sampler/reward", "eval/dense/reward", "learning_rate"} <= rows[-1].keys()
+    assert len(rows) == 2 and "learning_rate" in rows[-1]
     # Every 20th rollout, and the last one.
     kept = sorted(path.name for path in (run / "completions").iterdir())
     assert kept == [
@@ -411,10 +411,12 @@ def test_a_run_from_a_directory_to_a_directory(model: Path, tmp_path: Path, caps
     assert "seed: expected 0, got 1" in said
     export([str(run), "--out", str(tmp_path / "last")])
     export([str(run), "--out", str(tmp_path / "first"), "--step", "1"])
-    places = (model, tmp_path / "first", tmp_path / "last", run / "model")
-    before, first, last, after = (load_checkpoint(place)[1] for place in places)
+    export([str(run), "--out", str(tmp_path / "best"), "--best"])  # at the first of equal learning rates
+    places = (model, tmp_path / "first", tmp_path / "best", tmp_path / "last", run / "model")
+    before, first, best, last, after = (load_checkpoint(place)[1] for place in places)
     assert jax.tree.structure(before) == jax.tree.structure(after)
     jax.tree.map(np.testing.assert_array_equal, last, after)
+    jax.tree.map(np.testing.assert_array_equal, best, first)
     assert jax.tree.structure(first) == jax.tree.structure(after)
     plot([str(run), "--out", str(tmp_path / "page.html")])
     assert "eval/dense/reward" in (tmp_path / "page.html").read_text()

@@ -102,7 +102,7 @@ def test_evaluations_have_conversations(words: list[str], tmp_path: Path, capsys
     run = tmp_path / "run"
     evaluate = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "dense", "sampler"]
     main([*words, *evaluate, "--output-dir", str(run), "--max-steps", "1"])
-    (row,) = read_metrics(run / "metrics.jsonl")
+    *_, row = read_metrics(run / "evaluations.jsonl")
     assert 0 < row["eval/dense/reward"] < 3 and 0 < row["eval/sampler/reward"] < 3
     capsys.readouterr()
     smd_eval(["--run", str(run), "--eval-rows", "2", "--json"])

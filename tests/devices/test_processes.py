@@ -27,7 +27,7 @@ from smd_jax.devices.process_rows import Feeders, feeders, sampling_mesh
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.runs import checkpoint
-from smd_jax.runs.machine import machine
+from smd_jax.runs.settings import machine
 from smd_jax.tasks.graded import Graded
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from smd_jax.train import grading
@@ -315,7 +315,7 @@ def test_differences_are_named():
     assert processes.differences(expected, got) == [
         "loop.rate: expected 1.0, got 1.5",
         'versions.jax: expected "0.10.2", got "0.11.0"',
-        'more: expected "(absent)", got null',
+        "more: expected (absent), got null",
     ]
     assert not processes.differences({"x": float("nan")}, {"x": float("nan")})
 

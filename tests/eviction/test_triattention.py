@@ -12,7 +12,7 @@ from smd_jax.eviction.triattention import TriAttention
 from smd_jax.message.query_centers import QueryCenters
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.query_centers import measure_query_centers
-from smd_jax.runs.jsonable import to_jsonable
+from smd_jax.runs.settings import to_jsonable
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.testing import tiny_model_config

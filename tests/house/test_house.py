@@ -31,7 +31,7 @@ SCREEN = 50  # lines of `Loop.step`
 # The packages from the bottom up; `base` are the modules outside of packages. A package imports those before it.
 ORDER = (
     *("base", "devices", "message", "text", "tasks", "environments", "eviction", "cache", "model", "sampler"),
-    *("corrections", "losses", "learner", "monitor", "train", "runs", "memory", "certify", "integrations", "commands"),
+    *("corrections", "losses", "learner", "train", "monitor", "runs", "memory", "certify", "integrations", "commands"),
 )
 
 # Modules that stand above all packages: what users test with, and what `python -m smd_jax.train` runs.

@@ -23,6 +23,7 @@ from smd_jax.commands.config_file import as_flags, read_options
 from smd_jax.commands.decode_names import parse_decode, policy_text
 from smd_jax.commands.errors import UserError
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
+from smd_jax.devices.processes import differences
 from smd_jax.eviction import policies
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.wrappers import OnTokens, Protect, Pyramid
@@ -43,9 +44,8 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.spans import TokenSpans
 from smd_jax.model.lora import LoraConfig
 from smd_jax.monitor.metrics_log import read_metrics
-from smd_jax.runs.jsonable import config_differences, to_jsonable
-from smd_jax.runs.objective import Objective
-from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_config import Objective, RunConfig
+from smd_jax.runs.settings import to_jsonable
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.testing import tiny_model_config
@@ -248,8 +248,8 @@ def test_files_of_options(tmp_path, text: str):
 @cases(200)
 @given(JSON, JSON)
 def test_differences_of_settings(one: Any, other: Any):
-    assert config_differences(one, one) == []
-    lines = config_differences({"a": one}, {"a": other})
+    assert differences(one, one) == []
+    lines = differences({"a": one}, {"a": other})
     # JSON's own equality, under which 1 is 1.0.
     assert bool(lines) == (one != other)
     assert all(line.startswith("a") and "expected" in line and "got" in line for line in lines)

@@ -164,10 +164,10 @@ def test_a_preset_is_a_name():
 
 def test_names_in_a_checkpoint_lead_nowhere(tmp_path: Path):
     state = {"x": np.zeros(2, np.float32)}
-    checkpoint.save(tmp_path / "checkpoints", 1, state, data_position={}, config={})
+    checkpoint.save(tmp_path / "checkpoints", 1, state, config={})
     sums = tmp_path / "checkpoints" / "1" / "checksums.json"
     sums.write_text(json.dumps(json.loads(sums.read_text()) | {"../../secret": 1}))
-    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"\.\./\.\./secret \(CRC-32 expected 1, got no file\)"):
+    with pytest.raises(checkpoint.DamagedCheckpointError, match=r"\.\./\.\./secret \(no file\)"):
         checkpoint.restore(tmp_path / "checkpoints", state, config={})
     (tmp_path / "elsewhere").mkdir()
     for name in ("..", "2/../../elsewhere", "-1", "1e3"):

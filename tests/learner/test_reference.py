@@ -157,7 +157,7 @@ def test_a_run_resumes_bitwise(tmp_path):
     half, _ = run(loop, start(), 2)
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), half.reference, warm_params()))
     assert max(moved) > 0
-    checkpoint.save(tmp_path, 2, half, data_position={}, config=loop.config)
+    checkpoint.save(tmp_path, 2, half, config=loop.config)
     restored = checkpoint.restore(tmp_path, start(), config=loop.config).state
     assert_bitwise_equal(run(loop, restored, 1)[0], whole)
 

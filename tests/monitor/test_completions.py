@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,17 +57,6 @@ def samples(texts: list[str], advantages: bool = True) -> Samples:
     )
 
 
-class WithParts(NamedTuple):
-    """Samples that know what each reward function gave."""
-
-    trajectory: Trajectory
-    rewards: np.ndarray
-    completions: list[str]
-    advantages: np.ndarray | None
-    reward_parts: dict[str, np.ndarray]
-    conversations: tuple[Conversation, ...] = ()
-
-
 def test_a_file_of_completions(tmp_path):
     log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0)
     for step in (0, 5):
@@ -92,7 +80,7 @@ def test_reward_functions_have_columns_of_their_own(tmp_path):
     of = samples(["a", "b"], advantages=False)
     parts = {"format": np.array([1.0, np.nan]), "reward": np.array([0.0, 2.0])}
     log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0, masks=0)
-    log(0, WithParts(of.trajectory, of.rewards, of.completions, None, parts))
+    log(0, of._replace(reward_parts=parts))
     table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()
     assert list(table)[3:6] == ["reward", "rewards/format", "rewards/reward"] and "advantage" not in table
     assert table["rewards/reward"] == [0.0, 2.0] and np.isnan(table["rewards/format"][1])

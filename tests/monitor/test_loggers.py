@@ -165,7 +165,8 @@ directory, resume = sys.argv[1], sys.argv[2] == "resume"
 # In a thread of its own, as in a run.
 with Loggers([WandbLogger(directory, config={"seed": 1}, mode="offline", resume=resume)]) as loggers:
     for step in range(1, 5) if resume else range(3):
-        loggers.write(step, {"reward": step / 4, "eval/sparse": 1.0})
+        loggers.write(step, {"reward": step / 4})
+        loggers.write(step, {"eval/sparse": 1.0})
 """
 
 

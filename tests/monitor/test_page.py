@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from smd_jax.monitor.curves import Run, curve_of, load_runs, main_metrics, read_history
+from smd_jax.monitor.curves import Run, load_runs, main_metrics, points_of
 from smd_jax.monitor.metrics_log import MetricsWriter
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import COLOURS, plot_runs, runs_figure
@@ -102,11 +102,10 @@ DENSE = "eval/dense/reward"
 
 
 def write_evaluated(path: Path, values: dict[int, float]) -> Path:
-    """A run of 4 rollouts as `train` writes it: evaluations by finished rollouts, repeated in the rollout before."""
+    """A run of 4 rollouts as `train` writes it: evaluations by finished rollouts."""
     with MetricsWriter(path / "metrics.jsonl") as writer:
         for rollout in range(4):
-            evaluation = {DENSE: values[rollout + 1]} if rollout + 1 in values else {}
-            writer.write(rollout, {"reward": rollout / 4} | evaluation)
+            writer.write(rollout, {"reward": rollout / 4})
     with MetricsWriter(path / "evaluations.jsonl") as writer:
         for finished, value in values.items():
             writer.write(finished, {DENSE: value})
@@ -120,45 +119,17 @@ def test_a_curve_of_evaluations_begins_before_training(tmp_path):
     """A loss over the run must not look like a gain after its first evaluation."""
     write_evaluated(tmp_path, EVALUATED)
     (run,) = load_runs([tmp_path])
-    evaluations, rewards = curve_of(run, DENSE), curve_of(run, "reward")
-    assert evaluations is not None and rewards is not None and curve_of(run, "kl") is None
-    assert evaluations.steps.tolist() == [0, 2, 4] and evaluations.values.tolist() == [0.955, 0.76, 0.908]
-    assert rewards.steps.tolist() == [0, 1, 2, 3]
+    assert points_of(run, DENSE) == [(0, 0.955), (2, 0.76), (4, 0.908)]
+    assert points_of(run, "reward") == [(0, 0), (1, 0.25), (2, 0.5), (3, 0.75)] and points_of(run, "kl") == []
 
 
 def test_a_run_is_drawn_from_its_first_evaluation_on(tmp_path):
     MetricsWriter(tmp_path / "metrics.jsonl").close()
     with MetricsWriter(tmp_path / "evaluations.jsonl") as writer:
         writer.write(0, {DENSE: 0.955})
-    (curve,) = (curve_of(run, DENSE) for run in load_runs([tmp_path]))
-    assert curve is not None and curve.values.tolist() == [0.955]
-    write_page([tmp_path], tmp_path / "page.html")
-
-
-def test_rows_of_metrics_alone_have_their_evaluations_one_step_later(tmp_path):
-    """As runs of other loops may keep them, without a file of evaluations."""
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        for rollout in range(2):
-            writer.write(rollout, {"reward": 0.5, "eval/dense": rollout + 1})
-    assert read_history(tmp_path) == [
-        {"step": 0, "reward": 0.5},
-        {"step": 1, "reward": 0.5, "eval/dense": 1},
-        {"step": 2, "eval/dense": 2},
-    ]
-
-
-def test_evaluations_of_a_long_run_are_drawn_one_by_one(tmp_path):
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        for rollout in range(400):
-            writer.write(rollout, {"reward": float(rollout)})
-    with MetricsWriter(tmp_path / "evaluations.jsonl") as writer:
-        for finished in (0, 100, 200, 300, 400):
-            writer.write(finished, {DENSE: finished / 400})
     (run,) = load_runs([tmp_path])
-    evaluations, rewards = curve_of(run, DENSE), curve_of(run, "reward")
-    assert evaluations is not None and evaluations.steps.tolist() == [0, 100, 200, 300, 400]
-    # 401 steps in parts of 5: the first one is 0 to 4.
-    assert rewards is not None and len(rewards.steps) == 80 and rewards.steps[0] == rewards.values[0] == 2
+    assert points_of(run, DENSE, f"{DENSE}_low") == [] and points_of(run, DENSE) == [(0, 0.955)]
+    write_page([tmp_path], tmp_path / "page.html")
 
 
 def test_the_reward_of_a_single_function_is_drawn_once():
@@ -280,14 +251,6 @@ def test_the_embedded_masks_say_what_was_forgotten(runs):
         for layer, tokens in enumerate(layers):
             forgotten = [s for s in range(4) if s <= query and evicted[layer, 0, s] <= query]
             assert forgotten == tokens == np.flatnonzero(mask.forgotten(query)[layer, 0]).tolist()
-
-
-def test_an_evaluation_has_its_own_interval(tmp_path):
-    evaluation = {DENSE: 0.5, f"{DENSE}_low": 0.375, f"{DENSE}_high": 0.75}
-    write_run(tmp_path / "run", [0.0, 1.0], **evaluation)
-    (curve,) = (curve_of(run, DENSE) for run in load_runs([tmp_path]))
-    assert curve is not None and curve.low is not None and curve.high is not None
-    assert curve.low.tolist() == [0.375, 0.375] and curve.high.tolist() == [0.75, 0.75]
 
 
 def test_the_page_is_the_same_every_time(runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +20,13 @@ def test_a_failing_save_prints_nothing_but_its_error(tmp_path, limit, said):
     words = [sys.executable, "-c", FAILING_SAVE, str(tmp_path), limit]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     assert done.stderr == ""
-    assert said in done.stdout and "Checkpoints [1] are as they were" in done.stdout and done.stdout.count("\n") == 1
+    assert (
+        said in done.stdout and "Earlier checkpoints are as they were" in done.stdout and done.stdout.count("\n") == 1
+    )
 
 
 def test_errors_of_other_code_are_printed(caplog: pytest.LogCaptureFixture):
-    with errors.disk_failure_named("anywhere", 1):
+    with errors.disk_failure_named(Path("anywhere"), 1):
         pass
     try:
         raise OSError(28, "No space left on device")
@@ -36,7 +39,7 @@ def test_errors_of_other_code_are_printed(caplog: pytest.LogCaptureFixture):
 def test_other_unraisable_errors_are_printed(monkeypatch):
     seen = list[object]()
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
-    with errors.disk_failure_named("anywhere", 1):
+    with errors.disk_failure_named(Path("anywhere"), 1):
         pass
     error = RuntimeError("Event loop is closed")
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)

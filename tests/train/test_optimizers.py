@@ -121,7 +121,7 @@ def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypat
 
     start = init_state(golden_params(), optimizer, jax.random.key(0))
     half = after(start, 3)
-    checkpoint.save(tmp_path, 3, half, data_position={}, config=OptimizerConfig())
+    checkpoint.save(tmp_path, 3, half, config=OptimizerConfig())
     restored = checkpoint.restore(tmp_path, start, config=OptimizerConfig()).state
     assert_bitwise_equal(after(restored, 2), after(half, 2))
 

@@ -302,7 +302,7 @@ def test_a_mesh_gives_the_same_step():
 def test_a_run_resumes_bitwise_with_its_critic(tmp_path):
     whole, rows = run(new_loop(TWICE), new_state(), 4)
     half, first = run(new_loop(TWICE), new_state(), 2)
-    checkpoint.save(tmp_path, 2, half, data_position={"step": 2}, config=TWICE)
+    checkpoint.save(tmp_path, 2, half, config=TWICE)
     like = init_state(
         add_value_head(random_params(LOOP_MODEL.config), LOOP_MODEL.config), optimizer(), jax.random.key(9)
     )

@@ -1,4 +1,4 @@
-"""Turns errors of orbax, TensorStore and the disk into one line that names the checkpoint and what remains."""
+"""Errors of checkpoints, each in one line that names the checkpoint and the reason."""
 
 from __future__ import annotations
 
@@ -11,55 +11,49 @@ from pathlib import Path
 from types import TracebackType
 
 from smd_jax.disk import OS_ERROR, failure, is_trouble
-from smd_jax.runs.checkpoint.steps import all_steps, unfinished
+
+
+class OtherConfigError(ValueError):
+    """A checkpoint was made under another configuration than that of the run which would continue it."""
+
+
+class OtherFormatError(ValueError):
+    """Another library, or a later version of this one, wrote the checkpoint."""
+
+
+class OtherStateError(ValueError):
+    """A checkpoint holds the state of another model or optimizer."""
 
 
 class DamagedCheckpointError(RuntimeError):
     """A checkpoint exists but cannot be read; the message names the step and the reason."""
 
 
-class DamageNamed:
+@contextmanager
+def damage_named(directory: str | Path, step: int) -> Iterator[None]:
     """Turns errors of reading a damaged file into a DamagedCheckpointError.
 
     If the disk fails, or a permission is missing, the file may be intact: that becomes an OSError.
     """
-
-    def __init__(self, directory: str | Path, step: int) -> None:
-        self.directory = directory
-        self.step = step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Our checks, JSON and orbax raise these for files that are missing, truncated or changed; for a truncated array
-        # orbax raises Exception itself.
-        if not isinstance(error, ValueError | KeyError | OSError) and kind is not Exception:
-            return
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if error is not None and is_trouble(error):
-            raise OSError(
-                f"expected to read checkpoint {self.step} in {self.directory}; got {reason}. It stays as it is: try "
-                "again, or move it away to go on from an older one"
-            ) from error
-        raise DamagedCheckpointError(f"checkpoint {self.step} in {self.directory} cannot be read: {reason}") from error
-
-
-@contextmanager
-def others_named(directory: str | Path, step: int) -> Iterator[None]:
-    """Adds the other steps to a DamagedCheckpointError, for a caller who can choose one."""
     try:
         yield
-    except DamagedCheckpointError as error:
-        others = [found for found in all_steps(directory) if found != step]
-        advice = f"Steps {others} remain: choose one with step=..." if others else "No other step remains"
-        raise DamagedCheckpointError(f"{error}. {advice}") from error.__cause__
+    except OtherFormatError:
+        raise
+    except Exception as error:
+        # For files that are missing, truncated or changed. For a truncated array orbax raises Exception itself.
+        if not isinstance(error, ValueError | KeyError | TypeError | OSError) and type(error) is not Exception:
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if is_trouble(error):
+            raise OSError(
+                f"expected to read checkpoint {step} in {directory}; got {reason}. It stays as it is: try again, or "
+                "move it away to go on from an older one"
+            ) from error
+        raise DamagedCheckpointError(f"checkpoint {step} in {directory} cannot be read: {reason}") from error
 
 
 @contextmanager
-def disk_failure_named(directory: str | Path, step: int) -> Iterator[None]:
+def disk_failure_named(directory: Path, step: int) -> Iterator[None]:
     """Turns errors of the disk into one line, and deletes incomplete files."""
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).addFilter(_is_worth_printing)  # a no-op the second time
@@ -71,22 +65,14 @@ def disk_failure_named(directory: str | Path, step: int) -> Iterator[None]:
         if isinstance(error, ValueError) and OS_ERROR not in str(error):
             raise
         # Threads of TensorStore may still write a file, which the next manager deletes.
-        for folder in unfinished(directory):
+        for folder in directory.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(folder, ignore_errors=True)
         # Orbax's own timeout while it waits for other processes has no errno; that of a network disk has one.
         if isinstance(error, TimeoutError) and error.errno is None:
             message = f"expected all processes to write their parts of checkpoint {step} in {directory}; one did not: "
             raise OSError(f"{message}{error}") from error
         message = failure(f"checkpoint {step} in {directory}", directory, error)
-        raise OSError(f"{message}. {_kept(directory)}") from error
-
-
-def _kept(directory: str | Path) -> str:
-    try:
-        there = all_steps(directory)
-    except OSError:  # listing a directory needs a free file handle
-        return "Earlier checkpoints are as they were"
-    return f"Checkpoints {there} are as they were" if there else "There is no checkpoint yet"
+        raise OSError(f"{message}. Earlier checkpoints are as they were") from error
 
 
 def _is_worth_printing(record: logging.LogRecord) -> bool:
@@ -95,6 +81,14 @@ def _is_worth_printing(record: logging.LogRecord) -> bool:
     if OS_ERROR in f"{record.getMessage()} {error}":
         return False
     return not (isinstance(error, OSError) and _is_from_orbax(error.__traceback__))
+
+
+def _is_from_orbax(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if "orbax" in Path(trace.tb_frame.f_code.co_filename).parts:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _quiet_late_writes() -> None:
@@ -107,21 +101,9 @@ def _quiet_late_writes() -> None:
         return
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        if not _is_from_closed_loop(unraisable.exc_value, unraisable.exc_traceback):
+        trace = unraisable.exc_traceback
+        # C++ calls it, so asyncio's frame is the outermost.
+        if trace is None or trace.tb_frame.f_code.co_name != "call_soon_threadsafe":
             before(unraisable)
 
     sys.unraisablehook = hook
-
-
-def _is_from_closed_loop(error: BaseException | None, trace: TracebackType | None) -> bool:
-    # C++ calls it, so asyncio's frame is the outermost.
-    outermost = "" if trace is None else trace.tb_frame.f_code.co_name
-    return isinstance(error, RuntimeError) and outermost == "call_soon_threadsafe" and "loop is closed" in str(error)
-
-
-def _is_from_orbax(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if "orbax" in Path(trace.tb_frame.f_code.co_filename).parts:
-            return True
-        trace = trace.tb_next
-    return False

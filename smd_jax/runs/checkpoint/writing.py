@@ -1,16 +1,14 @@
 """Writes checkpoints during the steps of a run.
 
     main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
-    other thread                                                └─► files ─► rename ─► verify ─► checksums ─► delete old
+    other thread                                                └─► files ─► rename ─► checksums ─► delete old
 
-Older checkpoints are deleted after the new one has been opened again; orbax's own retention would delete them before.
-A checkpoint without checksums, from a run that was killed after the rename, is complete.
+Older checkpoints are deleted after the new one has its checksums; orbax's own retention would delete them before. A
+checkpoint without checksums, from a run that was killed after the rename, is complete.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -22,19 +20,16 @@ import orbax.checkpoint as ocp
 from smd_jax.devices.processes import all_or_none
 from smd_jax.disk import check_handles
 from smd_jax.runs.checkpoint.errors import disk_failure_named
-from smd_jax.runs.checkpoint.integrity import stored_shapes, verify, write_checksums
-from smd_jax.runs.checkpoint.leaves import leaf_table
-from smd_jax.runs.checkpoint.ownership import FORMAT, ITEMS
-from smd_jax.runs.checkpoint.steps import (
-    GONE,
+from smd_jax.runs.checkpoint.files import (
+    FORMAT,
     all_steps,
-    check_writable_path,
-    delete_gone,
-    delete_oldest,
-    folder_of,
+    check_path,
+    delete_steps,
     latest_step,
+    leaf_table,
+    write_checksums,
 )
-from smd_jax.runs.jsonable import Json, to_jsonable
+from smd_jax.runs.settings import to_jsonable
 
 
 class Writer:
@@ -47,41 +42,30 @@ class Writer:
       max_to_keep: number of the newest that stay, at least 1.
 
     Raises:
-      ValueError: `max_to_keep` below 1; a path that orbax cannot write, see `check_writable_path`.
+      ValueError: `max_to_keep` below 1; a path that orbax misreads, see `check_path`.
     """
 
     def __init__(self, directory: str | Path, max_to_keep: int = 3) -> None:
         if max_to_keep < 1:
             raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
-        check_writable_path(directory)
+        check_path(directory)
         self.directory = Path(directory)
         self._max_to_keep = max_to_keep
         self._manager: ocp.CheckpointManager | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[None]] | None = None
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        data_position: Mapping[str, Any],
-        config: object,
-        noted: object = None,
-        machine: Mapping[str, Json] | None = None,
-    ) -> None:
-        """Begins to write checkpoint `step`; then all but the newest `max_to_keep` are deleted.
+    def save(self, step: int, state: Any, *, config: object, noted: object = None, best: int | None = None) -> None:
+        """Begins to write checkpoint `step`; then deletes all but the newest `max_to_keep` and the step `best`.
 
-        Arguments and errors are those of the function `save`; an OSError may come from a later call.
+        The other arguments and the errors are those of the function `save`; an OSError may come from a later call.
         """
         # Built first, so that bad input is refused before a file is written.
         meta = {
             "format": FORMAT,
             "leaves": leaf_table(state),
-            "data_position": _checked_position(data_position),
             "config": to_jsonable(config),
             "noted": to_jsonable(noted, "noted"),
-            "machine": to_jsonable(machine, "machine"),
         }
         self.wait()
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
@@ -92,7 +76,7 @@ class Writer:
                 check_handles()
                 self._manager = self._manager or _manager(self.directory)
                 self._manager.save(step, args=items)
-            self._writing = step, self._thread.submit(self._finish, self._manager, step, stored_shapes(state))
+            self._writing = step, self._thread.submit(self._finish, self._manager, step, best)
             if jax.process_count() > 1:
                 # The processes wait for each other while they write, which must not mix with waits of the next step.
                 self.wait()
@@ -110,21 +94,14 @@ class Writer:
             self._manager = None  # closing it would raise again
             raise
 
-    def discard_after(self, step: int) -> list[int]:
-        """The function `discard_after` of this directory."""
-        self.wait()
-        self._close_manager()  # it caches the steps
-        return discard_after(self.directory, step)
-
     def close(self) -> None:
         """Waits, and raises, as `wait`."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._close_manager()
-            if jax.process_index() == 0:
-                delete_gone(self.directory)
+            if self._manager is not None:
+                self._manager.close()
 
     def __enter__(self) -> Writer:
         return self
@@ -134,30 +111,17 @@ class Writer:
     ) -> None:
         self.close()
 
-    def _finish(self, manager: ocp.CheckpointManager, step: int, shapes: Sequence[tuple[int, ...]]) -> None:
+    def _finish(self, manager: ocp.CheckpointManager, step: int, best: int | None) -> None:
         manager.wait_until_finished()
         if jax.process_index() == 0:
-            folder = folder_of(self.directory, step)
-            verify(folder, shapes)
-            write_checksums(folder, ITEMS)
-            delete_oldest(self.directory, self._max_to_keep)
-
-    def _close_manager(self) -> None:
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.close()
+            write_checksums(self.directory / str(step))
+            delete_steps(
+                self.directory, [old for old in all_steps(self.directory)[: -self._max_to_keep] if old != best]
+            )
 
 
 def save(
-    directory: str | Path,
-    step: int,
-    state: Any,
-    *,
-    data_position: Mapping[str, Any],
-    config: object,
-    noted: object = None,
-    machine: Mapping[str, Json] | None = None,
-    max_to_keep: int = 3,
+    directory: str | Path, step: int, state: Any, *, config: object, noted: object = None, max_to_keep: int = 3
 ) -> None:
     """Writes checkpoint `step`, waits until it is complete, and then deletes all but the newest `max_to_keep`.
 
@@ -165,66 +129,49 @@ def save(
       directory: of the checkpoints of one run; made when absent.
       step: number of finished updates; later than every existing step.
       state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
-      data_position: position of the data source, as JSON values with string keys.
       config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
       noted: settings that are kept and that a run which continues may change.
-      machine: software and hardware of the run, see `smd_jax.runs.machine`; None: not kept.
       max_to_keep: number of checkpoints that stay, at least 1.
 
     Raises:
       ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1; a path with one of
         `* ? [ \\`.
-      TypeError: a leaf of `state` is no array, or `data_position`, `config` or `noted` does not fit into JSON.
-      OSError: the disk is full, or fails, or the new checkpoint cannot be opened again; in one line. The earlier
-        checkpoints are unchanged.
+      TypeError: a leaf of `state` is no array, or `config` or `noted` does not fit into JSON.
+      OSError: the disk is full, or fails; in one line. The earlier checkpoints are unchanged.
     """
     with Writer(directory, max_to_keep) as writer:
-        writer.save(step, state, data_position=data_position, config=config, noted=noted, machine=machine)
+        writer.save(step, state, config=config, noted=noted)
 
 
 def discard_after(directory: str | Path, step: int) -> list[int]:
-    """Deletes the checkpoints later than `step` and returns their steps.
+    """Deletes the checkpoints later than `step` and returns their steps. All processes must call it.
 
     For a run that goes back, by choice or because the newest checkpoint is damaged. `save` refuses to write an earlier
     step than an existing one, which the next resume would read as the newest.
     """
-    later = [found for found in all_steps(directory) if found > step]
-    if later:
-        with _manager(directory) as manager:
-            for found in later:
-                manager.delete(found)
+    with all_or_none():
+        later = [found for found in all_steps(directory) if found > step]
+    with all_or_none():
         if jax.process_index() == 0:
-            delete_gone(directory)
+            delete_steps(Path(directory), later)
     return later
 
 
-def _manager(directory: str | Path) -> ocp.CheckpointManager:
+def _manager(directory: Path) -> ocp.CheckpointManager:
     """An orbax manager that writes in the background; several processes must write together.
 
     It deletes what interrupted saves have left, and no finished checkpoint.
     """
-    if jax.process_index() == 0:
-        delete_gone(directory)  # a step of the same number could not be moved there
     options = ocp.CheckpointManagerOptions(
-        # `Writer` deletes older checkpoints once the new one is verified.
+        # `Writer` deletes older checkpoints.
         preservation_policy=ocp.checkpoint_managers.LatestN(None),
         enable_async_checkpointing=True,
         cleanup_tmp_directories=True,
-        todelete_subdir=GONE,
     )
-    return ocp.CheckpointManager(Path(directory).resolve(), options=options)
+    return ocp.CheckpointManager(directory.resolve(), options=options)
 
 
-def _checked_position(position: Mapping[str, Any]) -> dict[str, Json]:
-    """The position, which must be unchanged after a round trip through JSON (a tuple or an integer key is not)."""
-    plain = dict(position)
-    text = json.dumps(plain, allow_nan=False)
-    if json.loads(text) != plain:
-        raise TypeError(f"data_position must come back from JSON unchanged; {plain!r} comes back as {text}")
-    return plain
-
-
-def _check_later(directory: str | Path, step: int) -> None:
+def _check_later(directory: Path, step: int) -> None:
     # Orbax returns False, without an error, for a step that is not later than its newest.
     newest = latest_step(directory)
     if newest is not None and step <= newest:

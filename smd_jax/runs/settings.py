@@ -1,0 +1,103 @@
+"""Settings as JSON values: those that a resume must find unchanged, and those that it may change.
+
+    train(loop, state, run, directory)          compares the settings of the loop; with further settings:
+
+    compared, noted = split_settings(loop.config)
+    train(loop, state, run, directory, config={"loop": compared, "data": ...}, noted={"loop": noted, "memory": "80GiB"})
+
+`config` must be equal. Differences in `noted` are printed, and the run continues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from smd_jax.devices.processes import versions
+from smd_jax.train.loop_config import LoopConfig
+from smd_jax.train.online_dpo import OnlineDPOConfig
+from smd_jax.train.policy_learner import PolicyConfig
+from smd_jax.typed_fields import written_fields
+
+# Lists and objects hold Json, too. jaxtyping's checks could not resolve a recursive name here.
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+def to_jsonable(value: object, path: str = "config") -> Json:
+    """Configuration -> JSON values: nested dataclasses become objects that name their class under `_class`.
+
+    Tuples become lists; paths and non-finite floats become strings. Errors begin with `path`.
+
+    Raises:
+      TypeError: a value (named by its dotted path) has no JSON form.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        # JSON has no infinity, and a comparison of texts works as well.
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [to_jsonable(item, f"{path}.{i}") for i, item in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # The class counts in a comparison: two policies may have the same fields.
+        fields = {field.name: getattr(value, field.name) for field in written_fields(value)}
+        value = {"_class": type(value).__name__, **fields}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str(key): to_jsonable(item, f"{path}.{key}") for key, item in value.items()}
+    raise TypeError(
+        f"{path}: expected None, bool, number, string, path, list, tuple, dict with string keys or a dataclass; got "
+        f"{type(value).__name__} {value!r}"
+    )
+
+
+def machine(mesh: Mesh) -> dict[str, Json]:
+    """Versions and devices of a run, which decide its rounding, and so its bits; see `docs/determinism.md`."""
+    return {
+        **versions(),
+        "device": mesh.devices.flat[0].device_kind,
+        "mesh": {str(name): size for name, size in mesh.shape.items()},
+        "processes": jax.process_count(),
+    }
+
+
+def split_settings(config: LoopConfig) -> tuple[dict[str, Any], dict[str, Json]]:
+    """The settings of a loop that a resume compares, and those that it may change, as JSON values.
+
+    The second change memory and the order of sums, and not the mathematics. So numbers differ by rounding, which may
+    decide between two tokens, as it may on another machine.
+    """
+    names = ["decode_rows", "prefill_rows", "update_widths"]
+    if isinstance(config, PolicyConfig | OnlineDPOConfig):
+        names.append("update.microbatch_size")
+    if isinstance(config, PolicyConfig):
+        names += ["update.pack_columns", "update.rows_per_prompt"]
+    return split_fields(to_jsonable(config, "loop"), names)
+
+
+def split_fields(settings: Any, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Json]]:
+    """An object without the fields of these dotted names, and those fields by their names."""
+    selected = dict[str, Json]()
+    for name in names:
+        settings, selected[name] = _without(settings, name.split("."))
+    return settings, selected
+
+
+def _without(settings: dict[str, Any], path: list[str]) -> tuple[dict[str, Any], Json]:
+    """A copy of the object without the field at `path`, and that field."""
+    first, *rest = path
+    settings = dict(settings)
+    field = settings.pop(first)
+    if rest:
+        settings[first], field = _without(field, rest)
+    return settings, field
