@@ -74,11 +74,6 @@ def test_select_keeps_the_best_in_order():
     assert others.tolist() == [[[0, 2], [0, 1]]]
 
 
-def test_ties_keep_the_older_key():
-    slots, others = select(scores([1, 0, 1, 0, 1, 1]), jnp.ones((1, 1, 6), bool), 3)
-    assert slots.tolist() == [[[0, 2, 4]]] and others.tolist() == [[[1, 3, 5]]]
-
-
 @pytest.mark.parametrize("at_empty", [np.inf, np.nan, 0.0, -np.inf])
 def test_empty_slots_never_displace_keys(at_empty: float):
     """Whatever the score says there, or at a key; with room for all keys, nothing is dropped."""
@@ -200,14 +195,6 @@ def test_a_turned_cache_is_one_that_was_made_later():
     jax.tree.map(np.testing.assert_array_equal, turn(cache, jnp.array(2), ring=False), cache)
     expected = layer([[2, 5, 1]], received=True)
     jax.tree.map(np.testing.assert_array_equal, turn(cache, jnp.array(2), ring=True), expected)
-
-
-def test_evictions_are_recorded():
-    """Only what was dropped now; what went earlier keeps its time, empty slots name no column."""
-    before = jnp.array([[[NEVER, 3, NEVER, NEVER], [NEVER] * 4]], jnp.int32)
-    dropped = jnp.array([[[EMPTY, 0], [2, 3]]], jnp.int32)
-    after = record_evictions(before, dropped, jnp.array([[[4]]], jnp.int32))
-    assert after.tolist() == [[[4, 3, NEVER, NEVER], [NEVER, NEVER, 4, 4]]]
 
 
 # One life: a prompt, then steps that write a key and compress when the buffer is full.

@@ -1,7 +1,7 @@
 """Statistics that the library has never seen: policies of a user's own, wherever keys are kept.
 
-Three statistics of different kinds, each in a policy: a pytree per row that must leave padding out, integers per slot
-that need the attention received, and vectors per slot that read the keys. What they keep is held against a simulation
+Two statistics of different kinds, each in a policy: a pytree per row that must leave padding out, and vectors per slot
+that read the keys. What they keep is held against a simulation
 in numpy, key by key and query by query.
 """
 
@@ -74,38 +74,6 @@ class ExpectedAttention(EvictionPolicy):
         return jnp.einsum("rhd,rhsd->rhs", mean, view.keys.astype(mean.dtype))
 
 
-# --- an age: queries since a key last received much of the attention
-
-
-@dataclass(frozen=True)
-class Neglected(Statistic[jax.Array]):
-    """Tokens that were read since the key last received more than `much` in one reading (of a prompt, or a token)."""
-
-    much: float
-    per_slot: ClassVar[bool] = True
-    needs_attention: ClassVar[bool] = True
-
-    def init(self, shape: CacheShape) -> jax.Array:
-        return jnp.zeros((shape.rows, shape.kv_heads, shape.slots), jnp.int32)
-
-    def observe(self, state: jax.Array, seen: Observation) -> jax.Array:
-        assert seen.received is not None
-        tokens = (seen.query_columns >= 0).sum(1, dtype=jnp.int32)
-        return jnp.where(seen.received > self.much, 0, state + tokens[:, None, None])
-
-
-@dataclass(frozen=True)
-class Youngest(EvictionPolicy):
-    much: float = 0.25
-
-    @property
-    def statistics(self) -> tuple[Neglected]:
-        return (Neglected(self.much),)
-
-    def score(self, view: CacheView) -> jax.Array:
-        return -view.statistic(Neglected(self.much)).astype(jnp.float32)
-
-
 # --- a running norm: root mean square of all queries that could see a key, channel by channel
 
 
@@ -142,10 +110,9 @@ class RunningNorm(EvictionPolicy):
 
 POLICIES: dict[str, EvictionPolicy] = {
     "expected attention": ExpectedAttention(),
-    "age": Youngest(),
     "running norm": RunningNorm(),
     "Protect": Protect(ExpectedAttention(), sinks=1, recent=2),
-    "Pyramid": Pyramid(Youngest(), beta=4.0),
+    "Pyramid": Pyramid(ExpectedAttention(), beta=4.0),
 }
 
 
@@ -175,34 +142,24 @@ def readings(length: int, total: int, chunk: int | None) -> list[tuple[int, int,
 
 
 class Book:
-    """All three statistics of one row, by key."""
+    """Both statistics of one row, by key."""
 
     def __init__(self, q: np.ndarray, k: np.ndarray) -> None:
         self.q, self.k, self.group = q, k, len(q) // len(k)
         self.mean, self.count = np.zeros((len(q), q.shape[2])), 0
-        self.age = np.zeros(k.shape[:2])
         self.squares, self.seen = np.zeros(k.shape), np.zeros(k.shape[:2])
 
     def read(self, first: int, end: int, kept: list[list[int]]) -> None:
-        received = np.zeros(self.k.shape[:2])
         for t in range(first, end):
             self.count += 1
             self.mean += (self.q[:, t] - self.mean) / self.count
             for h in range(len(self.k)):
                 sees = [j for j in kept[h] if j <= t]
                 heads = self.q[h * self.group : (h + 1) * self.group, t]
-                for query in heads:
-                    weights = numpy_decoder.softmax(self.k[h, sees] @ query / np.sqrt(self.k.shape[-1]))
-                    received[h, sees] += weights
                 self.squares[h, sees] += heads.mean(0) ** 2
                 self.seen[h, sees] += 1
-        for h in range(len(self.k)):
-            for j in kept[h]:
-                self.age[h, j] = 0 if received[h, j] > 0.25 else self.age[h, j] + end - first
 
     def scores(self, name: str, h: int, keys: list[int]) -> np.ndarray:
-        if name == "age":
-            return -self.age[h, keys]
         if name == "running norm":
             rms = np.sqrt(self.squares[h, keys] / self.seen[h, keys][:, None])
             return np.linalg.norm(rms * self.k[h, keys], axis=-1)
@@ -235,8 +192,8 @@ def simulate(name: str, trajectory: Trajectory, b: int, chunk: int | None) -> np
     return evicted_at
 
 
-# Ages depend on what is read together; the other statistics are harder where keys go between chunks.
-READ = [("expected attention", None), ("age", None), ("age", 4), ("running norm", 4), ("Protect", 4)]
+# Statistics are harder where keys go between chunks.
+READ = [("expected attention", None), ("running norm", 4), ("Protect", 4)]
 
 
 @pytest.mark.slow
@@ -262,7 +219,7 @@ FORMS = {
     "in chunks": replace(SIZES, prefill_chunk=5),
     "quantised": replace(SIZES, quant=QuantConfig(bits=4, group=2)),
 }
-# Every statistic and every form of reading: Protect has the expected attention, Pyramid the age. More: above.
+# Every statistic and every form of reading.
 EVERYWHERE = [
     ("running norm", "quantised"),
     ("Protect", "in chunks"),
@@ -336,6 +293,6 @@ def test_a_step_copies_no_statistic():
 
 
 def test_attention_is_observed_only_where_it_is_needed():
-    assert kv_cache.needs_attention(H2O().statistics) and kv_cache.needs_attention(Youngest().statistics)
+    assert kv_cache.needs_attention(H2O().statistics)
     assert not kv_cache.needs_attention(RunningNorm().statistics)
     assert ReceivedAttention() == ReceivedAttention() and hash(NewestQueries(3)) == hash(NewestQueries(3))

@@ -12,31 +12,24 @@ import numpy as np
 import pytest
 
 from smd_jax.corrections import TIS, Shadow
-from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.distill import distill_term
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.learner.forward import make_replay, replay, response_hidden
-from smd_jax.learner.state import TrainBatch, TrainState, init_state
+from smd_jax.learner.forward import replay, response_hidden
+from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
 from smd_jax.losses.policy import LossConfig
-from smd_jax.losses.value import ValueConfig
 from smd_jax.message.drawable_tokens import OUTSIDE, DrawableTokens
 from smd_jax.message.quantization import pack
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
-from smd_jax.model.value_head import add_value_head
 from smd_jax.ratios import overlap
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import tiny_model_config
-from smd_jax.train.grpo import GRPOConfig
-from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
-from smd_jax.train.ppo import PPOConfig, make_train_batch
-from tests import toy_loop
 from tests.tiny_update import RECORD, copied, distance, rows_of, spread_params
 from tests.under_test import left_padded
 
@@ -330,51 +323,3 @@ def test_online_dpo():
     policy, reference = (plain_token_logprobs("all", params, "shadow") for params in (PARAMS, REFERENCE))
     rewards = 0.1 * np.where(trajectory.response_mask, policy - reference, 0.0).sum(1)
     assert metrics["rewards/margins"] == pytest.approx(np.mean(rewards[[0, 3]] - rewards[[2, 1]]), rel=1e-3)
-
-
-def test_old_log_probabilities():
-    """Those of `make_replay`, and those that PPO's critic makes along."""
-    trajectory = sampled("all")
-    inside = np.asarray(trajectory.response_mask)
-    expected = np.asarray(plain_token_logprobs("all", PARAMS, "dense"))[inside]
-    got = make_replay(MODEL, "dense", 2)(PARAMS, trajectory)
-    np.testing.assert_allclose(np.asarray(got)[inside], expected, atol=1e-4)
-    update = UpdateConfig(visibility="dense", correction=TIS(), value=ValueConfig())
-    config = PPOConfig(
-        prompts_per_step=4, group_size=1, prompt_width=WIDTH, policy=H2O(), rollout=toy_loop.ROLLOUT, update=update
-    )
-    params = add_value_head(PARAMS, MODEL.config)
-    batch, _ = make_train_batch(MODEL, config)(params, trajectory, jnp.ones(ROWS), None)
-    np.testing.assert_allclose(np.asarray(batch.old_logprobs)[inside], expected, atol=1e-4)
-
-
-# --- whole loops, sharded
-
-LOOP_ROLLOUT = replace(
-    toy_loop.ROLLOUT, sampling=SamplingConfig(temperature=1.1, top_k=6, top_p=0.95, min_p=0.01), min_new_tokens=2
-)
-
-
-def loop_of(kind: str) -> tuple[Any, TrainState]:
-    sizes: Any = {"prompts_per_step": 2, "group_size": 4, "prompt_width": 9, "policy": H2O(), "rollout": LOOP_ROLLOUT}
-    mesh = make_mesh(2, 1, 1)
-    if kind == "dpo":
-        config = OnlineDPOConfig(**sizes)
-        loop: Any = OnlineDPOLoop(toy_loop.MODEL, toy_loop.TASK, toy_loop.TOKENIZER, toy_loop.optimizer(), config, mesh)
-        params = jax.tree.map(jnp.copy, toy_loop.warm_params())
-        return loop, init_state(params, toy_loop.optimizer(), jax.random.key(0), toy_loop.warm_params())
-    update = UpdateConfig(distill=DistillConfig(), microbatch_size=2)
-    config = GRPOConfig(**sizes, update=update, minibatches=2, dynamic_sampling=1)
-    return toy_loop.new_loop(config, sizes=(2, 1, 1)), toy_loop.new_state()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grpo", "dpo"])
-def test_loops(kind: str):
-    """Filters, minibatches, microbatches, groups from several rollouts, on two devices: still one policy."""
-    loop, state = loop_of(kind)
-    _, rows = toy_loop.run(loop, state, 2)
-    for metrics in rows:
-        assert all(np.isfinite(value) for value in metrics.values())
-        assert metrics["sampling/sampling_logp_difference/max"] < 2e-5
-        assert metrics["completions/min_length"] > 2

@@ -120,28 +120,6 @@ def test_one_wrong_entry_is_refused(evicted_at: np.ndarray, b: int, layer: int, 
         compressed(mask)
 
 
-def column(key: int, queries: list[int]) -> np.ndarray:
-    """A causal mask of six tokens in which `queries` see `key`."""
-    mask = np.tril(np.ones((6, 6), bool))
-    mask[:, key] = np.isin(np.arange(6), queries)
-    return mask
-
-
-@pytest.mark.parametrize(
-    ("key", "queries", "message"),
-    [
-        (1, [1, 2, 4, 5], "got queries 1-2, 4-5 seeing it .*key 1.*boolean form"),
-        (1, [2, 3, 4, 5], "got queries 2-5 seeing it .*key 1"),
-        (1, [5], "got queries 5 seeing it .*key 1"),
-        (3, [1, 3, 4, 5], r"causal mask; got query 1 seeing the later key .*key 3"),
-    ],
-    ids=["comes back", "starts late", "only the last query", "sees the future"],
-)
-def test_what_is_no_interval_is_refused(key: int, queries: list[int], message: str):
-    with pytest.raises(ValueError, match=message):
-        compressed(column(key, queries))
-
-
 def test_queries_and_keys_must_be_as_many():
     with pytest.raises(ValueError, match="as many queries as keys; got 2 queries and 3 keys"):
         compressed(np.ones((2, 3), bool))
