@@ -163,12 +163,8 @@ def sampled(models: Models, tokenizer: Any, seed: int, length: int, sampling: sm
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
         for text in questions
     ]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    width = max(len(row) for row in ids)
-    tokens = np.array([[tokenizer.pad_token_id or 0] * (width - len(row)) + row for row in ids], np.int32)
-    valid = np.array([[False] * (width - len(row)) + [True] * len(row) for row in ids])
     sizes = smd.RolloutConfig(max_new_tokens=length, budget=48, buffer=16, sampling=sampling)
-    prompts = smd.PromptBatch(jnp.asarray(tokens), jnp.asarray(valid))
+    prompts = smd.encode_prompts(tokenizer, texts)
     policy = smd.eviction.SnapKV(window=8)
     return smd.rollout(models.model, models.params, prompts, jax.random.key(seed), policy=policy, config=sizes)
 

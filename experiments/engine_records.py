@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
@@ -98,11 +97,7 @@ def prompt_batch(tokenizer: Any, texts: tuple[str, ...]) -> smd.PromptBatch:
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
         for text in texts
     ]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in rows]
-    width = max(map(len, ids))
-    tokens = np.array([[0] * (width - len(row)) + row for row in ids], np.int32)
-    valid = np.array([[False] * (width - len(row)) + [True] * len(row) for row in ids])
-    return smd.PromptBatch(jnp.asarray(tokens), jnp.asarray(valid))
+    return smd.encode_prompts(tokenizer, rows)
 
 
 def keys_of(model: smd.Decoder, params: Any, trajectory: smd.Trajectory) -> np.ndarray:

@@ -51,16 +51,12 @@ def evicted_by_row(
     for name, record in records.items():
         if record is not None and len(record) != len(lengths):
             raise ValueError(f"expected {name} of {len(lengths)} rows; got {len(record)}")
-    found = []
-    for row, tokens in enumerate(lengths.tolist()):
-        sizes = _Sizes(row, tokens, layers, kv_heads)
-        if kept is not None:
-            found.append(_from_compressions(kept[row], "kept", sizes))
-        elif dropped is not None:
-            found.append(_from_compressions(dropped[row], "dropped", sizes))
-        elif evicted_at is not None:
-            found.append(_check_evicted_at(evicted_at[row], sizes))
-    return found
+    all_sizes = [_Sizes(row, tokens, layers, kv_heads) for row, tokens in enumerate(lengths.tolist())]
+    if evicted_at is not None:
+        return [_check_evicted_at(of_row, sizes) for of_row, sizes in zip(evicted_at, all_sizes, strict=True)]
+    kind = "dropped" if kept is None else "kept"
+    compressions = kept or dropped or ()
+    return [_from_compressions(of_row, kind, sizes) for of_row, sizes in zip(compressions, all_sizes, strict=True)]
 
 
 def to_columns(by_row: Sequence[np.ndarray], rows: PaddedRows) -> np.ndarray:

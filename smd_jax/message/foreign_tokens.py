@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, SupportsFloat, SupportsIndex
+from typing import NamedTuple, SupportsFloat, SupportsIndex
 
 import numpy as np
 
@@ -76,11 +76,11 @@ def pad_tokens(
             "expected as many prompts, responses and rows of log-probabilities, and at least one; got "
             f"{len(prompts)}, {len(responses)} and {len(logprobs)}"
         )
-    asked = [_tokens(row, index, "prompt", vocab_size) for index, row in enumerate(prompts)]
-    drawn = [_tokens(row, index, "response", vocab_size) for index, row in enumerate(responses)]
+    most = MOST_IDS if vocab_size is None else vocab_size
+    asked = [_tokens(row, index, "prompt", most) for index, row in enumerate(prompts)]
+    drawn = [_tokens(row, index, "response", most) for index, row in enumerate(responses)]
     known = [_logprobs(row, index, len(drawn[index])) for index, row in enumerate(logprobs)]
-    if not 0 <= pad_token_id < _vocabulary(vocab_size):
-        _refuse_id(pad_token_id, vocab_size, "the pad token")
+    _check_ids(np.array([pad_token_id]), most, "pad_token_id")
     before = _width("prompt_width", prompt_width, asked)
     behind = _width("response_width", response_width, drawn)
     tokens = np.full((len(asked), before + behind), pad_token_id, np.int32)
@@ -95,23 +95,21 @@ def pad_tokens(
     return PaddedRows(tokens, valid, padded, start, valid.sum(axis=1))
 
 
-def _tokens(row: Ints, index: int, what: str, vocab_size: int | None) -> np.ndarray:
+def _tokens(row: Ints, index: int, what: str, most: int) -> np.ndarray:
     tokens = whole_numbers(row, f"{what} of row {index}")
     if not len(tokens):
         raise ValueError(f"expected at least one token in every {what}; got none in row {index}")
-    # Loops over `[:1]`, here and below: the first place where something is wrong, if there is one.
-    for place in np.flatnonzero((tokens < 0) | (tokens >= _vocabulary(vocab_size)))[:1]:
-        _refuse_id(tokens[place], vocab_size, f"row {index}, {what} token {place}")
+    _check_ids(tokens, most, f"{what} of row {index}")
     return tokens
 
 
-def _vocabulary(size: int | None) -> int:
-    """Vocabulary size; the int32 maximum if unknown."""
-    return MOST_IDS if size is None else size
-
-
-def _refuse_id(token: SupportsIndex, vocab_size: int | None, where: str) -> NoReturn:
-    raise ValueError(f"expected ids from 0 to {_vocabulary(vocab_size) - 1}, the vocabulary; got {token} ({where})")
+def _check_ids(tokens: np.ndarray, most: int, where: str) -> None:
+    """Raises ValueError unless all ids are in the vocabulary."""
+    # Loops over `[:1]`, here and below: the first place where something is wrong, if there is one.
+    for place in np.flatnonzero((tokens < 0) | (tokens >= most))[:1]:
+        raise ValueError(
+            f"expected ids from 0 to {most - 1}, the vocabulary; got {tokens[place]} ({where}, token {place})"
+        )
 
 
 def _logprobs(row: Floats, index: int, tokens: int) -> np.ndarray:

@@ -147,12 +147,6 @@ def is_one_of(tokens: Int[Array, "*shape"], token_ids: int | tuple[int, ...]) ->
     return functools.reduce(operator.or_, [tokens == token_id for token_id in ids])
 
 
-def token_logprobs(logits: Float[Array, "... vocab"], tokens: Int[Array, ...], temperature: float) -> Float[Array, ...]:
-    """log p(token) at a temperature above 0, as the learner computes it."""
-    logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
-    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
-
-
 def _logprobs_and_entropy(
     shifted: Float[Array, "batch count"], weights: Float[Array, "batch count"], places: Int[Array, " batch"]
 ) -> tuple[Float[Array, " batch"], Float[Array, " batch"]]:

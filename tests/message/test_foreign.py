@@ -158,8 +158,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"logprobs": [[-1, -1, float("nan"), -1, -1]]}, r"finite .*; got nan \(row 0, response token 2\)"),
     "a positive log-probability": ({"logprobs": [[-1, 0.7, -1, -1, -1]]}, r"at most 0 .* got 0.7 .*token 1\)"),
     "a log-probability too few": ({"logprobs": [[-1.0] * 4]}, r"each of the 5 response tokens of row 0; got .*\(4,\)"),
-    "a token outside": ({"vocab_size": 12}, r"ids from 0 to 11, the vocabulary; got 12 \(row 0, response token 3\)"),
-    "a pad token outside": ({"vocab_size": 13, "pad_token_id": 13}, r"got 13 \(the pad token\)"),
+    "a token outside": ({"vocab_size": 12}, r"ids from 0 to 11, the vocabulary; got 12 \(response of row 0, token 3\)"),
+    "a pad token outside": ({"vocab_size": 13, "pad_token_id": 13}, r"got 13 \(pad_token_id"),
     "tokens as fractions": (
         {"prompts": [np.full(4, 0.5)]},
         r"whole numbers in a list; got .*float64 \(prompt of row 0\)",

@@ -24,7 +24,6 @@ from smd_jax.message.sampling import (
     forbid,
     inverse_cdf,
     sample,
-    token_logprobs,
 )
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
@@ -397,22 +396,6 @@ def test_forbid():
     np.testing.assert_array_equal(got, [[0, 1, 2], [3, -np.inf, 5]])
     drawn = draw(got, [0.5, 0.5], SamplingConfig())
     assert drawn.tokens[1] != 1 and np.isfinite(drawn.entropy).all()
-
-
-def test_token_logprobs():
-    """log_softmax of the logits divided by the temperature, whatever the leading axes."""
-    logits = np.random.default_rng(1).normal(size=(2, 3, 4))
-    tokens = np.array([[0, 1, 2], [3, 2, 1]])
-    scaled = np.exp(logits / 0.7)
-    expected = np.log(np.take_along_axis(scaled / scaled.sum(-1, keepdims=True), tokens[..., None], -1))[..., 0]
-    got = token_logprobs(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens, jnp.int32), 0.7)
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-
-
-def test_what_a_learner_can_replay():
-    for config in CONFIGS:
-        assert config.trainable
-    assert not SamplingConfig(temperature=0.0).trainable and not SamplingConfig(temperature=0.0, top_k=5).trainable
 
 
 @pytest.mark.parametrize(
