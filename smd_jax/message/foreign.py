@@ -54,8 +54,8 @@ def evicted_by_row(
     all_sizes = [_Sizes(row, tokens, layers, kv_heads) for row, tokens in enumerate(lengths.tolist())]
     if evicted_at is not None:
         return [_check_evicted_at(of_row, sizes) for of_row, sizes in zip(evicted_at, all_sizes, strict=True)]
-    kind = "dropped" if kept is None else "kept"
-    compressions = kept or dropped or ()
+    kind, compressions = ("dropped", dropped) if kept is None else ("kept", kept)
+    assert compressions is not None, "checked above"
     return [_from_compressions(of_row, kind, sizes) for of_row, sizes in zip(compressions, all_sizes, strict=True)]
 
 
