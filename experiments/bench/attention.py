@@ -2,8 +2,7 @@
 
 Question   How much time and memory does the learner save when it gathers only the kept keys (`segments`, the Pallas
            kernels) instead of using a boolean mask (`mask`)? Where is the break-even?
-Command    python experiments/bench/attention.py                       on CPU: a table
-           python experiments/bench/attention.py --json                one object a line
+Command    python experiments/bench/attention.py                       on a CPU
            python experiments/bench/attention.py --device gpu --check --out runs/attention_gpu.json
            python experiments/bench/attention.py --device gpu --tune    block sizes, instead of lengths
 Cost       five minutes on two CPU cores; ten on a GPU
@@ -24,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,10 +35,10 @@ from jaxtyping import Array
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
 from bench.limits import visible_keys
+from bench.turns import Row, write
 from lib.provenance import provenance
 from smd_jax.message.masks import KeyInterval, Segments
 from smd_jax.model.attention import attend, why_not
-from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.blocks import BlockSizes
@@ -66,35 +65,7 @@ class Args:
     rounds: int = 5  # timed calls of each implementation
     check: bool = False  # compare with the float32 reference first, at 1,024 tokens
     tune: bool = False  # time block sizes at the first length and budget
-    json: bool = False  # print one JSON object per line instead of a table
-    out: Path | None = None  # write the rows, with date, versions and command, to this file
-
-
-@dataclass(frozen=True)
-class Row:
-    """One implementation at one size; times in milliseconds, memory in bytes, None where not measured."""
-
-    device: str
-    impl: str
-    T: int
-    budget: int
-    buffer: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    fwd_ms: float
-    fwd_bwd_ms: float
-    bwd_ms: float
-    temp_bytes: int
-    least_fwd_ms: float | None = None
-    least_fwd_bwd_ms: float | None = None
-    speedup_vs_mask: float | None = None
-    temp_vs_mask: float | None = None
-    fwd_speedup_vs_causal: float | None = None
-    bwd_speedup_vs_causal: float | None = None
-    limit_share: float | None = None
-    backward_limit_share: float | None = None
+    out: Path | None = None  # write the rows, with date and command, to this file
 
 
 def with_defaults(args: Args) -> Args:
@@ -213,8 +184,10 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
             if turn:  # the first is to warm up
                 times[n][0].append(pair[0])
                 times[n][1].append(pair[1])
-    rows = [row(args, tokens, budget, n, both[n], *times[n]) for n in names]
-    return compared([with_shares(r, statistics.median(rates)) for r in rows])
+    rate = statistics.median(rates)
+    sizes = {"device": args.device, "T": tokens, "budget": budget, "buffer": args.buffer, "heads": args.heads}
+    sizes |= {"kv_heads": args.kv_heads, "head_dim": args.head_dim, "dtype": args.dtype}
+    return compared([with_shares(sizes | measured(n, both[n], *times[n]), rate) for n in names])
 
 
 def yardstick(args: Args, tokens: int, budget: int) -> tuple[Callable[..., Any], tuple[Array, Array], float]:
@@ -238,53 +211,37 @@ def yardstick(args: Args, tokens: int, budget: int) -> tuple[Callable[..., Any],
     return again, (left, right), times * flops
 
 
+def measured(name: str, compiled: Any, forward: list[float], both: list[float]) -> Row:
+    """Medians and minima of the milliseconds, and temporary memory in bytes."""
+    fwd, fwd_bwd = statistics.median(forward), statistics.median(both)
+    row: Row = {"impl": name, "fwd_ms": round(fwd, 3), "fwd_bwd_ms": round(fwd_bwd, 3)}
+    row |= {"bwd_ms": round(fwd_bwd - fwd, 3), "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    return row | {"least_fwd_ms": round(min(forward), 3), "least_fwd_bwd_ms": round(min(both), 3)}
+
+
 def with_shares(row: Row, rate: float) -> Row:
     """Adds the shares of `rate`, in FLOP per second, that forward and backward reach."""
-    sparse = row.impl != CAUSAL
-    pairs = visible_keys(0, row.T, row.budget if sparse else None, row.buffer if sparse else None)
-    flops = 4.0 * pairs * row.heads * row.head_dim
+    sparse = row["impl"] != CAUSAL
+    pairs = visible_keys(0, row["T"], row["budget"] if sparse else None, row["buffer"] if sparse else None)
+    flops = 4.0 * pairs * row["heads"] * row["head_dim"]
     # Backward has five products where forward has two.
-    shares = (flops / max(row.fwd_ms, 1e-9), 2.5 * flops / max(row.bwd_ms, 1e-9))
+    shares = (flops / max(row["fwd_ms"], 1e-9), 2.5 * flops / max(row["bwd_ms"], 1e-9))
     forward, backward = (round(share * 1e3 / rate, 4) for share in shares)
-    return replace(row, limit_share=forward, backward_limit_share=backward)
-
-
-def row(args: Args, tokens: int, budget: int, name: str, compiled: Any, forward: list[float], both: list[float]) -> Row:
-    """Medians and minima of the measured milliseconds."""
-    assert args.heads and args.kv_heads and args.head_dim and args.dtype
-    sizes = (tokens, budget, args.buffer, args.heads, args.kv_heads, args.head_dim, args.dtype)
-    fwd = statistics.median(forward)
-    fwd_bwd = statistics.median(both)
-    times = round(fwd, 3), round(fwd_bwd, 3), round(fwd_bwd - fwd, 3)
-    memory = compiled.memory_analysis().temp_size_in_bytes
-    return Row(args.device, name, *sizes, *times, memory, round(min(forward), 3), round(min(both), 3))
+    return row | {"limit_share": forward, "backward_limit_share": backward}
 
 
 def compared(rows: list[Row]) -> list[Row]:
     """Adds the ratios to the baselines of the same rounds."""
-    masks = sorted((r for r in rows if r.impl in MASKS), key=lambda r: r.fwd_bwd_ms)
-    causal = [r for r in rows if r.impl == CAUSAL]
+    masks = [row for row in rows if row["impl"] in MASKS]
     if masks:
-        base = masks[0]
-        rows = [
-            replace(
-                r,
-                speedup_vs_mask=round(base.fwd_bwd_ms / r.fwd_bwd_ms, 2),
-                temp_vs_mask=round(r.temp_bytes / base.temp_bytes, 4),
-            )
-            for r in rows
-        ]
-    if causal:
-        fwd = causal[0].fwd_ms
-        bwd = causal[0].bwd_ms
-        rows = [
-            replace(
-                r,
-                fwd_speedup_vs_causal=round(fwd / r.fwd_ms, 2),
-                bwd_speedup_vs_causal=round(bwd / r.bwd_ms, 2),
-            )
-            for r in rows
-        ]
+        base = min(masks, key=lambda row: row["fwd_bwd_ms"])
+        for row in rows:
+            row["speedup_vs_mask"] = round(base["fwd_bwd_ms"] / row["fwd_bwd_ms"], 2)
+            row["temp_vs_mask"] = round(row["temp_bytes"] / base["temp_bytes"], 4)
+    for causal in [row for row in rows if row["impl"] == CAUSAL]:
+        for row in rows:
+            row["fwd_speedup_vs_causal"] = round(causal["fwd_ms"] / row["fwd_ms"], 2)
+            row["bwd_speedup_vs_causal"] = round(causal["bwd_ms"] / row["bwd_ms"], 2)
     return rows
 
 
@@ -331,50 +288,31 @@ def tuning_table(args: Args) -> dict[str, Attention]:
 def rows(args: Args) -> Iterator[Row]:
     if args.tune:
         tuned = time_size(args, args.lengths[0], args.budgets[0], tuning_table(args))
-        yield from sorted(tuned, key=lambda r: r.fwd_bwd_ms)
+        yield from sorted(tuned, key=lambda row: row["fwd_bwd_ms"])
         return
     for tokens in args.lengths:
         for budget in args.budgets:
             yield from time_size(args, tokens, budget, IMPLEMENTATIONS)
 
 
-def growth(found: list[Row], impl: str) -> float | None:
+def exponent(found: list[Row], impl: str) -> float:
     """Exponent of the time in T between the shortest and the longest sequence."""
-    mine = sorted((r for r in found if r.impl == impl), key=lambda r: r.T)
-    if len(mine) < 2 or mine[0].T == mine[-1].T:
-        return None
-    return math.log(mine[-1].fwd_bwd_ms / mine[0].fwd_bwd_ms) / math.log(mine[-1].T / mine[0].T)
+    short, *_, long = sorted((row for row in found if row["impl"] == impl), key=lambda row: row["T"])
+    return math.log(long["fwd_bwd_ms"] / short["fwd_bwd_ms"]) / math.log(long["T"] / short["T"])
 
 
 def main(args: Args) -> None:
     args = with_defaults(args)
     if args.check:
         check(args)
-    found = []
-    for r in rows(args):
-        found.append(r)
-        if args.json:
-            print(json.dumps(asdict(r)), flush=True)
-        if args.out is not None:
-            write(args.out, found)
-    if not args.json:
-        columns = ["T", "budget", "implementation", "fwd ms", "fwd + bwd ms", "temp MB"]
-        ratios = ["speedup_vs_mask", "temp_vs_mask"]
-        if args.device != "cpu":  # the break-even with a dense learner: where these fall below 1
-            ratios = ["fwd_speedup_vs_causal", "bwd_speedup_vs_causal"]
-        cells = [
-            (r.T, r.budget, r.impl, r.fwd_ms, r.fwd_bwd_ms, r.temp_bytes / 1e6, *(vars(r)[name] for name in ratios))
-            for r in found
-        ]
-        columns += [name.replace("_", " ") for name in ratios]
-        summary_table(f"Attention on {args.device}, {args.dtype}, buffer {args.buffer}", columns, cells)
-
-
-def write(path: Path, found: list[Row]) -> None:
-    exponents = {impl: e for impl in dict.fromkeys(r.impl for r in found) if (e := growth(found, impl)) is not None}
-    device = {"device": jax.devices()[0].device_kind}
-    result = provenance() | device | {"exponent_in_T": exponents, "rows": [asdict(r) for r in found]}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    found: list[Row] = []
+    for row in rows(args):
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    if args.out is not None:
+        several = [n for n in IMPLEMENTATIONS if len({row["T"] for row in found if row["impl"] == n}) > 1]
+        more: Row = {"device": jax.devices()[0].device_kind, "exponent_in_T": {n: exponent(found, n) for n in several}}
+        write(args.out, found, provenance() | more)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ RESULTS = sorted((EXPERIMENTS / "results").rglob("*.json"))
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
-    *("bench/ahead", "bench/packing", "bench/depth", "collectives_experts"),
+    *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "collectives_experts"),
 }
 
 

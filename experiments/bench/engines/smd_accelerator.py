@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from itertools import islice
@@ -111,7 +111,7 @@ def attention(rehearse: bool) -> Iterator[Job]:
     def measure(tokens: int, budget: int) -> Iterator[Row]:
         rate = product_rate(rehearse)
         for row in bench.time_size(args, tokens, budget, bench.IMPLEMENTATIONS):
-            yield asdict(bench.with_shares(row, rate))
+            yield bench.with_shares(row, rate)
 
     for tokens, budget in sizes:
         yield f"attention, {tokens} tokens, budget {budget}", partial(measure, tokens, budget)
@@ -254,34 +254,17 @@ def update_row(
     """Updates with one row per microbatch; `limit_share` is relative to the rate of a square product."""
     import optax
     import smd_roofline
+    from smd_common import random_batch
 
     from bench.limits import update_flops
     from smd_jax.corrections.uncorrected import Naive, Shadow
     from smd_jax.learner.config import UpdateConfig
-    from smd_jax.learner.state import TrainBatch, init_state
+    from smd_jax.learner.state import init_state
     from smd_jax.learner.update import make_update
-    from smd_jax.message.masks import Segments
-    from smd_jax.message.trajectory import Trajectory
     from smd_jax.model.decoder import Decoder
-    from smd_jax.testing import random_evictions
 
-    rng = np.random.default_rng(0)
-    drawn = jnp.asarray(rng.integers(1, config.vocab_size, (sequences, tokens)), jnp.int32)
-    mask = random_evictions(
-        tokens,
-        Segments(prompt, buffer, budget),
-        batch=sequences,
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-    )
-    trajectory = Trajectory(
-        tokens=drawn,
-        valid=jnp.ones(drawn.shape, bool),
-        logprobs=jnp.full((sequences, tokens - prompt), -np.log(config.vocab_size), jnp.float32),
-        terminated=jnp.zeros(sequences, bool),
-        mask=mask,
-    )
-    advantages = jnp.asarray([1.0, -1.0] * (sequences // 2), jnp.float32)
+    drawn = np.random.default_rng(0).integers(1, config.vocab_size, (sequences, tokens))
+    batch = random_batch(config, drawn, prompt, budget, buffer)
     correction = Shadow() if visibility == "shadow" else Naive()
     optimizer = optax.adamw(1e-6)
     state = init_state(smd_roofline.random_weights(config), optimizer, jax.random.key(0))
@@ -289,7 +272,6 @@ def update_row(
     update = make_update(
         Decoder(config), optimizer, UpdateConfig(visibility=visibility, correction=correction, microbatch_size=1)
     )
-    batch = TrainBatch(trajectory, advantages, None)
     times = []
     for _ in range(2 + 3):
         start = time.perf_counter()

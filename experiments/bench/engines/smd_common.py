@@ -1,4 +1,4 @@
-"""Shared by our own engines: the model of the comparison, and the difference of sampler and learner.
+"""Shared by our own engines: the model of the comparison, random batches, and the difference of sampler and learner.
 
 Imports JAX, so import it after `common.one_thread()`.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import common
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import smd_jax as smd
+from smd_jax.learner.state import TrainBatch
+from smd_jax.message.masks import Segments, dense_mask
+from smd_jax.testing import random_evictions
 
 
 def model_config(max_tokens: int) -> smd.ModelConfig:
@@ -28,6 +32,27 @@ def model_config(max_tokens: int) -> smd.ModelConfig:
         qkv_bias=True,
         tie_embeddings=True,
     )
+
+
+def random_batch(
+    config: smd.ModelConfig, tokens: np.ndarray, prompt: int, budget: int | None, buffer: int | None
+) -> TrainBatch:
+    """A batch of these tokens without padding, with the mask of a random eviction policy, if there is a budget."""
+    rows, columns = tokens.shape
+    valid = jnp.ones(tokens.shape, bool)
+    mask = dense_mask(valid)
+    if budget is not None and buffer is not None:
+        segments = Segments(prompt, buffer, budget)
+        sizes = {"batch": rows, "layers": config.num_layers, "kv_heads": config.num_kv_heads}
+        mask = random_evictions(columns, segments, **sizes)
+    trajectory = smd.Trajectory(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        valid=valid,
+        logprobs=jnp.full((rows, columns - prompt), -np.log(config.vocab_size), jnp.float32),
+        terminated=jnp.zeros(rows, bool),
+        mask=mask,
+    )
+    return TrainBatch(trajectory, jnp.asarray(common.advantages(rows), jnp.float32), None)
 
 
 def max_difference(

@@ -12,43 +12,24 @@ import common
 common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from smd_common import model_config  # noqa: E402
+from smd_common import model_config, random_batch  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
 from smd_jax.learner.config import UpdateConfig  # noqa: E402
-from smd_jax.learner.state import TrainBatch, init_state  # noqa: E402
+from smd_jax.learner.state import init_state  # noqa: E402
 from smd_jax.learner.update import make_update  # noqa: E402
-from smd_jax.message.masks import Segments, dense_mask  # noqa: E402
-from smd_jax.message.trajectory import Trajectory  # noqa: E402
-from smd_jax.testing import random_evictions, random_params  # noqa: E402
+from smd_jax.testing import random_params  # noqa: E402
 from smd_jax.train.compile_ahead import return_freed_memory  # noqa: E402
 
 
-def random_batch(args: SimpleNamespace) -> TrainBatch:
-    """A batch of random tokens without padding, with the mask of a random eviction policy."""
+def random_tokens(args: SimpleNamespace) -> np.ndarray:
+    """Random tokens; rows whose prompt is read once share it."""
     tokens = np.random.default_rng(0).integers(1, common.VOCABULARY, (args.sequences, args.tokens), dtype=np.int32)
-    valid = jnp.ones(tokens.shape, bool)
-    mask = dense_mask(valid)
-    if args.rows_per_prompt > 1:
-        groups = tokens.reshape(-1, args.rows_per_prompt, args.tokens)
-        groups[:, :, : args.prompt] = groups[:, :1, : args.prompt]
-    if args.budget is not None:
-        segments = Segments(args.prompt, args.buffer, args.budget)
-        sizes = (common.LAYERS, common.KV_HEADS)
-        mask = random_evictions(args.tokens, segments, batch=args.sequences, layers=sizes[0], kv_heads=sizes[1])
-    trajectory = Trajectory(
-        tokens=jnp.asarray(tokens),
-        valid=valid,
-        logprobs=jnp.full((args.sequences, args.tokens - args.prompt), -np.log(common.VOCABULARY), jnp.float32),
-        terminated=jnp.zeros(args.sequences, bool),
-        mask=mask,
-    )
-    if args.boolean:
-        trajectory = trajectory.replace(mask=mask.to_boolean())
-    return TrainBatch(trajectory, jnp.asarray(common.advantages(args.sequences), jnp.float32), None)
+    groups = tokens.reshape(-1, args.rows_per_prompt, args.tokens)
+    groups[:, :, : args.prompt] = groups[:, :1, : args.prompt]
+    return tokens
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -68,7 +49,7 @@ def main() -> None:
     state = init_state(random_params(model.config), optimizer(), jax.random.key(0))
     clock = common.Clock(args)
     update = make_update(model, optimizer(), config)
-    batch = random_batch(args)
+    batch = random_batch(model.config, random_tokens(args), args.prompt, args.budget, args.buffer)
     # A training loop also returns the memory that the compiler freed.
     planned_bytes = smd.memory.program_bytes(update.lower(state, batch))
     return_freed_memory()
