@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 
+from lib import provenance
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
@@ -26,27 +25,12 @@ DELETED = {
 }
 
 
-def module(name: str) -> ModuleType:
-    with mock.patch.object(sys, "path", [str(EXPERIMENTS), *sys.path]):
-        return importlib.import_module(name)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--memory", "1KiB"], "expected at most 1.00 KiB on each device; got"),
-        (["--memory", "lots"], "as in 80GiB; got 'lots'"),
-        (["--runs", "FILE"], "directory is --runs"),
-    ],
-)
-def test_the_quickstart_finds_mistakes_before_the_warm_start(more: list[str], said: str, tmp_path: Path):
+def test_the_quickstart_finds_mistakes_before_the_warm_start(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    more = [str(tmp_path / "file") if word == "FILE" else word for word in more]
-    command = [sys.executable, str(EXPERIMENTS / "quickstart.py"), "--runs", str(tmp_path / "runs"), *more]
+    command = [sys.executable, str(EXPERIMENTS / "quickstart.py"), "--runs", str(tmp_path / "file")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and said in " ".join(done.stderr.replace("│", " ").split())
-    assert not (tmp_path / "runs").exists()
+    assert "Traceback" not in done.stderr and "directory is --runs" in " ".join(done.stderr.replace("│", " ").split())
 
 
 INTEL = """processor\t: 0
@@ -62,7 +46,7 @@ model name\t: another
 
 
 def test_a_cpu_is_named_with_its_numbers():
-    describe = module("lib.provenance").describe_cpu
+    describe = provenance.describe_cpu
     assert describe(INTEL, 2) == "2 x Intel(R) Xeon(R) Processor (family 6, model 207, stepping 2)"
     with mock.patch("platform.machine", lambda: "aarch64"):
         assert describe("processor\t: 0\nBogoMIPS\t: 50.00\n", 4) == "4 x aarch64"
@@ -71,7 +55,7 @@ def test_a_cpu_is_named_with_its_numbers():
 def test_a_command_has_no_path_of_this_machine():
     script = str(EXPERIMENTS / "bench" / "update.py")
     with mock.patch.object(sys, "argv", [script, "--torch-python", "/home/me/torch/bin/python", "--json"]):
-        said = module("lib.provenance").command_line()
+        said = provenance.command_line()
     assert said == "python experiments/bench/update.py --torch-python python --json"
 
 
@@ -84,7 +68,6 @@ def test_the_commit_of_a_result_is_of_code(tmp_path: Path, monkeypatch: pytest.M
     as_somebody = ("-c", "user.name=a", "-c", "user.email=a@example.org")
     for words in (("init", "-q"), ("add", "."), (*as_somebody, "commit", "-qm", "all")):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    provenance = module("lib.provenance")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     result.write_text("[1]")
     clean = provenance.commit()

@@ -1,12 +1,10 @@
-"""The study of long responses: walks, their shared start, and the pilot seed."""
+"""Walks of any length, and their shared start."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-import horizon
-from lib.command import StudyArgs
 from lib.problems import WALK_ENDS, Walk, tokenizer
 from lib.starts import examples_of
 from smd_jax.text.prompts import eos_token_id
@@ -35,10 +33,3 @@ def test_a_walk_has_its_edges():
         assert sorted(a for a, _ in graph) == sorted(2 * "abcdef")
         walk = [WALK_ENDS[step] for step in row["answer"]]
         assert set(walk) <= set(graph) and [a for a, _ in walk] == [first, *(b for _, b in walk[:-1])]
-
-
-def test_the_study_has_one_pilot_seed_that_it_does_not_report():
-    grid = horizon.study(StudyArgs(tasks=("walk-16",), samplers=("h2o:12+4",), arms=("naive",)))
-    jobs = [job for cell in grid.cells for job in grid.pilot_jobs(cell)]
-    assert [(job.learning_rate, job.seed) for job in jobs] == [(rate, 100) for rate in horizon.RATES]
-    assert 100 not in horizon.SEEDS and all(job.pilot for job in jobs)

@@ -98,12 +98,6 @@ def test_what_cannot_be_says_what_there_is(tmp_path: Path):
         make_study(tmp_path, seeds=(0, PILOT_SEED))
 
 
-def test_arms_are_the_issue_s():
-    assert [arm.name for arm in ARMS] == ["untrained", "full-cache", "naive", "tis", "shadow", "shadow-anchor"]
-    assert [arm.name for arm in ARMS if arm.is_exact] == ["untrained", "full-cache", "shadow", "shadow-anchor"]
-    assert [arm.name for arm in ARMS if arm.update.needs_reference] == ["shadow-anchor"]
-
-
 def test_the_share_of_evicted_keys_is_that_of_the_last_query():
     # Two rows of six columns; the first has padding in front, the second ended after four.
     valid = np.array([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], bool)

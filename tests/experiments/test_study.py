@@ -14,7 +14,7 @@ import pytest
 
 import room
 from lib import grid, runs
-from lib.arms import ARMS, Arm, arms_of
+from lib.arms import Arm, arms_of
 from lib.command import QUICK, StudyArgs, grid_of, narrowed
 from lib.files import RESULTS, read_rows, write_rows
 from lib.grid import Cell, Grid, best_rate
@@ -22,7 +22,7 @@ from lib.intervals import estimate, paired
 from lib.lookup import Lookup
 from lib.problems import PROBLEMS, WALK_EDGES, CopySums, RunningSums, Sorting, Walk, problem_of, tokenizer
 from lib.runs import DECODINGS, Job
-from lib.samplers import POLICIES, Sampler, sampler_of
+from lib.samplers import sampler_of
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
@@ -222,16 +222,6 @@ def test_an_arm_may_have_its_own_number_of_steps():
     assert runs.make_loop(job).config.minibatches == 16 == job.identity["minibatches"]
 
 
-def test_arms_are_all_different():
-    assert len(
-        {
-            (repr(arm.update), arm.dense_share, arm.full_cache, arm.trains, arm.minibatches, arm.cache_bits, arm.first)
-            for arm in ARMS
-        }
-    ) == len(ARMS)
-    assert len({arm.name for arm in ARMS}) == len(ARMS)
-
-
 @pytest.mark.parametrize("arm", arms_of(("anchor-then-shadow", "quantised-cache")), ids=lambda arm: arm.name)
 def test_exact_arms_run(arm: Arm, tmp_path: Path):
     """Phases share prompts, curve and parameters; a rollout whose learner is not the sampler raises."""
@@ -351,8 +341,3 @@ def test_rows_of_the_splits_differ():
     }
     assert all(len(prompts) == 600 for prompts in splits.values())
     assert not splits["train"] & splits["evaluation"] and not splits["validation"] & splits["evaluation"]
-
-
-def test_samplers_by_name():
-    assert sampler_of("tova:14+2") == Sampler("tova", 14, 2) and sampler_of("tova:14+2").label == "tova:14+2"
-    assert not np.any([policy == POLICIES["tova"] for name, policy in POLICIES.items() if name != "tova"])
