@@ -96,58 +96,46 @@ def option(name: str, value: str, says: str) -> Case:
     return Case(lambda place: {name: value}, says)
 
 
-def configuration(text: str, says: str) -> Case:
-    """A configuration file."""
+def written(name: str, content: str | bytes | Callable[[bytes], bytes], says: str, option: str = "") -> Case:
+    """A file with this content, or with what a function makes of its bytes; its path is the value of `option`.
 
-    def prepare(place: Path) -> Words:
-        (place / "run.yaml").write_text(text, encoding="utf-8")
-        return {"--config": f"{place}/run.yaml"}
-
-    return Case(prepare, says)
-
-
-def data(name: str, content: str | bytes, says: str) -> Case:
-    """A data file; with a slash in its name a file of a data folder."""
+    With a slash in its name `option` gets the folder.
+    """
 
     def prepare(place: Path) -> Words:
         file = place / name
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
-        return {"--dataset": str(file.parent if "/" in name else file)}
+        if isinstance(content, str):
+            file.write_bytes(content.encode("utf-8", "surrogatepass"))
+        else:
+            file.write_bytes(content if isinstance(content, bytes) else content(file.read_bytes()))
+        return {option: str(file.parent if "/" in name else file)} if option else {}
 
     return Case(prepare, says)
+
+
+def configuration(text: str, says: str) -> Case:
+    return written("run.yaml", text, says, "--config")
+
+
+def data(name: str, content: str | bytes, says: str) -> Case:
+    """A data file; with a slash in its name a file of a data folder."""
+    return written(name, content, says, "--dataset")
 
 
 def model_file(name: str, content: str | bytes, says: str) -> Case:
     """A file of the model that is something else."""
-
-    def prepare(place: Path) -> Words:
-        (place / "model" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return {}
-
-    return Case(prepare, says)
+    return written(f"model/{name}", content, says)
 
 
 def model_config(says: str, **values: Any) -> Case:
     """A config.json with other values."""
-
-    def prepare(place: Path) -> Words:
-        file = place / "model" / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-        return {}
-
-    return Case(prepare, says)
+    return written("model/config.json", lambda text: json.dumps(json.loads(text) | values).encode(), says)
 
 
 def weights(change: Callable[[bytes], bytes], says: str) -> Case:
     """A model.safetensors with other bytes."""
-
-    def prepare(place: Path) -> Words:
-        file = place / "model" / "model.safetensors"
-        file.write_bytes(change(file.read_bytes()))
-        return {}
-
-    return Case(prepare, says)
+    return written("model/model.safetensors", change, says)
 
 
 def _not_finite(place: Path) -> Words:
@@ -231,9 +219,9 @@ KINDS: dict[str, Fault] = {
         data("rows.jsonl.gz", gzip.compress(ROW.encode() * 100)[:-20], "expected"),
     ),
     "config.json that asks for more than the weights hold": one_error(
-        model_config("expected head_dim as an integer from 1", head_dim=2**31),
+        model_config("q_proj.weight: expected [8589934592", head_dim=2**31),
         model_config("expected [", head_dim=2**30),
-        model_config("num_hidden_layers as an integer from 1 to 4096", num_hidden_layers=100_000),
+        model_config("`num_hidden_layers` (100000)", num_hidden_layers=100_000),
         model_config("embed_tokens.weight: expected [2147483647", vocab_size=2**31 - 1),
         model_config("gate_proj.weight: expected [2147483647", intermediate_size=2**31 - 1),
     ),
@@ -241,7 +229,7 @@ KINDS: dict[str, Fault] = {
         model_config("num_hidden_layers", num_hidden_layers="2"),
         model_config("num_hidden_layers", num_hidden_layers=True),
         model_config("expected hidden_size", hidden_size=-1),
-        model_config("expected rms_norm_eps", rms_norm_eps=float("nan")),
+        model_config("norm_eps=nan", rms_norm_eps=float("nan")),
         model_config("rms_norm_eps", rms_norm_eps="small"),
         model_file("config.json", '{"model_type": "qwen2", "hidden_size": 1e400}', "expected"),
         model_file("config.json", "[]", "config.json must hold a JSON object"),

@@ -9,13 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lib.arms import arms_of
 from lib.files import RESULTS, ROOT, Row, read_rows
 from lib.grid import Cell, Grid, merge_rows
-from lib.problems import problem_of
 from lib.provenance import is_clean
 from lib.runs import Sizes
-from lib.samplers import sampler_of
 from lib.starts import StartLevel
 
 # A few rollouts, as a smoke test.
@@ -73,33 +70,28 @@ def grid_of(
 
 def narrowed(args: StudyArgs, cells: Sequence[Cell]) -> list[Cell]:
     """The selected cells with the selected arms and seeds. Seeds may differ from those of the study."""
-    tasks = None if args.tasks is None else {problem_of(label).label for label in args.tasks}
-    samplers = None if args.samplers is None else {sampler_of(label).label for label in args.samplers}
-    kinds = [
-        ("tasks", tasks, {cell.problem.label for cell in cells}),
-        ("samplers", samplers, {cell.sampler.label for cell in cells}),
+    tasks = selected("tasks", args.tasks, {cell.problem.label for cell in cells})
+    samplers = selected("samplers", args.samplers, {cell.sampler.label for cell in cells})
+    arms = selected("arms", args.arms, {arm.name for cell in cells for arm in cell.arms})
+    found = [
+        replace(cell, arms=kept, seeds=args.seeds or cell.seeds)
+        for cell in cells
+        if cell.problem.label in tasks and cell.sampler.label in samplers
+        if (kept := tuple(arm for arm in cell.arms if arm.name in arms))
     ]
-    for kind, wanted, there in kinds:
-        if wanted is not None and wanted - there:
-            raise ValueError(f"expected {kind} of {sorted(there)}; got {sorted(wanted - there)}")
-    if args.arms is not None:
-        known = {arm.name: arm for cell in cells for arm in cell.arms}
-        arms_of(args.arms, tuple(known.values()))  # for its error
-    found = []
-    for cell in cells:
-        if tasks is not None and cell.problem.label not in tasks:
-            continue
-        if samplers is not None and cell.sampler.label not in samplers:
-            continue
-        arms = cell.arms if args.arms is None else tuple(arm for arm in cell.arms if arm.name in args.arms)
-        if arms:
-            found.append(replace(cell, arms=arms, seeds=args.seeds or cell.seeds))
     if not found:
         there = [f"{cell.problem.label} under {cell.sampler.label}" for cell in cells]
         raise ValueError(
             f"expected a cell of {there}; got tasks {args.tasks} with samplers {args.samplers} and arms {args.arms}"
         )
     return found
+
+
+def selected(kind: str, given: Sequence[str] | None, known: set[str]) -> set[str]:
+    """The given names, or all. Raises ValueError for one that no cell has."""
+    if unknown := sorted(set(given or ()) - known):
+        raise ValueError(f"expected {kind} of {sorted(known)}; got {unknown}")
+    return known if given is None else set(given)
 
 
 def run(grid: Grid, args: StudyArgs) -> list[Row]:

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from itertools import islice
@@ -104,8 +103,7 @@ def attention(rehearse: bool) -> Iterator[Job]:
     else:
         # XLA's T x T mask, once, at a length at which it fits.
         impls = ("mosaic_gpu", "segments", "cudnn causal", "stock mask")
-        args = replace(bench.Args("gpu", impls=impls, longest_mask=4096, rounds=10))
-        args = bench.with_defaults(args)
+        args = bench.with_defaults(bench.Args("gpu", impls=impls, longest_mask=4096, rounds=10))
         sizes = ((4096, 1024), (8192, 1024), (32768, 1024))
 
     def measure(tokens: int, budget: int) -> Iterator[Row]:
@@ -225,9 +223,8 @@ def whole(rehearse: bool) -> Iterator[Job]:
         tie_embeddings=True,
         dtype="bfloat16",
     )
-    sizes = smd_roofline.Sizes(model, (64, 256), BUDGET, BUFFER, segments=6, prompt=4096)
-    if rehearse:
-        sizes = replace(smd_roofline.TINY, batches=(2,), budget=16, segments=3, prompt=24)
+    whole = smd_roofline.Sizes(model, (64, 256), BUDGET, BUFFER, segments=6, prompt=4096)
+    sizes = smd_roofline.TINY if rehearse else whole
     batch = (2, 64, 16, 16, 8) if rehearse else (SEQUENCES, TOKENS, PROMPT, BUDGET, BUFFER)
     few = sizes.batches[0]
     # Short jobs first: the stage may end at its limit.
@@ -244,8 +241,7 @@ def rollout_row(sizes: Any, name: str, rows: int, rehearse: bool) -> Iterator[Ro
 
     bandwidth = copy_rate(rehearse)
     params = smd_roofline.random_weights(sizes.model)
-    row = smd_roofline.step_row(sizes, name, rows, params, bandwidth)
-    yield row | {"limit_share": row["share_of_roofline"], "copy_bytes_per_second": bandwidth}
+    yield smd_roofline.step_row(sizes, name, rows, params, bandwidth) | {"copy_bytes_per_second": bandwidth}
 
 
 def update_row(

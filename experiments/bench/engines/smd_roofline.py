@@ -41,14 +41,10 @@ class Sizes:
     budget: int
     buffer: int
     segments: int  # sampled; the first two are not timed
-    prompt: int | None = None  # tokens of a prompt; none: as many as the budget
-
-    @property
-    def width(self) -> int:
-        return self.prompt or self.budget
+    prompt: int  # tokens of a prompt
 
 
-TINY = Sizes(tiny_model_config(num_layers=1, dtype="bfloat16"), (2,), budget=64, buffer=8, segments=4)
+TINY = Sizes(tiny_model_config(num_layers=1, dtype="bfloat16"), (2,), budget=16, buffer=8, segments=3, prompt=24)
 
 
 def random_weights(config: smd.ModelConfig) -> smd.model.Params:
@@ -69,22 +65,6 @@ def random_weights(config: smd.ModelConfig) -> smd.model.Params:
     return make()
 
 
-def nbytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def prompts(rows: int, width: int, vocabulary: int) -> smd.PromptBatch:
-    tokens = jnp.asarray(np.asarray(generation.prompts(rows, width, vocabulary), np.int32))
-    return smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
-
-
-def make_engine(sizes: Sizes, policy: smd.eviction.EvictionPolicy, decode_rows: int, new_tokens: int) -> smd.Engine:
-    config = smd.RolloutConfig(new_tokens, sizes.budget, sizes.buffer)
-    return smd.Engine(
-        smd.Decoder(sizes.model), policy, config, decode_rows=decode_rows, prefill_rows=min(decode_rows, PREFILLED)
-    )
-
-
 def slot_bytes(sizes: Sizes) -> int:
     """Bytes of a key and its value, in all layers and heads."""
     c = sizes.model
@@ -96,7 +76,7 @@ def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, wei
     # Mean over the timed segments: all but the first two.
     live = sizes.budget + sizes.buffer / 2
     if not policy.evicts:
-        live = sizes.width + (2 + sizes.segments) * sizes.buffer / 2
+        live = sizes.prompt + (2 + sizes.segments) * sizes.buffer / 2
     return int(weights + rows * live * slot_bytes(sizes))
 
 
@@ -104,32 +84,29 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     """Time of a step of `rows` rows, and the share of the roofline."""
     policy = POLICIES[name]
     new_tokens = sizes.segments * sizes.buffer
-    engine = make_engine(sizes, policy, rows, new_tokens)
+    config = smd.RolloutConfig(max_new_tokens=new_tokens, budget=sizes.budget, buffer=sizes.buffer)
+    engine = smd.Engine(smd.Decoder(sizes.model), policy, config, decode_rows=rows, prefill_rows=PREFILLED)
     marks = [0.0]
 
     def report(progress: smd.sampler.Progress) -> None:
         marks.append(progress.seconds)
 
-    given = prompts(rows, sizes.width, sizes.model.vocab_size)
+    tokens = jnp.asarray(generation.prompts(rows, sizes.prompt, sizes.model.vocab_size), jnp.int32)
+    given = smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
     engine.run(params, given, jax.random.key(0), limits=np.full(rows, sizes.buffer, np.int32))  # compiles
     done = engine.run(params, given, jax.random.key(1), report=report)
     steps = np.diff(marks)[2:] / sizes.buffer
     step = statistics.median(steps)
-    least = step_bytes(sizes, policy, rows, nbytes(params)) / bandwidth
-    row: Row = {"engine": name, "device": jax.devices()[0].platform, "batch": rows, "prompt": sizes.width}
+    least = step_bytes(sizes, policy, rows, sum(x.nbytes for x in jax.tree.leaves(params))) / bandwidth
+    row: Row = {"engine": name, "device": jax.devices()[0].platform, "batch": rows, "prompt": sizes.prompt}
     budget, buffer = (sizes.budget, sizes.buffer) if policy.evicts else (None, None)
     row |= {"new_tokens": new_tokens, "budget": budget, "buffer": buffer}
     row |= {"tokens_per_s": rows / step, "ms_per_step_early": steps[0] * 1e3, "ms_per_step_late": steps[-1] * 1e3}
-    memory = smd.memory.segment_memory(engine, params, sizes.width)
-    slots = sizes.budget + sizes.buffer if policy.evicts else sizes.width + new_tokens
+    memory = smd.memory.segment_memory(engine, params, sizes.prompt)
+    slots = sizes.budget + sizes.buffer if policy.evicts else sizes.prompt + new_tokens
     expected = rows * slots * slot_bytes(sizes)
     row |= {"cache_bytes": memory.state, "expected_cache_bytes": expected}
     row["max_abs_dlogp"] = max_difference(engine.model, params, done.trajectory, CHECKED)
-    row |= {
-        "ms_per_step": step * 1e3,
-        "ms_of_bytes": least * 1e3,
-        "limit_share": None,
-        "share_of_roofline": least / step,
-    }
+    row |= {"ms_per_step": step * 1e3, "ms_of_bytes": least * 1e3, "limit_share": least / step}
     row |= {"temp_bytes": memory.temporary, "total_bytes": memory.total}
     return row
