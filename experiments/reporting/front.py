@@ -43,7 +43,7 @@ these seeds ran.
 
 {lost(cell, others)}
 
-**Not measured yet**, all [planned](experiments/PLAN.md): the other cells of this study (walks, other samplers and
+**Not measured yet**, all [planned](experiments/PLAN.md): the rest of the cells of this study (walks, larger
 budgets), the lead by mismatch, the collapse of naive, equal bytes and seconds, eight seeds of the real
 model, a gate beside Neural Garbage Collection. Not planned: public benchmarks, a GPU. No run had a full cache that did
 not fit.

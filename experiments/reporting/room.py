@@ -109,8 +109,9 @@ def first_cell(rows: Sequence[Row]) -> RoomCell:
 
 
 def other_cells(rows: Sequence[Row]) -> list[RoomCell]:
-    """The cells after the first that have all seeds of the main arms, in file order."""
+    """The cells after the first that have all seeds of the main arms, those of the first task first."""
     keys = dict.fromkeys(key_of(row) for row in rows if not row["pilot"])
+    keys = sorted(keys, key=lambda key: list(RATES_FROM).index(key[0]))
     cells = [_cell(rows, key) for key in keys if key != FIRST]
     return [cell for cell in cells if set(MAIN) <= set(cell.complete)]
 
