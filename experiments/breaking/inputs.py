@@ -170,16 +170,16 @@ KINDS: dict[str, Fault] = {
         configuration("\x00", "expected YAML"),
     ),
     "configuration of wrong types": one_error(
-        configuration(GOOD.replace("grpo", "[grpo]"), "expected 'algorithm' as a text"),
+        configuration(GOOD.replace("grpo", "[grpo]"), "expected 'algorithm' as"),
         configuration(GOOD + "output_dir: null", "expected a value of 'output_dir'; got null"),
-        configuration(GOOD + "stop: [null]", "got a list with null"),
+        configuration(GOOD + "stop: [null]", "expected a number, a text or a list of them in 'stop'"),
         configuration(GOOD + "stop: [{a: b}]", "expected a number, a text or a list of them in 'stop'"),
         configuration("? [a]\n: b", "expected"),
     ),
     "sizes and seeds that cannot be": one_error(
-        option("--budget", "2147483648", "expected --budget <= 16777216"),
-        option("--num-prompts", "4000000000000", "expected --num-prompts <= 1048576"),
-        option("--seed", "9223372036854775808", "expected --seed <= 4294967295"),
+        option("--budget", "2147483648", "expected --budget from 0 to 16777216"),
+        option("--num-prompts", "4000000000000", "expected --num-prompts from 0 to 16777216"),
+        option("--seed", "9223372036854775808", "expected --seed from 0 to 4294967295"),
         option("--seed", "-1", "expected --seed"),
     ),
     "names that are no paths": one_error(

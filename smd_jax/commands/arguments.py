@@ -7,7 +7,6 @@ classes. `smd-train` and `smd-eval` share the base classes `ModelSource`, `DataS
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
@@ -26,8 +25,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 ALL_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 Distillation = Literal["auto", "none", "forward", "reverse", "published", "anchor", "ema"]
 
-# New name -> name in the files and checkpoints of older runs, which can still be resumed.
-RENAMED: Mapping[str, str] = {"split": "dataset_split"}
+RETRY = "retry"  # value of --environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +122,8 @@ class SamplingArgs:
     min_p: float = 0.0  # sample from tokens at least this many times as likely as the most likely one
     stop: tuple[str, ...] = ()  # strings that end a completion and stay in it
     eos_token: tuple[str, ...] = ()  # tokens that end a completion; default: those of tokenizer and model
-    # Which keys are evicted: snapkv, rkv, h2o, tova, keydiff, knorm, streaming_llm, recent, random; triattention and
-    # on_tokens with parameters (docs/eviction.md); gate: a trained one; dense: none. Parameters as
-    # 'snapkv(window=16)'; your own class as path/to/file.py:Class
+    # Which keys are evicted: snapkv, rkv, h2o, tova, keydiff, knorm, streaming_llm, recent, random; gate: a trained
+    # one; dense: none. Parameters as 'snapkv(window=16)'; your own class or object as path/to/file.py:name
     eviction: Basic[str] = "snapkv"
     budget: Basic[int] = 512  # keys kept per layer and KV head
     buffer: Basic[int] = 128  # tokens between two compressions
@@ -163,8 +160,6 @@ class DeviceArgs(ComputeArgs):
     sequence: int = 1  # devices that split the columns of each row in the update, for very long rows
     memory: str | None = None  # of one device, as 80GiB: sizes are chosen that fit; None: sizes stay
     microbatch: int | None = None  # rows per forward and backward pass; None: all, or as many as fit into --memory
-    pack_columns: int | None = None  # columns of an update row that sequences share; None: one row each, padded
-    share_prompts: bool = False  # read a prompt once for all its completions in a microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +178,8 @@ class LossArgs:
     minibatches: int = 1  # optimizer steps per pass over a rollout
     num_iterations: int = 1  # passes over a rollout
     mask_truncated_completions: bool = False  # leave out completions that the length limit cut off
+    pack_columns: int | None = None  # columns of an update row that sequences share; None: one row each, padded
+    share_prompts: bool = False  # read a prompt once for all its completions in a microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +227,6 @@ class RunArgs:
     resume_if_there: bool = False  # continue the run in output_dir, or begin one: for jobs that are restarted
     seed: Basic[int] = 0  # of prompts, completions, adapters and gates
     report_to: Basic[tuple[Literal["tensorboard", "wandb"], ...]] = ()  # besides metrics.jsonl
-    wandb_project: str | None = None  # None: the variable WANDB_PROJECT, or smd_jax
-    wandb_mode: Literal["online", "offline"] = "online"  # offline: keep the data in the output directory
     completions_steps: int = 20  # rollouts between two files of completions and masks, besides the last; 0: none
     print_completions: int = 0  # completions to show each time
     export_dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained model; bfloat16 loses small steps

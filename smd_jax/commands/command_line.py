@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -14,7 +12,6 @@ import tyro
 from smd_jax.commands import config_file
 from smd_jax.commands.arguments import BASIC, Common, Grpo, OnlineDpo, Ppo, Rloo
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.trl_names import in_place_of
 
 T = TypeVar("T")
 ALGORITHMS: Mapping[str, type[Common]] = {"grpo": Grpo, "rloo": Rloo, "ppo": Ppo, "online-dpo": OnlineDpo}
@@ -22,32 +19,28 @@ HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 
 DESCRIPTION = """Reinforcement learning of a language model under a KV cache of fixed size.
 
---config FILE reads options from a YAML file, --preset NAME from one of ours; flags override both. `smd-train grpo
---help` shows the usual options of an algorithm, `smd-train grpo --help-all` all of them."""
+--config FILE reads options from a YAML file, --preset NAME from one of ours; flags override both."""
 
 
 def parse(words: Sequence[str]) -> tuple[str, Common]:
     """The algorithm and its arguments.
 
     Raises:
-      UserError: a file that cannot be read or has a wrong option; no algorithm; a flag of TRL's that has another name
-        here.
-      SystemExit: with tyro's message and status 2 for an unknown flag or a value of the wrong type.
+      UserError: a file that cannot be read or has a wrong option; no algorithm.
+      SystemExit: with tyro's message and status 2 for an unknown flag or a value of the wrong type; after a help page.
     """
     given = config_file.expanded(words, ALGORITHMS)
-    check_words(given)
-    shown = {name: basic_options(kind) if asks_for_help(given) else kind for name, kind in ALGORITHMS.items()}
-    kinds = [
-        Annotated[
-            kind,
-            tyro.conf.subcommand(
-                name, prefix_name=False, description=described(kind) if name in given else kind.__doc__
-            ),
-        ]
-        for name, kind in shown.items()
-    ]
-    args = parse_words(functools.reduce(operator.or_, kinds), "smd-train", DESCRIPTION, given)
-    return next(name for name, kind in ALGORITHMS.items() if type(args) is kind), args
+    name = given[0] if given else "nothing"
+    if name in ALGORITHMS:
+        return name, parse_options(ALGORITHMS[name], f"smd-train {name}", DESCRIPTION, given[1:])
+    if any(word in (*HELP, HELP_ALL) for word in given):
+        algorithms = "\n".join(f"  smd-train {name} --help  {kind.__doc__}" for name, kind in ALGORITHMS.items())
+        print(f"usage: smd-train ALGORITHM --model … --dataset …\n\n{DESCRIPTION}\n\n{algorithms}")
+        raise SystemExit(0)
+    raise UserError(
+        f"expected an algorithm first, one of {[*ALGORITHMS]}, as in `smd-train grpo --model …`, or --config or "
+        f"--preset with one; got {name!r}"
+    )
 
 
 def parse_options(kind: type[T], prog: str, description: str, words: Sequence[str], default: T | None = None) -> T:
@@ -79,15 +72,9 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 def described(kind: type) -> str:
     """The description of a class, and how many options its short help page leaves out."""
-    left_out = sum(not is_basic for is_basic in _basics(kind))
+    left_out = sum(not _is_basic(hint) for hint in config_file.options_of(kind).values())
     more = f"\n\n{left_out} more options: {HELP_ALL}" if left_out else ""
     return f"{(kind.__doc__ or '').strip()}{more}"
-
-
-def _basics(kind: Any) -> list[bool]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    groups = [_basics(hint) if dataclasses.is_dataclass(hint) else [_is_basic(hint)] for hint in hints.values()]
-    return [is_basic for group in groups for is_basic in group]
 
 
 def _is_basic(hint: Any) -> bool:
@@ -110,19 +97,3 @@ def basic_options(kind: type[T]) -> type[T]:
     # tyro reads the help texts from the source of the class, which it finds by these names.
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True, namespace=names)
-
-
-def check_words(words: Sequence[str]) -> None:
-    """Raises UserError for mistakes that tyro would answer with a page of flags, or only with "unrecognized"."""
-    if any(word in (*HELP, HELP_ALL) or word.startswith("--tyro-") for word in words):
-        return
-    if not words or words[0] not in ALGORITHMS:
-        got = repr(words[0]) if words else "nothing"
-        raise UserError(
-            f"expected an algorithm first, one of {[*ALGORITHMS]}, as in `smd-train grpo --model …`, or --config or "
-            f"--preset with one; got {got}"
-        )
-    for word in words:
-        instead = in_place_of(word.partition("=")[0]) if word.startswith("--") else None
-        if instead is not None:
-            raise UserError(instead)

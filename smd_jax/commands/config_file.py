@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -21,15 +22,11 @@ from typing import Any
 import tyro
 import yaml
 
-from smd_jax.commands.arguments import RENAMED
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.places import full_path, is_file
-from smd_jax.commands.trl_names import in_place_of
-from smd_jax.text.near_names import did_you_mean
+from smd_jax.commands.places import full_path
 from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
-PRESETS = "presets"  # folder of the files that --preset names
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
 OF_A_RUN = ("metrics.jsonl", "checkpoints", "process.lock")  # files beside config.yaml in the directory of a run
@@ -47,27 +44,20 @@ def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
     """
     rest, preset = taken(words, "--preset")
     rest, file = taken(rest, "--config")
-    named = rest[0] if rest and rest[0] in algorithms else None
-    flags = []
-    chosen = named
-    for source in [None if preset is None else preset_path(preset), None if file is None else Path(file)]:
-        if source is None:
-            continue
+    sources = [*([] if preset is None else [preset_path(preset)]), *([] if file is None else [Path(file)])]
+    chosen = rest.pop(0) if rest and rest[0] in algorithms else None
+    flags = list[str]()
+    for source in sources:
         options = read_options(source)
         if not any(word.partition("=")[0] == "--output-dir" for word in rest):
-            check_place(source, options)
-        algorithm = options.pop(ALGORITHM, None)
-        if not isinstance(algorithm, str | None):
-            raise UserError(f"{source}: expected {ALGORITHM!r} as a text; got {str(algorithm)[:80]!r}")
-        if chosen is not None and algorithm not in (None, chosen):
-            raise UserError(f"{source}: expected a configuration of {chosen!r}; got one of {algorithm!r}")
-        chosen = chosen or algorithm
-        if chosen is None or chosen not in algorithms:
-            raise UserError(f"{source}: expected {ALGORITHM!r} to be one of {sorted(algorithms)}; got {chosen!r}")
-        flags += list(as_flags(options, algorithms[chosen], str(source)))
-    if chosen is None:
-        return list(rest)
-    return [chosen, *flags, *(rest if named is None else rest[1:])]
+            check_place(source, options.get(OUTPUT_DIR))
+        algorithm = options.pop(ALGORITHM, chosen)
+        if algorithm not in [*algorithms] or chosen not in (None, algorithm):
+            wanted = [*algorithms] if chosen is None else chosen
+            raise UserError(f"{source}: expected {ALGORITHM!r} as {wanted}; got {str(algorithm)[:80]!r}")
+        chosen = str(algorithm)
+        flags += as_flags(options, algorithms[chosen], str(source))
+    return [*([] if chosen is None else [chosen]), *flags, *rest]
 
 
 def with_file(words: Sequence[str], arguments: type) -> list[str]:
@@ -86,7 +76,7 @@ def with_file(words: Sequence[str], arguments: type) -> list[str]:
 
 def taken(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
     """The words without `flag VALUE` or `flag=VALUE`, and the value; the last one where there are several."""
-    rest = []
+    rest = list[str]()
     value = None
     remaining = iter(words)
     for word in remaining:
@@ -102,7 +92,7 @@ def taken(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
 
 def preset_path(name: str) -> Path:
     """The file of a preset."""
-    folder = Path(str(resources.files("smd_jax.commands") / PRESETS))
+    folder = Path(str(resources.files("smd_jax.commands") / "presets"))
     there = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in there:
         raise UserError(f"expected a preset, one of {there}; got {name!r}. A file of your own is --config FILE")
@@ -115,7 +105,7 @@ def read_options(path: Path) -> dict[str, Any]:
     Raises:
       UserError: no such file, no YAML, or no mapping of names to values.
     """
-    if not is_file(path):
+    if not os.path.isfile(path):
         raise UserError(f"expected a YAML file; found none at {str(path)[:300]}")
     try:
         size = path.stat().st_size
@@ -126,18 +116,15 @@ def read_options(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise UserError(f"{path}: expected options, one `name: value` a line; got {str(options)[:80]!r}")
-    older = {old: new for new, old in RENAMED.items()}
-    return {older.get(str(name), str(name)): value for name, value in options.items()}
+    return options
 
 
-def check_place(source: Path, options: Mapping[str, Any]) -> None:
+def check_place(source: Path, output_dir: Any) -> None:
     """Raises UserError for the config.yaml of a run that names another folder than its own. A copied or moved run must
     not write into the original folder."""
-    if OUTPUT_DIR not in options or not any((source.parent / name).exists() for name in OF_A_RUN):
+    if not isinstance(output_dir, str) or not any((source.parent / name).exists() for name in OF_A_RUN):
         return
-    if not isinstance(options[OUTPUT_DIR], str):
-        raise UserError(f"{source}: expected {OUTPUT_DIR} as a text; got {str(options[OUTPUT_DIR])[:80]!r}")
-    own, named = source.parent.resolve(), full_path(options[OUTPUT_DIR])
+    own, named = source.parent.resolve(), full_path(output_dir)
     if own != named:
         raise UserError(
             f"{source}: expected {OUTPUT_DIR} to be {own}, the folder of this run; got {named}: a run that was moved "
@@ -154,63 +141,36 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
     kinds = options_of(arguments)
     for name, value in options.items():
         if name not in kinds:
-            instead = in_place_of(name)
-            if instead is not None:
-                raise UserError(f"{where}: {instead}")
-            hint = did_you_mean(name, kinds)
-            raise UserError(f"{where}: expected an option of this command; got {name[:200]!r}{hint}")
-        if value is None and type(None) not in typing.get_args(kinds[name]):
+            raise UserError(f"{where}: expected an option of this command; got {name[:200]!r}")
+        flag, metadata = f"--{name.replace('_', '-')}", getattr(kinds[name], "__metadata__", ())
+        kind = kinds[name].__origin__ if metadata else kinds[name]
+        if value is None and type(None) not in typing.get_args(kind):
             raise UserError(f"{where}: expected a value of {name!r}; got null")
-        flag = f"--{name.replace('_', '-')}"
-        if name in NAMED_VALUES and isinstance(value, dict):
+        if isinstance(value, dict) and name in NAMED_VALUES:
             value = [f"{key}={json.dumps(item)}" for key, item in value.items()]
-        if name in _positionals(arguments):
-            yield from (_item(item, name, where) for item in (value if isinstance(value, list) else [value]))
-        elif isinstance(value, bool):
+        if isinstance(value, bool):
             yield flag if value else f"--no-{flag.removeprefix('--')}"
-        elif isinstance(value, list) and None in value:
-            raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got a list with null")
-        elif isinstance(value, list) and len(value) != 1:
-            yield flag
-            yield from (_item(item, name, where) for item in value)
-        elif isinstance(value, list):
-            yield f"{flag}={_word(value[0], name, where)}"
+            continue
+        items = value if isinstance(value, list) else ["None" if value is None else value]
+        if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
+            raise UserError(
+                f"{where}: expected a number, a text or a list of them in {name!r}; got {str(value)[:80]!r}"
+            )
+        if tyro.conf.Positional in metadata:
+            yield from map(str, items)
+        elif len(items) == 1:
+            yield f"{flag}={items[0]}"  # in one word, so that a value may begin with a dash
         else:
-            # In one word, so that a value may begin with a dash.
-            yield f"{flag}={_word(value, name, where)}"
+            yield from (flag, *map(str, items))
 
 
 def options_of(arguments: type) -> dict[str, Any]:
-    """(name, type) of every option of a command or an algorithm, group by group."""
-    options = {}
-    for name, hint in _field_types(arguments).items():
-        grouped = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        options |= _field_types(hint) if grouped else {name: hint}
+    """Name -> annotation of every option of a command or an algorithm, group by group."""
+    options = dict[str, Any]()
+    for name, hint in typing.get_type_hints(arguments, include_extras=True).items():
+        is_group = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        options |= options_of(hint) if is_group else {name: hint}
     return options
-
-
-def _positionals(arguments: type) -> set[str]:
-    """The options without a flag."""
-    hints = typing.get_type_hints(arguments, include_extras=True)
-    return {name for name, hint in hints.items() if tyro.conf.Positional in getattr(hint, "__metadata__", ())}
-
-
-def _item(value: Any, name: str, where: str) -> str:
-    word = _word(value, name, where)
-    if word.startswith("-"):  # it would be taken for a flag
-        raise UserError(f"{where}: expected no item that begins with a dash in a list of several; got {word!r}")
-    return word
-
-
-def _word(value: Any, name: str, where: str) -> str:
-    if value is not None and (not isinstance(value, str | int | float) or isinstance(value, bool)):
-        raise UserError(f"{where}: expected a number, a text or a list of them in {name!r}; got {str(value)[:80]!r}")
-    return str(value)
-
-
-def _field_types(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def dump(algorithm: str, arguments: Any) -> str:
@@ -223,15 +183,8 @@ def dump(algorithm: str, arguments: Any) -> str:
 
 def options(algorithm: str, arguments: Any) -> dict[str, Any]:
     """What `dump` writes, as one mapping."""
-    groups = [_values(group) for group in vars(arguments).values()]
-    return {ALGORITHM: algorithm} | {name: value for group in groups for name, value in group.items()}
+    return yaml.safe_load(dump(algorithm, arguments))
 
 
 def _values(group: Any) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in vars(group).items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(group).items()}

@@ -10,41 +10,23 @@ environment
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from smd_jax.commands.arguments import RENAMED, Common
-from smd_jax.commands.places import from_the_root
-from smd_jax.commands.policy_names import own_place
+from smd_jax.commands.arguments import Common
+from smd_jax.commands.places import CODE, CODE_FILE, PATHS
 from smd_jax.runs.settings import Json, to_jsonable
-from smd_jax.tasks.functions import is_file_name
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
-MODELS = ("model", "tokenizer")
-DATA = ("dataset", "dataset_source")
-CODE = ("map_function", "reward", "environment")
-# Options of later versions with their defaults. Runs from before them can be resumed.
-LATER = (
-    ("model_revision", None),
-    ("tokenizer_revision", None),
-    ("chat_template", "auto"),
-    ("chat_template_kwargs", []),
-    ("contexts", 1),
-    ("context_length", None),
-    ("summary_request", None),
-    ("summary_heading", ""),
-)
-LARGE = 64 * 2**20
-END = 2**20
+GROUPS = ("model", "data", "rewards", "conversations")
 
 
 class Contents(NamedTuple):
     """Settings that name files.
 
     Attributes:
-      groups: model, data, rewards, environment and the user's eviction policy, with digests in place of paths.
+      groups: model, data, rewards, conversations and the eviction policy, with digests in place of paths.
       places: the paths, and the digests of code.
     """
 
@@ -53,61 +35,40 @@ class Contents(NamedTuple):
 
 
 def by_content(args: Common) -> Contents:
-    """Reads the files that a run names.
+    """Reads the files that a run names by absolute paths.
 
     Raises:
       OSError: a file cannot be read.
     """
-    rooted = from_the_root(args)
-    noted: dict[str, Json] = {}
+    places: dict[str, Json] = {}
 
-    def of_code(where: str) -> str:
-        place, colon, name = where.rpartition(":")
-        if is_file_name(place):
-            path = Path(place)
-            noted[path.name] = [place, digest(path)]
-            place = path.name
-        return f"{place}{colon}{name}"
-
-    def of(name: str, value: Json) -> Json:
+    def without_path(option: str, value: Json) -> Json:
         if isinstance(value, list):
-            return [of(name, item) for item in value]
+            return [without_path(option, item) for item in value]
         if not isinstance(value, str):
             return value
-        if name in CODE:
-            return of_code(value)
-        path = Path(value)
-        if name not in (*MODELS, *DATA) or not path.is_absolute() or not path.exists():
-            return value
-        noted[name] = value
-        return digest(path, leave_out=WEIGHTS if name in MODELS else ())
+        if option in CODE and (match := CODE_FILE.fullmatch(value)):
+            file = Path(match[1])
+            places[file.name] = [str(file), digest(file)]
+            return file.name + match[2]
+        if option in PATHS and Path(value).is_absolute() and Path(value).exists():
+            places[option] = value
+            return digest(Path(value), leave_out=WEIGHTS if option in ("model", "tokenizer") else ())
+        return value
 
     groups: dict[str, dict[str, Json]] = {}
-    of_files = ["model", "data", "rewards"]
-    if args.conversations.environment is not None:  # runs from before there were any have no such group
-        of_files.append("conversations")
-    for group in of_files:
-        fields = to_jsonable(getattr(rooted, group), group)
-        assert isinstance(fields, dict)
-        kept = {name: value for name, value in fields.items() if (name, value) not in LATER}
-        groups[group] = {RENAMED.get(name, name): of(name, value) for name, value in kept.items()}
-    # The loop's settings have the name of the policy's class only, and another file may have a class of that name.
-    place = own_place(rooted.sampler.eviction)
-    if place is not None and is_file_name(place):
-        # The eviction policy is part of the trained policy, so its file may not change.
-        path = Path(place)
-        holds = digest(path)
-        groups["eviction"] = {"place": path.name, "holds": holds}
-        noted[path.name] = [place, holds]
-    elif place is not None:
-        groups["eviction"] = {"place": place}
-    return Contents(groups, noted)
+    for group in GROUPS:
+        options = vars(getattr(args, group))
+        groups[group] = {name: without_path(name, to_jsonable(value, name)) for name, value in options.items()}
+    # The loop's settings name only the class of the policy, whose file may not change.
+    own = CODE_FILE.fullmatch(args.sampler.eviction)
+    if own is not None:
+        groups["eviction"] = {"place": Path(own[1]).name, "holds": digest(Path(own[1]))}
+    return Contents(groups, places)
 
 
 def digest(path: Path, leave_out: tuple[str, ...] = ()) -> str:
     """SHA-256 of a file, or of the names and contents of all files in a folder except hidden ones.
-
-    Of a file above 64 MiB only size, beginning and end count, so that a resume does not read a whole corpus.
 
     Args:
       leave_out: endings of files in a folder that do not count.
@@ -115,15 +76,8 @@ def digest(path: Path, leave_out: tuple[str, ...] = ()) -> str:
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(_inside(path, leave_out)):
         found.update(b"" if file == path else str(file.relative_to(path)).encode())
-        size = file.stat().st_size
-        found.update(str(size).encode())
-        with file.open("rb") as read:
-            if size <= LARGE:
-                found.update(read.read())
-                continue
-            found.update(read.read(END))
-            read.seek(-END, os.SEEK_END)
-            found.update(read.read(END))
+        with file.open("rb") as content:
+            found.update(hashlib.file_digest(content, "sha256").digest())
     return f"sha256:{found.hexdigest()[:16]}"
 
 

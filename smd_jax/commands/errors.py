@@ -21,7 +21,7 @@ class UserError(Exception):
     """An error that the user can fix: the message says what was expected, what was received, and how to fix it."""
 
 
-# The flags that set the library's options. The library's own messages name the options.
+# The flags of the library's options that have another name there. The library's own messages name the options.
 FLAGS: Mapping[str, str] = {
     "prompts_per_step": "--num-prompts",
     "group_size": "--num-generations",
@@ -29,49 +29,37 @@ FLAGS: Mapping[str, str] = {
     "min_new_tokens": "--min-completion-length",
     "prompt_width": "--max-prompt-length",
     "microbatch_size": "--microbatch",
-    "pack_columns": "--pack-columns",
     "rows_per_prompt": "--share-prompts",
-    "rollouts_ahead": "--rollouts-ahead",
-    "decode_rows": "--decode-rows",
-    "budget": "--budget",
-    "buffer": "--buffer",
-    "prefill_chunk": "--prefill-chunk",
-    "minibatches": "--minibatches",
     "data axis": "--data-parallel",
-    "fsdp": "--fsdp",
-    "tensor": "--tensor",
     "sequence axis": "--sequence",
-    "resume": "--resume",
     "steps of at least": "--max-steps",
     "another directory": "--output-dir",
     "visibility": "--correction",
     "max_failed": "--max-failed-rewards",
     "seconds=None": "--reward-timeout",
-    "seconds of Rewards": "--reward-timeout",
-    "microbatches": "--microbatch",
     "fewer checkpoints": "--save-total-limit",
     "stop_strings": "--stop",
     "eos_token_id": "--eos-token",
-    "prompt_column": "--prompt-column",
-    "learning_rate": "--learning-rate",
     "checkpoint_every": "--save-steps",
     "evaluate_every": "--eval-steps",
 }
+LONGEST = 2000  # characters of a message: it may quote a name of thousands of characters or a page of YAML
 
 
 @contextmanager
-def reported(debug: bool) -> Iterator[None]:
+def reported(debug: bool, *expected: type[Exception]) -> Iterator[None]:
     """Ends the command with a box and exit status 2 after a user error, and with status 130 after Ctrl-C.
 
     Args:
       debug: raise the error instead, with its traceback.
+      expected: further classes of errors that say all that the user needs, with their notes.
     """
     try:
         yield
-    except (UserError, MissingExtraError, FloatingPointError) as error:
+    except (UserError, MissingExtraError, FloatingPointError, *expected) as error:
         if debug:
             raise
-        print_box("error", with_flags(str(error)))
+        print_box("error", with_flags("\n".join([str(error), *getattr(error, "__notes__", [])])))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         # Before or after training: during training the run handles Ctrl-C and saves.
@@ -113,28 +101,10 @@ def with_flags(message: str) -> str:
     return "\n".join([message, *([f"In flags: {', '.join(unnamed)}."] if unnamed else [])])
 
 
-# Limits of a message in a box: it may quote a name of thousands of characters or a page of YAML.
-LINE_LIMIT = 600
-LINES = 60
-
-
-def shortened(message: str) -> str:
-    """Cuts the middle of very long lines, and all lines after the first 60."""
-    lines = [_shortened_line(line) for line in message.split("\n")]
-    more = len(lines) - LINES
-    return "\n".join([*lines[:LINES], *([f"… and {more} more lines"] if more > 0 else [])])
-
-
-def _shortened_line(line: str) -> str:
-    if len(line) <= LINE_LIMIT:
-        return line
-    left_out = len(line) - LINE_LIMIT
-    return f"{line[: LINE_LIMIT // 2]} … {left_out:,} characters … {line[-LINE_LIMIT // 2 :]}"
-
-
 def print_box(title: str, message: str) -> None:
-    """Prints a framed text to standard error."""
-    message = shortened(message)
+    """Prints a framed text to standard error; of a very long one the beginning and the end."""
+    if len(message) > LONGEST:
+        message = f"{message[: LONGEST // 2]} … {message[-LONGEST // 2 :]}"
     # Text objects are not parsed as rich markup: a message may quote a file or a completion.
     panel = Panel(
         Text(visible(message)), title=Text(visible(title)), title_align="left", box=box.ROUNDED, border_style="red"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,33 +36,32 @@ from smd_jax.commands.arguments import (
     RewardArgs,
     SamplingArgs,
 )
-from smd_jax.commands.choices import decoder, decoding, named_policy, rollout_config
+from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import asks_for_help, parse, parse_options
 from smd_jax.commands.compilation_cache import keep_programs
-from smd_jax.commands.decode_names import split_decodes
 from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError, plain_warnings, reported, users_mistakes
-from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_reachable
-from smd_jax.commands.model_source import check_template_kwargs, open_model, shown_tokens
-from smd_jax.commands.places import full_path, is_file
+from smd_jax.commands.limits import check_context, check_devices, check_numbers
+from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
+from smd_jax.commands.places import full_path
+from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
-from smd_jax.commands.task_source import holds_back, parameters_of, rewards_of, task_choice, task_of
+from smd_jax.commands.task_source import holds_back, rewards_of, task_choice
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.message.gate import EVICTION_GATE
+from smd_jax.message.gate import EVICTION_GATE, LinearGate
 from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import load_gate
-from smd_jax.model.protocol import Params
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.progress import summary_table
+from smd_jax.tasks.build import build_task
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.text.prompts import pad_token_id
-from smd_jax.train.decoding import Decode, check_names
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Args:
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given), plain_warnings():
+    with reported("--debug" in given, TooManyFailures, UnloadableRewardError, NonFiniteLogitsError), plain_warnings():
         run(read(given))
 
 
@@ -123,7 +123,7 @@ def args_of_run(directory: Path) -> Args:
       UserError: no run in this directory, or an unreadable config.yaml.
     """
     settings = directory / "config.yaml"
-    if not is_file(settings):
+    if not os.path.isfile(settings):
         raise UserError(f"expected a run with its config.yaml in {str(directory)[:300]}; found none")
     _, trained = parse(["--config", str(settings), "--output-dir", str(directory)])
     evaluation, sampler = trained.evaluation, part_of(SamplingArgs, trained.sampler)
@@ -165,38 +165,34 @@ def run(args: Args) -> list[Evaluated]:
         check_numbers(args)
         check_platform(args.device.platform)
         check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
-        named = args.model
         check_exported(args)
-        opened = open_model(named, args.data.chat_template, args.sampler)
-        tokenizer, ends = opened.tokenizer, opened.ends
+        opened = open_model(args.model, args.data, args.sampler)
         model = decoder(opened.config, args.device.attention)
-        parts, gate = ({}, None) if args.command.gate is None else with_gate(args.command.gate, model)
-        evaluator, dropped = make_evaluator(args, model, tokenizer, gate, ends)
+        parts, gate = ({}, None) if args.command.gate is None else load_gate(args.command.gate, model.shape)
+        evaluator, dropped = make_evaluator(args, model, opened, gate)
         _, params = load_checkpoint(opened.directory, mesh=evaluator.mesh)
-        params = params | parts
+    if gate is not None:
+        params |= {EVICTION_GATE: parts}
     print(dropped, file=sys.stderr)
-    print(f"a completion ends with: {shown_tokens(tokenizer, ends)}", file=sys.stderr)
+    print(f"a completion ends with: {shown_tokens(opened.tokenizer, opened.ends)}", file=sys.stderr)
     results = list[Evaluated]()
-    try:
-        for result in evaluator.each(params, say_progress):
-            results.append(result)
-            if args.command.json:
-                # Printed as it finishes, so that an interrupt loses no finished row.
-                print(json.dumps({"model": named.model, "dataset": args.data.dataset} | result.row), flush=True)
-    except (TooManyFailures, UnloadableRewardError, NonFiniteLogitsError) as error:
-        raise UserError(str(error)) from error
+    for result in evaluator.each(params, say_progress):
+        results.append(result)
+        if args.command.json:
+            # Printed as it finishes, so that an interrupt loses no finished row.
+            print(json.dumps({"model": args.model.model, "dataset": args.data.dataset} | result.row), flush=True)
     if not args.command.json:
-        print_results(f"{args.data.dataset}, {named.model}", results)
+        print_results(f"{args.data.dataset}, {args.model.model}", results)
     return results
 
 
 def check_exported(args: Args) -> None:
     """Raises UserError for a run without a trained model."""
-    directory = args.command.run
-    if directory is not None and args.model.model == str(directory / "model") and not Path(args.model.model).is_dir():
+    directory, model = args.command.run, Path(args.model.model)
+    if directory is not None and model == directory / "model" and not model.is_dir():
         raise UserError(
-            f"expected a trained model in {directory / 'model'}, which a run writes when it ends; got none. Export the "
-            f"newest checkpoint with: smd-export {directory} --out {directory / 'model'}"
+            f"expected a trained model in {model}, which a run writes when it ends; got none. Export the newest "
+            f"checkpoint with: smd-export {directory} --out {model}"
         )
 
 
@@ -231,13 +227,40 @@ def say_progress(decode: str, done: int, count: int) -> None:
     print(f"{decode}: {done} of {count} prompts", file=sys.stderr, flush=True)
 
 
-def with_gate(directory: Path, model: Decoder) -> tuple[Params, LearnedGate]:
-    """Loads the parameters of a trained gate, and the policy that uses them."""
-    parameters, gate = load_gate(directory, model.shape)
-    return {EVICTION_GATE: parameters}, LearnedGate(gate)
+def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: LinearGate | None) -> tuple[Evaluator, str]:
+    """Builds the evaluator, and a line on dropped prompts."""
+    data, sampler, command, tokenizer = args.data, args.sampler, args.command, opened.tokenizer
+    seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
+    choice = task_choice(data, seed)
+    whole = build_task(replace(choice, held_out=data.split is None and holds_back(data.dataset)))
+    task = first_rows(whole, args.evaluation.eval_rows)
+    environment = environment_config(args.conversations, args.rewards.max_failed_rewards, whole, data)
+    if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts
+        width, counts, rewards = data.max_prompt_length, f"{len(task)} rows", None
+    else:
+        lengths = usable_lengths(task, tokenizer)
+        width = data.max_prompt_length or int(lengths.max())
+        task, counts = select_prompts(task, lengths, width)
+        rewards = rewards_of(args, whole, data.dataset)
+    check_context(width, sampler.max_completion_length, model.config)
+    rollout = rollout_config(sampler, opened.ends, pad_token_id(tokenizer))
+    policy = named_policy(sampler.eviction, sampler.sinks, sampler.pyramid)
+    decodes = [decoding(text, sampler, policy, rollout) for text in args.evaluation.eval_decode]
+    config = EvaluationConfig(
+        decodes=tuple(replace(decode, policy=with_trained(decode.policy, gate)) for decode in decodes),
+        rollout=rollout,
+        prompt_width=width,
+        group_size=command.num_generations,
+        rows=command.decode_rows,
+        stop_strings=sampler.stop,
+        seed=command.seed,
+    )
+    mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
+    check_devices(mesh.size, jax.device_count())
+    return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards, environment=environment), str(counts)
 
 
-def with_trained(policy: EvictionPolicy, gate: LearnedGate | None) -> EvictionPolicy:
+def with_trained(policy: EvictionPolicy, gate: LinearGate | None) -> EvictionPolicy:
     """Replaces an untrained gate by the trained one.
 
     Raises:
@@ -247,50 +270,7 @@ def with_trained(policy: EvictionPolicy, gate: LearnedGate | None) -> EvictionPo
         return policy
     if gate is None:
         raise UserError("expected --gate, a directory with a trained gate, with --eviction gate; got none")
-    return gate
-
-
-def make_evaluator(
-    args: Args, model: Decoder, tokenizer: Any, gate: LearnedGate | None, ends: tuple[int, ...]
-) -> tuple[Evaluator, str]:
-    """Builds the evaluator, and a line on dropped prompts."""
-    data, sampler, command = args.data, args.sampler, args.command
-    template_kwargs = parameters_of("--chat-template-kwargs", data.chat_template_kwargs)
-    check_template_kwargs(tokenizer, [name for name, _ in template_kwargs])
-    seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
-    whole: Any = task_of(replace(task_choice(data, seed), held_out=data.split is None and holds_back(data.dataset)))
-    task = first_rows(whole, args.evaluation.eval_rows)
-    check_reachable(task, tokenizer, model.config.vocab_size)
-    failed, variables = args.rewards.max_failed_rewards, dict(template_kwargs)
-    environment = environment_config(args.conversations, failed, whole, variables)
-    if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts
-        width, counts, rewards = data.max_prompt_length, f"{len(task)} rows", None
-    else:
-        lengths = usable_lengths(task, tokenizer)
-        width = data.max_prompt_length or int(lengths.max())
-        task, counts = select_prompts(task, lengths, width)
-        rewards = rewards_of(args.rewards, sampler.max_completion_length, whole, data.dataset)
-    check_context(width, sampler.max_completion_length, model.config)
-    rollout = rollout_config(sampler, ends, pad_token_id(tokenizer))
-    decodes = list[Decode]()
-    for text in split_decodes(",".join(args.evaluation.eval_decode)):
-        decode = decoding(
-            text, sampler, named_policy(sampler.eviction, sampler.sinks, sampler.pyramid), rollout, model.shape
-        )
-        decodes.append(replace(decode, policy=with_trained(decode.policy, gate)))
-    check_names(tuple(decodes))
-    config = EvaluationConfig(
-        decodes=tuple(decodes),
-        rollout=rollout,
-        prompt_width=width,
-        group_size=command.num_generations,
-        rows=command.decode_rows,
-        stop_strings=sampler.stop,
-        seed=command.seed,
-    )
-    mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
-    check_devices(mesh.size, jax.device_count(), ("--data-parallel", "--fsdp", "--tensor"))
-    return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards, environment=environment), str(counts)
+    return LearnedGate(gate)
 
 
 if __name__ == "__main__":

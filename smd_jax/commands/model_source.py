@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import glob
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from smd_jax.commands.arguments import ModelSource, SamplingArgs, TemplateName
+from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
+from smd_jax.commands.task_source import parameters_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_config import LARGEST
-from smd_jax.model.short_text import shown
-from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, shard_names
+from smd_jax.model.stored_tensors import read_json
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
 from smd_jax.model.weights import read_config
 from smd_jax.tasks.reward_calls import Caught
@@ -27,8 +26,9 @@ from smd_jax.text.stop_strings import stop_table
 from smd_jax.text.visible_text import one_line, visible
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# All files but the weights.
+# All files but the weights, and the weights in the names that transformers reads.
 FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+WEIGHTS = ["model.safetensors", "model-*.safetensors"]
 
 
 class OpenedModel(NamedTuple):
@@ -47,17 +47,25 @@ class OpenedModel(NamedTuple):
     ends: tuple[int, ...]
 
 
-def open_model(source: ModelSource, template: TemplateName, sampler: SamplingArgs) -> OpenedModel:
+def open_model(source: ModelSource, data: DataSource, sampler: SamplingArgs) -> OpenedModel:
     """Opens the model that the options name, without its weights.
 
     Raises:
       UserError, ValueError, OSError: a missing, unreadable or unusable model or tokenizer; a stop string that no token
-        can end.
+        can end; a variable that the chat template does not read.
     """
     directory = model_directory(source.model, source.model_revision)
     config = read_config(directory, compute_dtype(source.dtype))
     own = load_tokenizer(directory, source.tokenizer, source.tokenizer_revision)
-    tokenizer = with_template(with_reachable_padding(own, config.vocab_size), template)
+    tokenizer = own
+    # On copies, because the export keeps the padding and the template.
+    if pad_token_id(tokenizer) >= config.vocab_size:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    if data.chat_template == "none":
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = None
+    _check_template_kwargs(tokenizer, data.chat_template_kwargs)
     ends = end_token_ids(directory, tokenizer, sampler.eos_token, config.vocab_size)
     # Built here so that an invalid stop string fails before the first rollout.
     stop_table(tokenizer, sampler.stop, config.vocab_size)
@@ -80,20 +88,20 @@ def model_directory(name: str, revision: str | None = None) -> Path:
     Raises:
       UserError: neither a directory with a config.json nor a model on the Hub; a revision of a local directory.
     """
-    directory = local_directory(name, "--model", revision, weights=True)
+    directory = local_directory(name, "--model", revision, [*FILES, *WEIGHTS])
     if not (directory / "config.json").is_file():
         names = sorted(file.name for file in directory.iterdir())[:8]
         raise UserError(f"--model: expected a checkpoint directory with a config.json; got {directory} with {names}")
     return directory
 
 
-def local_directory(name: str, flag: str, revision: str | None = None, *, weights: bool = False) -> Path:
+def local_directory(name: str, flag: str, revision: str | None, files: Sequence[str]) -> Path:
     """The local directory of this name, or the downloaded repository.
 
     Args:
       flag: the option that gave the name, for error messages.
       revision: as in `model_directory`.
-      weights: download the weights as well.
+      files: patterns of the files to download.
 
     Raises:
       UserError: neither a directory nor a repository on the Hub; a revision of a local directory.
@@ -109,33 +117,13 @@ def local_directory(name: str, flag: str, revision: str | None = None, *, weight
             f"Qwen/Qwen2.5-0.5B-Instruct; got {name[:200]!r}, which is neither"
         )
     try:
-        directory = Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
-        return _with_weights(name, directory, revision) if weights else directory
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         of_revision = "" if revision is None else f" at {flag}-revision {revision}"
         raise UserError(
             f"{flag}: expected a directory or a model on the Hub; got {name!r}{of_revision}, which is no directory "
             f"here and could not be downloaded: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _with_weights(name: str, directory: Path, revision: str | None) -> Path:
-    """Downloads the weight files that `load_checkpoint` reads into the snapshot; skips other copies of the weights.
-
-    Raises:
-      UserError: the index cannot be read.
-    """
-    # The commit of the other files: the branch may have moved since.
-    commit = directory.name if directory.parent.name == "snapshots" else revision
-    directory = Path(snapshot_download(name, revision=commit, allow_patterns=[SINGLE_FILE]))
-    index = directory / INDEX_FILE
-    if (directory / SINGLE_FILE).is_file() or not index.is_file():
-        return directory
-    try:
-        shards = [glob.escape(shard) for shard in shard_names(index)]
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return Path(snapshot_download(name, revision=commit, allow_patterns=shards))
 
 
 def load_tokenizer(model: Path, name: str | None = None, revision: str | None = None) -> Any:
@@ -154,7 +142,7 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     """
     if name is None and revision is not None:
         raise UserError(f"expected --tokenizer, an id on the Hub, with --tokenizer-revision {revision!r}; got none")
-    directory = model if name is None else local_directory(name, "--tokenizer", revision)
+    directory = model if name is None else local_directory(name, "--tokenizer", revision, FILES)
     files = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((directory / file).is_file() for file in files):
         problem = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
@@ -165,7 +153,7 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     with Caught() as caught:
         # Explicit: without it transformers asks at the terminal.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        _check_tokenizer(tokenizer)
+        tokenizer.encode("a", add_special_tokens=True)  # some open, and cannot be used
     if tokenizer is None or caught.error is not None:
         raise UserError(
             f"expected a tokenizer in {directory} that transformers can read without running its code; got "
@@ -181,38 +169,10 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     return tokenizer
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
-    """Raises an exception of any type for a tokenizer that opens but cannot be used."""
-    tokenizer.encode("a", add_special_tokens=True)
-    template = tokenizer.chat_template
-    texts = template.values() if isinstance(template, dict) else [] if template is None else [template]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"expected chat_template as a string, or several by name; got {shown(template)}")
-    if not tokenizer.get_vocab():
-        raise ValueError("expected a vocabulary with tokens; got none")
-
-
-def with_reachable_padding(tokenizer: Any, vocab_size: int) -> Any:
-    """Replaces a padding token that has no row in the embedding."""
-    if pad_token_id(tokenizer) < vocab_size:
-        return tokenizer
-    changed = copy.deepcopy(tokenizer)
-    changed.pad_token = tokenizer.convert_ids_to_tokens(0)
-    return changed
-
-
-def with_template(tokenizer: Any, template: TemplateName) -> Any:
-    """The tokenizer for prompts; "none" removes its chat template, so that prompts are plain text."""
-    if template == "auto":
-        return tokenizer
-    plain = copy.copy(tokenizer)  # the exported tokenizer keeps its template
-    plain.chat_template = None
-    return plain
-
-
-def check_template_kwargs(tokenizer: Any, names: Sequence[str]) -> None:
+def _check_template_kwargs(tokenizer: Any, given: Sequence[str]) -> None:
     """Raises UserError for --chat-template-kwargs that the chat template does not read."""
     template = str(tokenizer.chat_template or "")
+    names = [name for name, _ in parameters_of("--chat-template-kwargs", given)]
     unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
     if unread:
         problem = f"expected --chat-template-kwargs that the model's chat template reads; got {unread}"
@@ -231,7 +191,7 @@ def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size:
       vocab_size: rows of the embedding. Tokens without a row are left out, as they cannot be sampled.
 
     Raises:
-      UserError: an unknown token; an unreadable file; no token that ends a completion.
+      UserError, ValueError: an unknown token; an unreadable file; no token that ends a completion.
     """
     reachable = LARGEST if vocab_size is None else vocab_size
     if named:
@@ -256,19 +216,10 @@ def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size:
 
 
 def named_ids(model: Path, key: str) -> list[int]:
-    """Ids of `eos_token_id` or `pad_token_id` in generation_config.json, or else in config.json.
-
-    Raises:
-      UserError: a file cannot be read.
-    """
+    """Ids of `eos_token_id` or `pad_token_id` in generation_config.json, or else in config.json; ValueError for a file
+    that cannot be read."""
     for file in (model / GENERATION, model / "config.json"):
-        if not file.is_file():
-            continue
-        try:
-            ids = token_ids(read_json(file), key, file)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if ids:
+        if file.is_file() and (ids := token_ids(read_json(file), key, file)):
             return ids
     return []
 

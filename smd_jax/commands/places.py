@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,18 +15,14 @@ from typing import Any, TextIO
 import jax
 
 from smd_jax.commands.arguments import Common
-from smd_jax.commands.decode_names import policy_text, split_decodes
-from smd_jax.commands.described_policies import with_full_path
 from smd_jax.commands.errors import UserError, print_box
-from smd_jax.commands.policy_names import own_place
 from smd_jax.disk import written
 from smd_jax.tasks.build import PROCEDURAL
-from smd_jax.tasks.functions import is_file_name
 from smd_jax.tasks.presets import PRESETS
 
-PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source", "output_dir")
-FUNCTIONS = ("map_function", "reward", "environment")
-POLICIES = ("eviction", "eval_decode")
+PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source")
+CODE = ("map_function", "reward", "environment", "eviction", "eval_decode")  # options that may name a file's function
+CODE_FILE = re.compile(r"(.*\.py)(:.*)", re.DOTALL)  # path/to/file.py:function
 LOCK = "process.lock"
 # Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -43,64 +41,33 @@ def full_path(name: str | Path) -> Path:
         raise UserError(f"expected a path; got {str(name)[:200]!r}: {str(error)[:200]}") from error
 
 
-def is_file(path: Path) -> bool:
-    """Whether the path is a file; False for a name that is too long or that no file system has."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def exists(path: Path) -> bool:
-    """Whether the path exists; False for a name that is too long or that no file system has."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
 def from_the_root(args: Common) -> Common:
     """The arguments with absolute paths. Names, ids on the Hub and paths that do not exist stay as they are."""
-    groups = {name: dataclasses.replace(group, **dict(_spelled(group))) for name, group in vars(args).items()}
+    groups = {
+        name: dataclasses.replace(group, **{option: _absolute(option, value) for option, value in vars(group).items()})
+        for name, group in vars(args).items()
+    }
     return dataclasses.replace(args, **groups)
 
 
-def _spelled(group: Any) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(group).items():
-        if isinstance(value, Path):
-            yield name, full_path(value)
-        elif name in PATHS and isinstance(value, str):
-            yield name, path_from_the_root(value)
-        elif name in FUNCTIONS and isinstance(value, str):
-            yield name, function_from_the_root(value)
-        elif name in FUNCTIONS and isinstance(value, tuple):
-            yield name, tuple(map(function_from_the_root, value))
-        elif name in POLICIES and isinstance(value, str):
-            yield name, policy_from_the_root(value)
-        elif name in POLICIES and isinstance(value, tuple):
-            yield name, tuple(",".join(map(policy_from_the_root, split_decodes(words))) for words in value)
+def _absolute(option: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_absolute(option, item) for item in value)
+    if isinstance(value, Path):
+        return full_path(value)
+    if option in PATHS and isinstance(value, str):
+        return _existing(value)
+    if option in CODE and isinstance(value, str) and (match := CODE_FILE.fullmatch(value)):
+        return _existing(match[1]) + match[2]
+    return value
 
 
-def path_from_the_root(name: str) -> str:
+def _existing(name: str) -> str:
     """The absolute path of a path that exists. The name of a task stays, even if a folder has that name."""
     if not name or name in PRESETS or name.startswith(PROCEDURAL):
         return name
     path = full_path(name)
-    return str(path) if exists(path) else name
-
-
-def function_from_the_root(where: str) -> str:
-    """`path/to/file.py:function`; `package.module:function` stays."""
-    place, colon, name = where.rpartition(":")
-    return f"{path_from_the_root(place)}{colon}{name}" if is_file_name(place) else where
-
-
-def policy_from_the_root(text: str) -> str:
-    """`path/to/file.py:Class(parameter=value)`, or a policy with a file of query centers, with an absolute path."""
-    place = own_place(policy_text(text))
-    if place is None:
-        return with_full_path(text)
-    return text.replace(place, path_from_the_root(place), 1) if is_file_name(place) else text
+    return str(path) if os.path.exists(path) else name
 
 
 @contextmanager
@@ -133,8 +100,5 @@ def _lock(file: TextIO, directory: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        print_box(
-            "look at this",
-            f"expected a file system with locks at {directory}; got {error.strerror}. Make sure that no second process "
-            "trains there",
-        )
+        warning = f"expected a file system with locks at {directory}; got {error.strerror}. "
+        print_box("look at this", f"{warning}Make sure that no second process trains there")

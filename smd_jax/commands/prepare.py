@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from smd_jax.byte_sizes import parse_bytes
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, Ppo, Rloo
-from smd_jax.commands.choices import (
-    decoder,
-    decoding,
-    eviction_policy,
-    rollout_config,
-    try_policy,
-    update_config,
-)
+from smd_jax.commands.choices import decoder, decoding, eviction_policy, rollout_config, update_config
 from smd_jax.commands.config_file import read_options
-from smd_jax.commands.decode_names import split_decodes
 from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.fitting import fitted
-from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
-from smd_jax.commands.model_source import check_template_kwargs, open_model, tokenizer_to_export
-from smd_jax.commands.places import is_file
-from smd_jax.commands.task_source import Data, load_data, parameters_of, rewards_of
+from smd_jax.commands.limits import check_context, check_devices, evicts_keys
+from smd_jax.commands.model_source import OpenedModel, open_model, tokenizer_to_export
+from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import ModelConfig
 from smd_jax.devices.processes import is_first
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.memory.compiled import LoopMemory, param_shapes
+from smd_jax.memory.fit import fit_evaluator, fit_loop
 from smd_jax.message.gate import add_gate
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
@@ -64,25 +57,19 @@ class Prepared(NamedTuple):
 
     Attributes:
       args: the arguments, with the date for the chat template.
-      directory: directory of the model.
-      tokenizer: turns rows into prompts.
       exported_tokenizer: saved with the trained model; None copies the model's own files.
       loop: its microbatch and decode rows fit into `--memory`.
+      evaluator: None disables evaluation; its rows fit, too.
       memory: memory per device; None without `--memory`.
-      chosen: one line on the sizes that were reduced to fit; empty without `--memory`.
-      evaluator: None disables evaluation.
     """
 
     args: Common
-    directory: Path
-    config: ModelConfig
-    tokenizer: Any
+    model: OpenedModel
     exported_tokenizer: Any
     data: Data
     loop: Loop
-    memory: LoopMemory | None
-    chosen: str
     evaluator: Evaluator | None
+    memory: LoopMemory | None
 
 
 def prepare(args: Common) -> Prepared:
@@ -95,33 +82,24 @@ def prepare(args: Common) -> Prepared:
     check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
     if is_first():  # only the first process has loggers
         check_loggers(args.run.report_to)
-    opened = open_model(args.model, args.data.chat_template, args.sampler)
-    directory, config, tokenizer, ends = opened.directory, opened.config, opened.tokenizer, opened.ends
+    opened = open_model(args.model, args.data, args.sampler)
     args = with_prompt_day(args, opened.own_tokenizer.chat_template)
-    template_kwargs = parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs)
-    check_template_kwargs(tokenizer, [name for name, _ in template_kwargs])
-    data = load_data(args, tokenizer)
-    for task in (data.task, data.held_out):
-        if task is not None:
-            check_reachable(task, tokenizer, config.vocab_size)
-    check_context(data.width, args.sampler.max_completion_length, config)
-    model = decoder(config, args.device.attention, args.model.gradient_checkpointing, args.model.scan_layers)
-    exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, ends)
-    check_export_source(config, directory, exported)
-    loop = make_loop(args, model, data, tokenizer, ends)
-    fit = fitted(args, loop, make_evaluator(args, loop, data), state_shapes(args, loop, model))
-    return Prepared(
-        args,
-        directory,
-        config,
-        tokenizer,
-        exported,
-        data,
-        fit.loop,
-        fit.memory,
-        fit.chosen,
-        fit.evaluator,
-    )
+    data = load_data(args, opened.tokenizer)
+    check_context(data.width, args.sampler.max_completion_length, opened.config)
+    model = decoder(opened.config, args.device.attention, args.model.gradient_checkpointing, args.model.scan_layers)
+    exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, opened.ends)
+    check_export_source(opened.config, opened.directory, exported)
+    loop = make_loop(args, model, data, opened)
+    state = state_shapes(args, loop, model)
+    loop.check(state)
+    evaluator, memory = make_evaluator(args, loop, data), None
+    if args.device.memory is not None:
+        if not isinstance(loop, PolicyLoop):
+            raise UserError("expected no --memory with online-dpo; set --microbatch yourself")
+        memory_bytes = parse_bytes(args.device.memory)
+        loop, memory = fit_loop(loop, state, memory_bytes)
+        evaluator = None if evaluator is None else fit_evaluator(evaluator, state, memory_bytes)
+    return Prepared(args, opened, exported, data, loop, evaluator, memory)
 
 
 def with_prompt_day(args: Common, template: object) -> Common:
@@ -130,15 +108,14 @@ def with_prompt_day(args: Common, template: object) -> Common:
     DAY is today, or with --resume the day on which the run began.
     """
     given = args.data.chat_template_kwargs
+    settings = args.run.output_dir / "config.yaml"
     if args.data.chat_template == "none" or _days(given):
         return args
-    settings = args.run.output_dir / "config.yaml"
-    if args.run.resume and is_file(settings):
-        saved = read_options(settings).get("chat_template_kwargs")
-        days = _days(saved if isinstance(saved, list) else [])
+    if args.run.resume and os.path.isfile(settings):
+        days = _days(read_options(settings).get("chat_template_kwargs") or ())
     else:
         days = [f"{DAY}={datetime.date.today().isoformat()}"] if DAY in str(template) else []
-    return replace(args, data=replace(args.data, chat_template_kwargs=(*given, *days[:1])))
+    return replace(args, data=replace(args.data, chat_template_kwargs=(*given, *days)))
 
 
 def _days(given: Sequence[object]) -> list[str]:
@@ -225,30 +202,34 @@ def check_loggers(report_to: Sequence[str]) -> None:
         check_wandb()
 
 
-def make_loop(args: Common, model: Decoder, data: Data, tokenizer: Any, ends: tuple[int, ...]) -> Loop:
-    """Builds the loop of the algorithm. `ends` are the tokens that end a response."""
+def make_loop(args: Common, model: Decoder, data: Data, opened: OpenedModel) -> Loop:
+    """Builds the loop of the algorithm, with its guards."""
+    device = args.device
+    mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
+    check_devices(mesh.size, jax.device_count())
     policy = eviction_policy(args.sampler)
-    try_policy(args.sampler.eviction, model.shape, args.sampler.budget, args.sampler.buffer)
     if policy.gate is not None and not isinstance(args, Grpo | Rloo):
         raise UserError(
             "expected grpo or rloo with --eviction gate, which is trained by one advantage per response; "
             f"got {type(args).__name__}"
         )
-    if isinstance(args, Grpo | Rloo) and args.ahead.rollouts_ahead:
-        check_ahead(args.model)
-    device = args.device
-    mesh = make_mesh(device.data_parallel, device.fsdp, device.tensor, device.sequence)
-    check_devices(mesh.size, jax.device_count())
-    variables = dict(parameters_of("--chat-template-kwargs", args.data.chat_template_kwargs))
-    environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.task, variables)
-    rollout = rollout_config(args.sampler, ends, pad_token_id(tokenizer))
+    rollout = rollout_config(args.sampler, opened.ends, pad_token_id(opened.tokenizer))
     evicts = evicts_keys(policy, rollout, model.shape.num_layers, data.width)
     kind, config = loop_config(args, policy, rollout, data.width, evicts)
-    optimizer = optimizer_of(args, config.steps_per_rollout)
-    if environment is not None:
-        return kind(model, data.task, tokenizer, optimizer, config, mesh, environment=environment)
-    rewards = rewards_of(args.rewards, args.sampler.max_completion_length, data.task, args.data.dataset)
-    return kind(model, data.task, tokenizer, optimizer, config, mesh, rewards=rewards)
+    environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.task, args.data)
+    rewards = None if environment is not None else rewards_of(args, data.task, args.data.dataset)
+    return kind(
+        model,
+        data.task,
+        opened.tokenizer,
+        optimizer_of(args, config.steps_per_rollout),
+        config,
+        mesh,
+        rewards=rewards,
+        environment=environment,
+        guard=MismatchGuard(args.run.mismatch_bound),
+        max_skipped=args.run.max_skipped_updates,
+    )
 
 
 def loop_config(
@@ -272,17 +253,13 @@ def loop_config(
         "seed": args.run.seed,
     }
     if isinstance(args, OnlineDpo):
-        if device.pack_columns is not None:
-            raise UserError("expected no --pack-columns with online-dpo, which does not pack its pairs")
-        if device.share_prompts:
-            raise UserError("expected no --share-prompts with online-dpo, which has two rows per prompt")
         loss = DPOConfig(beta=args.pairs.dpo_beta, loss_type=args.pairs.dpo_loss)
         update = DPOUpdateConfig(loss=loss, microbatch_size=device.microbatch)
         penalty = args.pairs.missing_eos_penalty
         return OnlineDPOLoop, OnlineDPOConfig(**options, update=update, missing_eos_penalty=penalty)
     if not isinstance(args, Grpo | Rloo | Ppo):
         raise TypeError(f"expected the arguments of an algorithm; got {type(args).__name__}")
-    update = update_config(args.loss, args.reference, policy, device, sampler.num_generations, evicts)
+    update = update_config(args.loss, args.reference, policy, device.microbatch, sampler.num_generations, evicts)
     options |= {"minibatches": args.loss.minibatches, "num_iterations": args.loss.num_iterations, "update": update}
     match args:
         case Grpo(group=group):
@@ -294,14 +271,6 @@ def loop_config(
         case Ppo(critic=critic):
             options |= {"update": replace(update, value=ValueConfig())}
             return PPOLoop, PPOConfig(**options | vars(critic))
-
-
-def check_ahead(model: ModelArgs) -> None:
-    """Raises UserError if --rollouts-ahead is not supported for this run."""
-    if model.lora_r is not None:
-        raise UserError(f"expected no --rollouts-ahead with --lora-r; got --lora-r {model.lora_r}")
-    if jax.process_count() > 1:
-        raise UserError(f"expected no --rollouts-ahead with several processes; got {jax.process_count()} of them")
 
 
 def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
@@ -323,28 +292,23 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
     """Builds the evaluator of the run; None without held-out rows."""
     if data.held_out is None:
         return None
-    config = loop.config
-    rows = config.decode_rows or config.completions_per_step
-    texts = split_decodes(",".join(args.evaluation.eval_decode))
-    decodes = [decoding(text, args.sampler, config.policy, config.rollout, loop.model.shape) for text in texts]
-    temperature = args.evaluation.eval_temperature
-    if temperature is not None:
-        decodes = [replace(decode, sampling=SamplingConfig(temperature=temperature)) for decode in decodes]
-    length = args.sampler.max_completion_length
-    name = args.evaluation.eval_dataset or args.data.dataset
+    config, evaluation = loop.config, args.evaluation
+    decodes = [decoding(text, args.sampler, config.policy, config.rollout) for text in evaluation.eval_decode]
+    if evaluation.eval_temperature is not None:
+        sampling = SamplingConfig(temperature=evaluation.eval_temperature)
+        decodes = [replace(decode, sampling=sampling) for decode in decodes]
     settings = EvaluationConfig(
         decodes=tuple(decodes),
         rollout=config.rollout,
         prompt_width=config.prompt_width,
-        rows=rows,
+        rows=config.decode_rows or config.completions_per_step,
         stop_strings=config.stop_strings,
         seed=config.seed,
     )
-    if loop.environment is not None:
-        # Of its own: an environment may take the rewards of the held-out rows.
-        failed, variables = args.rewards.max_failed_rewards, dict(loop.environment.template_variables)
-        environment = environment_config(args.conversations, failed, data.held_out, variables)
-        return Evaluator(loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, environment=environment)
-    # The held-out rows may come from another dataset with another reward.
-    rewards = loop.rewards if args.rewards.reward else rewards_of(args.rewards, length, data.held_out, name)
-    return Evaluator(loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, rewards=rewards)
+    # Of its own: the held-out rows may come from another dataset with another reward.
+    environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.held_out, args.data)
+    name = evaluation.eval_dataset or args.data.dataset
+    rewards = None if environment is not None else rewards_of(args, data.held_out, name)
+    return Evaluator(
+        loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, rewards=rewards, environment=environment
+    )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from smd_jax.commands.arguments import Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
-from smd_jax.commands.environment_source import RETRY
+from smd_jax.commands.arguments import RETRY, Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.places import exists
 from smd_jax.tasks import reward_functions
 from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows, own_reward
@@ -19,10 +16,15 @@ from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
 from smd_jax.tasks.task import Task
-from smd_jax.text.near_names import did_you_mean
 from smd_jax.text.yaml_limits import load_yaml
 
-READY = ("math_answer", "exact_match", "token_f1", "rouge_l", "format", "overlong")
+READY: Mapping[str, RewardFunction] = {
+    "math_answer": reward_functions.math_answer,
+    "exact_match": reward_functions.exact_match,
+    "token_f1": reward_functions.token_f1,
+    "rouge_l": reward_functions.rouge_l,
+    "format": reward_functions.FormatReward(),
+}
 
 
 class Data(NamedTuple):
@@ -49,7 +51,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     """
     data = args.data
     choice = task_choice(data, args.run.seed)
-    task: Any = task_of(choice)
+    task: Any = build_task(choice)
     if not args.rewards.reward and args.conversations.environment in (None, RETRY):
         check_has_reward(task)
     if args.conversations.environment is None or data.max_prompt_length is None:
@@ -59,8 +61,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         width, counts = data.max_prompt_length, []
     held_out = None
     if args.evaluation.eval_steps:
-        whole: Any = task_of(held_out_choice(args.evaluation, choice))
-        held_out = first_rows(whole, args.evaluation.eval_rows)
+        held_out = first_rows(build_task(held_out_choice(args.evaluation, choice)), args.evaluation.eval_rows)
         if args.conversations.environment is None:
             held_out, wide, line = fitting(held_out, tokenizer, data)
             counts.append(f"to evaluate on: {line}")
@@ -68,24 +69,13 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     return Data(task, held_out, width, counts)
 
 
-def task_of(choice: TaskChoice) -> Any:
-    """Calls `build_task`; errors for unknown data suggest the nearest name."""
-    try:
-        return build_task(choice)
-    except (FileNotFoundError, ConnectionError, ValueError) as error:
-        name = choice.source or choice.name
-        if name in PRESETS or name.startswith(PROCEDURAL) or exists(Path(name)):
-            raise
-        hint = did_you_mean(name, PRESETS)
-        raise UserError(f"{error}{hint}") from error
-
-
 def check_has_reward(task: Any) -> None:
     """Raises UserError for data that defines no reward."""
     try:
         own_reward(task)
     except ValueError as error:
-        raise UserError(f"{error}. Name one: --reward path/to/file.py:function, or one of {list(READY)}") from error
+        named = f"--reward path/to/file.py:function, or one of {[*READY, 'overlong']}"
+        raise UserError(f"{error}. Name one: {named}") from error
 
 
 def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
@@ -135,59 +125,41 @@ def holds_back(name: str) -> bool:
     return name in PRESETS or name.startswith(PROCEDURAL)
 
 
-def rewards_of(args: RewardArgs, max_completion_length: int, task: Any, name: str) -> Rewards:
+def rewards_of(args: Any, task: Any, name: str) -> Rewards:
     """The reward functions of --reward, or the task's own reward, with the time and failure limits of the flags.
 
     Args:
+      args: the arguments of smd-train or smd-eval.
       task: the graded rows.
       name: dataset name of the task.
 
     Raises:
-      UserError: an unknown reward; a wrong number of weights; no --reward for a task that defines none.
+      UserError, ValueError: an unknown reward; a wrong number of weights; no --reward for a task that defines none.
     """
-    if not args.reward:
-        if args.reward_weights:
-            raise UserError("expected no --reward-weights without --reward; got " + str(list(args.reward_weights)))
+    flags: RewardArgs = args.rewards
+    names = None
+    if flags.reward:
+        functions = tuple(reward_function(reward, args) for reward in flags.reward)
+    else:
         check_has_reward(task)
-        # The time limit applies here as well: for some texts verifiers never return.
-        names = (name.removeprefix(PROCEDURAL),)
-        return Rewards((own_reward(task),), None, names, args.reward_timeout, args.max_failed_rewards)
-    if args.reward_weights and len(args.reward_weights) != len(args.reward):
-        raise UserError(
-            f"expected one of --reward-weights for each of {len(args.reward)} rewards; got {len(args.reward_weights)}"
-        )
-    functions = tuple(reward_function(name, args, max_completion_length) for name in args.reward)
-    return Rewards(
-        functions,
-        args.reward_weights or None,
-        seconds=args.reward_timeout,
-        max_failed=args.max_failed_rewards,
-    )
+        functions, names = (own_reward(task),), (name.removeprefix(PROCEDURAL),)
+    # The time limit is also for the task's own reward: for some texts verifiers never return.
+    return Rewards(functions, flags.reward_weights or None, names, flags.reward_timeout, flags.max_failed_rewards)
 
 
-def reward_function(name: str, args: RewardArgs, max_completion_length: int) -> RewardFunction:
+def reward_function(name: str, args: Any) -> RewardFunction:
     """The reward function of a built-in name, or of path/to/file.py:function."""
-    match name:
-        case "math_answer":
-            return reward_functions.math_answer
-        case "exact_match":
-            return reward_functions.exact_match
-        case "token_f1":
-            return reward_functions.token_f1
-        case "rouge_l":
-            return reward_functions.rouge_l
-        case "format":
-            return reward_functions.FormatReward()
-        case "overlong":
-            cache = max_completion_length // 5 if args.overlong_cache is None else args.overlong_cache
-            return reward_functions.Overlong(max_completion_length, cache)
-        case _ if ":" in name:
-            return import_function(name)
-        case _:
-            raise UserError(
-                f"expected --reward as one of {list(READY)} or path/to/file.py:function; got "
-                f"{name[:200]!r}{did_you_mean(name, READY)}"
-            )
+    if ":" in name:
+        return import_function(name)
+    if name == "overlong":
+        length = args.sampler.max_completion_length
+        cache = length // 5 if args.rewards.overlong_cache is None else args.rewards.overlong_cache
+        return reward_functions.Overlong(length, cache)
+    if name not in READY:
+        raise UserError(
+            f"expected --reward as one of {[*READY, 'overlong']} or path/to/file.py:function; got {name[:200]!r}"
+        )
+    return READY[name]
 
 
 def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -26,23 +26,19 @@ from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.contents import Contents, by_content
-from smd_jax.commands.disk_plan import check_disk, checkpoint_plan, kept_on_disk
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes
-from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join, together
-from smd_jax.commands.limits import check_numbers, unused_devices, without_evictions
+from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
+from smd_jax.commands.limits import check_numbers, without_evictions
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
-from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
-from smd_jax.devices.processes import all_or_none, is_first, on_first_host
+from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, with_parts
+from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import written
 from smd_jax.eviction.learned import LearnedGate
-from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState
-from smd_jax.memory.compiled import param_shapes
 from smd_jax.message.gate import drop_gate
 from smd_jax.message.trajectory import NonFiniteLogitsError
-from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
@@ -51,7 +47,6 @@ from smd_jax.model.value_head import drop_value_head
 from smd_jax.model.weights import check_export, load_checkpoint, save_checkpoint
 from smd_jax.monitor.completions import CompletionsLog
 from smd_jax.monitor.loggers import Logger
-from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.run_plots import plot_runs
 from smd_jax.monitor.tensorboard import TensorBoardLogger
@@ -62,8 +57,7 @@ from smd_jax.runs.checkpoint.errors import (
     OtherFormatError,
     OtherStateError,
 )
-from smd_jax.runs.checkpoint.reading import check_config, check_state
-from smd_jax.runs.frozen_base import without_base
+from smd_jax.runs.checkpoint.reading import check_config
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import Objective, RunConfig
 from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress
@@ -73,25 +67,18 @@ from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
-from smd_jax.tasks.task import Task, prompt_length, prompt_text
+from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.text.visible_text import one_line, visible
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
 from smd_jax.train.ppo import PolicyLoop
 
-
-class Outcome(NamedTuple):
-    """The result of a run.
-
-    Attributes:
-      history: rows of metrics.jsonl.
-      model: directory of the trained model.
-    """
-
-    state: TrainState
-    history: list[dict[str, Any]]
-    model: Path
+# Errors of rewards, checkpoints and sampled rollouts, in messages for the user.
+EXPECTED = (
+    *(OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError),
+    *(TooManyFailures, UnloadableRewardError, RefusedRolloutError, NonFiniteLogitsError, OtherProcessError, OSError),
+)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -101,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
       words: the command line without the command's name; None: that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given), plain_warnings():
+    with reported("--debug" in given, *EXPECTED), plain_warnings():
         algorithm, args = parse(given)
         join(args.launch)
         args = from_the_root(args)
@@ -112,6 +99,13 @@ def main(words: Sequence[str] | None = None) -> None:
             # Outside the box, which would break a long line.
             print(f"resume with: {resume_command(args.run.output_dir)}", file=sys.stderr)
             raise SystemExit(stopped.exit_code) from None
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise UserError(
+                f"expected a run that fits the devices; got {one_line(str(error), 300)}. --memory BYTES chooses sizes "
+                "that fit; --microbatch, --decode-rows and --budget set them"
+            ) from error
 
 
 def resume_command(directory: Path) -> str:
@@ -119,8 +113,8 @@ def resume_command(directory: Path) -> str:
     return shlex.join(["smd-train", "--config", str(directory / "config.yaml"), "--resume"])
 
 
-def run(algorithm: str, args: Common) -> Outcome | None:
-    """Runs the command. Returns None after --dry-run."""
+def run(algorithm: str, args: Common) -> None:
+    """Runs the command."""
     keep_programs()
     # config.yaml has the number, so that a later default does not change a run.
     args = replace(args, optimizer=replace(args.optimizer, learning_rate=learning_rate(args)))
@@ -130,88 +124,64 @@ def run(algorithm: str, args: Common) -> Outcome | None:
         args = replace(args, run=replace(args.run, resume=is_there(directory)))
     # First: a process without --resume should be refused for that, not for the files that it finds.
     check_same_command(algorithm, args)
-    with together(), all_or_none(), users_mistakes(), troubles():
+    with all_or_none(), users_mistakes():
         check_numbers(args)
         settings = run_config(args)
         check_directory(directory, args.run.resume)
         check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
         ready = prepare(args)
-        args = ready.args
-        size = check_disk(
-            args.run,
-            state_shapes(args, ready.loop, Decoder(ready.config)),
-            param_shapes(Decoder(ready.config)),
-            settings,
-        )
-        files = by_content(args)
+        files = by_content(ready.args)
+        compared, noted = run_settings(ready.args, ready.loop, files)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must not change the run.
             check_progress(directory, args.run.resume, settings)
-            check_config(directory / CHECKPOINTS, run_settings(args, ready.loop, files)[0])
+            check_config(directory / CHECKPOINTS, compared)
     check_same_plan(ready.loop.config, ready.evaluator)
-    with together(), all_or_none():
+    with all_or_none():
         if is_first():
             print_plan(ready)
-            print(checkpoint_plan(size, settings))
             if args.run.dry_run:
                 print_prompts(ready)
     if args.run.dry_run:
-        return None
+        return
     with ExitStack() as held:
-        with together(), all_or_none(), troubles():
+        with all_or_none():
             held.enter_context(only_process(directory))
-        return run_prepared(algorithm, args, settings, ready, files)
+        run_prepared(algorithm, ready, settings, compared, noted)
 
 
-def run_prepared(algorithm: str, args: Common, settings: RunConfig, ready: Prepared, files: Contents) -> Outcome:
+def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared: Any, noted: Any) -> None:
     """Reads the weights, trains, and exports the model."""
-    directory = args.run.output_dir
-    with together(), all_or_none(), users_mistakes():
-        state = first_state(args, ready)
-    saved = without_base(state)  # a collective: all processes call it
-    with together(), all_or_none(), users_mistakes():
-        with troubles():
-            check_state(directory / CHECKPOINTS, saved)
+    args, directory = ready.args, ready.args.run.output_dir
+    with all_or_none(), users_mistakes():
+        state = first_state(ready)
         with written(directory / "config.yaml"):
             directory.mkdir(parents=True, exist_ok=True)
             if is_first():
                 (directory / "config.yaml").write_text(kept_config(algorithm, args), encoding="utf-8")
     check_shared(directory / "config.yaml")
-    loop = watched(args, ready)
-    compared, noted = run_settings(args, loop, files)
-    with together(), all_or_none(), users_mistakes():
+    loop = watched(ready)
+    with all_or_none(), users_mistakes():
         copies = loggers(algorithm, args) if is_first() else []
-    with together(), troubles():
-        state = train(
-            loop,
-            state,
-            settings,
-            directory,
-            config=compared,
-            noted=noted,
-            resume=args.run.resume,
-            evaluate=None if ready.evaluator is None else every_evaluation(loop, ready.evaluator),
-            loggers=copies,
-            label=algorithm,
-        )
-    with together(), all_or_none():
-        history = read_metrics(directory / "metrics.jsonl")
+    state = train(
+        loop,
+        state,
+        settings,
+        directory,
+        config=compared,
+        noted=noted,
+        resume=args.run.resume,
+        evaluate=None if ready.evaluator is None else every_evaluation(loop, ready.evaluator),
+        loggers=copies,
+        label=algorithm,
+    )
     params = on_first_host(drop_value_head(state.params)) if jax.process_count() > 1 else drop_value_head(state.params)
     # The other processes wait for the first one, and fail if it fails.
-    with together(), all_or_none():
-        failure = export_or_explain(args, ready, params, directory) if is_first() else None
-    if is_first():
-        try:
-            with written(directory / "training.png"):
-                plot_runs([directory], directory / "training.png")
-        except OSError as error:  # smd-plot can draw it later
-            print_box("look at this", str(error))
-        print(kept_on_disk(directory))
-    with together(), all_or_none():
-        if failure is not None:
-            raise UserError(failure)
-    return Outcome(state, history, directory / "model")
+    with all_or_none():
+        if is_first():
+            plot_or_explain(directory)
+            export_or_explain(ready, params)
 
 
 def run_config(args: Common) -> RunConfig:
@@ -260,71 +230,34 @@ def check_there(directory: Path, resume: bool) -> None:
         )
 
 
-@contextmanager
-def troubles() -> Iterator[None]:
-    """Turns expected failures into UserError: of rewards, disk, device memory, another run's checkpoint, and weights
-    that give NaN logits."""
-    try:
-        yield
-    except (OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError) as error:
-        raise UserError(_with_notes(error)) from error
-    except (TooManyFailures, UnloadableRewardError, RefusedRolloutError, NonFiniteLogitsError, OSError) as error:
-        raise UserError(_with_notes(error)) from error
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(
-            f"expected a run that fits the devices; got {one_line(str(error), 300)}. --memory BYTES chooses sizes that "
-            "fit; --microbatch, --decode-rows and --budget set them"
-        ) from error
-
-
-def _with_notes(error: Exception) -> str:
-    """The message of an error, with its notes below it."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
 def print_plan(ready: Prepared) -> None:
     """The plan of the run: memory, policy, teacher, devices and data."""
+    config, mesh = ready.loop.config, ready.loop.mesh
     if ready.memory is not None:
         summary_table(ready.memory.title, ("", "rollout", "update"), ready.memory.rows())
-        print(ready.chosen)
-    policy, sizes = ready.loop.config.policy, ready.loop.config.rollout
-    kept = f", {sizes.budget} + {sizes.buffer} keys per layer and KV head" if policy.evicts else ""
-    print(f"eviction policy: {policy}{kept}")
+        microbatch = ready.loop.config.update.microbatch_size if isinstance(ready.loop, PolicyLoop) else None
+        print(f"sizes that fit: microbatch {microbatch or 'all'}, decode rows {config.decode_rows or 'all'}")
+    kept = f", {config.rollout.budget} + {config.rollout.buffer} keys per layer and KV head"
+    print(f"eviction policy: {config.policy}{kept if config.policy.evicts else ''}")
     if isinstance(ready.loop, PolicyLoop):
         print(f"teacher: {teacher(ready.loop)}")
-    ends = sizes.eos_token_id
-    if ends is not None:
-        print(f"a completion ends with: {shown_tokens(ready.tokenizer, ends if isinstance(ends, tuple) else (ends,))}")
-    mesh = ready.loop.mesh
+    print(f"a completion ends with: {shown_tokens(ready.model.tokenizer, ready.model.ends)}")
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    print(f"devices: {mesh.size} x {jax.devices()[0].device_kind}; mesh: {axes}")
-    for line in (unused_devices(mesh.size, jax.device_count()), without_evictions(ready.loop)):
-        if line is not None:
-            print_box("look at this", line)
+    print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")
+    warning = without_evictions(ready.loop)
+    if warning is not None:
+        print_box("look at this", warning)
     for line in ready.data.counts:
         print(line)
-    repeated = repeated_rows(ready.loop.config.prompts_per_step, ready.data.task)
-    if repeated is not None:
-        print(repeated)
 
 
 def print_prompts(ready: Prepared) -> None:
     """Prints the first prompts as the model reads them."""
     shown = first_rows(ready.data.task, 3)
     for index in range(len(shown)):
-        row = shown[index]
-        length = prompt_length(row, ready.tokenizer)
-        text = visible(prompt_text(row, ready.tokenizer))
-        print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{text}")
-
-
-def repeated_rows(prompts: int, task: Task) -> str | None:
-    """A line for the plan if a rollout has more prompts than the dataset has rows; otherwise None."""
-    if prompts <= len(task):
-        return None
-    return f"{prompts} prompts a rollout from {len(task)} rows: each rollout has rows more than once"
+        row, tokenizer = shown[index], ready.model.tokenizer
+        text = visible(prompt_text(row, tokenizer))
+        print(f"--- prompt {index}, {prompt_length(row, tokenizer)} of {ready.data.width} tokens:\n{text}")
 
 
 def teacher(loop: PolicyLoop) -> str:
@@ -335,44 +268,34 @@ def teacher(loop: PolicyLoop) -> str:
     return f"{distill.direction}, with a weight of {distill.coef} in the loss"
 
 
-def first_state(args: Common, ready: Prepared) -> TrainState:
+def first_state(ready: Prepared) -> TrainState:
     """The train state: weights of the checkpoint, sharded over the mesh, and a new optimizer state."""
-    loop = ready.loop
+    args, loop = ready.args, ready.loop
     key = jax.random.key(args.run.seed)
-    _, params = load_checkpoint(ready.directory, dtype=args.model.param_dtype, mesh=loop.mesh)
-    params = shard_tree(with_parts(args, params, ready.config, jax.random.fold_in(key, 1)), loop.mesh)
+    _, params = load_checkpoint(ready.model.directory, dtype=args.model.param_dtype, mesh=loop.mesh)
+    params = shard_tree(with_parts(args, params, ready.model.config, jax.random.fold_in(key, 1)), loop.mesh)
     return state_of(args, loop, params, key)
 
 
-def watched(args: Common, ready: Prepared) -> Loop:
-    """The loop with its mismatch guard, progress report and log of completions."""
-    guard = MismatchGuard(args.run.mismatch_bound)
-    loop = replace(ready.loop, guard=guard, max_skipped=args.run.max_skipped_updates)
+def watched(ready: Prepared) -> Loop:
+    """The loop with its progress report and log of completions."""
+    run, loop = ready.args.run, ready.loop
     if is_first():
         loop = replace(loop, report=rollout_report())
-    if not args.run.completions_steps:
+    if not run.completions_steps:
         return loop
-    log = CompletionsLog(args.run.output_dir, ready.tokenizer, table_rows=args.run.print_completions)
-    return replace(loop, watch=log, watch_every=args.run.completions_steps)
+    log = CompletionsLog(run.output_dir, ready.model.tokenizer, table_rows=run.print_completions)
+    return replace(loop, watch=log, watch_every=run.completions_steps)
 
 
 def loggers(algorithm: str, args: Common) -> list[Logger]:
     """The loggers of --report-to."""
-    found = list[Logger]()
-    if "tensorboard" in args.run.report_to:
-        found.append(TensorBoardLogger(args.run.output_dir))
-    if "wandb" in args.run.report_to:
-        run = args.run
+    run, found = args.run, list[Logger]()
+    if "tensorboard" in run.report_to:
+        found.append(TensorBoardLogger(run.output_dir))
+    if "wandb" in run.report_to:
         config = config_file.options(algorithm, args)
-        logger = WandbLogger(
-            run.output_dir,
-            run.wandb_project,
-            name=run.output_dir.name,
-            config=config,
-            mode=run.wandb_mode,
-            resume=run.resume,
-        )
-        found.append(logger)
+        found.append(WandbLogger(run.output_dir, name=run.output_dir.name, config=config, resume=run.resume))
     return found
 
 
@@ -385,45 +308,53 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
     # These limits decide when a run stops, and do not change its result.
     rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
-    groups = files.groups | {"rewards": rewards}
-    if "conversations" in groups:
-        groups["conversations"], _ = split_fields(groups["conversations"], ("environment_timeout",))
-    same = groups | {"optimizer": optimizer, "loop": compared}
+    conversations, _ = split_fields(files.groups["conversations"], ("environment_timeout",))
+    same = files.groups | {"rewards": rewards, "conversations": conversations, "optimizer": optimizer, "loop": compared}
     run = replace(_to_begin(args.run), dry_run=False, debug=False)
     free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits, "files": files.places}
     return same | {"steps": run.max_steps if to_the_end else None}, free
 
 
-def export_or_explain(args: Common, ready: Prepared, params: Params, directory: Path) -> str | None:
-    """Exports the trained model. Returns the message for the user if that fails; the run is complete then."""
+def plot_or_explain(directory: Path) -> None:
+    """Draws the curves of the run. smd-plot can draw them later if that fails."""
     try:
-        export(args, ready, params, directory)
+        with written(directory / "training.png"):
+            plot_runs([directory], directory / "training.png")
+    except OSError as error:
+        print_box("look at this", str(error))
+
+
+def export_or_explain(ready: Prepared, params: Params) -> None:
+    """Exports the trained model. Raises UserError with the command that repeats it if that fails."""
+    directory = ready.args.run.output_dir
+    try:
+        export(ready, params, directory)
     except (OSError, ValueError) as error:
         again = shlex.join(["smd-export", str(directory), "--out", "MODEL"])
-        return f"The run is complete, and its checkpoints are saved. Its export failed: {error}\nTo repeat it: {again}"
-    return None
+        raise UserError(
+            f"The run is complete, and its checkpoints are saved. Its export failed: {error}\nTo repeat it: {again}"
+        ) from error
 
 
-def export(args: Common, ready: Prepared, params: Params, directory: Path) -> None:
+def export(ready: Prepared, params: Params, directory: Path) -> None:
     """Writes the trained model in Hugging Face's format with merged adapters, the adapters in PEFT's, and the gate."""
-    policy = ready.loop.config.policy
+    policy, opened = ready.loop.config.policy, ready.model
     if isinstance(policy, LearnedGate):
         save_gate(directory / "gate", params, policy.weights)
         print(f"gate of evictions: {directory / 'gate'}")
         params = drop_gate(params)
     if has_lora(params):
-        save_peft(directory / "adapter", params, ready.config, base_model=args.model.model)
+        save_peft(directory / "adapter", params, opened.config, base_model=ready.args.model.model)
         print(f"adapters: {directory / 'adapter'}")
         params = merge_lora(params)
-    target = directory / "model"
-    ends = ready.loop.config.rollout.eos_token_id
     save_checkpoint(
-        target,
+        directory / "model",
         jax.device_get(params),
-        ready.config,
-        dtype=args.run.export_dtype,
-        tokenizer_from=ready.directory,
+        opened.config,
+        dtype=ready.args.run.export_dtype,
+        tokenizer_from=opened.directory,
         tokenizer=ready.exported_tokenizer,
-        end_token_ids=ends if isinstance(ends, tuple) else None if ends is None else (ends,),
+        end_token_ids=opened.ends,
     )
-    print(f"trained model: {target}\nevaluate it with: {shlex.join(['smd-eval', '--run', str(directory)])}")
+    print(f"trained model: {directory / 'model'}")
+    print(f"evaluate it with: {shlex.join(['smd-eval', '--run', str(directory)])}")

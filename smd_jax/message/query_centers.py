@@ -58,7 +58,7 @@ class QueryCenters:
             object.__setattr__(self, name, value)  # frozen from here on
 
     def save(self, path: str | Path) -> None:
-        """Writes an .npz file, for `--eviction 'triattention(centers="FILE")'`."""
+        """Writes an .npz file, for `load_query_centers`."""
         with open(path, "wb") as file:
             np.savez(file, allow_pickle=False, **{name: getattr(self, name) for name in ARRAYS})
 

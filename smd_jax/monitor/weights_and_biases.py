@@ -30,7 +30,7 @@ class WandbLogger:
       project: of the run; None: the variable WANDB_PROJECT, or else smd_jax.
       name: of the run; None: Weights & Biases chooses one.
       config: shown as the run's configuration.
-      mode: "offline" needs neither a network nor an account.
+      mode: "offline" needs neither a network nor an account; None: the variable WANDB_MODE, or else "online".
       resume: continue the run of this directory, if there is one.
 
     Raises:
@@ -45,7 +45,7 @@ class WandbLogger:
         *,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
-        mode: Mode = "online",
+        mode: Mode | None = None,
         resume: bool = False,
     ) -> None:
         check_wandb()

@@ -2,7 +2,7 @@
 
 import_function("my_project.rewards:brevity")       a module that Python finds
 import_function("examples/rewards.py:brevity")      a file
-import_class("my_policies.py:FadingH2O", EvictionPolicy)
+import_object("my_policies.py:FadingH2O", EvictionPolicy)
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def import_function(where: str) -> Callable[..., Any]:
     return found
 
 
-def import_class(where: str, base: type[T]) -> type[T]:
-    """Imports the subclass of `base` that `where` names; errors as `import_function`."""
+def import_object(where: str, base: type[T]) -> T | type[T]:
+    """Imports the object of class `base`, or the subclass, that `where` names; errors as `import_function`."""
     place, name, module = _located(where, "class")
-    classes = {own: x for own, x in inspect.getmembers(module, inspect.isclass) if issubclass(x, base)}
-    if name not in classes:
-        own = [other for other, kind in classes.items() if kind.__module__ == module.__name__]
-        raise ValueError(f"expected a class {name!r} in {place}, a subclass of {base.__name__}; got {own}, without it")
-    return classes[name]
+    found = vars(module).get(name)
+    if not isinstance(found, base) and not (isinstance(found, type) and issubclass(found, base)):
+        classes = inspect.getmembers(module, inspect.isclass)
+        own = [other for other, x in classes if issubclass(x, base) and x.__module__ == module.__name__]
+        raise ValueError(f"expected {name!r} in {place}, a {base.__name__} or a subclass; got {own}, without it")
+    return found
 
 
 def _located(where: str, what: str) -> tuple[str, str, ModuleType]:

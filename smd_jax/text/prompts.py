@@ -183,7 +183,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raises ValueError for a tokenizer that was not made for an embedding of `vocab_size` rows.
 
     Allows spare rows, up to half of the tokenizer's size: DeepSeek-LLM has 102,400 rows for 100,015 tokens. Also allows
-    added tokens outside of the embedding that no prompt has, such as Gemma 3 1B's for images (`unreachable_tokens`).
+    added tokens outside of the embedding that no prompt has, such as Gemma 3 1B's for images.
     """
     check_ordinary_ids(tokenizer, vocab_size)
     # Ids may have gaps, so the largest one may exceed the number of tokens.
@@ -205,11 +205,6 @@ def check_ordinary_ids(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"tokenizer and embedding have different sizes: expected an embedding of at least {needed} rows, because "
             f"the tokenizer has {len(tokenizer)} tokens with ids up to {needed - 1}; got vocab_size {vocab_size}"
         )
-
-
-def unreachable_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Added tokens outside of an embedding of `vocab_size` rows, which no prompt may contain."""
-    return [token for token_id, token in _added_ids(tokenizer).items() if token_id >= vocab_size]
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:

@@ -108,25 +108,6 @@ def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.Captur
     )
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "more", "said"),
-    [
-        ("ppo", [], "expected grpo or rloo with --eviction gate"),
-        ("online-dpo", [], "expected grpo or rloo with --eviction gate"),
-        ("grpo", ["--pyramid"], "expected no --pyramid with the policy 'gate'"),
-        ("grpo", ["--correction", "tis"], "expected visibility 'shadow' with an eviction_coef"),
-        ("grpo", ["--gate-speed", "0"], "expected a finite gate_speed > 0"),
-        ("grpo", ["--sinks", "7"], "budget"),
-    ],
-)
-def test_what_does_not_go_with_a_gate(
-    algorithm: str, more: list[str], said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    flags = [flag for flag in TRAIN if algorithm != "online-dpo" or flag not in ("--distill", "none")]
-    words = [algorithm, "--model", str(folder / "start"), *flags, "--output-dir", str(tmp_path / "run"), *more]
-    assert said in error_of(words, capsys)
-
-
 def test_a_gate_file(tmp_path: Path):
     params = parameters(CONFIG, sinks=3)
     save_gate(tmp_path, params, LinearGate(3))

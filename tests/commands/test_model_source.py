@@ -10,24 +10,21 @@ from typing import Any
 
 import pytest
 
+from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.export import main as smd_export
 from smd_jax.commands.model_source import (
     end_token_ids,
     load_tokenizer,
     model_directory,
+    open_model,
     tokenizer_to_export,
-    with_reachable_padding,
 )
 from smd_jax.commands.train import main
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from tests.command_errors import error_of
-
-RUN = ["--num-prompts", "2", "--num-generations", "2", "--max-completion-length", "4", "--budget", "12"]
-RUN += ["--buffer", "2", "--sinks", "1", "--eviction", "h2o", "--dataset-size", "8", "--reward-timeout", "None"]
-RUN += ["--dataset", "reasoning_gym:distractor_sort", "--dataset-parameters", "num_digits=3", "num_distractors=4"]
-RUN += ["--max-steps", "1"]
+from tests.commands.conftest import Words
 
 
 @pytest.fixture
@@ -41,64 +38,32 @@ def edit(file: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if key not in drop}))
 
 
-class Hub:
-    """A repository, of which `snapshot_download` copies the files that match the patterns."""
-
-    def __init__(self, folder: Path, files: dict[str, str]) -> None:
-        self.snapshot, self.files = folder / "snapshots" / "c0ffee", files
-        self.revisions: list[str | None] = []
-
-    def download(self, name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        self.revisions.append(revision)
-        self.snapshot.mkdir(parents=True, exist_ok=True)
-        for file, text in self.files.items():
-            if any(fnmatch(file, pattern) for pattern in allow_patterns):
-                (self.snapshot / file).parent.mkdir(exist_ok=True)
-                (self.snapshot / file).write_text(text)
-        return str(self.snapshot)
-
-    @property
-    def weights(self) -> list[str]:
-        return sorted(str(file.relative_to(self.snapshot)) for file in self.snapshot.rglob("*.safetensors"))
-
-
 @pytest.mark.parametrize(
     ("there", "fetched"),
     [
-        (["model.safetensors"], ["model.safetensors"]),
         (["model.safetensors", "consolidated.safetensors", "onnx/model.safetensors"], ["model.safetensors"]),
-        (["a-1.safetensors", "a-2.safetensors", "consolidated.safetensors"], ["a-1.safetensors", "a-2.safetensors"]),
-        (["a-1.safetensors", "a-2.safetensors", "model.safetensors"], ["model.safetensors"]),
-        (["a-1.safetensors", "a-2.safetensors", "a-1.fp16.safetensors"], ["a-1.safetensors", "a-2.safetensors"]),
+        (
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "consolidated.safetensors"],
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ),
         (["pytorch_model.bin"], []),
     ],
 )
 def test_only_the_weights_that_are_read_are_fetched(
     there: list[str], fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """transformers reads model.safetensors if there is one, and else the shards of the index."""
-    files = dict.fromkeys([*there, "tokenizer.json", "additional_chat_templates/tools.jinja"], "")
-    files["config.json"] = "{}"
-    if "a-1.safetensors" in there:
-        index = {"weight_map": {"a": "a-1.safetensors", "b": "a-2.safetensors", "c": "a-1.safetensors"}}
-        files["model.safetensors.index.json"] = json.dumps(index)
-    hub = Hub(tmp_path, files)
-    monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", hub.download)
-    assert model_directory("owner/name", "main") == hub.snapshot
-    assert hub.weights == fetched
-    assert (hub.snapshot / "additional_chat_templates/tools.jinja").is_file()
-    # One commit, even if the branch moves between the calls.
-    assert hub.revisions[0] == "main" and set(hub.revisions[1:]) == {"c0ffee"}
+    asked: list[str] = []
 
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
 
-def test_an_index_that_names_other_files_fetches_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for shard in ("../a.safetensors", 7, "x" * 10**6):
-        index = json.dumps({"weight_map": {"a": shard}})
-        hub = Hub(tmp_path, {"config.json": "{}", "model.safetensors.index.json": index, "a.safetensors": ""})
-        monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", hub.download)
-        with pytest.raises(UserError, match="must name safetensors files in its own directory") as caught:
-            model_directory("owner/name")
-        assert hub.weights == [] and len(str(caught.value)) < 400
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", download)
+    assert model_directory("owner/name", "main") == tmp_path
+    texts = ["tokenizer.json", "additional_chat_templates/tools.jinja", "model.safetensors.index.json"]
+    found = [file for file in [*texts, *there] if any(fnmatch(file, pattern) for pattern in asked)]
+    assert found == [*texts, *fetched]
 
 
 def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path):
@@ -143,10 +108,15 @@ def test_ends_and_padding_without_a_row_are_left_out(model: Path):
         end_token_ids(model, tokenizer, (), vocab_size=256)
     with pytest.raises(UserError, match="expected --eos-token as tokens of the tokenizer"):
         end_token_ids(model, tokenizer, ("<|im_end|>",), vocab_size=258)
-    # A padding token that was added to the tokenizer alone.
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    assert with_reachable_padding(tokenizer, 260).pad_token_id == 259
-    assert with_reachable_padding(tokenizer, 259).pad_token_id == 0 and tokenizer.pad_token_id == 259
+
+
+def test_a_padding_token_without_a_row_is_another_one(model: Path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": [f"<{i}>" for i in range(9)]})
+    tokenizer.pad_token = "<8>"
+    tokenizer.save_pretrained(model)
+    opened = open_model(ModelSource(model=str(model)), DataSource(dataset="gsm8k"), SamplingArgs())
+    assert opened.own_tokenizer.pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
 
 
 def test_an_exported_tokenizer_ends_where_training_did():
@@ -165,22 +135,14 @@ def test_an_exported_tokenizer_ends_where_training_did():
     ("file", "content"),
     [
         ("tokenizer.json", "{"),
-        ("tokenizer.json", "[]"),
         ("tokenizer.json", "null"),
         ("tokenizer.json", "{}"),
-        ("tokenizer.json", '{"model": 7}'),
         ("tokenizer.json", "[" * 100_000),
         ("tokenizer_config.json", "{"),
         ("tokenizer_config.json", "[1]"),
-        ("tokenizer_config.json", "7"),
         ("tokenizer_config.json", "\x00"),
         ("tokenizer_config.json", '{"tokenizer_class": 7}'),
         ("tokenizer_config.json", '{"eos_token": 7}'),
-        ("tokenizer_config.json", '{"chat_template": {"default": 7}}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}'),
-        ("tokenizer_config.json", '{"model_max_length": "many"}'),
-        ("tokenizer_config.json", '{"extra_special_tokens": 7}'),
         ("special_tokens_map.json", '{"eos_token": 7}'),
     ],
 )
@@ -196,21 +158,20 @@ def test_files_of_a_tokenizer_that_cannot_be(file: str, content: str, model: Pat
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}'])
 def test_files_with_ends_that_cannot_be(file: str, content: str, model: Path):
     tokenizer = load_tokenizer(model)
     (model / "generation_config.json").unlink()
     (model / file).write_text(content)
-    with pytest.raises(UserError, match=f"{file}") as caught:
+    with pytest.raises(ValueError, match=f"{file}") as caught:
         end_token_ids(model, tokenizer, ())
     assert len(str(caught.value)) < 400
 
 
 @pytest.mark.slow
-def test_ends_of_a_run_are_those_of_its_exports(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ends_of_a_run_are_those_of_its_exports(train_words: Words, tmp_path: Path):
     run = tmp_path / "run"
-    words = ["grpo", "--model", str(model), *RUN, "--output-dir", str(run), "--eos-token", "<|endoftext|>"]
-    main(words)
+    main(train_words("--eos-token", "<|endoftext|>"))
     smd_export([str(run), "--out", str(tmp_path / "again")])
     for folder in (run / "model", tmp_path / "again"):
         for name in ("config.json", "generation_config.json"):
@@ -219,45 +180,10 @@ def test_ends_of_a_run_are_those_of_its_exports(model: Path, tmp_path: Path, mon
         load_checkpoint(folder)
 
 
-@pytest.mark.slow
-def test_an_export_that_fails_does_not_cost_the_run(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    run = tmp_path / "run"
-
-    def fails(*_: object, **__: object) -> None:
-        raise ValueError("a reason")
-
-    monkeypatch.setattr("smd_jax.commands.train.save_checkpoint", fails)
-    said = error_of(["grpo", "--model", str(model), *RUN, "--output-dir", str(run)], capsys)
-    assert "The run is complete, and its checkpoints are saved. Its export failed: a reason" in said
-    assert "To repeat it: smd-export" in said
-    assert (run / "training.png").is_file()
-    smd_export([str(run), "--out", str(tmp_path / "again")])
-    load_checkpoint(tmp_path / "again")
-
-
 def test_what_the_export_needs_is_checked_before_the_first_rollout(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     shutil.move(model / "tokenizer.json", tmp_path / "tokenizer.json")
     (model / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
-    words = ["grpo", "--model", str(model), *RUN, "--output-dir", str(tmp_path / "run")]
-    for more in ([], ["--dry-run"]):
-        assert "itself, because the export copies it; got a link to" in error_of([*words, *more], capsys)
+    assert "itself, because the export copies it; got a link to" in error_of(train_words("--model", str(model)), capsys)
     assert not (tmp_path / "run").exists()
-
-
-def test_prompts_with_a_token_that_has_no_row(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Gemma 3 1B has a token for images beyond its embedding."""
-    tokenizer = load_tokenizer(model)
-    tokenizer.add_tokens(["<image>", *(f"<{i}>" for i in range(10))], special_tokens=True)
-    tokenizer.save_pretrained(model)
-    rows = tmp_path / "rows.jsonl"
-    words = ["grpo", "--model", str(model), *RUN, "--dataset", str(rows), "--reward", "math_answer", "--dry-run"]
-    words += ["--output-dir", str(tmp_path / "run")]
-    words = [word for word in words if word not in ("--dataset-parameters", "num_digits=3", "num_distractors=4")]
-    rows.write_text('{"prompt": "One?", "answer": "1"}\n{"prompt": "Two?", "answer": "2"}\n')
-    main(words)
-    rows.write_text('{"prompt": "One?", "answer": "1"}\n{"prompt": "A <9>?", "answer": "2"}\n')
-    assert "got '<9>' in row 1, outside its embedding of 264 rows" in error_of(words, capsys)

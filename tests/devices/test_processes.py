@@ -351,7 +351,10 @@ def test_a_process_that_cannot_be(given: tuple[str | None, int | None, int | Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (LaunchArgs(coordinator="auto", num_processes=2), "--coordinator auto without other flags"),
+        (
+            LaunchArgs(coordinator="auto", num_processes=2),
+            "--coordinator auto without --num-processes and --process-id",
+        ),
         (LaunchArgs(coordinator="localhost:1"), "together, or none"),
         (LaunchArgs(process_id=1), "together, or none"),
     ],

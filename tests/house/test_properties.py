@@ -20,8 +20,8 @@ from smd_jax import corrections
 from smd_jax.byte_sizes import parse_bytes
 from smd_jax.commands.command_line import ALGORITHMS
 from smd_jax.commands.config_file import as_flags, read_options
-from smd_jax.commands.decode_names import parse_decode, policy_text
 from smd_jax.commands.errors import UserError
+from smd_jax.commands.policy_texts import parse_decode
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.devices.processes import differences
 from smd_jax.eviction import policies
@@ -179,7 +179,8 @@ def test_ways_of_decoding(text: str):
     try:
         assert parse_decode(text).policy is not None
     except ValueError as error:
-        said = [repr(part) for part in (text, policy_text(text))]
+        policies = [text, text.rpartition(":")[0], text.partition(":")[0]]
+        said = [repr(part.strip()) for part in policies] + [repr(part) for part in policies]
         assert any(part in str(error) for part in said) or "budget" in str(error), f"{text!r}: {error}"
 
 

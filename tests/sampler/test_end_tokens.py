@@ -97,7 +97,9 @@ def test_files_and_names_that_cannot_be(tmp_path: Path):
     ):
         end_token_ids(tmp_path, tokenizer, ("<|im_end|>", "</s>"))
     for wrong in ("a", [True], [1.5]):
-        with pytest.raises(UserError, match="expected eos_token_id in .*generation_config.json as an id, or a list of"):
+        with pytest.raises(
+            ValueError, match="expected eos_token_id in .*generation_config.json as an id, or a list of"
+        ):
             end_token_ids(of_config(tmp_path, eos_token_id=wrong), tokenizer, ())
 
 

@@ -6,8 +6,6 @@ import pytest
 
 from smd_jax.commands.arguments import DataArgs, Grpo, ModelArgs, RunArgs
 from smd_jax.commands.prepare import with_prompt_day
-from smd_jax.commands.train import repeated_rows
-from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.task import prompt_text
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text import chat_template
@@ -137,9 +135,3 @@ def test_a_run_keeps_its_day(tmp_path):
     assert with_prompt_day(again, template).data.chat_template_kwargs == ("strftime_now=2025-03-09",)
     (tmp_path / "run" / "config.yaml").write_text("chat_template_kwargs: []\n")
     assert with_prompt_day(again, template) == again  # begun before days were kept
-
-
-def test_more_prompts_than_rows_are_mentioned():
-    task = DatasetTask([{"prompt": str(i)} for i in range(11)])
-    assert repeated_rows(64, task) == "64 prompts a rollout from 11 rows: each rollout has rows more than once"
-    assert repeated_rows(11, task) is None

@@ -12,11 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.commands.decode_names import parse_decode, parse_decodes
 from smd_jax.devices.sharding import make_mesh
-from smd_jax.eviction.named import POLICIES
-from smd_jax.eviction.policies import H2O, RKV, Dense, SnapKV
-from smd_jax.eviction.wrappers import Protect
+from smd_jax.eviction.policies import H2O, SnapKV
 from smd_jax.learner.state import TrainState
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
@@ -196,45 +193,6 @@ def test_bytes_of_a_sequence(params):
 
 
 # --- ways of decoding
-
-
-@pytest.mark.parametrize(
-    ("text", "decode"),
-    [
-        ("dense", Decode("dense", Dense())),
-        (" snapkv:512 ", Decode("snapkv-512", SnapKV(), 512)),
-        ("snapkv:512+128", Decode("snapkv-512-128", SnapKV(), 512, 128)),
-        ("RKV:64", Decode("rkv-64", RKV(), 64)),
-        ("streaming-llm:32", Decode("streaming_llm-32", POLICIES["streaming_llm"], 32)),
-    ],
-)
-def test_texts(text, decode):
-    assert parse_decode(text) == decode
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dense:512", r"expected no budget for dense, which keeps all keys; got 'dense:512'"),
-        (
-            "snapkv:-3",
-            r"expected policy, policy:budget or policy:budget\+buffer, .* policies dense, gate, h2o.*got 'snapkv:-3'",
-        ),
-        ("snapkv:0", r"expected budget >= 1, a whole number; got 0"),
-        ("snapkv:8+0", r"expected buffer >= 1, a whole number; got 0"),
-    ],
-)
-def test_wrong_texts(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_decode(text)
-
-
-def test_several_texts():
-    assert [decode.name for decode in parse_decodes("dense,snapkv:512, rkv:512")] == ["dense", "snapkv-512", "rkv-512"]
-    with pytest.raises(ValueError, match="different names; got dense more than once"):
-        parse_decodes("dense,dense")
-    own = {"mine": Protect(SnapKV(), sinks=4)}
-    assert parse_decode("mine:64", own) == Decode("mine-64", Protect(SnapKV(), sinks=4), 64)
 
 
 def test_what_a_way_of_decoding_leaves_open():

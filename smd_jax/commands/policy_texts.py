@@ -1,0 +1,141 @@
+"""Eviction policies and ways of decoding as texts of the command line.
+
+parse_policy("snapkv(window=16)")                          a policy of `POLICIES`
+parse_policy("my_policies.py:FadingH2O(half_life=64)")     a user's class, in a file or a module
+parse_policy("my_policies.py:fading")                      a user's policy
+parse_decode("snapkv(window=16):512+128")                  a policy with its budget and buffer
+
+Parameters are Python literals. A user's file is executed, like a reward file.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from typing import Any
+
+from smd_jax.eviction import policies, wrappers
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.named import POLICIES
+from smd_jax.eviction.triattention import TriAttention
+from smd_jax.message.gate import LinearGate
+from smd_jax.tasks.functions import import_object
+from smd_jax.train.decoding import Decode
+
+# A folder's name may contain parentheses; then only a colon after ".py" ends the path.
+_PATTERN = r"(?:(?P<place>.+\.py|[^()]+):(?P<object>[^\W\d]\w*)|(?P<name>[^:()]+))\s*(?P<parameters>\(.*\))?"
+_POLICY = re.compile(_PATTERN, re.DOTALL)
+_DECODE = re.compile(rf"(?P<policy>{_PATTERN})(:(?P<budget>\d+)(\+(?P<buffer>\d+))?)?", re.DOTALL)
+
+
+def parse_policy(text: str) -> EvictionPolicy:
+    """Parses `snapkv`, `snapkv(window=16)` or `my_policies.py:FadingH2O(half_life=64)`.
+
+    Case, and "-" versus "_", do not matter in the library's names.
+
+    Raises:
+      ValueError: another form, an unknown name, an unsuitable class, or parameters that it does not take.
+      FileNotFoundError: no such file.
+    """
+    match = _POLICY.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            "expected an eviction policy as name, name(parameter=value) or path/to/file.py:Class(parameter=value), "
+            f"such as snapkv or snapkv(window=16); got {text!r}"
+        )
+    if match["place"] is not None:
+        known = import_object(f"{match['place']}:{match['object']}", EvictionPolicy)
+    elif _plain(match["name"]) in POLICIES:
+        known = POLICIES[_plain(match["name"])]
+    else:
+        raise ValueError(
+            f"expected one of the eviction policies {', '.join(POLICIES)}, or one of your own as "
+            f"path/to/file.py:Class; got {text!r}"
+        )
+    given = _parameters(match["parameters"], text)
+    try:
+        policy = known(**given) if isinstance(known, type) else dataclasses.replace(known, **given)
+        hash(policy)  # compiled programs are cached by policy
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error}; the eviction policy was {text!r}") from error
+    # Without the decorator, policies with different fields would compare equal and share one compiled program.
+    if "__dataclass_fields__" not in vars(type(policy)):
+        raise ValueError(f"expected {text!r} to be a frozen dataclass, with @dataclass(frozen=True); got a plain class")
+    return policy
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _parameters(parameters: str | None, text: str) -> dict[str, Any]:
+    """Parses `(window=16, kernel=3)` into names and values."""
+    try:
+        call = ast.parse(f"policy{parameters or '()'}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("no call with keywords")
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(
+            "expected the parameters of an eviction policy by name, each a number, a quoted string, True, False or "
+            f"None, as in snapkv(window=16); got {text!r}"
+        ) from error
+
+
+def named_policy(text: str, sinks: int, pyramid: bool = False) -> EvictionPolicy:
+    """Parses a policy that always keeps the first `sinks` keys; a pyramid gives deeper layers smaller budgets.
+
+    Raises:
+      ValueError: as `parse_policy`; sinks that are given twice; a pyramid for a gate.
+    """
+    policy = with_sinks(parse_policy(text), sinks)
+    if pyramid and isinstance(policy, LearnedGate):
+        raise ValueError(
+            "expected no --pyramid with the policy 'gate', because its draws would not be recorded; got it"
+        )
+    return wrappers.Pyramid(policy) if pyramid and policy.evicts else policy
+
+
+def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
+    """Protects the first `sinks` keys of a sequence from the policy."""
+    if not policy.evicts:
+        return policy
+    if isinstance(policy, policies.StreamingLLM):  # has sinks itself
+        if policy != policies.StreamingLLM():
+            raise ValueError(f"expected the sinks of streaming_llm only in --sinks; got {policy}")
+        return policies.StreamingLLM(sinks)
+    if isinstance(policy, TriAttention):
+        return dataclasses.replace(policy, sinks=sinks)  # which are left out of its normalisation
+    if isinstance(policy, LearnedGate):
+        # The learner must know which keys no draw evicts.
+        return dataclasses.replace(policy, weights=LinearGate(sinks))
+    return wrappers.Protect(policy, sinks=sinks) if sinks else policy
+
+
+def parse_decode(text: str, sinks: int = 0) -> Decode:
+    """Parses `dense`, `snapkv(window=16):512+128` or `my_policies.py:FadingH2O:512`: policy, budget, buffer.
+
+    The result is named by the text without a file's path: `snapkv-window-16-512-128`.
+
+    Args:
+      sinks: first keys that an evicting policy always keeps.
+
+    Raises:
+      ValueError, FileNotFoundError: as `named_policy`; another form, or a missing or superfluous budget.
+    """
+    match = _DECODE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            "expected policy, policy:budget or policy:budget+buffer, as in dense, snapkv:512 or "
+            f"snapkv(window=16):512+128; got {text!r}"
+        )
+    policy = named_policy(match["policy"], sinks)
+    budget, buffer = (None if match[name] is None else int(match[name]) for name in ("budget", "buffer"))
+    if policy.evicts != (budget is not None):
+        wanted = "a budget of keys, as in snapkv:512" if policy.evicts else "no budget, because all keys are kept"
+        raise ValueError(f"expected {wanted}; got {text!r}")
+    words = re.findall(r"[\w.-]+", match["parameters"] or "")
+    parts = [match["object"] or _plain(match["name"]), *words, match["budget"], match["buffer"]]
+    return Decode("-".join(part for part in parts if part), policy, budget, buffer)

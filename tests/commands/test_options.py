@@ -1,0 +1,282 @@
+"""Options of the commands without a run: command lines, files, and the objects that they become."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import shlex
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+import smd_jax as smd
+from smd_jax.commands import certify, config_file, evaluate, export, plot
+from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, ReferenceArgs, RewardArgs, SamplerArgs
+from smd_jax.commands.choices import loss_config, update_config
+from smd_jax.commands.command_line import ALGORITHMS, parse, parse_words
+from smd_jax.commands.config_file import with_file
+from smd_jax.commands.errors import UserError
+from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, print_results, read
+from smd_jax.commands.limits import check_devices, evicts_keys
+from smd_jax.commands.model_source import OpenedModel
+from smd_jax.commands.places import from_the_root
+from smd_jax.commands.prepare import learning_rate, prepare
+from smd_jax.commands.task_source import held_out_choice, rewards_of, task_choice
+from smd_jax.commands.train import loggers, main
+from smd_jax.eviction.policies import H2O, Dense, SnapKV
+from smd_jax.eviction.wrappers import Pyramid
+from smd_jax.metrics import evicted_share
+from smd_jax.model.decoder import Decoder
+from smd_jax.model.weights import read_config
+from smd_jax.runs.stop import RunStoppedError
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
+from smd_jax.tasks.build import TaskChoice, build_task
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_jax.text.prompts import PromptBatch
+from smd_jax.train.evaluation import Evaluated
+from tests.commands.conftest import Words
+
+NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
+
+
+# --- command lines and files
+
+
+def test_every_algorithm_has_its_options():
+    for name, kind in ALGORITHMS.items():
+        found, args = parse([name, *NEEDED, "--num-generations", "3"])
+        assert (found, type(args)) == (name, kind)
+        assert args.model == ModelArgs(model="somewhere") and args.data == DataArgs(dataset="reasoning_gym:chain_sum")
+        assert args.sampler == SamplerArgs(num_generations=3)
+
+
+def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
+    words = ["grpo", *NEEDED, "--stop", "</s>", "--system-prompt", '- be: "brief"\n', "--memory", "80GiB"]
+    for given in (words, [*words, "--stop", "a", "b c", "--epsilon", "0.1", "--learning-rate", "1e-05", "--pyramid"]):
+        name, args = parse(given)
+        file = tmp_path / "run.yaml"
+        file.write_text(config_file.dump(name, args), encoding="utf-8")
+        assert parse(["--config", str(file)]) == parse([name, f"--config={file}"]) == (name, args)
+        _, other = parse(["--config", str(file), "--max-steps", "7"])
+        assert other == dataclasses.replace(args, run=dataclasses.replace(args.run, max_steps=7))
+    # Every option is named, so that later defaults change nothing.
+    assert yaml.safe_load(file.read_text()).keys() == config_file.options_of(Grpo).keys() | {"algorithm"}
+
+
+def test_a_preset_stands_before_the_file_and_the_flags(tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text("budget: 99\nbuffer: 3\nchat_template_kwargs: {enable_thinking: false, tone: dry}\n")
+    _, args = parse(["--preset", "gsm8k", "--config", str(file), *NEEDED, "--buffer", "4"])
+    assert (args.sampler.eviction, args.sampler.budget, args.sampler.buffer) == ("rkv", 99, 4)
+    assert task_choice(args.data, 0).chat_template_kwargs == (("enable_thinking", False), ("tone", "dry"))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(config_file.preset_path("gsm8k").parent.iterdir())])
+def test_presets_are_read(name: str):
+    assert parse(["--preset", name, *NEEDED])[1].data.dataset == "reasoning_gym:chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (
+            evaluate.Args,
+            "model: somewhere\ndataset: gsm8k\neval_decode: [dense, 'snapkv:512']\njson: true\n",
+            "--model somewhere --dataset gsm8k --eval-decode dense snapkv:512 --json",
+        ),
+        (export.Args, "run: runs/a\nout: b\nformat: peft\nstep: 4\n", "runs/a --out=b --format=peft --step=4"),
+        (plot.Args, "runs: [runs/a, runs/b]\ntitle: two\n", "runs/a runs/b --title two"),
+        (certify.Args, "record: a.npz\nmodel: b\nrows: 3\nprevious: null\n", "a.npz --model b --rows 3"),
+    ],
+)
+def test_every_command_reads_its_options_from_a_file(kind: type, text: str, words: str, tmp_path: Path):
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    read_words = with_file(["--config", str(file)], kind)
+    assert parse_words(kind, "", "", read_words) == parse_words(kind, "", "", words.split())
+    again = parse_words(kind, "", "", with_file([f"--config={file}", "--debug"], kind))
+    assert "debug=True" in repr(again), "flags override the file"
+
+
+def test_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gsm8k", "mine", "rewards.py"):
+        (tmp_path / name).mkdir()
+    rewards = ["math_answer", "package.module:f", "rewards.py:f"]
+    _, args = parse(["grpo", "--model", "mine", "--dataset", "gsm8k", "--eval-dataset", "mine", "--reward", *rewards])
+    rooted = from_the_root(args)
+    assert rooted.data == args.data, "a task that is ready, beside a folder of its name"
+    assert rooted.model.model == rooted.evaluation.eval_dataset == str(tmp_path / "mine")
+    assert rooted.rewards.reward == ("math_answer", "package.module:f", f"{tmp_path}/rewards.py:f")
+    assert rooted.run.output_dir == tmp_path / "runs" / "train" and rooted.sampler == args.sampler
+
+
+# --- what options become
+
+
+def test_losses_and_corrections():
+    reference = ReferenceArgs()
+    assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
+    given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
+    assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
+    distill = update_config(LossArgs(), reference, SnapKV(), None, 8, evicts=True).distill
+    assert distill is not None and distill.direction == "anchor"
+    # Without evictions a teacher would see no more than the policy does, and cost a pass and a copy of the weights.
+    assert update_config(LossArgs(), reference, Dense(), None, 8, evicts=False).distill is None
+    assert update_config(LossArgs(correction="tis"), reference, SnapKV(), 2, 8, evicts=True).visibility == "dense"
+    for microbatch, rows in ((None, 8), (16, 8), (12, 4)):
+        shared = update_config(LossArgs(share_prompts=True), reference, Dense(), microbatch, 8, evicts=False)
+        assert shared.rows_per_prompt == rows
+
+
+def test_adapters_take_larger_steps():
+    for more, rate in (([], 1e-6), (["--lora-r", "4"], 1e-5), (["--lora-r", "4", "--learning-rate", "1e-4"], 1e-4)):
+        assert learning_rate(parse(["grpo", *NEEDED, *more])[1]) == rate
+
+
+def test_a_mesh_over_a_part_of_the_devices_is_refused():
+    for used in (1, 8):
+        check_devices(used, 8)
+    with pytest.raises(UserError, match=r"expected --data-parallel .* = 8, the number of devices; got 4\."):
+        check_devices(4, 8)
+
+
+def test_runs_of_all_seeds_can_share_held_out_rows():
+    def held_out(*more: str) -> TaskChoice:
+        _, args = parse(["grpo", *NEEDED, *more])
+        return held_out_choice(args.evaluation, task_choice(args.data, args.run.seed))
+
+    assert held_out("--seed", "3") == dataclasses.replace(held_out(), seed=3)
+    assert held_out("--seed", "3", "--eval-seed", "0") == held_out()
+    with pytest.raises(UserError, match="expected --eval-seed only with reasoning_gym:NAME"):
+        held_out("--dataset", "gsm8k", "--eval-seed", "0")
+
+
+def test_a_tasks_own_reward_has_the_limits_of_any():
+    """A verifier that parses what a model wrote may take for ever."""
+    _, args = parse(["grpo", *NEEDED, "--reward-timeout", "7", "--max-failed-rewards", "0.5"])
+    assert args.rewards == RewardArgs(reward_timeout=7.0, max_failed_rewards=0.5)
+    rewards = rewards_of(args, build_task(TaskChoice(args.data.dataset, size=3)), args.data.dataset)
+    assert (rewards.seconds, rewards.max_failed, rewards.logged_names) == (7.0, 0.5, ("chain_sum",))
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [(8, 8), (8, 9), (9, 8), (12, 4), (12, 5), (13, 4)])
+def test_whether_a_key_will_be_lost(prompt: int, tokens: int):
+    """Twelve keys and a buffer of four; what is compressed behind the last token is lost to nobody."""
+    decoder = Decoder(tiny_model_config(num_layers=1))
+    policy, config = H2O(), RolloutConfig(tokens, budget=12, buffer=4, eos_token_id=None)
+    prompts = PromptBatch(jnp.ones((1, prompt), jnp.int32), jnp.ones((1, prompt), bool))
+    params = random_params(decoder.config)
+    drawn = rollout(decoder, params, prompts, jax.random.key(0), policy=policy, config=config)
+    evicted = float(evicted_share(drawn.mask.evicted_at, drawn.valid)) > 0
+    assert evicts_keys(policy, config, 1, prompt) == evicted
+
+
+def test_weights_and_biases_gets_the_options_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    began: list[dict[str, Any]] = []
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
+    vars(fake).update(init=lambda **options: began.append(options), Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    loggers(*parse(["grpo", *NEEDED, "--output-dir", str(tmp_path / "name"), "--report-to", "wandb"]))
+    assert (began[-1]["project"], began[-1]["name"]) == ("mine", "name")
+    config = began[-1]["config"]
+    assert (config["algorithm"], config["budget"], config["output_dir"]) == ("grpo", 512, str(tmp_path / "name"))
+
+
+def test_a_stopped_run_is_a_short_box_and_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words = ["grpo", *NEEDED, "--output-dir", str(tmp_path / "a run")]
+    stopped = RunStoppedError(signal.SIGTERM, 3, 9, tmp_path / "a run")
+    monkeypatch.setattr("smd_jax.commands.train.run", lambda *_: (_ for _ in ()).throw(stopped))
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    *box, command = capsys.readouterr().err.splitlines()
+    assert end.value.code == 143 and "SIGTERM stopped the run after 3 of 9 rollouts; saved in" in "".join(box)
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "config.yaml").write_text(config_file.dump(*parse(words)))
+    program, *again = shlex.split(command.removeprefix("resume with: "))
+    assert program == "smd-train" and parse(again)[1].run.resume
+
+
+# --- smd-eval
+
+
+def test_an_evaluation_is_the_one_of_the_run(train_words: Words, model: Path, tmp_path: Path):
+    """Same rows, same rollout, same eviction policy: nothing else reproduces the policy that was trained."""
+    words = "--seed 3 --min-completion-length 2 --eval-steps 1 --eval-rows 5 --eval-decode sampler snapkv:40+4"
+    words += " --prefill-chunk 16 --pyramid --budget 16 --eval-temperature 0.5 --sinks 2"
+    name, run = parse(train_words(*words.split()))
+    during = prepare(run).evaluator
+    assert during is not None
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(config_file.dump(name, run))
+    tokenizer = byte_tokenizer()
+    opened = OpenedModel(model, read_config(model, "float32"), tokenizer, tokenizer, (258,))
+
+    def evaluator(*more: str) -> Any:
+        return make_evaluator(read(["--run", str(tmp_path / "run"), *more]), Decoder(opened.config), opened, None)[0]
+
+    after = evaluator()
+    assert [row["prompt"] for row in after.task] == [row["prompt"] for row in during.task]
+    assert [way.name for way in after.config.decodes] == ["sampler", "snapkv-40-4"]
+    assert isinstance(after.config.decodes[0].policy, Pyramid) and after.config.seed == during.config.seed == 3
+    for mine, its in zip(after.config.decodes, during.config.decodes, strict=True):
+        assert mine.policy == its.policy and mine.rollout(after.config.rollout) == its.rollout(during.config.rollout)
+    assert evaluator("--seed", "4").task[0] != during.task[0]
+    # Flags override the run.
+    args = read(["--run", str(tmp_path / "run"), "--budget", "9", "--model", "other", "--json"])
+    assert (args.sampler.budget, args.sampler.buffer, args.model.model, args.command.json) == (9, 2, "other", True)
+
+
+@pytest.mark.parametrize(
+    ("more", "dataset", "source", "split"),
+    [
+        ("--dataset gsm8k --split train[:9]", "gsm8k", None, None),
+        ("--dataset gsm8k --dataset-source mine.jsonl", "gsm8k", "mine.jsonl", None),
+        ("--dataset gsm8k --eval-steps 1 --eval-source test.jsonl", "gsm8k", "test.jsonl", None),
+        ("--dataset owner/name --split train --eval-split test", "owner/name", None, "test"),
+        ("--dataset owner/name --split train", "owner/name", None, "train"),
+        ("--dataset a.jsonl --split train --eval-dataset b.jsonl", "b.jsonl", None, None),
+    ],
+)
+def test_rows_of_an_evaluation_are_those_that_the_run_names(more: str, dataset: str, source: Any, split: Any):
+    rows = evaluation_rows(parse(["grpo", "--model", "somewhere", *more.split()])[1])
+    assert (rows.dataset, rows.dataset_source, rows.split) == (dataset, source, split)
+
+
+def test_held_out_rows_of_another_task_are_graded_by_it(train_words: Words):
+    given = train_words("--eval-steps", "1", "--eval-dataset", "reasoning_gym:gcd", "--eval-rows", "2")
+    given = [word for word in given if word not in ("--dataset-parameters", "num_digits=3", "num_distractors=4")]
+    ready = prepare(parse(given)[1])
+    assert ready.loop.rewards is not None and ready.evaluator is not None and ready.evaluator.rewards is not None
+    assert ready.loop.rewards.logged_names == ("distractor_sort",)
+    assert ready.evaluator.rewards.logged_names == ("gcd",)
+
+
+def test_results_of_an_evaluation_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Three of four prompts have a reward: 1, 1 and 0."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rewards, lengths = np.array([[0.0], [1.0], [1.0], [np.nan]]), np.array([[250], [200], [256], [256]])
+    clipped = lengths == 256
+    results = [
+        Evaluated(name, rewards, lengths, clipped, [["text"]] * 4, 2_211_840, 5127.4)
+        for name in ("dense", "snapkv-512-128")
+    ]
+    print_results("rows.jsonl, model", results)
+    said = capsys.readouterr().out
+    assert "rows.jsonl, model: 4 prompts, 1 completion each" in said and max(map(len, said.splitlines())) <= 80
+    # Wilson's interval for 2 of 3.
+    for text in ("0.6667", "0.208..0.939", "240.5", "50%", "2.11 MiB", "5,127"):
+        assert said.count(text) == 2
+    assert "dense: mean and interval leave out completions without a reward, 1" in said

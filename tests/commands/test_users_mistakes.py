@@ -1,0 +1,255 @@
+"""What a user does wrong: each mistake ends a command in one box, before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+import shutil
+import sys
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from smd_jax.commands import config_file, console_scripts
+from smd_jax.commands.command_line import ALGORITHMS
+from smd_jax.commands.errors import FLAGS, LONGEST, print_box, with_flags
+from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.export import main as smd_export
+from smd_jax.commands.plot import main as smd_plot
+from smd_jax.commands.train import main
+from tests.command_errors import error_of
+from tests.commands.conftest import Words
+
+GOOD = "algorithm: grpo\nmodel: nowhere\ndataset: gsm8k\n"
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+OWN = """
+from dataclasses import dataclass
+
+import smd_jax as smd
+
+
+class Count:
+    def reset(self, row):
+        return "n = " + row["answer"]
+
+    def step(self, text):
+        return "", 1.0, True
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        # numbers
+        ("--seed -1", "expected --seed from 0 to 4294967295; got -1"),
+        ("--print-completions -1", "expected --print-completions from 0 to 16777216; got -1"),
+        ("--eval-rows 0", "expected --eval-rows from 1 to 16777216; got 0"),
+        ("--save-total-limit 0", "expected --save-total-limit from 1 to"),
+        ("--tensor 0", "expected --tensor from 1 to"),
+        ("--max-completion-length 5000", "2048 tokens together, the model's context; got"),
+        ("--top-entropy-quantile 0", "expected --top-entropy-quantile > 0"),
+        ("--stop ''", "expected stop strings of at least one character"),
+        ("--max-steps 0", "got 0"),
+        ("--learning-rate -1", "expected a finite learning_rate > 0; got -1.0"),
+        ("--temperature 0", "expected sampling at a temperature > 0"),
+        ("--mismatch-bound 0", "expected a bound > 0 nats"),
+        ("--num-generations 1", "group_size is --num-generations"),
+        ("--memory 1KiB", "expected at most 1.00 KiB on each device; got"),
+        ("--memory lots", "as in 80GiB; got 'lots'"),
+        ("--data-parallel 8 --fsdp 2", "sequence axis 1 and tensor axis 1; got 8"),
+        ("--num-prompts 3 --num-generations 3 --data-parallel 8", "prompts_per_step is --num-prompts"),
+        ("--data-parallel 4", "the number of devices; got 4"),
+        # names
+        ("--platform tpu", "expected JAX to run on 'tpu'"),
+        ("--model no/such/model", "expected a checkpoint directory in Hugging Face's format, or an id on the Hub"),
+        ("--model MODEL --model-revision v1", "expected no --model-revision with --model"),
+        ("--tokenizer-revision v1", "expected --tokenizer, an id on the Hub, with --tokenizer-revision 'v1'"),
+        ("--tokenizer ./nowhere", "--tokenizer: expected a"),
+        ("--dataset rows.jsonl --dataset-parameters", "expected a file or a folder at"),
+        ("--dataset FOLDER/prompts.jsonl --dataset-parameters", "Name one: --reward path/to/file.py:function"),
+        ("--dataset FOLDER/rows.jsonl --dataset-parameters --reward format", "prompt_column"),
+        ("--reward nonsense", "expected --reward as one of"),
+        ("--reward format --reward-weights 1 2", "expected 1 weights"),
+        ("--max-prompt-length 3", "expected a prompt of 1 to 3 tokens; got none"),
+        ("--chat-template-kwargs a", "expected --chat-template-kwargs as name=value; got 'a'"),
+        ("--chat-template-kwargs a={", "expected --chat-template-kwargs as name=value with YAML as value"),
+        ("--chat-template-kwargs tone=dry", "that the model's chat template reads; got ['tone']"),
+        ("--eval-steps 1 --eval-decode snapkv", "expected a budget of keys, as in snapkv:512"),
+        ("--eval-steps 1 --dataset gsm8k --eval-seed 0", "expected"),
+        ("--metric-for-best-model eval/dense/reward", "expected --eval-steps with --metric-for-best-model"),
+        ("--resume", "got none. To begin one, leave --resume out"),
+        # options that exclude each other
+        ("--rollouts-ahead 1 --lora-r 2", "expected whole parameters and one process with rollouts_ahead 1"),
+        ("--rollouts-ahead 1 --correction tis", "visibility is --correction"),
+        ("--microbatch 2 --pack-columns 600 --min-completion-length 2", "min_new_tokens is --"),
+        ("--loss-type cispo --epsilon 0.1", "expected only bounds of the loss 'cispo'"),
+        ("--share-prompts --microbatch 3", "a common divisor above 1; got 4 and 3"),
+        # policies
+        ("--eviction snapk", "expected one of the eviction policies dense, gate, h2o"),
+        ("--eviction snapkv(windo=16)", "unexpected keyword argument 'windo'"),
+        ("--eviction snapkv(window=20)", "protects); got 12"),
+        ("--eviction FOLDER/own.py:Missing", "expected 'Missing' in"),
+        ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
+        ("--eviction gate --distill none --pyramid", "expected no --pyramid with the policy 'gate'"),
+        ("--eviction gate --distill none --correction tis", "expected visibility 'shadow' with an eviction_coef"),
+        ("--eviction gate --distill none --gate-speed 0", "expected a finite gate_speed > 0"),
+        # environments
+        ("--environment FOLDER/own.py:Count", "expected --max-prompt-length with --environment"),
+        ("--environment FOLDER/own.py:Count --reward format", "expected no --reward with --environment"),
+        ("--environment nowhere.py:Count --max-prompt-length 64", "expected a file of Python code at"),
+        ("--environment FOLDER/own.py:Count --max-prompt-length 64 --rollouts-ahead 1", "expected rollouts_ahead 0"),
+        ("--contexts 2", "expected --contexts of at least 2 with --context-length"),
+        ("--contexts 2 --context-length 40", "expected --environment with --contexts"),
+    ],
+)
+def test_a_mistake_is_one_box(
+    more: str, said: str, train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "result": "2"}\n' * 2)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 + 1?"}\n' * 2)
+    (tmp_path / "own.py").write_text(OWN)
+    words = shlex.split(more.replace("FOLDER", str(tmp_path)).replace("MODEL", str(model)))
+    assert said in error_of(train_words(*words), capsys)
+    assert not (tmp_path / "run").exists(), "nothing is left of a run that could not begin"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "expected a YAML file; found none at"),
+        ("bugdet: 3", "expected an option of this command; got 'bugdet'"),
+        ("- budget", "expected options, one `name: value` a line"),
+        ("budget: [", "expected YAML; got"),
+        ("budget: {a: 1}", "expected a number, a text or a list of them in 'budget'"),
+        ("algorithm: ppo", "expected 'algorithm' as grpo; got 'ppo'"),
+        ("output_dir: null", "expected a value of 'output_dir'; got null"),
+        ("stop: [null]", "expected a number, a text or a list of them in 'stop'"),
+        ("output_dir: ~nosuchuser/x", "expected a path; got '~nosuchuser/x'"),
+        ("output_dir: " + "x" * 5000, "File name too long"),
+        ("output_dir: sweep[lr=1]", "expected a path without * ? ["),
+        ("num_prompts: 4000000000000", "expected --num-prompts from 0 to 16777216; got 4000000000000"),
+        (LAUGHS, "expected YAML without aliases; got *a"),
+        ("a: " + "[" * 5000 + "]" * 5000, "expected YAML of at most 20 levels"),
+        ("a: " + "x" * 6_000_000, "expected at most 131,072 characters; got 6,000,003 bytes"),
+        ("a: !!python/object:os.system x", "expected YAML; got"),
+        ("? [a]\n: b", "expected"),
+    ],
+)
+def test_a_wrong_file_is_one_box(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    words = ["grpo", "--model", "nowhere", "--dataset", "gsm8k", "--config", str(tmp_path / "run.yaml")]
+    message = error_of(words, capsys)
+    assert said in message and len(message) < LONGEST + 500
+
+
+@pytest.mark.parametrize("given", [[], ["--model", "m", "--dataset", "d"], ["dpo", "--model", "m"]])
+def test_a_command_line_without_an_algorithm(given: list[str], capsys: pytest.CaptureFixture[str]):
+    assert "expected an algorithm first, one of ['grpo', 'rloo', 'ppo', 'online-dpo']" in error_of(given, capsys)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "online-dpo"])
+def test_only_grpo_and_rloo_train_a_gate(algorithm: str, train_words: Words, capsys: pytest.CaptureFixture[str]):
+    more = ["--eviction", "gate", *(["--distill", "none"] if algorithm == "ppo" else [])]
+    assert "expected grpo or rloo with --eviction gate" in error_of(train_words(*more, algorithm=algorithm), capsys)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("x = 1\nraise RuntimeError('no key')", "it raised RuntimeError in line 2: no key"),
+        ("import sys\nsys.exit(3)", "it raised SystemExit in line 2: 3"),
+        ("def reward(completions, answr):\n    return []", "got ['answr'] among its parameters, which neither"),
+    ],
+)
+def test_a_file_that_is_no_reward(
+    code: str, said: str, train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "rewards.py").write_text(code)
+    assert said in error_of(train_words("--reward", f"{tmp_path}/rewards.py:reward"), capsys)
+
+
+def test_a_template_that_refuses_the_messages(
+    train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(model, tmp_path / "model")
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(refuses + "{{ messages[0]['content'] }}")
+    said = error_of(train_words("--model", f"{tmp_path}/model", "--system-prompt", "Add."), capsys)
+    assert "got those of ['system', 'user'], and it says: " in said and "System role not supported" in said
+
+
+@pytest.mark.slow
+def test_logits_that_are_not_finite(
+    train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(model, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    save_file(
+        tensors | {"model.norm.weight": np.full_like(tensors["model.norm.weight"], 3e38)},
+        tmp_path / "model" / "model.safetensors",
+    )
+    words = train_words("--model", f"{tmp_path}/model", "--distill", "none")
+    assert "expected finite logits in the sampler; got NaN or infinity in" in error_of(words, capsys)
+
+
+@pytest.mark.parametrize(("logger", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
+def test_a_logger_without_its_package(
+    logger: str, package: str, train_words: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"{package}, which is not installed" in error_of(train_words("--report-to", logger), capsys)
+
+
+def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(console_scripts, "find_spec", lambda name: None if name == "tyro" else there(name))
+    with pytest.raises(SystemExit) as end:
+        console_scripts.smd_train()
+    assert end.value.code == 2 and "the packages tyro; got none: pip install -e '.[train]'" in capsys.readouterr().err
+
+
+def test_mistakes_of_the_other_commands(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+    for command, words, said in (
+        (smd_eval, f"--run {tmp_path}", "expected a run with its config.yaml in"),
+        (smd_eval, f"--model {model} --dataset gsm8k --data-parallel 0", "expected --data-parallel from 1 to"),
+        (smd_export, f"{tmp_path} --out {tmp_path}/out", "expected a run with its config.yaml in"),
+        (smd_plot, f"{tmp_path} --out page.pdf", "expected --out to end in .html, .png or .svg"),
+    ):
+        assert said in error_of(words.split(), capsys, command)
+
+
+def test_ctrl_c_before_the_run_has_begun(
+    train_words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smd_jax.commands.prepare.open_model", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(train_words())
+    said = capsys.readouterr().err
+    assert end.value.code == 130 and "by Ctrl-C" in said and "Traceback" not in said
+
+
+def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):
+    said = with_flags("lower microbatch_size; expected max_new_tokens >= 1")
+    assert "microbatch_size is --microbatch" in said and "max_new_tokens is --max-completion-length" in said
+    assert with_flags("expected a GPU") == "expected a GPU"
+    print_box("error", "begin " + "x" * 5000 + " end")
+    said = re.sub(r"[\s│]", "", capsys.readouterr().err)
+    assert "beginx" in said and "xend" in said and len(said) < LONGEST + 500
+
+
+def test_every_option_is_one_flag():
+    names = [config_file.options_of(kind) for kind in ALGORITHMS.values()]
+    assert set(FLAGS.values()) <= {f"--{name.replace('_', '-')}" for options in names for name in options}
+    # Flags have no prefix of their group: two groups of an algorithm must not share a name.
+    for kind, options in zip(ALGORITHMS.values(), names, strict=True):
+        groups = typing.get_type_hints(kind).values()
+        assert len(options) == sum(len(dataclasses.fields(group)) for group in groups)
