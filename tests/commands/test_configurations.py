@@ -369,7 +369,7 @@ def check_names(error: Exception, values: Mapping[str, Any]) -> None:
             {"rollout.quant": QuantConfig(bits=4, group=2, value_group=3)},
             "expected a value_group that divides head_dim .*; got 3",
         ),
-        ("grpo", {"stop_strings": ("",)}, "expected stop strings of at least one character of Unicode; got ''"),
+        ("grpo", {"stop_strings": ("",)}, "expected stop strings of at least one character; got ''"),
         ("grpo", {"update.eviction_coef": 1.0}, r"expected an eviction policy that records its draws.*; got H2O\("),
         ("ppo", {"update.eviction_coef": 1.0}, "expected eviction_coef 0 with PPO, .*; got 1.0"),
         ("grpo", {"policy": LearnedGate()}, "expected parameters with 'eviction_gate', .*; got "),

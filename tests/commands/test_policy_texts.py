@@ -191,7 +191,8 @@ def test_a_run_with_a_policy_of_ones_own(
     (row,) = read_metrics(run / "metrics.jsonl")
     assert 0 < row["rollout/evicted_share"] < 1 and row["sampling/sampling_logp_difference/max"] < 1e-4
     names = {"sampler", "FadingH2O-half_life-16-8-2", "h2o-recent-0.25-8"}
-    assert {name.split("/")[1] for name in row if name.startswith("eval/")} == names
+    evaluated = read_metrics(run / "evaluations.jsonl")[-1]
+    assert {name.split("/")[1] for name in evaluated if name.startswith("eval/")} == names
     kept = yaml.safe_load((run / "config.yaml").read_text())
     assert (kept["eviction"], kept["eval_decode"][1]) == (f"{folder}/{own}", f"{folder}/{own}:8+2")
     # It goes on from anywhere, with the same policy and no other.

@@ -354,7 +354,7 @@ def test_what_does_not_go(tmp_path: Any):
     with pytest.raises(ValueError, match="expected a trajectory with recorded draws of evictions"):
         without = data.replace(trajectory=data.trajectory.replace(evictions=None))
         metrics_and_gradients(UpdateConfig(eviction_coef=1.0), data=without, model=MODEL, params=params)
-    with pytest.raises(ValueError, match=r"without a gate of evictions.*smd.eviction.drop_gate\(params\)"):
+    with pytest.raises(ValueError, match=r"without eviction_gate, .*: smd.eviction.drop_gate\(params\)"):
         save_checkpoint(tmp_path / "with", params, MODEL.config)
     assert LearnedGate(greedy=True).gate is None and Protect(LearnedGate(), sinks=1).gate is None
     assert H2O().gate is None and Random().gate is None

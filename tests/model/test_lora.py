@@ -288,7 +288,7 @@ def test_targets_that_a_model_lacks():
 
 
 def test_a_checkpoint_takes_merged_weights(tmp_path: Any):
-    with pytest.raises(ValueError, match=r"without adapters: smd\.model\.merge_lora.*smd\.model\.save_peft"):
+    with pytest.raises(ValueError, match=r"without lora, .*: smd\.model\.merge_lora.*smd\.model\.save_peft"):
         save_checkpoint(tmp_path / "export", drop_value_head(ADAPTED), MODEL.config)
     assert not (tmp_path / "export").exists()
 

@@ -72,4 +72,4 @@ def test_a_command_refuses_it_before_it_plans(flags: list[str], tmp_path: Path, 
     words = ["grpo", "--model", str(tmp_path / "model"), "--dataset", "reasoning_gym:chain_sum", "--dry-run"]
     words += ["--eval-steps", "1", "--output-dir", str(tmp_path / "run"), *flags]
     said = error_of(words, capsys)
-    assert f"expected {flags[0]} <= 4294967295, beyond which seeds repeat; got {flags[1]}" in said
+    assert f"expected {flags[0]} from 0 to 4294967295; got {flags[1]}" in said

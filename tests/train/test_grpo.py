@@ -397,6 +397,15 @@ def test_rollout_and_update_compile_once():
     assert (counts["rollout_program"], counts["update"]) == (1, 1)
 
 
+def test_a_step_depends_on_the_state_alone():
+    loop = new_loop(DISTILLED)
+    (one, first), (other, second) = (run(loop, new_state(), 2) for _ in range(2))
+    assert first == second
+    assert_bitwise_equal(one, other)
+    _, third = run(loop, new_state(seed=2), 2)
+    assert third != first
+
+
 def test_six_steps_equal_three_and_three(tmp_path):
     whole, rows = run(new_loop(DISTILLED), new_state(), 6)
     half, first = run(new_loop(DISTILLED), new_state(), 3)
