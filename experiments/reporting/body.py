@@ -45,10 +45,8 @@ SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 
 def commands(rows: Rows) -> str:
     names = {"room": "room and time", "dose.json": "lead by mismatch", "agents.json": "turns with a tool"}
     lines = [
-        [names[file], f"`python experiments/{file.removesuffix('.json')}.py`", link, hours(found)]
-        for file, link, found in (
-            (file, f"[`{file}`](experiments/results/{file})", found) for file, found in rows.items()
-        )
+        [names[file], f"`python experiments/{file.removesuffix('.json')}.py`", links(file, found), hours(found)]
+        for file, found in rows.items()
         if found
     ]
     return f"""## Commands and rows
@@ -58,3 +56,11 @@ Every row has its command, commit, CPU and date. The starts are stored. Those of
 
 {table(["study", "script", "rows", "cost"], lines)}
 """
+
+
+def links(file: str, rows: Sequence[Row]) -> str:
+    """Links to the files of the rows; a name without an ending is a folder with a file per task."""
+    files = (
+        [file] if file.endswith(".json") else [f"{file}/{task}.json" for task in sorted({row["task"] for row in rows})]
+    )
+    return ", ".join(f"[`{name}`](experiments/results/{name})" for name in files)
