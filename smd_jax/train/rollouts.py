@@ -198,6 +198,7 @@ class Rollouts:
             "config": config,
             "group_size": group_size // copies,
             "stop": self.stop_table,
+            "limits": None,
             "prompt_copies": copies,
         }
 
