@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -27,7 +28,8 @@ def run(command: str) -> None:
       SystemExit: with status 2 if packages are not installed or the current folder was removed; with status 1 if the
         command succeeded, but its output could not be written.
     """
-    output: Any = Output(sys.stdout or Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+    _open_standard_streams()
+    output: Any = Output(sys.stdout)
     sys.stdout = output
     status: int | str | None = 0
     try:
@@ -70,6 +72,38 @@ class Output:
         return getattr(self._stream, name)
 
 
+def _open_standard_streams() -> None:
+    """Opens the null device for each closed standard descriptor.
+
+    Otherwise the next opened file would get its number and receive the printed output.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+
+
+def set_home() -> None:
+    """Sets HOME to a temporary folder if the user has no home, as in containers with an arbitrary user id.
+
+    Without it, Hugging Face's packages would create a folder named `~` for their caches.
+    """
+    if os.path.expanduser("~") != "~":
+        return
+    folder = Path(tempfile.gettempdir()) / f"smd_jax-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        is_ours = folder.stat().st_uid == os.getuid() and not folder.is_symlink()
+    except OSError:
+        is_ours = False
+    os.environ["HOME"] = str(folder) if is_ours else tempfile.mkdtemp(prefix="smd_jax-")
+    print(f"expected a home folder; got none: caches are kept in {os.environ['HOME']}. Set HOME", file=sys.stderr)
+
+
 def _run(command: str) -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"smd_jax {version('smd_jax')}")
@@ -84,6 +118,7 @@ def _run(command: str) -> None:
         packages = ", ".join(missing)
         print(f"expected the packages {packages}; got none: pip install -e '.[train]'", file=sys.stderr)
         raise SystemExit(2)
+    set_home()
     import_module(f"smd_jax.commands.{command}").main()
 
 

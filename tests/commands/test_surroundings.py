@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from smd_jax.commands import compilation_cache
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.testing import tiny_model_config, write_random_checkpoint
+
+NO_ENTRY = "import pwd\ndef unknown(user): raise KeyError(user)\npwd.getpwuid = unknown\n"
 
 
 def script(name: str) -> list[str]:
@@ -56,6 +59,22 @@ def test_nothing_is_said_before_the_help():
     """By transformers, that there is no PyTorch."""
     done = subprocess.run([*script("smd_eval"), "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: smd-eval") and done.stderr == ""
+
+
+@pytest.mark.slow
+def test_without_a_home_caches_have_a_folder(tmp_path: Path):
+    """A container may run as a user without an entry in the system's list."""
+    python, option, code, *_ = script("smd_eval")
+    variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    variables |= {"TMPDIR": str(tmp_path)}
+    variables.pop("JAX_COMPILATION_CACHE_DIR", None)
+    words = [python, option, NO_ENTRY + code, "--model", "./nowhere", "--dataset", "gsm8k"]
+    done = subprocess.run(words, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    folder = tmp_path / f"smd_jax-{os.getuid()}"
+    assert done.returncode == 2 and f"got none: caches are kept in {folder}. Set HOME" in done.stderr
+    assert "--model: expected a checkpoint directory" in done.stderr and "Traceback" not in done.stderr
+    assert (folder / ".cache" / "smd_jax" / "programs").is_dir() and not (tmp_path / "~").exists()
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_without_a_writable_home_programs_are_not_kept(
