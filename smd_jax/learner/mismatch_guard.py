@@ -10,6 +10,7 @@ A mask that is wrong for one relevant key causes a difference of a tenth of a na
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -63,9 +64,29 @@ def default_bound(shape: ModelShape) -> float:
     return base + per_layer * shape.num_layers
 
 
-def first_difference(trajectory: Trajectory, logprobs: Float[Array, "batch R"], bound: float) -> str | None:
-    """Says where learner and sampler first differ by more than `bound`, and by how many nats; None without a
-    difference. All processes must call it and get the same result.
+class Difference(NamedTuple):
+    """Where sampler and learner first differ.
+
+    Attributes:
+      row: row of the batch.
+      column: column of the response.
+      position: position of the token in its own sequence, including the prompt.
+      nats: log p_learner - log p_sampler of that token.
+    """
+
+    row: int
+    column: int
+    position: int
+    nats: float
+
+    def __str__(self) -> str:
+        return f"first at row {self.row}, position {self.position} ({self.nats:+.3g} nats)"
+
+
+def first_difference(trajectory: Trajectory, logprobs: Float[Array, "batch R"], bound: float) -> Difference | None:
+    """The first token at which learner and sampler differ by more than `bound` nats; None without one.
+
+    All processes must call it and get the same result.
 
     Args:
       logprobs: the learner's, under the recorded mask and at the parameters that sampled the trajectory.
@@ -79,4 +100,4 @@ def first_difference(trajectory: Trajectory, logprobs: Float[Array, "batch R"], 
     column = int(np.argmax(apart.any(axis=0)))
     row = int(np.argmax(np.where(apart[:, column], np.abs(delta[:, column]), -1.0)))
     position = int(on_host(trajectory.positions)[row, trajectory.prompt_width + column])
-    return f"first at row {row}, position {position} ({delta[row, column]:+.3g} nats)"
+    return Difference(row, column, position, float(delta[row, column]))

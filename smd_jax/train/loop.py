@@ -38,6 +38,7 @@ from smd_jax.devices.sharding import (
 from smd_jax.learner.forward import ReplayFunction
 from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, first_difference
 from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.learner.wrong_head import find_wrong_head
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import LanguageModel, Params
@@ -318,7 +319,11 @@ class Loop:
             # Metrics are the same in all processes, so all of them come here.
             with jax.set_mesh(self.mesh):
                 logprobs = self.learner.replay(params, samples.trajectory)
-                where = first_difference(samples.trajectory, logprobs, bound)
+                difference = first_difference(samples.trajectory, logprobs, bound)
+                where = None
+                if difference is not None:
+                    policy = self.policy_params(params)
+                    where = f"{difference}; {find_wrong_head(self.model, policy, samples.trajectory, difference)}"
             raise mismatch_error(index, samples, metrics, state, bound, where)
         skipped = metrics.get("update/skipped", 0.0) > 0
         self._counters.skipped_in_a_row = self._counters.skipped_in_a_row + 1 if skipped else 0

@@ -178,7 +178,8 @@ def test_where_sampler_and_learner_part_is_said_in_every_process(found: dict[int
     column, padding = own[own > 0].min(), np.argmax(wrong["valid"][joined.WRONG_ROW])
     assert said[0].startswith("RefusedRolloutError: rollout 0: expected sampler and learner within 0.00054 nats")
     assert f"first at row {joined.WRONG_ROW}, position {column - padding} (" in said[0]
-    assert f" nats). The rollout is in {run / 'refused_0.safetensors'}" in said[0]
+    assert f"likeliest layer {joined.WRONG_LAYER}, KV head {joined.WRONG_HEAD}: " in said[0]
+    assert f"where it evicts a query earlier. The rollout is in {run / 'refused_0.safetensors'}" in said[0]
 
 
 def test_a_refused_rollout_that_cannot_be_written_ends_all(found: dict[int, Found]):

@@ -24,6 +24,7 @@ from smd_jax.learner.forward import make_replay
 from smd_jax.learner.mismatch_guard import MismatchGuard, default_bound, first_difference
 from smd_jax.learner.state import init_state
 from smd_jax.learner.step import take_step
+from smd_jax.learner.wrong_head import find_wrong_head
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
@@ -136,11 +137,14 @@ def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
     own[(own > 0) & (own < NEVER)] += 1
 
 
-@pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2}])
-def test_the_first_difference_is_found(sampled, axes):
+@pytest.mark.parametrize(
+    ("axes", "layer", "head"),
+    [({}, 0, 0), ({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2}, 1, 0), ({"data": 2, "sequence": 2}, 1, 1)],
+)
+def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer, head):
     """Of a mask that is one query late in one head; also where weights and columns are split."""
     params, trajectory = sampled
-    wrong = with_mask(trajectory, lambda x: one_late(x, 1, 0))
+    wrong = with_mask(trajectory, lambda x: one_late(x, layer, head))
     delta = np.where(trajectory.response_mask, REPLAY(params, wrong) - trajectory.logprobs, 0.0)
     first = int(np.argmax((np.abs(delta) > 1e-4).any(axis=0)))
     row = int(np.argmax(np.abs(delta[:, first])))
@@ -148,9 +152,26 @@ def test_the_first_difference_is_found(sampled, axes):
     with jax.set_mesh(mesh):
         split, right, wrong = shard_tree(params, mesh), shard_batch(trajectory, mesh), shard_batch(wrong, mesh)
         assert first_difference(right, REPLAY(split, right), 1e-4) is None
-        said = first_difference(wrong, REPLAY(split, wrong), 1e-4)
+        found = first_difference(wrong, REPLAY(split, wrong), 1e-4)
+        assert found is not None
+        said = find_wrong_head(MODEL, split, wrong, found)
     # The 8 columns of the prompt have as much padding as the row's number.
-    assert said == f"first at row {row}, position {8 + first - row} ({delta[row, first]:+.3g} nats)"
+    assert found == (row, first, 8 + first - row, pytest.approx(delta[row, first], abs=1e-5))
+    assert str(found) == f"first at row {row}, position {8 + first - row} ({found.nats:+.3g} nats)"
+    left = re.fullmatch(
+        rf"likeliest layer {layer}, KV head {head}: (.*) nats are left where it evicts a query earlier", said
+    )
+    assert left is not None and float(left[1]) < 1e-5, said
+
+
+def test_other_parameters_are_no_wrong_head(sampled):
+    params, trajectory = sampled
+    moved = jax.tree.map(lambda x: x * 1.5, params)
+    found = first_difference(trajectory, REPLAY(moved, trajectory), 1e-4)
+    assert found is not None
+    assert find_wrong_head(MODEL, moved, trajectory, found).startswith(
+        "no mask of a single head explains it: other par"
+    )
 
 
 # --- a run
