@@ -162,7 +162,7 @@ def killed_and_moved(folder: Path, rng: random.Random) -> Iterator[Outcome]:
             # Each takes two rollouts that stay: at the fourth line the save after them is whole.
             seen = lines_until(running, "rollout", 4)
             if number > 0:
-                said = any(line.startswith("resumed elsewhere") and "mesh" in line for line in seen)
+                said = any(line.startswith("resumed with another setting, machine.mesh") for line in seen)
                 outcomes[-1] = outcomes[-1]._replace(survived=outcomes[-1].survived and said)
             if sizes == MESHES[-1]:
                 running.wait()
