@@ -284,8 +284,3 @@ def make_evaluator(
 def evaluated(evaluator: Evaluator | LookupEvaluator, params: Any) -> dict[str, float]:
     """Decoding -> mean reward."""
     return {result.name: result.reward for result in evaluator.run(params)}
-
-
-def of_pilot(job: Job, seed: int) -> Job:
-    """The same job as a pilot on another seed."""
-    return replace(job, seed=seed, pilot=True)
