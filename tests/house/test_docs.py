@@ -30,7 +30,7 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LANGUAGES = {"python", "console", "text"}  # of these only Python is run
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PATH = re.compile(r"\b(?:smd_jax|kernels|experiments|tests|docs|\.ci)/[\w./-]*\w")
+PATH = re.compile(r"(?<!/)\b(?:smd_jax|kernels|experiments|tests|docs|\.ci)/[\w./-]*\w")
 NAME = re.compile(r"\bsmd(?:_jax)?((?:\.[A-Za-z_]\w*)+)")
 
 # What `mkdocs build` makes of the docstrings: these pages are in no folder.
