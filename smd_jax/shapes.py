@@ -5,10 +5,11 @@ Like `chex.assert_shape`; importing chex would add a third to this library's imp
 
 from __future__ import annotations
 
+import numpy as np
 from jaxtyping import Array
 
 
-def check_shape(name: str, array: Array | None, *shapes: tuple[int | str, ...]) -> None:
+def check_shape(name: str, array: Array | np.ndarray | None, *shapes: tuple[int | str, ...]) -> None:
     """Checks that an array has one of the shapes; None, an absent optional array, passes.
 
     Args:
@@ -16,8 +17,11 @@ def check_shape(name: str, array: Array | None, *shapes: tuple[int | str, ...]) 
       shapes: an axis is its size, or a word such as "batch" for any size.
 
     Raises:
+      TypeError: for lists and other objects that are no arrays.
       ValueError: if the array has another rank or other sizes.
     """
+    if array is not None and not hasattr(array, "shape"):
+        raise TypeError(f"expected {name} as an array, as jnp.asarray gives; got {type(array).__name__}")
     if array is None or any(_fits(array.shape, shape) for shape in shapes):
         return
     expected = " or ".join(_written(shape) for shape in shapes)

@@ -19,7 +19,7 @@ def check_types(config: Any) -> None:
     accept any value. Whole numbers count as floats, and NumPy's numbers as numbers; True and False are no numbers.
 
     Raises:
-      TypeError: a value that the annotation does not allow; names the field.
+      TypeError: a value that the annotation does not allow, or with settings that are no fields; names the field.
       ValueError: a text that is none of the choices of a Literal.
     """
     for name in field_types(type(config)):
@@ -37,6 +37,28 @@ def check_type(kind: type, name: str, value: Any) -> None:
     elif not _fits(value, hint):
         raise TypeError(
             f"expected {name} of {kind.__name__} to be {_written(hint)}; got {value!r}, {type(value).__name__}"
+        )
+    for item in value if isinstance(value, tuple) else (value,):
+        if dataclasses.is_dataclass(item):
+            check_settings(item)
+
+
+def check_settings(part: Any) -> None:
+    """Raises TypeError for attributes of a dataclass object that are not among its fields.
+
+    Equality and hash read the fields only. Two policies that differ in such an attribute would be equal and share the
+    compiled program of the first.
+    """
+    fields = {field.name for field in dataclasses.fields(part)}
+    others = [
+        name
+        for name in getattr(part, "__dict__", {})
+        if name not in fields and not isinstance(getattr(type(part), name, None), functools.cached_property)
+    ]
+    if others:
+        raise TypeError(
+            f"expected {type(part).__name__} to be a frozen dataclass, with @dataclass(frozen=True), whose fields are "
+            f"its settings; got attributes that are no fields: {', '.join(others)}"
         )
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
-from smd_jax.eviction.base import CacheView, EvictionPolicy
+from smd_jax.eviction.base import CacheView, EvictionPolicy, at_least_float32
 from smd_jax.message.draws import STAYED, ordered_logprob
 from smd_jax.message.gate import Gate
 from smd_jax.message.quantization import Parity
@@ -172,8 +172,7 @@ class Compression:
         if self.policy.evicts:
             seen = self._within_window(cache, progress)
             view = self._view(seen, progress, number, own)
-            scores = self.policy.score(view)
-            _check_scores(self.policy, scores, view)
+            scores = self._scores(view)
             kept, evicted = kv_cache.select(scores, seen.valid, self.budget)
             if self.policy.gate is not None:
                 evicted = _lowest_first(scores, seen.valid, evicted)
@@ -185,6 +184,12 @@ class Compression:
         # Before eviction: a group's range covers all its columns, evicted or not, as in the learner.
         cache, parity = self._quantize(cache, progress)
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
+
+    def _scores(self, view: CacheView) -> Float[Array, "rows kv_heads slots"]:
+        """The policy's scores; those of a user's policy may be whole numbers or booleans."""
+        scores = self.policy.score(view)
+        _check_scores(self.policy, scores, view)
+        return scores if jnp.issubdtype(scores.dtype, jnp.floating) else at_least_float32(scores)
 
     def _within_window(self, cache: LayerCache, progress: RowProgress) -> LayerCache:
         """Marks slots outside the sliding window as empty, so that they are dropped first. They need no record: see

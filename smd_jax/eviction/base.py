@@ -19,6 +19,7 @@ from smd_jax.eviction.statistics import State, Statistic
 from smd_jax.message.gate import Gate
 from smd_jax.message.spans import TokenSpans
 from smd_jax.pytrees import any_leaves
+from smd_jax.typed_fields import check_settings
 
 
 @any_leaves
@@ -115,8 +116,7 @@ class EvictionPolicy:
 
 
 def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
-    """Raises ValueError if a layer cannot hold the keys that `policy` protects, TypeError unless it is a policy."""
-    check_policy(policy)
+    """Raises ValueError if a layer cannot hold the keys that `policy` protects."""
     # Per layer, because budgets may differ between layers, and a policy may protect a share of them.
     for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
         needed = max(policy.protected(size), 1)
@@ -128,10 +128,18 @@ def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Raises TypeError unless the object is an eviction policy; a class is not."""
+    """Raises TypeError unless the object is an eviction policy by which programs can be cached; a class is not."""
     if not isinstance(policy, EvictionPolicy):
         hint = f": {policy.__name__}()?" if isinstance(policy, type) else ""
         raise TypeError(f"expected an eviction policy, an instance of an EvictionPolicy; got {policy!r}{hint}")
+    check_settings(policy)
+    try:
+        hash(policy)
+    except TypeError as error:
+        raise TypeError(
+            f"expected a hashable eviction policy, because programs are compiled once per policy; got {policy!r}: "
+            f"{error}. Use numbers, texts and tuples as fields"
+        ) from error
 
 
 def check_at_least(policy: EvictionPolicy, field: str, value: float | int, least: int) -> None:
@@ -161,6 +169,6 @@ def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
     return jnp.where(protected, jnp.inf, scores)
 
 
-def at_least_float32(x: Float[Array, ...]) -> Float[Array, ...]:
+def at_least_float32(x: Float[Array, ...] | Int[Array, ...] | Bool[Array, ...]) -> Float[Array, ...]:
     """The same numbers in float32 or wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

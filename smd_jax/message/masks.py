@@ -28,10 +28,13 @@ from jaxtyping import Array, Bool, Int
 
 from smd_jax.message.quantization import QuantizedReplay
 from smd_jax.pytrees import any_leaves
+from smd_jax.shapes import check_shape
 from smd_kernels.reference import interval_mask
 from smd_kernels.segments import Segments as Segments
 
 NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
+
+EVICTED_AT = ("batch", "layers", "kv_heads", "keys")
 
 
 @any_leaves
@@ -71,6 +74,7 @@ class ShadowMask(struct.PyTreeNode):
 
     def layer(self, index: int) -> KeyInterval:
         """The mask of one layer."""
+        check_shape("evicted_at", self.evicted_at, EVICTED_AT)
         # A single entry is shared by all layers.
         segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
         quantized = None if self.quantized is None else self.quantized.layer(index)
@@ -100,6 +104,7 @@ class ShadowMask(struct.PyTreeNode):
 
     def to_boolean(self) -> Bool[Array, "batch layers kv_heads keys keys"]:
         """The explicit mask, `[batch, layers, kv_heads, queries, keys]`: T² bytes per layer and head."""
+        check_shape("evicted_at", self.evicted_at, EVICTED_AT)
         batch, layers, kv_heads, keys = self.evicted_at.shape
         flat = KeyInterval(self.evicted_at.reshape(batch * layers, kv_heads, keys)).to_boolean()
         return flat.reshape(batch, layers, kv_heads, keys, keys)
@@ -113,6 +118,7 @@ class ShadowMask(struct.PyTreeNode):
             must stay boolean.
         """
         visible = np.asarray(mask)
+        check_shape("mask", visible, ("batch", "layers", "kv_heads", "queries", "keys"))
         queries, keys = visible.shape[-2:]
         if queries != keys:
             raise ValueError(f"expected as many queries as keys; got {queries} queries and {keys} keys")

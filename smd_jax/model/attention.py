@@ -26,10 +26,12 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.devices.sharding import over_heads, split_heads
-from smd_jax.message.masks import KeyInterval, LayerMask, to_visible
+from smd_jax.message.masks import KeyInterval, LayerMask, ShadowMask, to_visible
+from smd_jax.shapes import check_shape
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
 from smd_kernels.codes import Codes
@@ -96,8 +98,11 @@ def attend(
     Inside your own `jax.shard_map` they need `check_vma=False`.
 
     Raises:
-      ValueError: for an unknown implementation, or one that cannot run these inputs, with the reason.
+      TypeError: for a mask of all layers, or none.
+      ValueError: for arrays whose shapes do not fit together; for an unknown implementation, or one that cannot run
+        these inputs, with the reason.
     """
+    _check_arrays(q, k, v, mask)
     if impl is None:
         impl = best(q, k, mask, softcap)
     if (reason := why_not(impl, q, k, mask, softcap)) is not None:
@@ -134,10 +139,41 @@ def attend(
     )
 
 
+def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
+    """Raises TypeError for a mask that is not one layer's, and ValueError for shapes that do not fit together."""
+    check_shape("q", q, ("batch", "heads", "queries", "head_dim"))
+    batch, heads, queries, head_dim = q.shape
+    check_shape("k", k, (batch, "kv_heads", "keys", head_dim))
+    kv_heads, keys = k.shape[1:3]
+    check_shape("v", v, k.shape)
+    if heads % kv_heads:
+        raise ValueError(f"expected heads of q to be a multiple of the {kv_heads} KV heads of k; got {heads}")
+    if isinstance(mask, ShadowMask):
+        raise TypeError("expected the mask of one layer, mask.layer(index); got a ShadowMask, which has all layers")
+    if isinstance(mask, KeyInterval):
+        if not queries == keys == mask.evicted_at.shape[-1]:
+            got = f"{queries} queries, {keys} keys and a mask of {mask.evicted_at.shape[-1]}"
+            raise ValueError(f"expected as many queries as keys and intervals; got {got}")
+        name, got, wanted = "mask.evicted_at", mask.evicted_at.shape, (batch, kv_heads, keys)
+    elif isinstance(mask, jax.Array | np.ndarray):
+        name, got, wanted = "mask", mask.shape, (batch, kv_heads, queries, keys)
+    else:
+        raise TypeError(
+            f"expected the mask as a KeyInterval or as booleans; got {type(mask).__name__}. Without evictions: "
+            "dense_mask(valid).layer(0)"
+        )
+    fits = len(got) == len(wanted) and all(size in (1, full) for size, full in zip(got[:2], wanted[:2], strict=True))
+    if not fits or got[2:] != wanted[2:]:
+        raise ValueError(
+            f"expected {name} of shape {list(wanted)} for {queries} queries of {heads} heads and {keys} keys of "
+            f"{kv_heads} KV heads, where the first two axes may be 1; got {list(got)}"
+        )
+
+
 def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> Implementation:
     """The implementation for `impl=None`. Warns once if the device's kernel does not support the soft cap."""
     # Only interval masks allow skipping tiles; any other mask is read as a whole.
-    if not isinstance(mask, KeyInterval) or why_not("interval", q, k, mask) is not None:
+    if not isinstance(mask, KeyInterval):
         return "xla"
     for impl in ("mosaic_gpu", "mosaic_tpu"):
         reason = why_not(impl, q, k, mask, softcap)
@@ -156,9 +192,6 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask, softcap: float | Non
         return None
     if not isinstance(mask, KeyInterval):
         return "expected a mask in interval form (ShadowMask, KeyInterval); got booleans"
-    if not q.shape[2] == k.shape[2] == mask.evicted_at.shape[-1]:
-        got = f"{q.shape[2]} queries, {k.shape[2]} keys and a mask of {mask.evicted_at.shape[-1]}"
-        return f"expected as many queries as keys and intervals; got {got}"
     if impl == "segments":
         return "expected a mask that says where its segments are; got none" if mask.segments is None else None
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from smd_jax.cache.quantized import slot_bytes, table_bytes
 from smd_jax.config import ModelConfig, check_whole
-from smd_jax.eviction.base import EvictionPolicy, check_budget
+from smd_jax.eviction.base import EvictionPolicy, check_budget, check_policy
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.protocol import ModelShape
@@ -80,6 +80,7 @@ def plan(
     policy: EvictionPolicy, config: RolloutConfig, num_layers: int, prompt_width: int
 ) -> tuple[tuple[int, ...], int]:
     """Keys kept per layer, and buffer slots. A policy that never evicts gets a slot for every token."""
+    check_policy(policy)
     if policy.evicts:
         check_budget(policy, config.budget, num_layers)
         return policy.layer_budgets(config.budget, num_layers), config.buffer

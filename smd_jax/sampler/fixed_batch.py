@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
 from smd_jax.devices.sharding import gathered_tree
-from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.base import EvictionPolicy, check_policy
 from smd_jax.message.trajectory import Trajectory, check_finite
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
@@ -31,7 +31,7 @@ from smd_jax.sampler.records import no_records, segment_count, to_trajectory
 from smd_jax.sampler.seats import SamplerState, begin
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
-from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
+from smd_jax.text.prompts import PromptBatch, check_prompt_batch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 
 
@@ -64,6 +64,8 @@ def rollout(
         group: random policies evict the same keys of each copy. Static.
 
     Raises:
+      TypeError: for a policy that is no EvictionPolicy, cannot be hashed or has settings that are no fields; for
+        prompts that are no PromptBatch of whole numbers and booleans.
       ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
         for prompts that are empty, not left-padded or hold ids outside of the vocabulary, and limits outside
         1 … max_new_tokens; for a group_size below 1, stop strings of another vocabulary, and keys that are not
@@ -73,6 +75,9 @@ def rollout(
 
     Inside a jitted function the values of prompts, limits and logits are not checked.
     """
+    # Before jit, which hashes the policy.
+    check_policy(policy)
+    check_prompt_batch(prompts)
     check_whole("group_size", group_size, 1)
     check_whole("prompt_copies", prompt_copies, 1)
     if prompts.tokens.shape[0] % prompt_copies:

@@ -88,7 +88,11 @@ def encode_prompts(
     Raises:
       ValueError: no prompts; an empty prompt or one that is too long (naming its row); `width` outside the context; a
         tokenizer without a pad token.
+      TypeError: one text in place of a list.
     """
+    if isinstance(texts, str):
+        # A text is a sequence of texts, one for each character.
+        raise TypeError(f"expected a list of texts; got one text, {texts[:80]!r}")
     pad = pad_token_id(tokenizer)
     rows = [encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
     longest, reason = (max_positions, "the model's context") if width is None else (width, "the width of the batch")
@@ -122,13 +126,27 @@ def wants_special_tokens(tokenizer: Tokenizer) -> bool:
     return tokenizer.chat_template is None
 
 
+def check_prompt_batch(prompts: object) -> None:
+    """Raises TypeError unless the object is a PromptBatch of whole numbers and booleans, also under a trace."""
+    if not isinstance(prompts, PromptBatch):
+        raise TypeError(f"expected prompts as a PromptBatch, as encode_prompts gives; got {type(prompts).__name__}")
+    tokens, valid = jnp.result_type(prompts.tokens), jnp.result_type(prompts.valid)
+    if not jnp.issubdtype(tokens, jnp.integer) or valid != jnp.bool_:
+        raise TypeError(
+            f"expected tokens of whole numbers, and valid of booleans; got {tokens} and {valid}. For a transformers "
+            "batch: valid=attention_mask.astype(bool)"
+        )
+
+
 def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
-    """Raises ValueError for prompts that `encode_prompts` would not make. Reads the values of this process's rows.
+    """Raises ValueError for prompts that `encode_prompts` would not make, and TypeError as `check_prompt_batch`. Reads
+    the values of this process's rows.
 
     A row must end in the last column and have no padding inside, because responses begin after the last column. All
     ids, also of the padding, must be in the vocabulary: a lookup outside of the embedding gives NaN, or another token's
     row for negative ids, and a NaN spreads even from a key without weight.
     """
+    check_prompt_batch(prompts)
     if prompts.valid.ndim != 2 or prompts.valid.shape != prompts.tokens.shape or not prompts.valid.size:
         raise ValueError(
             "expected tokens and valid of one shape [prompts, width], with at least one prompt; got "

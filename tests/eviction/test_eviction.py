@@ -405,15 +405,63 @@ def test_missing_statistics_are_named():
         Dense().score(bare)
 
 
-def test_a_class_in_place_of_a_policy():
-    with pytest.raises(TypeError, match=r"expected an eviction policy, an instance.*H2O'>: H2O\(\)\?"):
-        check_policy(H2O)
+class Undecorated(EvictionPolicy):
+    """Equal to every other object of its class, because `sign` is no field."""
+
+    def __init__(self, sign: int):
+        self.sign = sign
+
+
+@dataclass(frozen=True)
+class HoldsAnArray(EvictionPolicy):
+    weights: Any
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (H2O, r"expected an eviction policy, an instance.*H2O'>: H2O\(\)\?"),
+        ("h2o", "expected an eviction policy, an instance of an EvictionPolicy; got 'h2o'"),
+        (Undecorated(1), "expected Undecorated to be a frozen dataclass.*got attributes that are no fields: sign"),
+        (HoldsAnArray(np.ones(2)), "expected a hashable eviction policy.*got HoldsAnArray.*unhashable type"),
+    ],
+)
+def test_what_is_no_policy(given: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        check_policy(given)
+
+
+def test_policies_that_are_equal_and_differ_are_refused():
+    """The second one would run the program of the first."""
+    assert Undecorated(1) == Undecorated(-1)
+    with pytest.raises(TypeError, match="attributes that are no fields: sign"):
+        run_one_layer(Undecorated(1), 9, 3)
+    with pytest.raises(TypeError, match="attributes that are no fields: sign"):
+        Engine(Decoder(ONE_LAYER), Undecorated(1), RolloutConfig(4, 4, 2), decode_rows=2)
 
 
 @dataclass(frozen=True)
 class ForgetsHeads(EvictionPolicy):
     def score(self, view: CacheView) -> Any:
         return view.positions[:, 0].astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Newest(EvictionPolicy):
+    def score(self, view: CacheView) -> Any:
+        return view.positions
+
+
+@dataclass(frozen=True)
+class Even(EvictionPolicy):
+    def score(self, view: CacheView) -> Any:
+        return view.positions % 2 == 0
+
+
+def test_scores_may_be_whole_numbers_or_booleans():
+    newest, recent = (eviction_times(run_one_layer(policy, 9, 3).trajectory) for policy in (Newest(), Recent()))
+    np.testing.assert_array_equal(newest, recent)
+    assert (eviction_times(run_one_layer(Even(), 9, 3).trajectory) != newest).any()
 
 
 def test_scores_of_another_shape_are_named():

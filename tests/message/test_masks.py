@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,6 +126,17 @@ def test_one_wrong_entry_is_refused(evicted_at: np.ndarray, b: int, layer: int, 
 def test_queries_and_keys_must_be_as_many():
     with pytest.raises(ValueError, match="as many queries as keys; got 2 queries and 3 keys"):
         compressed(np.ones((2, 3), bool))
+
+
+def test_masks_of_another_rank_are_named():
+    """A mask of one layer, or of one head."""
+    flat: Any = ShadowMask(jnp.ones((2, 5), jnp.int32))
+    for use in (flat.to_boolean, lambda: flat.layer(0)):
+        with pytest.raises(ValueError, match=r"evicted_at of shape \[batch, layers, kv_heads, keys\]; got \[2, 5"):
+            use()
+    ask: Any = inspect.unwrap(ShadowMask.from_boolean)
+    with pytest.raises(ValueError, match=r"mask of shape \[batch, layers, kv_heads, queries, keys\]; got \[5, 5"):
+        ask(ShadowMask, np.tril(np.ones((5, 5), bool)))
 
 
 def test_shared_layers_and_heads():

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from smd_jax.devices.sharding import make_mesh
-from smd_jax.message.masks import NEVER, KeyInterval, Segments
+from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask
 from smd_jax.model import attention
 from smd_jax.model.attention import attend, best, decode, pays, why_not
 from smd_jax.testing import random_evictions
@@ -319,6 +319,27 @@ def test_a_named_implementation_that_cannot_run_says_why(impl: Any, mask: Any, r
     q, k = shaped(9)
     with pytest.raises(ValueError, match=re.escape(reason)):
         attend(q, k, k, mask, impl)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.ones((2, 9, 8))}, "expected q of shape [batch, heads, queries, head_dim]; got [2, 9, 8]"),
+        ({"k": jnp.ones((1, 2, 9, 4))}, "expected k of shape [1, kv_heads, keys, 8]; got [1, 2, 9, 4]"),
+        ({"v": jnp.ones((1, 2, 7, 8))}, "expected v of shape [1, 2, 9, 8]; got [1, 2, 7, 8]"),
+        ({"q": jnp.ones((1, 3, 9, 8))}, "expected heads of q to be a multiple of the 2 KV heads of k; got 3"),
+        ({"mask": ShadowMask(jnp.ones((1, 1, 1, 9), jnp.int32))}, "expected the mask of one layer, mask.layer(index)"),
+        ({"mask": None}, "expected the mask as a KeyInterval or as booleans; got NoneType"),
+        ({"mask": jnp.ones((9, 9), bool)}, "expected mask of shape [1, 2, 9, 9] for 9 queries of 4 heads and 9 keys"),
+        ({"mask": jnp.ones((1, 4, 9, 9), bool)}, "where the first two axes may be 1; got [1, 4, 9, 9]"),
+        ({"mask": KeyInterval(jnp.ones((3, 2, 9), jnp.int32))}, "expected mask.evicted_at of shape [1, 2, 9] for 9"),
+    ],
+)
+def test_arrays_that_do_not_fit_together(change: dict[str, Any], message: str):
+    ask: Any = inspect.unwrap(attend)
+    arrays = {"q": jnp.ones((1, 4, 9, 8)), "k": jnp.ones((1, 2, 9, 8)), "v": jnp.ones((1, 2, 9, 8))}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        ask(**{**arrays, "mask": interval(9), **change})
 
 
 def test_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch):

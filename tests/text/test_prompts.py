@@ -1,5 +1,7 @@
 """Left padding, groups, decoding by mask, and the errors of prompts and vocabularies."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from tokenizers import processors
 from smd_jax.tasks.task import prompt_length
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.prompts import (
+    PromptBatch,
     Tokenizer,
+    check_prompt_batch,
     check_vocabulary,
     decode_completions,
     encode_prompt,
@@ -110,6 +114,28 @@ def test_decoding_is_cut_by_the_mask_and_skips_special_tokens():
 def test_bad_prompts(texts, options, message):
     with pytest.raises(ValueError, match=message):
         encode_prompts(TOKENIZER, texts, **options)
+
+
+def test_one_text_is_no_list_of_texts():
+    """Its characters would be the prompts."""
+    with pytest.raises(TypeError, match="expected a list of texts; got one text, 'abc'"):
+        encode_prompts(TOKENIZER, "abc")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1, 2]], "expected prompts as a PromptBatch, as encode_prompts gives; got list"),
+        (PromptBatch(jnp.ones((1, 2)), jnp.ones((1, 2), bool)), "got float32 and bool"),
+        (
+            PromptBatch(jnp.ones((1, 2), int), jnp.ones((1, 2), int)),
+            r"got int32 and int32.*attention_mask.astype\(bool",
+        ),
+    ],
+)
+def test_other_objects_are_no_prompts(prompts: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        check_prompt_batch(prompts)
 
 
 def test_a_missing_pad_token_is_named():
