@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 
@@ -140,10 +141,12 @@ def loss_config(args: LossArgs, reference: ReferenceArgs) -> LossConfig:
     """
     bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
-    try:
-        loss = LOSSES[args.loss_type](**given)
-    except TypeError as error:
-        raise ValueError(f"expected only bounds of the loss {args.loss_type!r}; got {given}: {error}") from error
+    make = LOSSES[args.loss_type]
+    bounds_of_loss = [name for name in bounds if name in inspect.signature(make).parameters]
+    others = [name for name in given if name not in bounds_of_loss]
+    if others:
+        raise ValueError(f"expected bounds of the loss {args.loss_type!r}, among {bounds_of_loss}; got {others}")
+    loss = make(**given)
     return replace(
         loss,
         beta=reference.beta,

@@ -24,6 +24,7 @@ import yaml
 
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import full_path
+from smd_jax.text.near_names import did_you_mean
 from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
@@ -141,13 +142,19 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
     kinds = options_of(arguments)
     for name, value in options.items():
         if name not in kinds:
-            raise UserError(f"{where}: expected an option of this command; got {name[:200]!r}")
+            near = did_you_mean(name, kinds)
+            raise UserError(f"{where}: expected an option of this command; got {name[:200]!r}{near}")
         flag, metadata = f"--{name.replace('_', '-')}", getattr(kinds[name], "__metadata__", ())
         kind = kinds[name].__origin__ if metadata else kinds[name]
         if value is None and type(None) not in typing.get_args(kind):
             raise UserError(f"{where}: expected a value of {name!r}; got null")
         if isinstance(value, dict) and name in NAMED_VALUES:
             value = [f"{key}={json.dumps(item)}" for key, item in value.items()]
+        if isinstance(value, bool) != (kind is bool):
+            wanted = "true or false" if kind is bool else "a number or a text"
+            raise UserError(f"{where}: expected {wanted} in {name!r}; got {str(value)[:80]!r}")
+        if isinstance(value, list) and typing.get_origin(kind) is not tuple:
+            raise UserError(f"{where}: expected one value in {name!r}; got a list, {str(value)[:80]}")
         if isinstance(value, bool):
             yield flag if value else f"--no-{flag.removeprefix('--')}"
             continue

@@ -34,6 +34,7 @@ FLAGS: Mapping[str, str] = {
     "sequence axis": "--sequence",
     "steps of at least": "--max-steps",
     "another directory": "--output-dir",
+    "resume=True": "--resume",
     "visibility": "--correction",
     "max_failed": "--max-failed-rewards",
     "seconds=None": "--reward-timeout",

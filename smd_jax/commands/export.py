@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +49,7 @@ class Args:
     """Exports the model of a checkpoint."""
 
     run: tyro.conf.Positional[Path]  # directory of the run
+    model: str | None = None  # base model of the run, if it has moved; None: as in the run's config.yaml
     out: Path  # directory to write; an existing one may hold only an older export
     step: int | None = None  # checkpoint after this many rollouts; None is the newest
     best: bool = False  # the checkpoint with the best metric
@@ -74,7 +75,10 @@ def run(args: Args) -> None:
     settings = args.run / "config.yaml"
     if not settings.is_file():
         raise UserError(f"expected a run with its config.yaml in {args.run}; found none")
-    _, trained = parse(["--config", str(settings)])
+    # The folder itself as --output-dir, because the run may have moved.
+    _, trained = parse(["--config", str(settings), "--output-dir", str(args.run)])
+    if args.model is not None:
+        trained = replace(trained, model=replace(trained.model, model=args.model, model_revision=None))
     directory = model_directory(trained.model.model, trained.model.model_revision)
     config = read_config(directory)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from smd_jax.commands.errors import UserError
@@ -13,6 +15,19 @@ from smd_jax.train.loop import Loop
 LARGEST = 2**24  # no size or count is larger; JAX's shapes and counters are int32
 AT_LEAST_ONE = ("save_total_limit", "max_skipped_updates", "eval_rows", "decode_rows", "dataset_size")
 AT_LEAST_ONE += ("max_prompt_length", "data_parallel", "fsdp", "tensor", "sequence")
+# Options, whether the run reads them, and the flag that makes it read them.
+READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (("lora_alpha", "lora_target_modules", "use_rslora"), lambda values: values["lora_r"] is not None, "--lora-r"),
+    (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda values: values["beta"] > 0, "--beta"),
+    (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda values: values["sync_ref_model"], "--sync-ref-model"),
+    (
+        ("min_lr_rate",),
+        lambda values: values["lr_scheduler_type"] != "constant",
+        "--lr-scheduler-type linear or cosine",
+    ),
+    (("overlong_cache",), lambda values: "overlong" in values["reward"], "--reward overlong"),
+    (("max_turns", "max_turn_length"), lambda values: values["environment"] is not None, "--environment"),
+)
 AXES = "--data-parallel * --fsdp * --tensor (* --sequence of smd-train)"
 
 
@@ -31,6 +46,24 @@ def check_numbers(args: Any) -> None:
             raise UserError(f"expected --{option.replace('_', '-')} from {least} to {most}; got {str(value)[:40]}")
     if values.get("top_entropy_quantile") == 0:
         raise UserError("expected --top-entropy-quantile > 0, a share of the tokens; got 0")
+
+
+def without_effect(args: Any) -> list[str]:
+    """Describes options that were changed and that the run does not read, because another option is off.
+
+    Args:
+      args: the groups of options of a command.
+    """
+    groups = vars(args).values()
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    defaults = {field.name: field.default for group in groups for field in dataclasses.fields(group)}
+    found = list[str]()
+    for options, is_on, needed in READ_WITH:
+        changed = [name for name in options if name in values and values[name] != defaults[name]]
+        if changed and not is_on(values):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+            found.append(f"{flags}: no effect without {needed}")
+    return found
 
 
 def check_context(width: int, completion: int, config: ModelConfig) -> None:

@@ -22,6 +22,7 @@ from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.triattention import TriAttention
 from smd_jax.message.gate import LinearGate
 from smd_jax.tasks.functions import import_object
+from smd_jax.text.near_names import did_you_mean
 from smd_jax.train.decoding import Decode
 
 # A folder's name may contain parentheses; then only a colon after ".py" ends the path.
@@ -55,6 +56,7 @@ def parse_policy(text: str) -> EvictionPolicy:
             f"path/to/file.py:Class; got {text!r}"
         )
     given = _parameters(match["parameters"], text)
+    _check_names(known if isinstance(known, type) else type(known), given, text)
     try:
         policy = known(**given) if isinstance(known, type) else dataclasses.replace(known, **given)
         hash(policy)  # compiled programs are cached by policy
@@ -64,6 +66,17 @@ def parse_policy(text: str) -> EvictionPolicy:
     if "__dataclass_fields__" not in vars(type(policy)):
         raise ValueError(f"expected {text!r} to be a frozen dataclass, with @dataclass(frozen=True); got a plain class")
     return policy
+
+
+def _check_names(kind: type[EvictionPolicy], given: dict[str, Any], text: str) -> None:
+    """Raises ValueError for a parameter that the policy does not have."""
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    for name in given:
+        if name not in names:
+            raise ValueError(
+                f"expected parameters of {kind.__name__} among {names}; got {name!r} in {text!r}"
+                f"{did_you_mean(name, names)}"
+            )
 
 
 def _plain(name: str) -> str:

@@ -28,7 +28,7 @@ from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.contents import Contents, by_content
 from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
-from smd_jax.commands.limits import check_numbers, without_evictions
+from smd_jax.commands.limits import check_numbers, without_effect, without_evictions
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, with_parts
@@ -245,8 +245,8 @@ def print_plan(ready: Prepared) -> None:
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")
     warning = without_evictions(ready.loop)
-    if warning is not None:
-        print_box("look at this", warning)
+    for line in [*([] if warning is None else [warning]), *without_effect(ready.args)]:
+        print_box("look at this", line)
     for line in ready.data.counts:
         print(line)
 

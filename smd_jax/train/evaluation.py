@@ -30,6 +30,7 @@ from smd_jax.devices.sharding import make_mesh, sampling_ways, shard_tree
 from smd_jax.learner.state import TrainState
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, cache_bytes
+from smd_jax.tasks.dataset_task import own_reward
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Task
 from smd_jax.text.prompts import Tokenizer, check_vocabulary
@@ -231,7 +232,7 @@ class Evaluator:
     @cached_property
     def _grader(self) -> Rewards | EnvironmentConfig:
         # One object for all batches, because it reports every kind of failure once.
-        return self.environment or self.rewards or Rewards((self.task.reward,), seconds=None)
+        return self.environment or self.rewards or Rewards((own_reward(self.task),), names=("reward",), seconds=None)
 
     def _run_one(self, params: Params, decode: Decode, report: Callable[[str, int, int], None] | None) -> Evaluated:
         config, count = decode.rollout(self.config.rollout), len(self.task)

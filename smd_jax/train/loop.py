@@ -43,6 +43,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Progress
+from smd_jax.tasks.dataset_task import own_reward
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
@@ -352,7 +353,7 @@ class Loop:
     @cached_property
     def _grader(self) -> Rewards | EnvironmentConfig:
         # One object for all rollouts, because it reports every kind of failure once.
-        return self.environment or self.rewards or Rewards((self.task.reward,), seconds=None)
+        return self.environment or self.rewards or Rewards((own_reward(self.task),), names=("reward",), seconds=None)
 
     @cached_property
     def _counters(self) -> _Counters:

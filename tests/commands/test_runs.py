@@ -82,6 +82,11 @@ def test_a_run_from_a_directory_to_a_directory(
     assert "eval/dense/reward" in (tmp_path / "page.html").read_text()
     plot([str(run), "--out", str(tmp_path / "curves.svg")])
     assert (tmp_path / "curves.svg").read_text().startswith("<?xml")
+    # The run and its base model may move, for example to another machine.
+    shutil.move(run, tmp_path / "moved")
+    shutil.copytree(model, tmp_path / "base")
+    export([str(tmp_path / "moved"), "--out", str(tmp_path / "again"), "--model", str(tmp_path / "base")])
+    assert_same_model(tmp_path / "again", tmp_path / "last")
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])

@@ -16,10 +16,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.commands import config_file, console_scripts
-from smd_jax.commands.command_line import ALGORITHMS
+from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import FLAGS, LONGEST, print_box, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as smd_export
+from smd_jax.commands.limits import without_effect
 from smd_jax.commands.plot import main as smd_plot
 from smd_jax.commands.train import main
 from tests.command_errors import error_of
@@ -87,13 +88,20 @@ class Count:
         ("--rollouts-ahead 1 --lora-r 2", "expected whole parameters and one process with rollouts_ahead 1"),
         ("--rollouts-ahead 1 --correction tis", "visibility is --correction"),
         ("--microbatch 2 --pack-columns 600 --min-completion-length 2", "min_new_tokens is --"),
-        ("--loss-type cispo --epsilon 0.1", "expected only bounds of the loss 'cispo'"),
+        (
+            "--loss-type cispo --epsilon 0.1",
+            "expected bounds of the loss 'cispo', among ['epsilon_high']; got ['epsilon']",
+        ),
         ("--share-prompts --microbatch 3", "a common divisor above 1; got 4 and 3"),
         # policies
         ("--eviction snapk", "expected one of the eviction policies dense, gate, h2o"),
-        ("--eviction snapkv(windo=16)", "unexpected keyword argument 'windo'"),
+        ("--eviction snapkv(windo=16)", "of SnapKV among ['window', 'kernel']; got 'windo' in 'snapkv(windo=16)'. Did"),
         ("--eviction snapkv(window=20)", "protects); got 12"),
-        ("--eviction FOLDER/own.py:Missing", "expected 'Missing' in"),
+        (
+            "--eviction FOLDER/own.py:Missing",
+            "EvictionPolicy or an object of one; got the subclasses [], without it",
+        ),
+        ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got another object of this name"),
         ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
         ("--eviction gate --distill none --pyramid", "expected no --pyramid with the policy 'gate'"),
         ("--eviction gate --distill none --correction tis", "expected visibility 'shadow' with an eviction_coef"),
@@ -122,7 +130,10 @@ def test_a_mistake_is_one_box(
     ("text", "said"),
     [
         (None, "expected a YAML file; found none at"),
-        ("bugdet: 3", "expected an option of this command; got 'bugdet'"),
+        ("bugdet: 3", "expected an option of this command; got 'bugdet'. Did you mean budget?"),
+        ("budget: [3, 4]", "expected one value in 'budget'; got a list, [3, 4]"),
+        ("budget: true", "expected a number or a text in 'budget'; got 'True'"),
+        ("dry_run: 'true'", "expected true or false in 'dry_run'; got 'true'"),
         ("- budget", "expected options, one `name: value` a line"),
         ("budget: [", "expected YAML; got"),
         ("budget: {a: 1}", "expected a number, a text or a list of them in 'budget'"),
@@ -235,6 +246,21 @@ def test_ctrl_c_before_the_run_has_begun(
         main(train_words())
     said = capsys.readouterr().err
     assert end.value.code == 130 and "by Ctrl-C" in said and "Traceback" not in said
+
+
+def test_options_that_the_run_does_not_read():
+    words = ["grpo", "--model", "m", "--dataset", "d"]
+    changed = ["--lora-alpha", "8", "--use-rslora", "--kl-estimator", "k1", "--ref-model-sync-steps", "3"]
+    changed += ["--min-lr-rate", "0.1", "--overlong-cache", "9", "--max-turns", "3"]
+    switches = ["--lora-r", "4", "--beta", "0.1", "--sync-ref-model", "--lr-scheduler-type", "linear"]
+    switches += ["--reward", "overlong", "--environment", "retry"]
+    needed = ("--lora-r", "--beta", "--sync-ref-model", "--lr-scheduler-type", "--reward overlong", "--environment")
+    found = without_effect(parse([*words, *changed])[1])
+    assert found[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
+    for line, flag in zip(found, needed, strict=True):
+        assert f": no effect without {flag}" in line
+    assert without_effect(parse(words)[1]) == without_effect(parse([*words, *changed, *switches])[1]) == []
+    assert without_effect(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
 
 
 def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):

@@ -30,6 +30,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.monitor.metrics_log import MEMORY_METRICS, METRICS
 from smd_jax.runs import checkpoint
+from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
 from smd_jax.tasks.task import Prompt, Row
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
@@ -37,6 +38,7 @@ from smd_jax.train import grpo
 from smd_jax.train.async_rollout import STALENESS
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.rollouts import encode_rows
+from tests import reward_cases
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import (
     CONFIG,
@@ -497,6 +499,13 @@ def test_a_reward_that_is_no_number():
     message = "reward 'reward' failed on completion 0: expected a finite float32 or None; got nan"
     with pytest.warns(RewardWarning, match=message), pytest.raises(TooManyFailures, match=f"got 8 of 8.*{message}"):
         new_loop(task=Broken()).step(new_state())
+
+
+def test_a_reward_that_raises_is_named_by_its_own_file():
+    """Not by the task's, which calls it."""
+    grader: Any = own_loop(task=DatasetTask([{"prompt": "p"}], reward_cases.as_number))._grader
+    with pytest.warns(RewardWarning, match=r"convert string to float: 'bad' \(.*reward_cases.py, line \d+\)"):
+        grader.grade_part(["p", "p"], ["1", "bad"], [[1], [2]], {})
 
 
 def test_prompts_are_read_in_numbers_that_divide_over_the_devices():
