@@ -61,7 +61,8 @@ class BalanceTerm(Term):
             raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
         chosen = jnp.arange(self.count)[None] == routing.astype(jnp.int32).reshape(-1, 1)
         tokens = jnp.maximum(jnp.sum(routing[..., 0] >= 0), 1)
-        weights = self.count * chosen.sum(0) / tokens**2
+        # Two divisions: the square of as many tokens as one batch has would overflow 32 bits.
+        weights = self.count * (chosen.sum(0) / tokens) / tokens
         return jnp.broadcast_to(weights[None], (routing.shape[0], self.count))
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:

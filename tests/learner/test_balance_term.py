@@ -13,8 +13,9 @@ import pytest
 
 from smd_jax.learner.balance_term import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import response_hidden_and_router
+from smd_jax.learner.forward import Replay, Visibility, response_hidden_and_router
 from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.terms import Minibatch
 from smd_jax.learner.update import make_update
 from smd_jax.message.tree import Branch, to_trajectory
 from smd_jax.model.decoder import Decoder
@@ -54,6 +55,20 @@ def test_the_loss_is_transformers():
     routers = [x["layers_0"]["mlp"]["router"]["kernel"] for x in (params, parts)]
     np.testing.assert_allclose(routers[0], routers[1], atol=1e-6)
     assert np.abs(routers[0] - before).max() > 1e-4
+
+
+def no_replay(visibility: Visibility) -> Replay:
+    raise AssertionError(f"the weights need no log-probabilities; got a request for {visibility!r}")
+
+
+def test_weights_of_more_tokens_than_a_root_of_32_bits():
+    """The square of 49,152 tokens is more than 2**31."""
+    trajectory = sampled(CONFIG, "H2O")
+    routing = jnp.zeros((6, 4096, 2, 2), jnp.int8).at[..., 1].set(3)
+    batch = TrainBatch(trajectory.replace(routing=routing), jnp.zeros(6), None)
+    weights = BalanceTerm(6).prepare(Minibatch(batch, trajectory.response_mask, no_replay))
+    chosen = np.array([1.0, 0, 0, 1, 0, 0])
+    np.testing.assert_allclose(weights, np.broadcast_to(6 / (6 * 4096 * 2) * chosen, (6, 6)), rtol=1e-6)
 
 
 def test_what_has_no_input():
