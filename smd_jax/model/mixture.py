@@ -62,7 +62,8 @@ class Router(nn.Module):
         logits = jnp.matmul(x, kernel.astype(x.dtype), precision=precision, preferred_element_type=wide)
         if experts.bias:
             bias = self.param("bias", nn.initializers.zeros, (experts.count,))
-            logits = logits + bias.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))
+            # Cast to the compute dtype first, because the sampler casts its parameters and the learner does not.
+            logits = logits + bias.astype(x.dtype).astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))
         return logits
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.config import Experts, ModelConfig
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
@@ -18,12 +19,13 @@ PLACES = jnp.broadcast_to(jnp.arange(4), TOKENS.shape)
 MASK = dense_mask(jnp.ones(TOKENS.shape, bool))
 
 
-def params_with_random_scales(config) -> dict:
-    """Scales of one would be the same in every dtype."""
+def params_with_random_vectors(config) -> dict:
+    """Scales of one and biases of zero would be the same in every dtype."""
     keys = iter(jax.random.split(jax.random.key(1), 100))
 
     def of(path, leaf):
-        return leaf + 0.1 * jax.random.normal(next(keys), leaf.shape) if path[-1].key == "scale" else leaf
+        matrices = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")
+        return leaf if path[-1].key in matrices else leaf + 0.1 * jax.random.normal(next(keys), leaf.shape)
 
     return jax.tree_util.tree_map_with_path(of, random_params(config))
 
@@ -50,10 +52,18 @@ def test_what_has_the_dtype_already_is_not_copied():
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, sampler_params(Decoder(config), params), params))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_decoder_computes_the_same_to_the_last_bit(tied: bool):
-    config = tiny_model_config(vocab_size=16, qkv_bias=True, qk_norm=True, tie_embeddings=tied, dtype="bfloat16")
-    params = params_with_random_scales(config)
+TIED = tiny_model_config(vocab_size=16, qkv_bias=True, qk_norm=True, dtype="bfloat16")
+EXPERTS = Experts(count=4, per_token=2, intermediate_size=8, bias=True, clamp=7.0)
+CONFIGS = {
+    "tied": TIED,
+    "biases and a head": replace(TIED, tie_embeddings=False, o_bias=True, mlp_bias=True),
+    "gpt-oss": replace(TIED, qk_norm=False, o_bias=True, attention_sinks=True, experts=EXPERTS),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_decoder_computes_the_same_to_the_last_bit(config: ModelConfig):
+    params = params_with_random_vectors(config)
     logits = jax.jit(lambda params: apply_model(Decoder(config), params, TOKENS, PLACES, MASK))
     expected, got = logits(params), logits(sampler_params(Decoder(config), params))
     assert got.dtype == jnp.float32
