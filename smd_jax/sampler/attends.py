@@ -87,19 +87,13 @@ class DecodeAttend:
         softcap = self.attention.softcap
         # For a quantised cache only statistics that need keys read these; otherwise the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
+        visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
         if q.shape[2] == 1:
-            # No key is newer than the query, so no causal mask is needed. A missing token sees nothing, so that the
-            # keys of a waiting row receive no attention from it.
-            valid = cache.valid & (layer.columns[:, None] != kv_cache.EMPTY)
-            if layer.window is not None:
-                # A window counts the query's own column, as in `smd_jax.message.masks.windowed`.
-                valid = valid & (layer.columns[:, None] < cache.columns + layer.window)
             codes = None if cache.quantized is None else kv_cache.codes(cache)
             out, received = decode(
-                q, cache.keys, cache.values, valid, self.attention.decode_impl, softcap, sinks, codes
+                q, cache.keys, cache.values, visible[:, :, 0], self.attention.decode_impl, softcap, sinks, codes
             )
         else:
-            visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
             out, received = attend_and_observe(q, keys, values, visible, softcap, sinks)
         seen = Observation(
             queries=q,
