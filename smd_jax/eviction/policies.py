@@ -294,4 +294,5 @@ class Random(EvictionPolicy):
     """
 
     def score(self, view: CacheView) -> Scores:
-        return drawn_by_position(view, jax.random.uniform)
+        # Explicit float32: with 64-bit numbers enabled, JAX's default dtype gives other numbers.
+        return drawn_by_position(view, lambda rng: jax.random.uniform(rng, (), jnp.float32))
