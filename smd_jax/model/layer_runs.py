@@ -94,15 +94,15 @@ def state_kind(state: LayerState, index: int) -> Any:
     return index if shared else structure(state)
 
 
-def equal_runs(kinds: Sequence[Any], *, first: int = 0, least: int = LEAST) -> Iterator[range]:
-    """Splits layers into runs of at least `least` equal consecutive ones, and single ones.
+def equal_runs(kinds: Sequence[Any], *, first: int = 0) -> Iterator[range]:
+    """Splits layers into runs of at least `LEAST` equal consecutive ones, and single ones.
 
     Args:
       kinds: of the layers from `first` on.
     """
     for _, equal in groupby(kinds):
         layers = range(first, first + len(list(equal)))
-        yield from [layers] if len(layers) >= least else (range(layer, layer + 1) for layer in layers)
+        yield from [layers] if len(layers) >= LEAST else (range(layer, layer + 1) for layer in layers)
         first = layers.stop
 
 

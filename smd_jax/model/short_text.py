@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _SHOWN = 80
+_WORDS = 8
 
 
 def shown(value: object) -> str:
@@ -12,8 +13,8 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
-def some(words: list[str], limit: int = 8) -> str:
+def some(words: list[str]) -> str:
     """The first words of a list, each cut after 80 characters, and how many more there are."""
-    cut = [word if len(word) <= _SHOWN else word[: _SHOWN - 1] + "…" for word in words[:limit]]
-    more = f", and {len(words) - limit} more" if len(words) > limit else ""
+    cut = [word if len(word) <= _SHOWN else word[: _SHOWN - 1] + "…" for word in words[:_WORDS]]
+    more = f", and {len(words) - _WORDS} more" if len(words) > _WORDS else ""
     return ", ".join(cut) + more
