@@ -1,9 +1,9 @@
 """Which learners collapse, and how soon: 500 rollouts with half of the keys.
 
 Question   The papers report that naive training under a compressed cache collapses. Two learners have that name: one
-           whose ratio is taken to the dense learner's own old log-probabilities (`naive`, which the papers' code is: see
-           docs/older_studies.md), and one whose ratio is taken to the sampler's (`bypass`). Which of them collapses, at
-           which learning rate, and after how many rollouts?
+           whose ratio is taken to the dense learner's own old log-probabilities (`naive`, as in the papers' code:
+           see docs/older_studies.md), and one whose ratio is taken to the sampler's (`bypass`). Which of them
+           collapses, at which learning rate, and after how many rollouts?
 Plan       experiments/PLAN.md, section "Collapse": prediction, primary contrast, what counts as a collapse.
 Cells      Sorting 12 digits, SnapKV and Random with 11 + 2 of 26 keys.
 Start      As in experiments/room.py.

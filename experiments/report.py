@@ -1,14 +1,16 @@
-"""Builds REPORT.md, its appendix and its figure from the committed rows of the studies.
+"""Builds REPORT.md, its appendix and its figures from the committed rows of the studies.
 
 python experiments/report.py            writes them
-python experiments/report.py --check    writes nothing; exit status 1 if a page or the figure is out of date
+python experiments/report.py --check    writes nothing; exit status 1 if a page or a figure is out of date
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -17,7 +19,7 @@ from PIL import Image
 from lib.files import RESULTS, ROOT, Row, read_rows, write_text
 from lib.provenance import is_clean
 from lib.starts import check_one_start
-from reporting import appendix, body, figure, front
+from reporting import appendix, body, dose, dose_figure, figure, front
 from reporting.page import reflow
 from reporting.room import first_cell, other_cells
 
@@ -55,16 +57,23 @@ def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(rows, room))}
 
 
-def digest(rows: dict[str, list[Row]]) -> str:
-    """Hash of the rows in the figure."""
-    return hashlib.sha256(repr(first_cell(rows["room"])).encode()).hexdigest()
+def figures(rows: dict[str, list[Row]]) -> dict[Path, tuple[Callable[[Path, str], None], str]]:
+    """Path -> what draws the figure there, and the digest of its rows."""
+    room, doses = first_cell(rows["room"]), dose.cells_of(rows["dose.json"])
+    found = {RESULTS / front.FIGURE: (partial(figure.draw, room), digest(room))}
+    if len(doses) >= dose.FEWEST:
+        found[RESULTS / dose.FIGURE] = (partial(dose_figure.draw, doses), digest(doses))
+    return found
+
+
+def digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def stale(rows: dict[str, list[Row]]) -> list[Path]:
-    """Pages and figure that are not those of the rows."""
+    """Pages and figures that are not those of the rows."""
     old = [path for path, text in pages(rows).items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    picture = RESULTS / front.FIGURE
-    return old + ([picture] if made_of(picture) != digest(rows) else [])
+    return old + [path for path, (_, rows_of) in figures(rows).items() if made_of(path) != rows_of]
 
 
 def made_of(picture: Path) -> str | None:
@@ -84,7 +93,8 @@ def main(args: Args) -> None:
             print(f"expected the pages of the committed rows; got others in {names}. Run python experiments/report.py")
             sys.exit(1)
         return
-    figure.draw(first_cell(rows["room"]), RESULTS / front.FIGURE, digest(rows))
+    for path, (draw, rows_of) in figures(rows).items():
+        draw(path, rows_of)
     for path, text in pages(rows).items():
         write_text(path, text)
         print(f"{path.relative_to(ROOT)}: {len(text.encode())} bytes")

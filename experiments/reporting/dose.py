@@ -17,6 +17,9 @@ ARMS = ("untrained", "naive", "tis", "shadow", "mixed-50")
 KIND = "sparse_greedy"  # greedy under the budget
 AT = 0.15  # nats a token
 RESAMPLES = 2_000
+FEWEST = 3  # complete cells of a report
+ROUNDING = 1e-6  # a smaller mismatch is that of a cache that evicts nothing
+FIGURE = "dose.png"
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,10 @@ def interval_at(cells: Sequence[DoseCell], ours: str, nats: float) -> tuple[floa
 def section(rows: Sequence[Row]) -> str:
     """Empty until three cells are complete."""
     cells = cells_of(rows)
-    if len(cells) < 3:
+    if len(cells) < FEWEST:
         return ""
-    low, high = interval_at(cells, "mixed-50", AT)
     tasks = " and ".join(dict.fromkeys(cell.label.split(",")[0] for cell in cells))
+    evicting = [cell for cell in cells if mean(cell.mismatch.values()) > ROUNDING]
     return f"""## Lead by mismatch
 
 *Mismatch* is `mismatch_kl`, the KL in nats a token from the sampler to the dense learner, mean over the TIS runs. It
@@ -86,9 +89,20 @@ under the budget:
 
 {leads_table(cells)}
 
+![leads and rewards by mismatch](experiments/results/{FIGURE})
+
 *Primary*: by a regression of the leads of mixed-50 on the logarithm of the mismatch, the lead at {AT} nats is
-{number(lead_at(cells, "mixed-50", AT))}, from {number(low)} to {number(high)} (bootstrap over seeds).
+{estimated(cells)} (bootstrap over seeds). The plan did not foresee cells that evict nothing before the last tokens
+({len(cells) - len(evicting)} of {len(cells)} cells): their mismatch is rounding, and its logarithm has most of the
+weight in the regression. Without them, decided after the rows were seen, the lead at {AT} nats is
+{estimated(evicting)}.
 """
+
+
+def estimated(cells: Sequence[DoseCell]) -> str:
+    """`+0.034, from +0.027 to +0.040`: the lead of the mixture at `AT` nats."""
+    low, high = interval_at(cells, "mixed-50", AT)
+    return f"{number(lead_at(cells, 'mixed-50', AT))}, from {number(low)} to {number(high)}"
 
 
 def leads_table(cells: Sequence[DoseCell]) -> str:
