@@ -78,7 +78,7 @@ def assert_equal(one: Trajectory, other: Trajectory) -> None:
     jax.tree.map(check, one, other)
 
 
-QUICK = ("per head", "spans")
+QUICK = ("per head",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES])
@@ -94,6 +94,7 @@ def test_a_rollout_is_the_same(name: str):
     assert away.max() <= 2e-5
 
 
+@pytest.mark.slow
 def test_stacked_parameters_sample_the_same():
     params = make_params(SHAPE)
     looped = Decoder(SHAPE, scan_layers=True)
@@ -104,7 +105,8 @@ def test_stacked_parameters_sample_the_same():
         assert_equal(sample(model, stacked, H2O(), SIZES), expected)
 
 
-@pytest.mark.parametrize("policy", [pytest.param(Dense(), marks=pytest.mark.slow), SnapKV(window=3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Dense(), SnapKV(window=3)])
 def test_rows_that_come_and_go_are_the_same(policy: EvictionPolicy):
     params, prompts = make_params(SHAPE), left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
     engines = [
