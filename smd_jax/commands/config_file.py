@@ -24,7 +24,7 @@ import yaml
 
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.places import full_path
-from smd_jax.text.near_names import did_you_mean
+from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
@@ -107,7 +107,7 @@ def read_options(path: Path) -> dict[str, Any]:
       UserError: no such file, no YAML, or no mapping of names to values.
     """
     if not os.path.isfile(path):
-        raise UserError(f"expected a YAML file; found none at {str(path)[:300]}")
+        raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_file(path)}")
     try:
         size = path.stat().st_size
         if size > 4 * MAX_CHARACTERS:

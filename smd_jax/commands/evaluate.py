@@ -46,7 +46,7 @@ from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
-from smd_jax.commands.task_source import holds_back, rewards_of, task_choice
+from smd_jax.commands.task_source import holds_back, rewards_of, task_choice, task_of
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
@@ -56,7 +56,6 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import load_gate
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.progress import summary_table
-from smd_jax.tasks.build import build_task
 from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.reward_callers import UnloadableRewardError
@@ -232,7 +231,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
     data, sampler, command, tokenizer = args.data, args.sampler, args.command, opened.tokenizer
     seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
     choice = task_choice(data, seed)
-    whole = build_task(replace(choice, held_out=data.split is None and holds_back(data.dataset)))
+    whole: Any = task_of(replace(choice, held_out=data.split is None and holds_back(data.dataset)))
     task = first_rows(whole, args.evaluation.eval_rows)
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, whole, data)
     if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts

@@ -21,6 +21,7 @@ from smd_jax.model.tokenizer_files import GENERATION, token_ids
 from smd_jax.model.weights import read_config
 from smd_jax.tasks.reward_calls import Caught
 from smd_jax.text.hugging_face import AutoTokenizer, snapshot_download
+from smd_jax.text.near_names import nearest_file
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.text.stop_strings import stop_table
 from smd_jax.text.visible_text import one_line, visible
@@ -114,7 +115,7 @@ def local_directory(name: str, flag: str, revision: str | None, files: Sequence[
     if path.is_absolute() or name.startswith(".") or not HUB_ID.fullmatch(name):
         raise UserError(
             f"{flag}: expected a checkpoint directory in Hugging Face's format, or an id on the Hub such as "
-            f"Qwen/Qwen2.5-0.5B-Instruct; got {name[:200]!r}, which is neither"
+            f"Qwen/Qwen2.5-0.5B-Instruct; got {name[:200]!r}, which is neither{nearest_file(name)}"
         )
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
@@ -122,7 +123,7 @@ def local_directory(name: str, flag: str, revision: str | None, files: Sequence[
         of_revision = "" if revision is None else f" at {flag}-revision {revision}"
         raise UserError(
             f"{flag}: expected a directory or a model on the Hub; got {name!r}{of_revision}, which is no directory "
-            f"here and could not be downloaded: {str(error).splitlines()[0]}"
+            f"here and could not be downloaded: {str(error).splitlines()[0]}{nearest_file(name)}"
         ) from error
 
 

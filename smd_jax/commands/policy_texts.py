@@ -53,7 +53,7 @@ def parse_policy(text: str) -> EvictionPolicy:
     else:
         raise ValueError(
             f"expected one of the eviction policies {', '.join(POLICIES)}, or one of your own as "
-            f"path/to/file.py:Class; got {text!r}"
+            f"path/to/file.py:Class; got {text!r}{did_you_mean(_plain(match['name']), POLICIES)}"
         )
     given = _parameters(match["parameters"], text)
     _check_names(known if isinstance(known, type) else type(known), given, text)

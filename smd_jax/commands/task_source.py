@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards
 from smd_jax.tasks.task import Task
+from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import load_yaml
 
 READY: Mapping[str, RewardFunction] = {
@@ -51,7 +53,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     """
     data = args.data
     choice = task_choice(data, args.run.seed)
-    task: Any = build_task(choice)
+    task: Any = task_of(choice)
     if not args.rewards.reward and args.conversations.environment in (None, RETRY):
         check_has_reward(task)
     if args.conversations.environment is None or data.max_prompt_length is None:
@@ -61,12 +63,23 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         width, counts = data.max_prompt_length, []
     held_out = None
     if args.evaluation.eval_steps:
-        held_out = first_rows(build_task(held_out_choice(args.evaluation, choice)), args.evaluation.eval_rows)
+        held_out = first_rows(task_of(held_out_choice(args.evaluation, choice)), args.evaluation.eval_rows)
         if args.conversations.environment is None:
             held_out, wide, line = fitting(held_out, tokenizer, data)
             counts.append(f"to evaluate on: {line}")
             width = max(width, wide)
     return Data(task, held_out, width, counts)
+
+
+def task_of(choice: TaskChoice) -> Task:
+    """`build_task`, whose errors about data that does not exist name the nearest preset or file."""
+    try:
+        return build_task(choice)
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        name = choice.source or choice.name
+        if name in PRESETS or name.startswith(PROCEDURAL) or os.path.exists(name):
+            raise
+        raise UserError(f"{error}{did_you_mean(name, PRESETS) or nearest_file(name)}") from error
 
 
 def check_has_reward(task: Any) -> None:
@@ -156,8 +169,10 @@ def reward_function(name: str, args: Any) -> RewardFunction:
         cache = length // 5 if args.rewards.overlong_cache is None else args.rewards.overlong_cache
         return reward_functions.Overlong(length, cache)
     if name not in READY:
+        names = [*READY, "overlong"]
         raise UserError(
-            f"expected --reward as one of {[*READY, 'overlong']} or path/to/file.py:function; got {name[:200]!r}"
+            f"expected --reward as one of {names} or path/to/file.py:function; got {name[:200]!r}"
+            f"{did_you_mean(name, names)}"
         )
     return READY[name]
 

@@ -63,7 +63,10 @@ def import_object(where: str, base: type[T]) -> T | type[T]:
         classes = inspect.getmembers(module, inspect.isclass)
         own = [other for other, x in classes if issubclass(x, base) and x.__module__ == module.__name__]
         got = f"the subclasses {own}, without it" if found is None else "another object of this name"
-        raise ValueError(f"expected {name!r} in {place}, a subclass of {base.__name__} or an object of one; got {got}")
+        near = did_you_mean(name, own)
+        raise ValueError(
+            f"expected {name!r} in {place}, a subclass of {base.__name__} or an object of one; got {got}{near}"
+        )
     return found
 
 
@@ -86,7 +89,10 @@ def is_file_name(place: str) -> bool:
 def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
         nearby = sorted(other.name for other in path.parent.glob("*.py"))
-        raise FileNotFoundError(f"expected a file of Python code at {path}; got none ({path.parent} has {nearby[:20]})")
+        near = did_you_mean(path.name, nearby)
+        raise FileNotFoundError(
+            f"expected a file of Python code at {path}; got none ({path.parent} has {nearby[:20]}){near}"
+        )
     # A name that no import uses: a user's `datasets.py` must not replace the library. Without dots: `my.rewards.py`
     # would be a module of a package `my`.
     stem = path.stem.replace(".", "_")

@@ -159,6 +159,40 @@ def test_a_wrong_file_is_one_box(text: str | None, said: str, tmp_path: Path, ca
     assert said in message and len(message) < LONGEST + 500
 
 
+@pytest.mark.parametrize(
+    ("more", "near"),
+    [
+        ("--config colors.yaml", "colours.yaml"),
+        ("--config colours.yaml", "budget"),
+        ("--model modle", "model"),
+        ("--dataset GSM8K", "gsm8k"),
+        ("--dataset colors.jsonl", "colours.jsonl"),
+        ("--dataset gsm8k --dataset-source ./colors.jsonl", "colours.jsonl"),
+        ("--dataset reasoning_gym:chain_summ --dataset-parameters", "chain_sum"),
+        ("--reward mine.py:rewrad", "reward"),
+        ("--reward mien.py:reward", "mine.py"),
+        ("--reward exact_mach", "exact_match"),
+        ("--eviction snapvk", "snapkv"),
+        ("--eviction mine.py:Olds", "Old"),
+    ],
+)
+def test_a_name_that_is_nearly_right_gets_its_nearest_match(
+    more: str,
+    near: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(model)
+    Path("colours.yaml").write_text("bugdet: 3\n")
+    Path("colours.jsonl").write_text('{"prompt": "a"}\n')
+    Path("mine.py").write_text("from smd_jax.eviction import H2O\n\n\nclass Old(H2O): ...\n\n\ndef reward(**_): ...\n")
+    words = ["grpo", "--model", "model", "--dataset", "colours.jsonl", "--reward", "mine.py:reward", *more.split()]
+    assert re.search(rf"Did you mean {re.escape(near)}( or [^?]*)?\?", error_of(words, capsys))
+
+
 @pytest.mark.parametrize("given", [[], ["--model", "m", "--dataset", "d"], ["dpo", "--model", "m"]])
 def test_a_command_line_without_an_algorithm(given: list[str], capsys: pytest.CaptureFixture[str]):
     assert "expected an algorithm first, one of ['grpo', 'rloo', 'ppo', 'online-dpo']" in error_of(given, capsys)
