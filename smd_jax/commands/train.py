@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from smd_jax.byte_sizes import show_bytes
 from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
 from smd_jax.commands.command_line import parse
@@ -31,14 +32,17 @@ from smd_jax.commands.launch import check_same_command, check_same_plan, check_s
 from smd_jax.commands.limits import check_numbers, without_effect, without_evictions
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import from_the_root, only_process
-from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, with_parts
+from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
-from smd_jax.disk import written
+from smd_jax.disk import stored_bytes, written
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner.state import TrainState
+from smd_jax.learner.trained import trained_params
+from smd_jax.memory.compiled import param_shapes
 from smd_jax.message.gate import drop_gate
 from smd_jax.message.trajectory import NonFiniteLogitsError
+from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
@@ -60,7 +64,7 @@ from smd_jax.runs.checkpoint.errors import (
 from smd_jax.runs.checkpoint.reading import check_config
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import Objective, RunConfig
-from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress
+from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress, check_room
 from smd_jax.runs.run_log import NoSuchMetricError
 from smd_jax.runs.settings import split_fields, split_settings
 from smd_jax.runs.stop import RunStoppedError
@@ -131,6 +135,7 @@ def run(algorithm: str, args: Common) -> None:
         check_there(directory, args.run.resume)
         check_export(directory / "model", 0)
         ready = prepare(args)
+        size = check_disk(ready, settings)
         files = by_content(ready.args)
         compared, noted = run_settings(ready.args, ready.loop, files)
         if args.run.resume:
@@ -141,6 +146,10 @@ def run(algorithm: str, args: Common) -> None:
     with all_or_none():
         if is_first():
             print_plan(ready)
+            print(
+                f"checkpoints: {settings.keep} at most, {show_bytes(size)} each, to resume and for smd-export; "
+                "--save-total-limit 1 keeps one"
+            )
             if args.run.dry_run:
                 print_prompts(ready)
     if args.run.dry_run:
@@ -149,6 +158,18 @@ def run(algorithm: str, args: Common) -> None:
         with all_or_none():
             held.enter_context(only_process(directory))
         run_prepared(algorithm, ready, settings, compared, noted)
+
+
+def check_disk(ready: Prepared, settings: RunConfig) -> int:
+    """Bytes of a checkpoint. Raises OSError if the disk has no room for the checkpoints or for the trained model."""
+    args, model = ready.args, Decoder(ready.model.config)
+    state = state_shapes(args, ready.loop, model)
+    # A checkpoint of adapters does not hold the base model.
+    size = stored_bytes(state.replace(params=trained_params(state.params)))
+    check_room(args.run.output_dir, size, settings)
+    exported = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.run.export_dtype), param_shapes(model))
+    check_export(args.run.output_dir / "model", stored_bytes(exported))
+    return size
 
 
 def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared: Any, noted: Any) -> None:
@@ -249,6 +270,9 @@ def print_plan(ready: Prepared) -> None:
         print_box("look at this", line)
     for line in ready.data.counts:
         print(line)
+    prompts, rows = config.prompts_per_step, len(ready.data.task)
+    if prompts > rows:
+        print(f"{prompts} prompts a rollout from {rows} rows: each rollout has rows more than once")
 
 
 def print_prompts(ready: Prepared) -> None:

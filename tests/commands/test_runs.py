@@ -147,6 +147,18 @@ def test_presets_need_a_model_alone(name: str, model: Path, tmp_path: Path, caps
     assert "--- prompt 2" in capsys.readouterr().out
 
 
+def test_a_plan_says_what_stays_on_the_disk_and_which_rows_come_twice(
+    train_words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    main(train_words("--dataset-size", "1", "--dry-run"))
+    said = capsys.readouterr().out
+    assert re.search(r"checkpoints: 3 at most, [\d.]+ KiB each, to resume .*; --save-total-limit 1 keeps one\n", said)
+    assert "2 prompts a rollout from 1 rows: each rollout has rows more than once\n" in said
+    full = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
+    assert "free on the disk of" in error_of(train_words("--dry-run"), capsys)
+
+
 @pytest.mark.slow
 def test_a_plan_says_whether_keys_are_evicted(train_words: Words, capsys: pytest.CaptureFixture[str]):
     for more, nothing, teacher in (
