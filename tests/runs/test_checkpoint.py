@@ -208,6 +208,25 @@ def test_any_other_path_holds_checkpoints(tmp_path, name, monkeypatch):
 # --- refusals
 
 
+def test_a_checkpoint_that_cannot_be_opened_again_takes_no_other_ones_place(tmp_path, monkeypatch):
+    save(tmp_path, 1, max_to_keep=1)
+
+    async def nothing() -> None: ...
+
+    # As with a path that a later orbax misreads: its files are written, and not joined.
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files", lambda *a, **k: nothing()
+        )
+        with pytest.raises(OSError, match=r"checkpoint 2 in .* expected to open it again; got .*Earlier checkpoints"):
+            save(tmp_path, 2, max_to_keep=1)
+    assert checkpoint.all_steps(tmp_path) == [1] and (tmp_path / "2.unreadable" / "state").is_dir()
+    save(tmp_path, 2, max_to_keep=1)
+    assert checkpoint.all_steps(tmp_path) == [2]
+    with pytest.raises(OSError, match="expected to open it again; got .* arrays of shapes"):
+        files.check_opens(tmp_path / "2", [(), (3,)])
+
+
 def test_another_configuration_is_refused_field_by_field(tmp_path):
     save(tmp_path, 1)
     model = dataclasses.replace(CONFIG.model, rope_theta=500.0, rope_scaling=LinearRope(2.0))

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from smd_jax.runs.checkpoint.errors import OtherFormatError
 
@@ -122,6 +124,37 @@ def read_meta(folder: Path) -> dict[str, Any]:
             "version of smd_jax wrote"
         )
     return meta
+
+
+# --- after a save
+
+
+def stored_shapes(state: Any) -> list[tuple[int, ...]]:
+    """The shapes of the arrays in a checkpoint of this state, sorted."""
+    is_key = (jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state))
+    leaves = zip(jax.tree.leaves(state), is_key, strict=True)
+    return sorted(jax.eval_shape(jax.random.key_data, leaf).shape if key else leaf.shape for leaf, key in leaves)
+
+
+def check_opens(folder: Path, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Opens every array of a new checkpoint, and compares the shapes with the saved ones; reads no values.
+
+    Raises:
+      OSError: an array cannot be opened, or has another shape. The folder is renamed, so that no resume reads it.
+    """
+    try:
+        tree = ocp.StandardCheckpointHandler().metadata(epath.Path(folder.resolve()) / "state").tree
+        # By shapes and not by names: orbax renames some containers.
+        found = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(tree))
+        if found != shapes:
+            raise ValueError(f"{len(found)} arrays of shapes {found!s:.80} for {len(shapes)} of {shapes!s:.80}")
+    # Orbax and TensorStore raise these for files that are missing or truncated.
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        aside = folder.with_name(f"{folder.name}.unreadable")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"expected to open it again; got {reason:.300}. Its files are in {aside.name}") from error
 
 
 # --- checksums

@@ -1,14 +1,15 @@
 """Writes checkpoints during the steps of a run.
 
     main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
-    other thread                                                └─► files ─► rename ─► checksums ─► delete old
+    other thread                                  └─► files ─► rename ─► open again ─► checksums ─► delete old
 
-Older checkpoints are deleted after the new one has its checksums; orbax's own retention would delete them before. A
-checkpoint without checksums, from a run that was killed after the rename, is complete.
+Older checkpoints are deleted after the new one was opened again and has its checksums; orbax's own retention would
+delete them before. A checkpoint without checksums, from a run that was killed after the rename, is complete.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +24,12 @@ from smd_jax.runs.checkpoint.errors import disk_failure_named
 from smd_jax.runs.checkpoint.files import (
     FORMAT,
     all_steps,
+    check_opens,
     check_path,
     delete_steps,
     latest_step,
     leaf_table,
+    stored_shapes,
     write_checksums,
 )
 from smd_jax.runs.settings import to_jsonable
@@ -76,7 +79,7 @@ class Writer:
                 check_handles()
                 self._manager = self._manager or _manager(self.directory)
                 self._manager.save(step, args=items)
-            self._writing = step, self._thread.submit(self._finish, self._manager, step, best)
+            self._writing = step, self._thread.submit(self._finish, self._manager, step, stored_shapes(state), best)
             if jax.process_count() > 1:
                 # The processes wait for each other while they write, which must not mix with waits of the next step.
                 self.wait()
@@ -111,9 +114,12 @@ class Writer:
     ) -> None:
         self.close()
 
-    def _finish(self, manager: ocp.CheckpointManager, step: int, best: int | None) -> None:
+    def _finish(
+        self, manager: ocp.CheckpointManager, step: int, shapes: Sequence[tuple[int, ...]], best: int | None
+    ) -> None:
         manager.wait_until_finished()
         if jax.process_index() == 0:
+            check_opens(self.directory / str(step), shapes)
             write_checksums(self.directory / str(step))
             delete_steps(
                 self.directory, [old for old in all_steps(self.directory)[: -self._max_to_keep] if old != best]
@@ -137,7 +143,8 @@ def save(
       ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1; a path with one of
         `* ? [ \\`.
       TypeError: a leaf of `state` is no array, or `config` or `noted` does not fit into JSON.
-      OSError: the disk is full, or fails; in one line. The earlier checkpoints are unchanged.
+      OSError: the disk is full, or fails, or the new checkpoint cannot be opened again; in one line. The earlier
+        checkpoints are unchanged.
     """
     with Writer(directory, max_to_keep) as writer:
         writer.save(step, state, config=config, noted=noted)
