@@ -23,6 +23,7 @@ import yaml
 from smd_jax.tasks.task import Row, missing_extra
 from smd_jax.tasks.text_files import FORMATS, check_first_bytes, data_format, text_rows
 from smd_jax.text.visible_text import one_line
+from smd_jax.text.yaml_limits import load_yaml
 
 _DATA_ERRORS = (
     OSError,
@@ -34,6 +35,8 @@ _DATA_ERRORS = (
     RuntimeError,
 )  # of `datasets`
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+CARDS = ("README.md", ".huggingface.yaml")
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 FILE_SPLIT = "train"  # of data without splits, as in `datasets`
 
 
@@ -129,12 +132,35 @@ def _of_file(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
 
 def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     """The rows of files in the Hub's layout."""
+    if glob.escape(str(path)) != str(path):
+        raise ValueError(
+            f"expected a folder without *, ? and [ in its path, which `datasets` takes for a pattern; got {path}"
+        )
+    for name in CARDS:
+        _check_card(path / name)
     with _one_error(source.name) as datasets:
         found = datasets.load_dataset_builder(str(path), source.config).config.data_files
     splits = {str(name): [*map(Path, files)] for name, files in (found or {}).items()}
     if all(data_format(file) in ("csv", "json") for files in splits.values() for file in files):
         return _of_text_files(splits, source, columns)
     return _load(str(path), source)
+
+
+def _check_card(path: Path) -> None:
+    """Raises ValueError for a card whose YAML `datasets` would read for minutes, or that would fill the memory."""
+    if not path.is_file():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    front = FRONT_MATTER.match(text)
+    try:
+        load_yaml(
+            text if path.suffix == ".yaml" else "" if front is None else front[1],
+            characters=2**20,
+            depth=50,
+            allow_aliases=True,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _of_text_files(splits: Mapping[str, Sequence[Path]], source: DataSource, columns: Sequence[str]) -> Rows:

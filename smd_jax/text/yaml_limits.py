@@ -1,4 +1,4 @@
-"""YAML of options, with limits that are checked before a value is built."""
+"""YAML of options and of data sets' cards, with limits that are checked before a value is built."""
 
 from __future__ import annotations
 
@@ -8,30 +8,46 @@ import yaml
 
 MAX_CHARACTERS = 2**17
 MAX_DEPTH = 20  # of lists and mappings
+MAX_VALUES = 100_000  # with aliases written out
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is installed, is 20 times as fast
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str, characters: int = MAX_CHARACTERS, depth: int = MAX_DEPTH, allow_aliases: bool = False) -> Any:
     """The value of a YAML text.
 
     Raises:
-      ValueError: no YAML, or a value that Python cannot hold; more than `MAX_CHARACTERS`; deeper than `MAX_DEPTH`;
-        aliases, of which 400 bytes can fill the memory.
+      ValueError: no YAML, or a value that Python cannot hold; too many characters; too deep; aliases, of which 400
+        bytes can fill the memory, or with `allow_aliases` more than `MAX_VALUES` values when they are written out.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"expected YAML of at most {MAX_CHARACTERS:,} characters; got {len(text):,}")
+    if len(text) > characters:
+        raise ValueError(f"expected YAML of at most {characters:,} characters; got {len(text):,}")
     try:
-        _check_events(text)
-        return yaml.safe_load(text)
+        _check_events(text, depth, allow_aliases)
+        value = yaml.safe_load(text)
     # A tag of another program; a key that is a list, a date that does not exist, a number of too many digits.
     except (yaml.YAMLError, TypeError, OverflowError) as error:
         raise ValueError(f"expected YAML; got {str(error):.300}") from error
+    if allow_aliases:
+        _check_values(value)
+    return value
 
 
-def _check_events(text: str) -> None:
+def _check_events(text: str, most: int, allow_aliases: bool) -> None:
     depth = 0
-    for event in yaml.parse(text):  # one by one: nothing is built, and nothing recurses
+    for event in yaml.parse(text, LOADER):  # one by one: nothing is built, and nothing recurses
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"expected YAML of at most {MAX_DEPTH} levels; got more")
-        if isinstance(event, yaml.AliasEvent):
+        if depth > most:
+            raise ValueError(f"expected YAML of at most {most} levels; got more")
+        if isinstance(event, yaml.AliasEvent) and not allow_aliases:
             raise ValueError(f"expected YAML without aliases; got *{event.anchor:.80}")
+
+
+def _check_values(value: Any) -> None:
+    """Raises ValueError for more than `MAX_VALUES`. What aliases share is built once, and counted at every place."""
+    stack, count = [value], 0
+    while stack:
+        item = stack.pop()
+        stack += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        count += 1
+        if count + len(stack) > MAX_VALUES:
+            raise ValueError(f"expected YAML of at most {MAX_VALUES:,} values with aliases written out; got more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import itertools
 import json
 import lzma
 import sys
@@ -247,11 +248,39 @@ def test_names_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             load_rows(DataSource(name))
 
 
-@pytest.mark.parametrize("card", ["a: !unknown {b: c}", "a: [", "a: " + "[" * 5000, "configs: 5", "- a"])
-def test_cards_that_cannot_be_read(tmp_path: Path, card: str):
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise("abcdefghijklmnopqrstu"))
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("a: !unknown {b: c}", "README.md: expected YAML; got"),
+        ("a: [", "README.md: expected YAML; got"),
+        ("a: " + "[" * 5000, "README.md: expected YAML of at most 50 levels"),
+        ("a: " + "x" * 2**20, "README.md: expected YAML of at most 1,048,576 characters"),
+        (LAUGHS, "README.md: expected YAML of at most 100,000 values with aliases written out"),
+        ("configs: 5", "expected data that can be read in"),
+        ("- a", "expected data that can be read in"),
+    ],
+)
+def test_cards_that_cannot_be_read(tmp_path: Path, card: str, said: str):
     write_lines(tmp_path / "train.jsonl", [{"a": 1}])
     (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
-    refused(ValueError, "expected data that can be read in", tmp_path)
+    refused(ValueError, said, tmp_path)
+
+
+def test_a_card_with_aliases(tmp_path: Path):
+    write_lines(tmp_path / "train.jsonl", [{"a": 1}])
+    (tmp_path / "README.md").write_text("---\ntags: &one [x]\nlanguage: *one\n---\n")
+    assert len(load_rows(DataSource(str(tmp_path)))) == 1
+
+
+def test_a_folder_that_another_one_matches(tmp_path: Path):
+    """`datasets` takes the path for a pattern, and would read the rows of fold3."""
+    for name in ("fold[3]", "fold3"):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "train.jsonl", [{"a": name}])
+    refused(ValueError, r"expected a folder without \*, \? and \[ in its path.*; got .*fold\[3\]", tmp_path / "fold[3]")
 
 
 def test_folders_without_data(tmp_path: Path):
