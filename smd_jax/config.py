@@ -322,9 +322,6 @@ class ModelConfig(WrittenRepr):
         if self.head_dim % 2:
             raise ValueError(f"expected an even head_dim, because RoPE rotates pairs; got {self.head_dim}")
         check_choice("activation", self.activation, get_args(Activation))
-        scalar = self.query_pre_attn_scalar
-        if scalar is not None and scalar <= 0:
-            raise ValueError(f"expected query_pre_attn_scalar > 0, or None; got {scalar}")
         if self.local_rope_theta is not None and not any(self.sliding_windows):
             raise ValueError(
                 f"expected sliding_windows beside local_rope_theta, the RoPE base of layers with a window; got none, "
@@ -364,8 +361,10 @@ class ModelConfig(WrittenRepr):
             )
 
     def _check_multipliers(self) -> None:
-        _check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_divisor")
-        for name in ("attention_softcap", "logit_softcap"):
+        _check_positive(self, "rope_theta", "embedding_multiplier", "residual_multiplier", "logits_divisor")
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"expected a finite norm_eps >= 0; got {self.norm_eps}")
+        for name in ("attention_softcap", "logit_softcap", "local_rope_theta", "query_pre_attn_scalar"):
             if getattr(self, name) is not None:
                 _check_positive(self, name)
         if self.attention_multiplier is not None:

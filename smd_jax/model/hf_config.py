@@ -140,6 +140,9 @@ def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName)
         raise ValueError(f"expected num_hidden_layers from 1 to {_MOST_LAYERS}; got {hf.num_hidden_layers}")
     if not hf.num_attention_heads:
         raise ValueError("expected num_attention_heads >= 1; got 0")
+    for key in (*_SIZES.values(), "head_dim", "max_position_embeddings"):
+        if type(size := getattr(hf, key, None)) is int and size > LARGEST:
+            raise ValueError(f"expected {key} of at most {LARGEST}; got {shown(size)}")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     keys = {**_SIZES, **_SCALES, **family.biases}
     fields = {name: getattr(hf, key) for name, key in keys.items() if hasattr(hf, key)}
@@ -180,7 +183,7 @@ def _read_rope(hf: Any, family: Family) -> _Rope:
         rope = {key: value for key, value in rope.items() if key != QUERY_BETA}  # transformers ignores it
     elif not rope.get(QUERY_BETA):
         raise ValueError(f"expected {QUERY_BETA} > 0 in rope_parameters of {hf.model_type}; got {shown(rope)}")
-    theta, scaling = float(rope["rope_theta"]), read_scaling(rope, hf.max_position_embeddings)
+    theta, scaling = _read_theta(rope), read_scaling(rope, hf.max_position_embeddings)
     rotated = rope.get("partial_rotary_factor", 1.0)
     if rotated != 1 and not family.partial_rope:
         raise ValueError(f"{hf.model_type} with partial_rotary_factor={rotated} is not supported; only 1.0 is")
@@ -188,8 +191,15 @@ def _read_rope(hf: Any, family: Family) -> _Rope:
         return _Rope(theta, scaling, None, rotated)
     if read_scaling(by_kind[SLIDING], hf.max_position_embeddings) is not None:
         raise ValueError(f"expected plain RoPE in layers with a sliding window; got {shown(by_kind[SLIDING])}")
-    local = float(by_kind[SLIDING]["rope_theta"])
+    local = _read_theta(by_kind[SLIDING])
     return _Rope(theta, scaling, None if scaling is None and local == theta else local, rotated)
+
+
+def _read_theta(rope: Mapping[str, Any]) -> float:
+    theta = rope["rope_theta"]
+    if type(theta) not in (int, float):
+        raise ValueError(f"expected rope_theta as a number; got {shown(theta)}")
+    return float(theta)
 
 
 def _read_windows(hf: Any, content: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:

@@ -22,6 +22,7 @@ from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Layout, Leaf, StoredTe
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MOST_JSON_BYTES = 2**24  # an index of 100,000 tensors has 10 MB
 STORED_DTYPES = ("F32", "BF16", "F16", "F64")
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end along each axis
@@ -57,13 +58,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not JSON, or not an object.
+      ValueError: not JSON, not an object, nested too deep to be read, or more than 16 MiB.
     """
     if not path.is_file():
         raise FileNotFoundError(f"expected a checkpoint with {path.name} in {path.parent}; there is no such file")
+    size = path.stat().st_size
+    if size > MOST_JSON_BYTES:
+        raise ValueError(f"expected {path} of at most {MOST_JSON_BYTES:,} bytes; got {size:,}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error!s:.200}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object; got {type(content).__name__}")
@@ -104,7 +108,8 @@ def shard_names(index: Path) -> list[str]:
         )
     for name in weight_map.values():
         # The index is downloaded, so it must not reach files outside its directory.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        is_name = isinstance(name, str) and len(name) <= 255 and Path(name).name == name
+        if not is_name or not name.endswith(".safetensors"):
             raise ValueError(f"{index} must name safetensors files in its own directory; got {shown(name)}")
     return sorted(set(weight_map.values()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,10 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         (None, {}, "model_type must be one of .*; got None"),
         ("llama", {"vocab_size": None}, "'vocab_size'.* expected int, got NoneType"),
         ("llama", {"rms_norm_eps": "1e-6"}, "'rms_norm_eps'.* expected float, got str"),
+        *(("llama", {"rms_norm_eps": eps}, "expected a finite norm_eps >= 0") for eps in (-1.0, math.inf, math.nan)),
+        *(("llama", {"rope_theta": base}, "expected a finite rope_theta > 0") for base in (0, -1, math.inf, math.nan)),
+        *(("llama", {"rope_theta": base}, "expected rope_theta as a number; got") for base in ("7", True)),
+        ("llama", {"vocab_size": 2**31}, "expected vocab_size of at most 2147483647; got 2147483648"),
         ("llama", {"hidden_size": 30}, r"hidden size \(30\) is not a multiple"),
         ("llama", {"num_hidden_layers": 100_000}, "expected num_hidden_layers from 1 to 4096; got 100000"),
         ("llama", {"num_key_value_heads": 3}, "num_heads to be a multiple of num_kv_heads; got 4 and 3"),
@@ -293,5 +298,5 @@ def test_what_no_model_type_expresses(config: ModelConfig, message: str):
 def test_what_no_decoder_is():
     with pytest.raises(ValueError, match="expected sliding_windows beside local_rope_theta"):
         replace(GEMMA3, sliding_windows=())
-    with pytest.raises(ValueError, match="expected query_pre_attn_scalar > 0, or None; got 0.0"):
+    with pytest.raises(ValueError, match="expected a finite query_pre_attn_scalar > 0; got 0.0"):
         replace(GEMMA3, query_pre_attn_scalar=0.0)

@@ -235,9 +235,18 @@ def test_a_name_of_the_hub_is_no_directory():
         load_checkpoint("Qwen/Qwen2.5-0.5B")
 
 
-def test_config_that_is_not_json(checkpoint: Path):
-    (checkpoint / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+@pytest.mark.parametrize("text", ["{", "[" * 200_000, '{"a":' * 200_000], ids=["cut", "lists", "objects"])
+def test_config_that_is_not_json(text: str, checkpoint: Path):
+    (checkpoint / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is not JSON") as caught:
+        load_checkpoint(checkpoint)
+    assert len(str(caught.value)) < 500
+
+
+def test_json_of_any_size_is_not_read(checkpoint: Path):
+    with (checkpoint / "config.json").open("ab") as file:
+        file.truncate(17 * 2**20)  # a sparse file
+    with pytest.raises(ValueError, match="config.json of at most 16,777,216 bytes; got 17,825,792"):
         load_checkpoint(checkpoint)
 
 
@@ -366,7 +375,11 @@ def test_shard_that_does_not_exist(checkpoint: Path):
         load_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/tmp/outside.safetensors", "a.bin", 7, None])
+@pytest.mark.parametrize(
+    "shard",
+    ["../outside.safetensors", "/tmp/outside.safetensors", "a.bin", "x" * 3_000_000 + ".safetensors", 7, None],
+    ids=lambda shard: repr(shard)[:20],
+)
 def test_shard_outside_the_directory(checkpoint: Path, shard: Any):
     write_index(checkpoint, shard)
     with pytest.raises(ValueError, match="must name safetensors files in its own directory; got"):
