@@ -44,7 +44,8 @@ FLAGS: Mapping[str, str] = {
     "checkpoint_every": "--save-steps",
     "evaluate_every": "--eval-steps",
 }
-LONGEST = 2000  # characters of a message: it may quote a name of thousands of characters or a page of YAML
+# Characters of a message and of its lines: they may quote a name of thousands of characters or a page of YAML.
+LONGEST, LONGEST_LINE = 2000, 700
 
 
 @contextmanager
@@ -103,11 +104,14 @@ def with_flags(message: str) -> str:
 
 
 def print_box(title: str, message: str) -> None:
-    """Prints a framed text to standard error; of a very long one the beginning and the end."""
-    if len(message) > LONGEST:
-        message = f"{message[: LONGEST // 2]} … {message[-LONGEST // 2 :]}"
+    """Prints a framed text to standard error; of a very long one, or line, the beginning and the end."""
+    message = _cut("\n".join(_cut(line, LONGEST_LINE) for line in message.splitlines()), LONGEST)
     # Text objects are not parsed as rich markup: a message may quote a file or a completion.
     panel = Panel(
         Text(visible(message)), title=Text(visible(title)), title_align="left", box=box.ROUNDED, border_style="red"
     )
     Console(file=sys.stderr, highlight=False).print(panel)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"

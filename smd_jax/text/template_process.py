@@ -64,6 +64,7 @@ def render(template: str, messages: list[dict[str, Any]], variables: dict[str, A
         (text,), _ = chat_template_utils.render_jinja_template(
             conversations=[messages], chat_template=template, add_generation_prompt=True, **variables
         )
+        text.encode()  # raises for half a character, which no tokenizer takes
     except MemoryError:
         return {"error": f"it needs more than {limits.memory:,} bytes of memory"}
     except TEMPLATE_ERRORS as error:

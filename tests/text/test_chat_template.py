@@ -110,6 +110,7 @@ def test_a_process_has_one_day(monkeypatch):
         "{{ messages[5]['content'].x.y }}",
         "{% for m in messages %}",
         "{{ raise_exception('x' * 5000) }}",
+        "{{ '\\ud83d' }}",
     ],
 )
 def test_a_template_that_fails_names_the_roles(template):
