@@ -41,7 +41,7 @@ from smd_jax.commands.command_line import asks_for_help, parse, parse_options
 from smd_jax.commands.compilation_cache import keep_programs
 from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError, plain_warnings, reported, users_mistakes
-from smd_jax.commands.limits import check_context, check_devices, check_numbers
+from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_reachable
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import named_policy
@@ -240,6 +240,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
         lengths = usable_lengths(task, tokenizer)
         width = data.max_prompt_length or int(lengths.max())
         task, counts = select_prompts(task, lengths, width)
+        check_reachable(task, tokenizer, model.config.vocab_size)
         rewards = rewards_of(args, whole, data.dataset)
     check_context(width, sampler.max_completion_length, model.config)
     rollout = rollout_config(sampler, opened.ends, pad_token_id(tokenizer))

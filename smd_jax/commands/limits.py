@@ -10,6 +10,8 @@ from smd_jax.commands.errors import UserError
 from smd_jax.config import MAX_SEED, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.sampler.config import RolloutConfig, plan
+from smd_jax.tasks.task import Task, prompt_text
+from smd_jax.text.prompts import Tokenizer, unreachable_tokens
 from smd_jax.train.loop import Loop
 
 LARGEST = 2**24  # no size or count is larger; JAX's shapes and counters are int32
@@ -77,6 +79,18 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
             f"expected prompts and completions of at most {config.max_positions} tokens together, the model's context; "
             f"got {width} and {completion}. Lower --max-completion-length or --max-prompt-length"
         )
+
+
+def check_reachable(task: Task, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError for a prompt with a token outside the embedding."""
+    outside = unreachable_tokens(tokenizer, vocab_size)
+    for index in range(len(task) if outside else 0):
+        text = prompt_text(task[index], tokenizer)
+        if found := [token for token in outside if token in text]:
+            raise UserError(
+                f"expected prompts of tokens that the model has; got {found[0]!r} in row {index}, outside its "
+                f"embedding of {vocab_size} rows"
+            )
 
 
 def evicts_keys(policy: EvictionPolicy, rollout: RolloutConfig, num_layers: int, prompt_width: int) -> bool:

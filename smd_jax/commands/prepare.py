@@ -16,7 +16,7 @@ from smd_jax.commands.choices import decoder, decoding, eviction_policy, rollout
 from smd_jax.commands.config_file import read_options
 from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.limits import check_context, check_devices, evicts_keys
+from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
 from smd_jax.commands.model_source import OpenedModel, open_model, tokenizer_to_export
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import ModelConfig
@@ -85,6 +85,9 @@ def prepare(args: Common) -> Prepared:
     opened = open_model(args.model, args.data, args.sampler)
     args = with_prompt_day(args, opened.own_tokenizer.chat_template)
     data = load_data(args, opened.tokenizer)
+    if args.conversations.environment is None:
+        for task in [data.task] if data.held_out is None else [data.task, data.held_out]:
+            check_reachable(task, opened.tokenizer, opened.config.vocab_size)
     check_context(data.width, args.sampler.max_completion_length, opened.config)
     model = decoder(opened.config, args.device.attention, args.model.gradient_checkpointing, args.model.scan_layers)
     exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, opened.ends)

@@ -6,6 +6,7 @@ column `width`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -191,9 +192,20 @@ def decode_completions(
 ) -> list[str]:
     """The text of every row where `mask` (the response mask) is True, without special tokens such as EOS.
 
-    Spare rows of an embedding have ids without a token and without text.
+    Spare rows of an embedding have ids without a token and without text. Warns if over a tenth of the ids are such.
     """
-    rows = zip(np.asarray(tokens), np.asarray(mask), strict=True)
+    tokens, mask = np.asarray(tokens), np.asarray(mask)
+    sampled = tokens[mask]
+    # The vocabulary takes a tenth of a second, and few tokenizers have ids beyond their length.
+    if (sampled >= len(tokenizer)).sum() > len(sampled) / 10:
+        unknown = ~np.isin(sampled, [*tokenizer.get_vocab().values()])
+        if unknown.sum() > len(sampled) / 10:
+            warnings.warn(
+                f"expected sampled ids with a token; got {unknown.sum()} of {len(sampled)} without one, such as "
+                f"{sampled[unknown][0]}. Was the tokenizer made for this model?",
+                stacklevel=2,
+            )
+    rows = zip(tokens, mask, strict=True)
     return [str(tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)) for row, keep in rows]
 
 
@@ -223,6 +235,11 @@ def check_ordinary_ids(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"tokenizer and embedding have different sizes: expected an embedding of at least {needed} rows, because "
             f"the tokenizer has {len(tokenizer)} tokens with ids up to {needed - 1}; got vocab_size {vocab_size}"
         )
+
+
+def unreachable_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Added tokens outside of an embedding of `vocab_size` rows, which no prompt may contain."""
+    return [token for token_id, token in _added_ids(tokenizer).items() if token_id >= vocab_size]
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:

@@ -17,10 +17,11 @@ from safetensors.numpy import load_file, save_file
 
 from smd_jax.commands import config_file, console_scripts
 from smd_jax.commands.command_line import ALGORITHMS, parse
-from smd_jax.commands.errors import FLAGS, LONGEST, print_box, with_flags
+from smd_jax.commands.errors import FLAGS, LONGEST, LONGEST_LINE, print_box, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as smd_export
 from smd_jax.commands.limits import without_effect
+from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.commands.plot import main as smd_plot
 from smd_jax.commands.train import main
 from tests.command_errors import error_of
@@ -229,6 +230,22 @@ def test_a_template_that_refuses_the_messages(
     assert "got those of ['system', 'user'], and it says: " in said and "System role not supported" in said
 
 
+def test_prompts_with_a_token_that_has_no_row(
+    train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Gemma 3 1B has a token for images beyond its embedding."""
+    shutil.copytree(model, tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_tokens([f"<{i}>" for i in range(10)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "A <9>?"}\n')
+    words = ["--model", f"{tmp_path}/model", "--dataset", f"{tmp_path}/rows.jsonl", "--dataset-parameters"]
+    said = error_of(train_words(*words, "--reward", "format"), capsys)
+    assert "got '<9>' in row 1, outside its embedding of 264 rows" in said
+    said = error_of([*words[:-1], "--reward", "format"], capsys, smd_eval)
+    assert "got '<9>' in row 1, outside its embedding of 264 rows" in said
+
+
 @pytest.mark.slow
 def test_logits_that_are_not_finite(
     train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -303,7 +320,7 @@ def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):
     assert with_flags("expected a GPU") == "expected a GPU"
     print_box("error", "begin " + "x" * 5000 + " end")
     said = re.sub(r"[\s│]", "", capsys.readouterr().err)
-    assert "beginx" in said and "xend" in said and len(said) < LONGEST + 500
+    assert "beginx" in said and "xend" in said and len(said) < LONGEST_LINE + 200
 
 
 def test_every_option_is_one_flag():

@@ -100,6 +100,16 @@ def test_decoding_is_cut_by_the_mask_and_skips_special_tokens():
     assert decode_completions(TOKENIZER, jnp.asarray(tokens), jnp.zeros_like(mask)) == ["", ""]
 
 
+def test_many_ids_without_a_token_are_said():
+    tokens = np.array([[A, 300, B, C]])
+    with pytest.warns(UserWarning, match="got 1 of 4 without one, such as 300"):
+        assert decode_completions(TOKENIZER, tokens, tokens > 0) == ["abc"]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<later>"])
+    later = np.array([[A, tokenizer.convert_tokens_to_ids("<later>")]])
+    assert decode_completions(tokenizer, later, later > 0) == ["a<later>"]
+
+
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
