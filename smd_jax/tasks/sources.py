@@ -4,8 +4,8 @@
     load_rows(DataSource("problems.parquet"))                                .jsonl .json .csv .tsv .parquet .arrow
     load_rows(DataSource("folder", split="test"))                            files in the Hub's layout
 
-`datasets` finds files and splits, and reads the Hub, Parquet and Arrow. `smd_jax.tasks.text_files` reads CSV and JSON
-of this machine, and keeps their values as they are.
+`datasets` finds files and splits, and reads Parquet and Arrow. `smd_jax.tasks.text_files` reads CSV and JSON, and keeps
+their values as they are.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _DATA_ERRORS = (
     RuntimeError,
 )  # of `datasets`
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<file>.+)")
+TEXT_NAME = re.compile(r"\.(jsonl|ndjson|json|csv|tsv)(\.(gz|bz2|xz))?$")
 CARDS = ("README.md", ".huggingface.yaml")
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 FILE_SPLIT = "train"  # of data without splits, as in `datasets`
@@ -80,7 +82,7 @@ def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
     """
     path = _path_of(source.name)
     if path is None:
-        rows = _load(source.name, source)
+        rows = _of_hub(source, columns)
     elif path.is_dir():
         rows = _of_folder(path, source, columns)
     else:
@@ -139,11 +141,47 @@ def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
     for name in CARDS:
         _check_card(path / name)
     with _one_error(source.name) as datasets:
-        found = datasets.load_dataset_builder(str(path), source.config).config.data_files
-    splits = {str(name): [*map(Path, files)] for name, files in (found or {}).items()}
-    if all(data_format(file) in ("csv", "json") for files in splits.values() for file in files):
+        config = datasets.load_dataset_builder(str(path), source.config).config
+    splits = {str(name): [*map(Path, files)] for name, files in (config.data_files or {}).items()}
+    if is_text(config):
         return _of_text_files(splits, source, columns)
     return _load(str(path), source)
+
+
+def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
+    """The rows of a data set of the Hub. CSV and JSON are fetched and read as those of a folder, also without a network
+    if they were fetched before: `datasets` would guess types."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        with _one_error(source.name) as datasets:
+            config = datasets.load_dataset_builder(source.name, source.config).config
+    except ConnectionError:
+        try:
+            fetched = snapshot_download(source.name, repo_type="dataset", local_files_only=True)
+        except LocalEntryNotFoundError:
+            fetched = None
+        if fetched is None:
+            raise
+        return _of_folder(Path(fetched), source, columns)
+    found = [HUB_FILE.fullmatch(str(file)) for files in (config.data_files or {}).values() for file in files]
+    matches = [match for match in found if match is not None]
+    if not matches or len(matches) < len(found) or not is_text(config):
+        return _load(source.name, source)
+    patterns = [*CARDS, *(glob.escape(match["file"]) for match in matches)]
+    with _one_error(source.name):
+        folder = snapshot_download(
+            source.name, repo_type="dataset", revision=matches[0]["revision"], allow_patterns=patterns
+        )
+    return _of_folder(Path(folder), source, columns)
+
+
+def is_text(config: Any) -> bool:
+    """Whether a builder's configuration names only CSV and JSON that `text_rows` reads."""
+    names = [str(file).lower() for files in (config.data_files or {}).values() for file in files]
+    plain = getattr(config, "sep", ",") in (",", "\t") and getattr(config, "field", None) is None
+    return plain and all(TEXT_NAME.search(name) for name in names)
 
 
 def _check_card(path: Path) -> None:

@@ -283,6 +283,38 @@ def test_a_folder_that_another_one_matches(tmp_path: Path):
     refused(ValueError, r"expected a folder without \*, \? and \[ in its path.*; got .*fold\[3\]", tmp_path / "fold[3]")
 
 
+def test_text_files_of_the_hub_are_read_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the Hub played by a folder: found by `datasets`, fetched as they are, and found again without a network."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "train.csv").write_text("answer\n007\nNA\n")
+    asked = []
+
+    def fetch(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(snapshot)
+
+    load = datasets.load_dataset_builder
+    builder = load(str(snapshot))
+    online = {"owner/name": builder}
+    monkeypatch.setattr(builder.config, "data_files", {"train": ["hf://datasets/owner/name@c0ffee/train.csv"]})
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda name, *rest: online.get(name) or load(name, *rest))
+    rows = [{"answer": "007"}, {"answer": "NA"}]
+    assert load_rows(DataSource("owner/name")) == rows
+    files = ["README.md", ".huggingface.yaml", "train.csv"]
+    assert asked == [("owner/name", {"repo_type": "dataset", "revision": "c0ffee", "allow_patterns": files})]
+    online.clear()
+    assert load_rows(DataSource("owner/name")) == rows
+    assert asked[1:] == [("owner/name", {"repo_type": "dataset", "local_files_only": True})]
+
+
+def test_a_separator_of_the_card(tmp_path: Path):
+    (tmp_path / "README.md").write_text('---\nconfigs:\n- config_name: a\n  data_files: "*.csv"\n  sep: ";"\n---\n')
+    (tmp_path / "rows.csv").write_text("prompt;answer\nq, r;x\n")
+    assert load_rows(DataSource(str(tmp_path)))[0] == {"prompt": "q, r", "answer": "x"}
+
+
 def test_folders_without_data(tmp_path: Path):
     refused(FileNotFoundError, "expected data that you may read in .*; got EmptyDatasetError", tmp_path)
     datasets.Dataset.from_list([{"a": 1}]).save_to_disk(str(tmp_path / "saved"))
