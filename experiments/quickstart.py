@@ -8,7 +8,7 @@ Steps      1. Warm start, here: supervised, dense, until a tiny model sorts with
 Command    make run            or    python experiments/quickstart.py [--correction none] [--seeds 3]
            Other options: smd-train on the warm start, which is kept:
            smd-train grpo --preset sorting --model runs/quickstart/warm-start-300/seed-0 --budget 12
-Cost       about 3 minutes a seed on two CPU cores
+Cost       three to five minutes a seed on two CPU cores
 Result     a table of rewards and differences; the files of the runs are under runs/quickstart
 
 `--correction none` is the naive baseline: the same sampler, and a dense learner that ignores the evictions.
