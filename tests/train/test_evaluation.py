@@ -99,7 +99,7 @@ def test_a_way_of_decoding_is_the_rollout_of_that_name(params):
 
 
 # A model with random weights also samples ids without a token.
-@pytest.mark.filterwarnings("ignore:expected sampled ids of the tokenizer")
+@pytest.mark.filterwarnings("ignore:expected sampled ids with a token")
 def test_completions_of_a_prompt_lie_together(params):
     """Three each; the seed decides, and the first ones of a group are no copies of the others."""
     (result,) = evaluator(rows=6, group_size=3, decodes=DECODES[:1]).run(params)
