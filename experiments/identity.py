@@ -2,7 +2,7 @@
 
 Question   For every eviction policy: how much does a token's log p in the learner's teacher-forced pass under the
            shadow mask differ from the sampler's log p? And in a dense learner?
-           The same for caches of 8, 4 and 2 bits, replayed with and without the sampler's parities.
+           The same for caches of 8, 4 and 2 bits, replayed with the sampler's parities.
            And for a model from outside the library with sliding windows (--model outside)?
 Command    python experiments/identity.py            (--json: one object a line and policy)
 Cost       about three minutes on two CPU cores
@@ -71,7 +71,6 @@ class Row:
 
     Attributes:
       bits: of the cache; None: full precision.
-      no_parity_max_abs_dlogp: for a quantised cache, without the sampler's parities.
     """
 
     policy: str
@@ -84,7 +83,6 @@ class Row:
     max_abs_dlogp: float
     mean_abs_dlogp: float
     dense_max_abs_dlogp: float
-    no_parity_max_abs_dlogp: float | None
 
 
 def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
@@ -113,14 +111,10 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
     def difference(mask: smd.ShadowMask) -> np.ndarray:
         return np.abs(replay(model, params, trajectory, mask).logprobs - trajectory.logprobs)[response]
 
-    recorded = trajectory.mask
-    no_parity = None
-    if recorded.quantized is not None:
-        no_parity = float(difference(recorded.replace(quantized=recorded.quantized.replace(parity=None))).max())
-    shadow = difference(recorded)
+    shadow = difference(trajectory.mask)
     dense = difference(trajectory.dense_mask())
     sizes = (args.dtype, args.layers, int(response.sum()), args.budget, args.buffer)
-    return Row(name, bits, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()), no_parity)
+    return Row(name, bits, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()))
 
 
 def make_model(args: Args) -> tuple[smd.model.LanguageModel, smd.model.Params]:
@@ -153,11 +147,8 @@ def main(args: Args) -> None:
         if args.json:
             print(json.dumps(asdict(rows[-1])), flush=True)
     if not args.json:
-        columns = ("policy", "bits", "max |Δ log p|", "mean |Δ log p|", "dense learner, max", "without parities, max")
-        cells = [
-            (r.policy, r.bits, r.max_abs_dlogp, r.mean_abs_dlogp, r.dense_max_abs_dlogp, r.no_parity_max_abs_dlogp)
-            for r in rows
-        ]
+        columns = ("policy", "bits", "max |Δ log p|", "mean |Δ log p|", "dense learner, max")
+        cells = [(r.policy, r.bits, r.max_abs_dlogp, r.mean_abs_dlogp, r.dense_max_abs_dlogp) for r in rows]
         summary_table(f"Sampler against learner, {args.dtype}, budget {args.budget} + {args.buffer}", columns, cells)
 
 
