@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 from unittest import mock
 
 import pytest
 
+import identity
 from lib import provenance
 from tests.paths import ROOT
 
@@ -73,6 +75,12 @@ def test_the_commit_of_a_result_is_of_code(tmp_path: Path, monkeypatch: pytest.M
     clean = provenance.commit()
     script.write_text("[1]")
     assert len(clean) >= 7 and "+" not in clean and provenance.commit() == f"{clean}+"
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_identity_finds_one_policy_under_the_mask_and_two_without(bits: Literal[4] | None):
+    row = identity.compare("h2o", bits, identity.Args(length=40, budget=16, buffer=8, layers=1))
+    assert row.bits == bits and row.max_abs_dlogp < 2e-5 < 0.1 < row.dense_max_abs_dlogp
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
