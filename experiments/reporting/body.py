@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lib.files import Row
-from reporting import dose, room, tools
+from reporting import collapse, dose, room, tools, wall
 from reporting.page import hours, table
 
 Rows = dict[str, list[Row]]
@@ -15,6 +15,8 @@ def text(rows: Rows) -> str:
     sections = (
         other_cells(room.other_cells(rows["room"])),
         dose.section(rows["dose.json"]),
+        wall.section(rows["wall.json"]),
+        collapse.section(rows["collapse.json"]),
         tools.section(rows["agents.json"]),
         OLDER_STUDIES,
         commands(rows),
@@ -43,7 +45,8 @@ SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 
 
 
 def commands(rows: Rows) -> str:
-    names = {"room": "room and time", "dose.json": "lead by mismatch", "agents.json": "turns with a tool"}
+    names = {"room": "room and time", "dose.json": "lead by mismatch", "wall.json": "the memory wall"}
+    names |= {"collapse.json": "collapse", "agents.json": "turns with a tool"}
     lines = [
         [names[file], f"`python experiments/{file.removesuffix('.json')}.py`", links(file, found), hours(found)]
         for file, found in rows.items()

@@ -97,7 +97,8 @@ def plain(found: Estimate, digits: int = 3) -> str:
 
 
 def hours(rows: Sequence[Row]) -> str:
-    return f"{sum(row['cpu_seconds'] for row in rows) / 3600:.1f} CPU hours"
+    """The CPU time of all runs; of those with a fixed time for training, this time."""
+    return f"{sum(row['cpu_seconds' if 'cpu_seconds' in row else 'seconds'] for row in rows) / 3600:.1f} CPU hours"
 
 
 def machines(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ import pytest
 import report
 from lib.files import read_rows, write_rows
 from lib.intervals import Estimate
-from reporting import dose, room
+from reporting import collapse, dose, room, wall
 from reporting.page import difference, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
@@ -153,3 +153,55 @@ def test_cells_of_room_are_reported_when_all_seeds_are_in():
     # The pilot's best rival did not run in this cell.
     assert room.first_cell(pilots + room_rows()).best_rival("budget") == "gspo" and cell.best_rival("budget") == "tis"
     assert room.other_cells(pilots + second[1:]) == []
+
+
+def test_a_collapse_is_three_low_evaluations_in_a_row():
+    def after(*rewards: float) -> int | None:
+        return collapse.collapsed_after([{"step": 20 * i, "sparse_greedy": x} for i, x in enumerate(rewards)])
+
+    assert after(0.4, 0.19, 0.19, 0.2, 0.19, 0.19, 0.19) == 80  # half of the start is not below it
+    assert after(0.4, 0.1, 0.1, 0.3, 0.1, 0.1) is None
+
+
+def collapse_rows() -> list[dict[str, Any]]:
+    """At 3e-4 under SnapKV four of ten runs of bypass collapse after 20 rollouts, none with shadow masks."""
+    made = []
+    for arm in ("bypass", "shadow"):
+        for seed in collapse.SEEDS:
+            end = 0.1 if arm == "bypass" and seed < 14 else 0.5
+            curve = [{"step": 20 * i, "sparse_greedy": end if i else 0.4, "dense_greedy": 0.4} for i in range(4)]
+            curve = [point | {"agreement_p5": 0.8 if arm == "bypass" else 1.0} for point in curve]
+            row = {"arm": arm, "seed": seed, "policy": "snapkv", "learning_rate": 3e-4, "pilot": False}
+            made.append(row | {"curve": curve, "sparse_greedy": end, "dense_greedy": 0.4, "cpu_seconds": 1.0})
+    return made
+
+
+def test_the_section_on_collapse_counts_runs():
+    text = reflow(collapse.section(collapse_rows()))
+    assert "| snapkv, bypass | 3e-4 | 4 of 10 | 20 | 10 of 10 | −0.060 ± 0.148 | +0.000 ± 0.000 |" in text
+    assert "| snapkv, shadow | 3e-4 | 0 of 10 |  | 0 of 10 |" in text
+    # All four among the ten of one arm, of either: 2 * C(10, 4) / C(20, 4) = 0.0867.
+    assert "4 of 10 runs of bypass and 0 of 10 of shadow masks collapse (p = 0.087" in " ".join(text.split())
+    assert collapse.section(collapse_rows()[1:]) == ""
+
+
+def wall_rows() -> list[dict[str, Any]]:
+    """In the pilot full-updates is the best full-cache way, in the reported seeds full-turns."""
+    made = []
+    for place, way in enumerate(wall.MEANING):
+        for seed in (100, *wall.SEEDS):
+            own = 0.3 + 0.01 * place + 0.1 * (way == ("full-updates" if seed == 100 else "full-turns"))
+            row = {"way": way, "seed": seed, "pilot": seed == 100, "length": 1024, "learning_rate": 1e-3}
+            row |= {"own": own + 0.002 * seed * (way == "mixed-50"), "sparse_greedy": 0.5, "dense_greedy": 0.6}
+            made.append(row | {"rows_at_once": 4, "rollouts": 70, "tokens": 1e6, "seconds": 240.0})
+    return made
+
+
+def test_the_wall_compares_with_the_best_full_cache_way_of_the_pilot():
+    rows = wall_rows()
+    assert wall.best_full(rows, 1024) == "full-updates"
+    # 0.35 - 0.31 + 0.002 * 12.5; t(0.975, 5) = 2.571, s = 0.00374.
+    text = " ".join(wall.section(rows).split())
+    assert "mixed-50 minus full-updates, the best full-cache way of the pilot: +0.065 ± 0.004" in text
+    rows.remove(next(row for row in rows if row["way"] == "full-4-bit" and row["seed"] == 12))
+    assert wall.section(rows) == ""

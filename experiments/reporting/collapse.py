@@ -1,0 +1,111 @@
+"""The study of collapse: which learners lose the policy in 500 rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from scipy.stats import fisher_exact
+
+from lib.files import Row
+from lib.intervals import Estimate, paired
+from reporting.page import by_seed, rate_words, reported, signed, table
+
+SEEDS = tuple(range(10, 20))
+PRIMARY = ("snapkv", 3e-4)  # policy and rate of the primary contrast
+IN_A_ROW = 3  # evaluations below half of the start's reward
+THRESHOLD = 0.86  # Sparrow's, of the 5th percentile of the agreement
+
+
+@dataclass(frozen=True)
+class CollapseCell:
+    """All seeds of one arm at one rate.
+
+    Attributes:
+      rows: a row a seed; their curves have a point every 20 rollouts.
+    """
+
+    policy: str
+    arm: str
+    rate: float
+    rows: tuple[Row, ...]
+
+    @property
+    def times(self) -> list[int | None]:
+        """Rollouts until the collapse, of each seed; None without one."""
+        return [collapsed_after(row["curve"]) for row in self.rows]
+
+    @property
+    def collapsed(self) -> int:
+        return sum(time is not None for time in self.times)
+
+    @property
+    def below_threshold(self) -> int:
+        """Runs whose agreement was below the threshold at some evaluation."""
+        return sum(any(point["agreement_p5"] < THRESHOLD for point in row["curve"][1:]) for row in self.rows)
+
+
+def collapsed_after(curve: Sequence[Row]) -> int | None:
+    """Rollouts until the first of three evaluations in a row below half of the start; greedy under the budget."""
+    low = [point["sparse_greedy"] < curve[0]["sparse_greedy"] / 2 for point in curve]
+    for place in range(len(curve) - IN_A_ROW + 1):
+        if all(low[place : place + IN_A_ROW]):
+            return curve[place]["step"]
+    return None
+
+
+def cells_of(rows: Sequence[Row]) -> list[CollapseCell]:
+    """The cells with all seeds, by policy, arm and rate."""
+    parts: dict[tuple[str, str, float], list[Row]] = {}
+    for row in reported(rows):
+        parts.setdefault((row["policy"], row["arm"], row["learning_rate"]), []).append(row)
+    return [
+        CollapseCell(*names, tuple(sorted(inside, key=lambda row: row["seed"])))
+        for names, inside in sorted(parts.items())
+        if {row["seed"] for row in inside} == set(SEEDS)
+    ]
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Empty until the primary contrast is complete."""
+    cells = cells_of(rows)
+    primary = {cell.arm: cell for cell in cells if (cell.policy, cell.rate) == PRIMARY}
+    if not {"bypass", "shadow"} <= primary.keys():
+        return ""
+    counts = [primary[arm].collapsed for arm in ("bypass", "shadow")]
+    _, p = fisher_exact([[count, len(SEEDS) - count] for count in counts])
+    return f"""## Collapse
+
+Does a learner that ignores the eviction collapse, as the papers report? Two learners have that name. The ratio of
+*naive* is taken to the dense learner's own old log-probabilities, that of *bypass* to the sampler's. sorting-12 with 11
++ 2 of 26 keys, 500 rollouts, {len(SEEDS)} seeds, starts of the first page. A run has *collapsed* when its greedy reward
+under the budget is below half of the start's in three evaluations in a row. The last columns are greedy rewards:
+the mean of the last three evaluations, minus the start.
+
+{cells_table(cells)}
+
+*Primary contrast*: at {rate_words(PRIMARY[1])} under SnapKV {counts[0]} of {len(SEEDS)} runs of bypass and {counts[1]}
+of {len(SEEDS)} of shadow masks collapse (p = {p:.2g}, Fisher's exact test). Sparrow's threshold is an agreement of
+learner and sampler below {THRESHOLD} (5th percentile over tokens).
+"""
+
+
+def cells_table(cells: Sequence[CollapseCell]) -> str:
+    lines = []
+    for cell in cells:
+        times = [time for time in cell.times if time is not None]
+        after = f"{median(times):.0f}" if times else ""
+        ends = [signed(gained(cell.rows, kind)) for kind in ("sparse_greedy", "dense_greedy")]
+        below = f"{cell.below_threshold} of {len(cell.rows)}"
+        lines.append(
+            [f"{cell.policy}, {cell.arm}", rate_words(cell.rate), f"{cell.collapsed} of {len(cell.rows)}", after]
+            + [below, *ends]
+        )
+    columns = ["policy, learner", "rate", "collapsed", "after rollouts, median", f"agreement below {THRESHOLD}"]
+    return table([*columns, "budget", "full cache"], lines)
+
+
+def gained(rows: Sequence[Row], kind: str) -> Estimate:
+    """Reward at the end minus that of the start."""
+    return paired(by_seed(rows, kind), {row["seed"]: row["curve"][0][kind] for row in rows})

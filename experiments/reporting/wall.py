@@ -1,0 +1,79 @@
+"""The study of the memory wall: equal bytes of KV cache, equal computing time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from lib.files import Row
+from reporting.page import difference, mean_of, p_value, plain, rate_words, reported, signed, table
+
+SEEDS = tuple(range(10, 16))
+LENGTHS = (512, 1024)
+PRIMARY = 1024  # steps of the walks of the primary contrast
+OURS = "mixed-50"
+FULL = ("full-turns", "full-updates", "full-4-bit")
+MEANING = {
+    "full-turns": "32 completions with the full cache, in turns",
+    "full-updates": "rollouts of 4 completions with the full cache",
+    "full-4-bit": "32 completions with a full cache of 4 bits, in turns",
+    "tis": "32 completions under the budget, TIS",
+    "shadow": "32 completions under the budget, shadow masks",
+    OURS: "32 completions under the budget, shadow masks and TIS",
+}
+Ways = dict[str, list[Row]]  # way -> reported rows
+
+
+def complete(rows: Sequence[Row], length: int) -> Ways:
+    """The ways of this length with all seeds."""
+    found: Ways = {}
+    for row in reported(rows):
+        if row["length"] == length:
+            found.setdefault(row["way"], []).append(row)
+    return {way: found[way] for way in MEANING if way in found and {row["seed"] for row in found[way]} == set(SEEDS)}
+
+
+def best_full(rows: Sequence[Row], length: int) -> str:
+    """The full-cache way with the highest reward of a pilot."""
+    pilots = [row for row in rows if row["pilot"] and row["length"] == length and row["way"] in FULL]
+    return max(pilots, key=lambda row: row["own"])["way"]
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Empty until the ways of the primary contrast are complete."""
+    if not {OURS, *FULL} <= complete(rows, PRIMARY).keys():
+        return ""
+    ways, rival = complete(rows, PRIMARY), best_full(rows, PRIMARY)
+    lead, p = plain(difference(ways[OURS], ways[rival], "own")), p_value(ways[OURS], ways[rival], "own")
+    tables = "\n\n".join(
+        f"Walks of {length:,} steps:\n\n{ways_table(found)}"
+        for length in LENGTHS
+        if OURS in (found := complete(rows, length))
+    )
+    seconds = ways[OURS][0]["seconds"]
+    return f"""## The memory wall
+
+A user has bytes for a KV cache and hours on a machine: what earns the most reward? Walks on a graph, bytes of four rows
+with a full cache in bfloat16, {seconds:.0f} seconds of CPU time on one core for rollouts, rewards and updates,
+{len(SEEDS)} seeds. The budget is H2O with 120 + 8 keys. *Own* is the reward with the cache that the way trained with,
+the mean of temperature 1 and greedy. The rate of each way was chosen by it on a pilot seed.
+
+{tables}
+
+*Primary contrast*, walks of {PRIMARY:,} steps: {OURS} minus {rival}, the best full-cache way of the pilot: {lead}
+(p = {p:.2g}). One core computes a row at a time; an accelerator was not measured.
+"""
+
+
+def ways_table(ways: Ways) -> str:
+    lines = []
+    for way, rows in ways.items():
+        minus = "" if way == OURS else signed(difference(ways[OURS], rows, "own"))
+        rollouts, tokens = (mean(row[name] for row in rows) for name in ("rollouts", "tokens"))
+        rewards = [f"{mean_of(rows, kind).mean:.2f}" for kind in ("own", "sparse_greedy", "dense_greedy")]
+        lines.append(
+            [f"{way}: {MEANING[way]}", rate_words(rows[0]["learning_rate"]), rows[0]["rows_at_once"]]
+            + [f"{rollouts:.0f}", f"{tokens / 1e3:,.0f}", *rewards, minus]
+        )
+    columns = ["way", "rate", "rows at once", "rollouts", "thousand tokens", "own", "greedy, budget"]
+    return table([*columns, "greedy, full cache", f"{OURS} minus it, own"], lines)
