@@ -127,7 +127,7 @@ def check_one_start(rows: Iterable[Row]) -> None:
     """
     starts: dict[tuple[object, ...], set[object]] = {}
     for row in rows:
-        cell = (row["task"], row["policy"], row["budget"], row["seed"], row["pilot"])
+        cell = tuple(row.get(name) for name in ("task", "policy", "budget", "seed", "pilot", "length"))
         starts.setdefault(cell, set()).add(row.get("start", row.get("sparse_before")))
     if two := [cell[:4] for cell, found in starts.items() if len(found) > 1]:
         raise ValueError(f"expected one start for all arms of a cell and seed; got two or more in {two[:5]}")

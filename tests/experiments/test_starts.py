@@ -50,6 +50,9 @@ def row(**given: object) -> dict[str, object]:
 
 def test_arms_of_one_seed_have_one_start():
     check_one_start([row(), row(arm="naive"), row(arm="tis", seed=11, start="b")])
+    # Rows of the wall have a length in place of a task.
+    walks = [{"length": length, "seed": 10, "pilot": False, "start": str(length)} for length in (512, 1024)]
+    check_one_start([*walks, *walks])
     with pytest.raises(ValueError, match="expected one start for all arms of a cell and seed"):
         check_one_start([row(), row(arm="naive", start="b")])
 
