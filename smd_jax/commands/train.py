@@ -335,7 +335,9 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     conversations, _ = split_fields(files.groups["conversations"], ("environment_timeout",))
     same = files.groups | {"rewards": rewards, "conversations": conversations, "optimizer": optimizer, "loop": compared}
     run = replace(_to_begin(args.run), dry_run=False, debug=False)
-    free = {"loop": noted, "run": run, "eval": args.evaluation, "rewards": limits, "files": files.places}
+    # Another attention changes only rounding.
+    free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
+    free |= {"rewards": limits, "files": files.places}
     return same | {"steps": run.max_steps if to_the_end else None}, free
 
 

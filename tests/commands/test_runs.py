@@ -26,8 +26,10 @@ from smd_jax.commands.places import LOCK, only_process
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import main, run_settings
+from smd_jax.devices.processes import differences
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.runs.settings import to_jsonable
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from tests.command_errors import error_of
 from tests.commands.conftest import SORT, Words
@@ -363,6 +365,20 @@ def test_options_that_change_no_result_are_only_noted(train_words: Words):
         for args in (parse([*words, *more])[1] for more in ([], ["--microbatch", "4", "--reward-timeout", "3"]))
     ]
     assert compared[0] == compared[1]
+
+
+def test_another_attention_is_noted(train_words: Words):
+    """Its kernels round differently, so a resume says that it changed."""
+    compared, noted = zip(
+        *(
+            run_settings(args, prepare(args).loop, by_content(args))
+            for args in (parse([*train_words(), "--attention", name])[1] for name in ("auto", "portable"))
+        ),
+        strict=True,
+    )
+    assert compared[0] == compared[1]
+    lines = differences(*(to_jsonable(each) for each in noted), words=("was", "is now"))
+    assert lines == ['attention: was "auto", is now "portable"']
 
 
 # --- what must not cost a run
