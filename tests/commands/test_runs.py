@@ -377,7 +377,7 @@ def test_another_attention_is_noted(train_words: Words):
         strict=True,
     )
     assert compared[0] == compared[1]
-    lines = differences(*(to_jsonable(each) for each in noted), words=("was", "is now"))
+    lines = differences(to_jsonable(noted[0]), to_jsonable(noted[1]), words=("was", "is now"))
     assert lines == ['attention: was "auto", is now "portable"']
 
 
