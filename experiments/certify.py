@@ -85,7 +85,7 @@ def main(args: Args) -> None:
                 "injected": injected.what,
                 "expected": injected.cause,
                 "named": named,
-                "said": None if verdict.cause is None else verdict.cause.said,
+                "said": None if verdict.cause is None else verdict.cause.detail,
                 "right": named == injected.cause and verdict.is_one_policy == (injected.cause is None),
                 "mean_abs": verdict.mean_abs,
                 "max_abs": verdict.max_abs,

@@ -25,7 +25,7 @@ import tyro
 
 from breaking.left import start
 from breaking.trained import AHEAD, CONFIG, RealLoop, real_loop, real_state
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.devices import processes
 from smd_jax.learner.state import TrainState
 from smd_jax.runs import run
@@ -64,7 +64,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    keep_programs()
+    cache_programs()
     config = AHEAD if args.ahead else CONFIG
     if args.mesh is not None:
         jax.config.update("jax_num_cpu_devices", math.prod(args.mesh))

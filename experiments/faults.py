@@ -60,7 +60,7 @@ from breaking.refusals import (
 from breaking.steps import broken_logger, never_finite, not_finite, wrong_mask
 from lib.files import read_rows, write_rows
 from lib.provenance import provenance
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.runs import checkpoint
 from smd_jax.runs.checkpoint import OtherStateError
@@ -127,7 +127,7 @@ KINDS: dict[str, Fault] = {
 
 
 def main(args: Args) -> None:
-    keep_programs()
+    cache_programs()
     rng = random.Random(args.seed)
     found = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:

@@ -28,7 +28,7 @@ import tyro
 import smd_jax as smd
 from lib.files import RESULTS
 from lib.provenance import provenance
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.environments.processes import EnvironmentsHere
 from smd_jax.eviction.policies import Dense, SnapKV
@@ -87,7 +87,7 @@ class Reports:
 
 
 def main(args: Args) -> None:
-    keep_programs()
+    cache_programs()
     config, params = smd.load_checkpoint(args.model)
     model = smd.Decoder(dataclasses.replace(config, dtype="float32"))
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)

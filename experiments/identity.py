@@ -23,7 +23,7 @@ import tyro
 
 import smd_jax as smd
 from outside_model import OutsideModel
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_params, tiny_model_config
 
@@ -135,7 +135,7 @@ def quantization(bits: Literal[8, 4, 2] | None, args: Args) -> smd.QuantConfig |
 
 
 def main(args: Args) -> None:
-    keep_programs()
+    cache_programs()
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     # Otherwise GPUs multiply float32 in TensorFloat-32, and sampler and learner round differently.

@@ -26,7 +26,7 @@ import optax
 import tyro
 
 import smd_jax as smd
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.errors import print_box
 from smd_jax.commands.train import main as smd_train
 from smd_jax.model.weights import check_export
@@ -81,7 +81,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    keep_programs()
+    cache_programs()
     check(args)
     rows = []
     for seed in range(args.seeds):

@@ -46,7 +46,7 @@ from lib.grid import best_rate
 from lib.provenance import provenance
 from real.execute import execute
 from real.job import SIZES, Base, Job, Rule, Sizes, is_finished, keep_row, kept
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.runs.stop import RunStoppedError
 
@@ -182,7 +182,7 @@ def arms_asked_for(names: Sequence[str] | None) -> tuple[Arm, ...]:
 
 
 def main(args: Args) -> None:
-    keep_programs()
+    cache_programs()
     with stopping():
         arms = arms_asked_for(args.arms)
         if not (args.model / "config.json").exists():

@@ -83,7 +83,7 @@ def _leaf_bytes(leaf: Any) -> int:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[None]:
+def disk_errors_named(path: Path) -> Iterator[None]:
     """Adds the path and the free space to disk errors of its body, in one line."""
     try:
         yield

@@ -27,7 +27,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.train.async_rollout import one_behind
+from smd_jax.train.async_rollout import with_sampler_params
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.samples import Samples
 
@@ -82,7 +82,7 @@ def real_state(config: GRPOConfig = CONFIG) -> TrainState:
     """Adapters, but for rollouts ahead: those need whole parameters."""
     params = random_params(MODEL.config)
     if config.rollouts_ahead:
-        return one_behind(init_state(params, optimizer(), jax.random.key(0)))
+        return with_sampler_params(init_state(params, optimizer(), jax.random.key(0)))
     return init_state(add_lora(params, LoraConfig(rank=2), jax.random.key(0)), optimizer(), jax.random.key(0))
 
 

@@ -25,7 +25,7 @@ from lib.problems import Problem
 from lib.runs import Job, Sizes, finished, keep, kept_row
 from lib.samplers import Sampler
 from lib.starts import check_one_start
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 
 PILOT_SEEDS = (100, 101)
 Criterion = tuple[str, ...]  # decodings whose mean reward chooses a rate
@@ -101,7 +101,7 @@ class Grid:
     def run(self) -> list[Row]:
         """Makes all rows, cell by cell, pilots first. Writes the file of results after every row."""
         began = time.monotonic()
-        keep_programs()  # before the workers do, so that only one process prints it
+        cache_programs()  # before the workers do, so that only one process prints it
         with one_core_each(self.workers) as pool:
             for cell in self.cells:
                 pilots: list[Job] = []
@@ -213,7 +213,7 @@ def one_core_each(workers: int) -> Pool:
     """
     os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    return multiprocessing.get_context("spawn").Pool(workers, keep_programs)
+    return multiprocessing.get_context("spawn").Pool(workers, cache_programs)
 
 
 def _call(work: Callable[[], None]) -> None:

@@ -46,7 +46,7 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
         row = identity(job, loop) | {"settings": fingerprint(job.settings(base))}
         keep_row(job, base, runs, row | progress(folder / "train") | more | origin)
 
-    state = first_state(job, base, loop)
+    state = initial_state(job, base, loop)
     share = before["evicted_share"]
     if share is None:
         trajectory = loop.collect(state, 0).trajectory
@@ -101,7 +101,7 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
     return smd.GRPOLoop(model, task, base.tokenizer, make_optimizer(optimizer, max(job.rollouts, 1)), config)
 
 
-def first_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:
+def initial_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:
     """The state with zero adapters, the same for all arms of a seed. The frozen weights are the teacher."""
     key = jax.random.key(job.seed)
     params = add_lora(base.load(), LoraConfig(rank=job.sizes.rank), jax.random.fold_in(key, 1))

@@ -224,11 +224,11 @@ def needs_attention(statistics: tuple[Statistic[Any], ...]) -> bool:
     return any(statistic.needs_attention for statistic in statistics)
 
 
-def turn(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache:
+def shift(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache:
     """Shifts a prompt's cache as if it had been made `count` steps later. Statistics with query numbers are shifted. In
     a ring cache the slots rotate as well, so that the next write overwrites the oldest slot."""
     # Query numbers are shared by all rows, even if the slots are not a ring.
-    states = tuple(x.turn(state, count) for x, state in zip(cache.statistics, cache.states, strict=True))
+    states = tuple(x.shift(state, count) for x, state in zip(cache.statistics, cache.states, strict=True))
     cache = cache.replace(states=states)
     if not ring:
         return cache
@@ -252,14 +252,14 @@ def settle(cache: LayerCache, written: Int[Array, " batch"], buffer: int) -> Lay
     def roll(x: Array) -> Array:
         return jax.vmap(lambda row, count: jnp.roll(row, count, axis=1))(x, buffer - written)
 
-    def turned(statistic: Statistic[Any], state: Any) -> Any:
+    def shifted(statistic: Statistic[Any], state: Any) -> Any:
         def of_row(row: Any, count: Array) -> Any:
-            one = statistic.turn(jax.tree.map(lambda x: x[None], row), count)
+            one = statistic.shift(jax.tree.map(lambda x: x[None], row), count)
             return jax.tree.map(lambda x: x[0], one)
 
         return jax.vmap(of_row)(state, -written)
 
-    states = tuple(turned(*pair) for pair in zip(cache.statistics, cache.states, strict=True))
+    states = tuple(shifted(*pair) for pair in zip(cache.statistics, cache.states, strict=True))
     cache = cache.replace(keys=roll(cache.keys), values=roll(cache.values), columns=roll(cache.columns), states=states)
     return _map_states(roll, cache)
 

@@ -21,11 +21,11 @@ class Case(NamedTuple):
     """One way in which a cause may have happened.
 
     Attributes:
-      said: what the sampler did instead of what the record states.
+      detail: what the sampler did instead of what the record states.
       conditions: of the sampler.
     """
 
-    said: str
+    detail: str
     conditions: Conditions
 
 
@@ -76,12 +76,12 @@ class Cause:
 
     Attributes:
       name: for reports and exit messages.
-      mend: what to do about it.
+      fix: what to do about it.
       cases: how it may have happened.
     """
 
     name: str
-    mend: str
+    fix: str
     cases: CaseFunction
 
 

@@ -31,13 +31,13 @@ def lines(verdict: Verdict) -> list[str]:
     for row, token, difference in worst(verdict):
         found.append(f"worst       row {row}, response token {token}: {difference:+.3f} nats")
     for finding in verdict.findings[:SHOWN]:
-        found.append(f"tested      {finding.difference:.2e} left if {finding.said}")
+        found.append(f"tested      {finding.difference:.2e} left if {finding.detail}")
     for layer, difference in verdict.sensitive_layers[:3]:
         found.append(f"layer       {difference:.2e} left with layer {layer} dense")
     if verdict.cause is None:
         return [*found, "verdict     not one policy; no tested cause explains it"]
     cause = verdict.cause
-    return [*found, f"verdict     not one policy: {cause.cause}: {cause.said}", f"mend        {cause.mend}"]
+    return [*found, f"verdict     not one policy: {cause.cause}: {cause.detail}", f"fix         {cause.fix}"]
 
 
 def worst(verdict: Verdict, count: int = 3) -> list[tuple[int, int, float]]:
@@ -94,7 +94,7 @@ def _picture(verdict: Verdict) -> bytes:
     figure.colorbar(image, ax=left, label="log10 |learner - sampler| (nats)")
     left.set(xlabel="response token", ylabel="row", title="difference by token")
     shown = verdict.findings[:SHOWN][::-1]
-    names = [f"{finding.cause}: {finding.said}"[:60] for finding in shown]
+    names = [f"{finding.cause}: {finding.detail}"[:60] for finding in shown]
     right.barh([*names, "as recorded"], [*(max(finding.difference, 1e-8) for finding in shown), verdict.mean_abs])
     right.axvline(verdict.tolerance, color="black", linestyle=":")
     right.set(xscale="log", xlabel="mean |difference| (nats)", title="what each tested cause leaves")

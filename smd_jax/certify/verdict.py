@@ -34,17 +34,17 @@ MOST_DIFFERENT = 50.0
 FOLLOWS = -0.5
 
 WEIGHTS = "stale weights"
-WEIGHTS_MEND = "update the sampler's weights before it samples, and compare their checksums"
+WEIGHTS_FIX = "update the sampler's weights before it samples, and compare their checksums"
 DTYPE = "dtype"
-DTYPE_MEND = "compute in the same dtype on both sides, or accept its rounding: certify with --dtype"
+DTYPE_FIX = "compute in the same dtype on both sides, or accept its rounding: certify with --dtype"
 SUPPORT = "sampling support"
-SUPPORT_MEND = "record the tokens that filters left (support_ids), and replay over these"
+SUPPORT_FIX = "record the tokens that filters left (support_ids), and replay over these"
 TEMPERATURE = "temperature"
-TEMPERATURE_MEND = "divide logits by the same temperature on both sides before the softmax"
+TEMPERATURE_FIX = "divide logits by the same temperature on both sides before the softmax"
 ALIGNMENT = "tokens misaligned"
-ALIGNMENT_MEND = "column t of logprobs belongs to token t"
+ALIGNMENT_FIX = "column t of logprobs belongs to token t"
 VISIBILITY = "evictions"
-VISIBILITY_MEND = "record what the engine evicted, after it evicted it"
+VISIBILITY_FIX = "record what the engine evicted, after it evicted it"
 SWAPPED = "layers or heads swapped"
 
 
@@ -70,8 +70,8 @@ class Finding(NamedTuple):
     recorded top log-probabilities."""
 
     cause: str
-    said: str
-    mend: str
+    detail: str
+    fix: str
     difference: float
 
 
@@ -245,7 +245,7 @@ def _explanations(replays: _Replays, logits: Array, facts: PromptFacts | None) -
     previous = replays.models.previous
     if previous is not None:
         left = replays.gap(replays.logits(Conditions.of(replays.record), previous))
-        yield Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_MEND, left)
+        yield Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_FIX, left)
     yield from _of_conditions(replays, facts)
 
 
@@ -260,10 +260,10 @@ def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
         fitted, least = float(temperatures[best]), left[best]
         temperatures = np.geomspace(low, high, 9)
     said = f"the sampler's temperature was {fitted:.3g}; the record says {record.temperature:.3g}"
-    yield Finding(TEMPERATURE, said, TEMPERATURE_MEND, least)
+    yield Finding(TEMPERATURE, said, TEMPERATURE_FIX, least)
     if replays.support is not None:
         left = replays.gap_over(logits, None)
-        yield Finding(SUPPORT, "log-probabilities were taken over the whole vocabulary", SUPPORT_MEND, left)
+        yield Finding(SUPPORT, "log-probabilities were taken over the whole vocabulary", SUPPORT_FIX, left)
         return
     yield from _of_filters(replays, logits)
 
@@ -289,7 +289,7 @@ def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
     )
     for name, ids in sets:
         left = replays.gap_over(logits, ids.astype(np.int32))
-        yield Finding(SUPPORT, f"log-probabilities were taken over the tokens of {name}", SUPPORT_MEND, left)
+        yield Finding(SUPPORT, f"log-probabilities were taken over the tokens of {name}", SUPPORT_FIX, left)
 
 
 def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
@@ -309,13 +309,13 @@ def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
             both_ways = (logits, jnp.roll(logits, -by, axis=1))
             tops = min((np.abs(replays.all_differences(x)[..., 1:]) for x in both_ways), key=_mean)
             left = _mean(np.concatenate([moves.ravel(), tops[both].ravel()]))
-            yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_MEND, left)
+            yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_FIX, left)
 
 
 def _of_conditions(replays: _Replays, facts: PromptFacts | None) -> Iterator[Finding]:
     for cause in CAUSES:
         for case in cause.cases(replays.record, facts or PromptFacts()):
-            yield Finding(cause.name, case.said, cause.mend, replays.left(case.conditions))
+            yield Finding(cause.name, case.detail, cause.fix, replays.left(case.conditions))
 
 
 def _by_elimination(
@@ -331,7 +331,7 @@ def _by_elimination(
         there = np.isfinite(differences)
         if float(np.corrcoef(rounding[there], differences[there])[0, 1]) < FOLLOWS:
             said = f"the sampler computed in {replays.models.other_dtype}"
-            return Finding(DTYPE, said, DTYPE_MEND, base), ()
+            return Finding(DTYPE, said, DTYPE_FIX, base), ()
     record = replays.record
     evicted = np.where(record.evicted_at > 0, record.evicted_at, NEVER).min(axis=(1, 2, 3))
     columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
@@ -340,14 +340,14 @@ def _by_elimination(
     before, after = _mean(np.abs(difference[early])), _mean(np.abs(difference[replays.inside & ~early]))
     if not record.has_evictions or (early.sum() >= replays.inside.sum() / 20 and before > 0.3 * after):
         said = "no tested condition explains the difference, and tokens without evictions have it, too"
-        return Finding(WEIGHTS, said, WEIGHTS_MEND, base), ()
+        return Finding(WEIGHTS, said, WEIGHTS_FIX, base), ()
     swapped, layers = _swap(replays)
     if swapped is not None and swapped.difference <= allowed:
         return swapped, layers
     if not early.any():
         return None, layers
     said = "only tokens after the first eviction differ, and no tested condition explains how"
-    return Finding(VISIBILITY, said, VISIBILITY_MEND, base), layers
+    return Finding(VISIBILITY, said, VISIBILITY_FIX, base), layers
 
 
 def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
@@ -378,5 +378,5 @@ def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], .
             difference = with_layers({layer: masks[:, layer, order]})
             found.append((difference, f"the masks of the KV heads {one} and {other} of layer {layer} were swapped"))
     difference, said = min(found)
-    mend = next(cause.mend for cause in CAUSES if cause.name == SWAPPED)
-    return Finding(SWAPPED, said, mend, difference), tuple((layer, value) for value, layer in left)
+    fix = next(cause.fix for cause in CAUSES if cause.name == SWAPPED)
+    return Finding(SWAPPED, said, fix, difference), tuple((layer, value) for value, layer in left)

@@ -26,7 +26,7 @@ from smd_jax.certify.record import load_record
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
-from smd_jax.commands.errors import UserError, reported, users_mistakes
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import load_tokenizer, model_directory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import load_checkpoint, read_config
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
       SystemExit: with status 1 if sampler and learner are not one policy, with 2 for bad input.
     """
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given), users_mistakes():
+    with report_errors("--debug" in given), as_user_errors():
         one_policy = run(parse_words(Args, "smd-certify", __doc__ or "", with_file(given, Args)))
     if not one_policy:
         raise SystemExit(DIFFERENT)

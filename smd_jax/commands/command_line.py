@@ -29,7 +29,7 @@ def parse(words: Sequence[str]) -> tuple[str, Common]:
       UserError: a file that cannot be read or has a wrong option; no algorithm.
       SystemExit: with tyro's message and status 2 for an unknown flag or a value of the wrong type; after a help page.
     """
-    given = config_file.expanded(words, ALGORITHMS)
+    given = config_file.expand_words(words, ALGORITHMS)
     name = given[0] if given else "nothing"
     if name in ALGORITHMS:
         return name, parse_options(ALGORITHMS[name], f"smd-train {name}", DESCRIPTION, given[1:])

@@ -15,7 +15,7 @@ def default_folder() -> Path:
     return (Path(caches) if caches else Path.home() / ".cache") / "smd_jax" / "programs"
 
 
-def keep_programs(folder: Path | None = None) -> None:
+def cache_programs(folder: Path | None = None) -> None:
     """Caches compiled programs on disk from now on; prints the folder when it creates it.
 
     JAX_COMPILATION_CACHE_DIR sets another folder; an empty value disables the cache. JAX keys programs by version and

@@ -30,10 +30,10 @@ from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
-OF_A_RUN = ("metrics.jsonl", "checkpoints", "process.lock")  # files beside config.yaml in the directory of a run
+RUN_FILES = ("metrics.jsonl", "checkpoints", "process.lock")  # files beside config.yaml in the directory of a run
 
 
-def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
+def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
     """The words of a command line with those of its preset and its file in place of `--preset` and `--config`.
 
     Args:
@@ -43,15 +43,15 @@ def expanded(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
     Raises:
       UserError: a file that cannot be read, another algorithm than the one that was named, or an unknown option.
     """
-    rest, preset = taken(words, "--preset")
-    rest, file = taken(rest, "--config")
+    rest, preset = take_option(words, "--preset")
+    rest, file = take_option(rest, "--config")
     sources = [*([] if preset is None else [preset_path(preset)]), *([] if file is None else [Path(file)])]
     chosen = rest.pop(0) if rest and rest[0] in algorithms else None
     flags = list[str]()
     for source in sources:
         options = read_options(source)
         if not any(word.partition("=")[0] == "--output-dir" for word in rest):
-            check_place(source, options.get(OUTPUT_DIR))
+            check_output_dir(source, options.get(OUTPUT_DIR))
         algorithm = options.pop(ALGORITHM, chosen)
         if algorithm not in [*algorithms] or chosen not in (None, algorithm):
             wanted = [*algorithms] if chosen is None else chosen
@@ -71,11 +71,11 @@ def with_file(words: Sequence[str], arguments: type) -> list[str]:
     Raises:
       UserError: a file that cannot be read, or an option that the command does not have.
     """
-    rest, file = taken(words, "--config")
+    rest, file = take_option(words, "--config")
     return rest if file is None else [*as_flags(read_options(Path(file)), arguments, file), *rest]
 
 
-def taken(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+def take_option(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
     """The words without `flag VALUE` or `flag=VALUE`, and the value; the last one where there are several."""
     rest = list[str]()
     value = None
@@ -120,10 +120,10 @@ def read_options(path: Path) -> dict[str, Any]:
     return options
 
 
-def check_place(source: Path, output_dir: Any) -> None:
+def check_output_dir(source: Path, output_dir: Any) -> None:
     """Raises UserError for the config.yaml of a run that names another folder than its own. A copied or moved run must
     not write into the original folder."""
-    if not isinstance(output_dir, str) or not any((source.parent / name).exists() for name in OF_A_RUN):
+    if not isinstance(output_dir, str) or not any((source.parent / name).exists() for name in RUN_FILES):
         return
     own, named = source.parent.resolve(), full_path(output_dir)
     if own != named:

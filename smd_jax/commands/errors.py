@@ -49,7 +49,7 @@ LONGEST, LONGEST_LINE = 2000, 700
 
 
 @contextmanager
-def reported(debug: bool, *expected: type[Exception]) -> Iterator[None]:
+def report_errors(debug: bool, *expected: type[Exception]) -> Iterator[None]:
     """Ends the command with a box and exit status 2 after a user error, and with status 130 after Ctrl-C.
 
     Args:
@@ -72,7 +72,7 @@ def reported(debug: bool, *expected: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def users_mistakes() -> Iterator[None]:
+def as_user_errors() -> Iterator[None]:
     """Turns errors of parsing and planning into UserError.
 
     Do not use it around training: a ValueError there is a bug and needs its traceback.

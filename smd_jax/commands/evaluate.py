@@ -38,15 +38,15 @@ from smd_jax.commands.arguments import (
 )
 from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import asks_for_help, parse, parse_options
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.environment_source import check_environment, environment_config
-from smd_jax.commands.errors import UserError, plain_warnings, reported, users_mistakes
-from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_reachable
+from smd_jax.commands.errors import UserError, as_user_errors, plain_warnings, report_errors
+from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
-from smd_jax.commands.task_source import holds_back, rewards_of, task_choice, task_of
+from smd_jax.commands.task_source import has_held_out_rows, rewards_of, task_choice, task_of
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
@@ -96,7 +96,10 @@ class Args:
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given, TooManyFailures, UnloadableRewardError, NonFiniteLogitsError), plain_warnings():
+    with (
+        report_errors("--debug" in given, TooManyFailures, UnloadableRewardError, NonFiniteLogitsError),
+        plain_warnings(),
+    ):
         run(read(given))
 
 
@@ -108,7 +111,7 @@ def read(words: Sequence[str]) -> Args:
       SystemExit: as `parse_options`.
     """
     words = config_file.with_file(words, Args)
-    rest, directory = config_file.taken(words, "--run")
+    rest, directory = config_file.take_option(words, "--run")
     description = __doc__ or ""
     if directory is None or asks_for_help(words):
         return parse_options(Args, "smd-eval", description, words)
@@ -153,14 +156,14 @@ def evaluation_rows(trained: Common) -> DataSource:
     if evaluation.eval_dataset is not None:
         data = replace(data, dataset=evaluation.eval_dataset, dataset_config=None)
     elif not (evaluation.eval_source or evaluation.eval_split or evaluation.eval_steps):
-        return data if data.dataset_source or not holds_back(data.dataset) else replace(data, split=None)
+        return data if data.dataset_source or not has_held_out_rows(data.dataset) else replace(data, split=None)
     return replace(data, dataset_source=evaluation.eval_source, split=evaluation.eval_split)
 
 
 def run(args: Args) -> list[Evaluated]:
     """Evaluates and prints the results."""
-    keep_programs()
-    with users_mistakes():
+    cache_programs()
+    with as_user_errors():
         check_numbers(args)
         check_platform(args.device.platform)
         check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
@@ -175,7 +178,7 @@ def run(args: Args) -> list[Evaluated]:
     print(dropped, file=sys.stderr)
     print(f"a completion ends with: {shown_tokens(opened.tokenizer, opened.ends)}", file=sys.stderr)
     results = list[Evaluated]()
-    for result in evaluator.each(params, say_progress):
+    for result in evaluator.each(params, print_progress):
         results.append(result)
         if args.command.json:
             # Printed as it finishes, so that an interrupt loses no finished row.
@@ -221,7 +224,7 @@ def table_row(result: Evaluated) -> tuple[str, ...]:
     )
 
 
-def say_progress(decode: str, done: int, count: int) -> None:
+def print_progress(decode: str, done: int, count: int) -> None:
     """Prints the progress to standard error after every batch."""
     print(f"{decode}: {done} of {count} prompts", file=sys.stderr, flush=True)
 
@@ -231,7 +234,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
     data, sampler, command, tokenizer = args.data, args.sampler, args.command, opened.tokenizer
     seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
     choice = task_choice(data, seed)
-    whole: Any = task_of(replace(choice, held_out=data.split is None and holds_back(data.dataset)))
+    whole: Any = task_of(replace(choice, held_out=data.split is None and has_held_out_rows(data.dataset)))
     task = first_rows(whole, args.evaluation.eval_rows)
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, whole, data)
     if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts
@@ -240,7 +243,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
         lengths = usable_lengths(task, tokenizer)
         width = data.max_prompt_length or int(lengths.max())
         task, counts = select_prompts(task, lengths, width)
-        check_reachable(task, tokenizer, model.config.vocab_size)
+        check_prompt_tokens(task, tokenizer, model.config.vocab_size)
         rewards = rewards_of(args, whole, data.dataset)
     check_context(width, sampler.max_completion_length, model.config)
     rollout = rollout_config(sampler, opened.ends, pad_token_id(tokenizer))

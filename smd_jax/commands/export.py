@@ -23,7 +23,7 @@ from smd_jax.commands.arguments import Common
 from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import parse, parse_words
 from smd_jax.commands.config_file import with_file
-from smd_jax.commands.errors import UserError, reported, users_mistakes
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, tokenizer_to_export
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
@@ -61,7 +61,7 @@ class Args:
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given), users_mistakes():
+    with report_errors("--debug" in given), as_user_errors():
         run(parse_words(Args, "smd-export", __doc__ or "", with_file(given, Args)))
 
 

@@ -50,7 +50,7 @@ def check_numbers(args: Any) -> None:
         raise UserError("expected --top-entropy-quantile > 0, a share of the tokens; got 0")
 
 
-def without_effect(args: Any) -> list[str]:
+def unread_options(args: Any) -> list[str]:
     """Describes options that were changed and that the run does not read, because another option is off.
 
     Args:
@@ -81,7 +81,7 @@ def check_context(width: int, completion: int, config: ModelConfig) -> None:
         )
 
 
-def check_reachable(task: Task, tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_prompt_tokens(task: Task, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raises UserError for a prompt with a token outside the embedding."""
     outside = unreachable_tokens(tokenizer, vocab_size)
     for index in range(len(task) if outside else 0):

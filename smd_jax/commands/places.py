@@ -16,7 +16,7 @@ import jax
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError, print_box
-from smd_jax.disk import written
+from smd_jax.disk import disk_errors_named
 from smd_jax.tasks.build import PROCEDURAL
 from smd_jax.tasks.presets import PRESETS
 
@@ -41,7 +41,7 @@ def full_path(name: str | Path) -> Path:
         raise UserError(f"expected a path; got {str(name)[:200]!r}: {str(error)[:200]}") from error
 
 
-def from_the_root(args: Common) -> Common:
+def with_absolute_paths(args: Common) -> Common:
     """The arguments with absolute paths. Names, ids on the Hub and paths that do not exist stay as they are."""
     groups = {
         name: dataclasses.replace(group, **{option: _absolute(option, value) for option, value in vars(group).items()})
@@ -71,7 +71,7 @@ def _existing(name: str) -> str:
 
 
 @contextmanager
-def only_process(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Locks the directory of a run until the process ends. Warns if the file system has no locks.
 
     Raises:
@@ -80,11 +80,11 @@ def only_process(directory: Path) -> Iterator[None]:
     if jax.process_index() > 0:  # the first process of the run locks it for all
         yield
         return
-    with written(directory / LOCK):
+    with disk_errors_named(directory / LOCK):
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("w")
     with file:
-        with written(directory / LOCK):
+        with disk_errors_named(directory / LOCK):
             _lock(file, directory)
         yield
 
@@ -101,4 +101,4 @@ def _lock(file: TextIO, directory: Path) -> None:
         if error.errno not in NO_LOCKS:
             raise
         warning = f"expected a file system with locks at {directory}; got {error.strerror}. "
-        print_box("look at this", f"{warning}Make sure that no second process trains there")
+        print_box("notice", f"{warning}Make sure that no second process trains there")

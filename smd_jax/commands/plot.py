@@ -17,7 +17,7 @@ import tyro
 
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
-from smd_jax.commands.errors import UserError, reported, users_mistakes
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import plot_runs
 
@@ -35,7 +35,7 @@ class Args:
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given):
+    with report_errors("--debug" in given):
         run(parse_words(Args, "smd-plot", __doc__ or "", with_file(given, Args)))
 
 
@@ -45,7 +45,7 @@ def run(args: Args) -> None:
         raise UserError("expected at least one directory of a run; got none")
     if args.out.suffix not in (".html", ".png", ".svg"):
         raise UserError(f"expected --out to end in .html, .png or .svg; got {args.out}")
-    with users_mistakes():
+    with as_user_errors():
         if args.out.suffix == ".html":
             write_page(args.runs, args.out, args.title)
         else:

@@ -16,7 +16,7 @@ from smd_jax.commands.choices import decoder, decoding, eviction_policy, rollout
 from smd_jax.commands.config_file import read_options
 from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.limits import check_context, check_devices, check_reachable, evicts_keys
+from smd_jax.commands.limits import check_context, check_devices, check_prompt_tokens, evicts_keys
 from smd_jax.commands.model_source import OpenedModel, open_model, tokenizer_to_export
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import ModelConfig
@@ -42,7 +42,7 @@ from smd_jax.monitor.weights_and_biases import check_wandb
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.text.chat_template import DAY
 from smd_jax.text.prompts import pad_token_id
-from smd_jax.train.async_rollout import one_behind
+from smd_jax.train.async_rollout import with_sampler_params
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
@@ -87,7 +87,7 @@ def prepare(args: Common) -> Prepared:
     data = load_data(args, opened.tokenizer)
     if args.conversations.environment is None:
         for task in [data.task] if data.held_out is None else [data.task, data.held_out]:
-            check_reachable(task, opened.tokenizer, opened.config.vocab_size)
+            check_prompt_tokens(task, opened.tokenizer, opened.config.vocab_size)
     check_context(data.width, args.sampler.max_completion_length, opened.config)
     model = decoder(opened.config, args.device.attention, args.model.gradient_checkpointing, args.model.scan_layers)
     exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, opened.ends)
@@ -155,7 +155,7 @@ def shapes(args: Common, model: Decoder) -> Params:
 def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
     """Initial train state of a run with these parameters."""
     state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
-    return one_behind(state) if loop.config.samples_ahead else state
+    return with_sampler_params(state) if loop.config.samples_ahead else state
 
 
 def state_shapes(args: Common, loop: Loop, model: Decoder) -> TrainState:

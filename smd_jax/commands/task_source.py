@@ -20,7 +20,7 @@ from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import load_yaml
 
-READY: Mapping[str, RewardFunction] = {
+BUILT_IN_REWARDS: Mapping[str, RewardFunction] = {
     "math_answer": reward_functions.math_answer,
     "exact_match": reward_functions.exact_match,
     "token_f1": reward_functions.token_f1,
@@ -57,7 +57,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     if not args.rewards.reward and args.conversations.environment in (None, RETRY):
         check_has_reward(task)
     if args.conversations.environment is None or data.max_prompt_length is None:
-        task, width, line = fitting(task, tokenizer, data)
+        task, width, line = drop_long_prompts(task, tokenizer, data)
         counts = [f"to train on: {line}"]
     else:  # an environment writes its own prompts
         width, counts = data.max_prompt_length, []
@@ -65,7 +65,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
     if args.evaluation.eval_steps:
         held_out = first_rows(task_of(held_out_choice(args.evaluation, choice)), args.evaluation.eval_rows)
         if args.conversations.environment is None:
-            held_out, wide, line = fitting(held_out, tokenizer, data)
+            held_out, wide, line = drop_long_prompts(held_out, tokenizer, data)
             counts.append(f"to evaluate on: {line}")
             width = max(width, wide)
     return Data(task, held_out, width, counts)
@@ -87,11 +87,11 @@ def check_has_reward(task: Any) -> None:
     try:
         own_reward(task)
     except ValueError as error:
-        named = f"--reward path/to/file.py:function, or one of {[*READY, 'overlong']}"
+        named = f"--reward path/to/file.py:function, or one of {[*BUILT_IN_REWARDS, 'overlong']}"
         raise UserError(f"{error}. Name one: {named}") from error
 
 
-def fitting(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
+def drop_long_prompts(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
     """Drops prompts that are too long. Returns the task, the prompt width in tokens, and a line on both."""
     lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
@@ -125,7 +125,7 @@ def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
         own = replace(own, seed=args.eval_seed)
     if args.eval_dataset is not None:
         return replace(own, name=args.eval_dataset, config=None, held_out=args.eval_split is None)
-    if args.eval_split is None and args.eval_source is None and not holds_back(training.name):
+    if args.eval_split is None and args.eval_source is None and not has_held_out_rows(training.name):
         raise UserError(
             f"expected --eval-split or --eval-dataset with --eval-steps, because {training.name!r} does not define "
             "held-out rows; got neither"
@@ -133,7 +133,7 @@ def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
     return own
 
 
-def holds_back(name: str) -> bool:
+def has_held_out_rows(name: str) -> bool:
     """Whether a task of this name defines its held-out rows."""
     return name in PRESETS or name.startswith(PROCEDURAL)
 
@@ -168,13 +168,13 @@ def reward_function(name: str, args: Any) -> RewardFunction:
         length = args.sampler.max_completion_length
         cache = length // 5 if args.rewards.overlong_cache is None else args.rewards.overlong_cache
         return reward_functions.Overlong(length, cache)
-    if name not in READY:
-        names = [*READY, "overlong"]
+    if name not in BUILT_IN_REWARDS:
+        names = [*BUILT_IN_REWARDS, "overlong"]
         raise UserError(
             f"expected --reward as one of {names} or path/to/file.py:function; got {name[:200]!r}"
             f"{did_you_mean(name, names)}"
         )
-    return READY[name]
+    return BUILT_IN_REWARDS[name]
 
 
 def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...]:

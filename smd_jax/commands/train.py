@@ -25,17 +25,17 @@ from smd_jax.byte_sizes import show_bytes
 from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
 from smd_jax.commands.command_line import parse
-from smd_jax.commands.compilation_cache import keep_programs
+from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.contents import Contents, by_content
-from smd_jax.commands.errors import UserError, plain_warnings, print_box, reported, users_mistakes
+from smd_jax.commands.errors import UserError, as_user_errors, plain_warnings, print_box, report_errors
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
-from smd_jax.commands.limits import check_numbers, without_effect, without_evictions
+from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
-from smd_jax.commands.places import from_the_root, only_process
+from smd_jax.commands.places import lock_directory, with_absolute_paths
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
-from smd_jax.disk import stored_bytes, written
+from smd_jax.disk import disk_errors_named, stored_bytes
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner.state import TrainState
 from smd_jax.learner.trained import trained_params
@@ -92,10 +92,10 @@ def main(words: Sequence[str] | None = None) -> None:
       words: the command line without the command's name; None: that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
-    with reported("--debug" in given, *EXPECTED), plain_warnings():
+    with report_errors("--debug" in given, *EXPECTED), plain_warnings():
         algorithm, args = parse(given)
         join(args.launch)
-        args = from_the_root(args)
+        args = with_absolute_paths(args)
         try:
             run(algorithm, args)
         except RunStoppedError as stopped:
@@ -119,20 +119,20 @@ def resume_command(directory: Path) -> str:
 
 def run(algorithm: str, args: Common) -> None:
     """Runs the command."""
-    keep_programs()
+    cache_programs()
     # config.yaml has the number, so that a later default does not change a run.
     args = replace(args, optimizer=replace(args.optimizer, learning_rate=learning_rate(args)))
     directory = args.run.output_dir
     if args.run.resume_if_there:
         # Before the processes meet: afterwards one of them may already have written there.
-        args = replace(args, run=replace(args.run, resume=is_there(directory)))
+        args = replace(args, run=replace(args.run, resume=run_exists(directory)))
     # First: a process without --resume should be refused for that, not for the files that it finds.
     check_same_command(algorithm, args)
-    with all_or_none(), users_mistakes():
+    with all_or_none(), as_user_errors():
         check_numbers(args)
         settings = run_config(args)
         check_directory(directory, args.run.resume)
-        check_there(directory, args.run.resume)
+        check_run_exists(directory, args.run.resume)
         check_export(directory / "model", 0)
         ready = prepare(args)
         size = check_disk(ready, settings)
@@ -156,7 +156,7 @@ def run(algorithm: str, args: Common) -> None:
         return
     with ExitStack() as held:
         with all_or_none():
-            held.enter_context(only_process(directory))
+            held.enter_context(lock_directory(directory))
         run_prepared(algorithm, ready, settings, compared, noted)
 
 
@@ -175,15 +175,15 @@ def check_disk(ready: Prepared, settings: RunConfig) -> int:
 def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared: Any, noted: Any) -> None:
     """Reads the weights, trains, and exports the model."""
     args, directory = ready.args, ready.args.run.output_dir
-    with all_or_none(), users_mistakes():
-        state = first_state(ready)
-        with written(directory / "config.yaml"):
+    with all_or_none(), as_user_errors():
+        state = initial_state(ready)
+        with disk_errors_named(directory / "config.yaml"):
             directory.mkdir(parents=True, exist_ok=True)
             if is_first():
-                (directory / "config.yaml").write_text(kept_config(algorithm, args), encoding="utf-8")
+                (directory / "config.yaml").write_text(config_text(algorithm, args), encoding="utf-8")
     check_shared(directory / "config.yaml")
-    loop = watched(ready)
-    with all_or_none(), users_mistakes():
+    loop = with_reporting(ready)
+    with all_or_none(), as_user_errors():
         copies = loggers(algorithm, args) if is_first() else []
     state = train(
         loop,
@@ -226,25 +226,25 @@ def run_config(args: Common) -> RunConfig:
     )
 
 
-def kept_config(algorithm: str, args: Common) -> str:
+def config_text(algorithm: str, args: Common) -> str:
     """The text of config.yaml, which repeats the run, or continues it with --resume."""
     # Without the processes, which may differ each time.
-    return config_file.dump(algorithm, replace(args, run=_to_begin(args.run), launch=LaunchArgs()))
+    return config_file.dump(algorithm, replace(args, run=_without_resume(args.run), launch=LaunchArgs()))
 
 
-def _to_begin(run: RunArgs) -> RunArgs:
+def _without_resume(run: RunArgs) -> RunArgs:
     """The options without those that continue a run."""
     return replace(run, resume=False, resume_if_there=False)
 
 
-def is_there(directory: Path) -> bool:
+def run_exists(directory: Path) -> bool:
     """Whether a run has begun in this directory."""
     return (directory / "config.yaml").is_file()
 
 
-def check_there(directory: Path, resume: bool) -> None:
+def check_run_exists(directory: Path, resume: bool) -> None:
     """Raises UserError for --resume in a directory without a run."""
-    if resume and not is_there(directory):
+    if resume and not run_exists(directory):
         raise UserError(
             f"expected a run to resume in {directory}; got none. To begin one, leave --resume out; a run that was "
             "moved needs its new --output-dir"
@@ -266,8 +266,8 @@ def print_plan(ready: Prepared) -> None:
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")
     warning = without_evictions(ready.loop)
-    for line in [*([] if warning is None else [warning]), *without_effect(ready.args)]:
-        print_box("look at this", line)
+    for line in [*([] if warning is None else [warning]), *unread_options(ready.args)]:
+        print_box("notice", line)
     for line in ready.data.counts:
         print(line)
     prompts, rows = config.prompts_per_step, len(ready.data.task)
@@ -292,7 +292,7 @@ def teacher(loop: PolicyLoop) -> str:
     return f"{distill.direction}, with a weight of {distill.coef} in the loss"
 
 
-def first_state(ready: Prepared) -> TrainState:
+def initial_state(ready: Prepared) -> TrainState:
     """The train state: weights of the checkpoint, sharded over the mesh, and a new optimizer state."""
     args, loop = ready.args, ready.loop
     key = jax.random.key(args.run.seed)
@@ -301,7 +301,7 @@ def first_state(ready: Prepared) -> TrainState:
     return state_of(args, loop, params, key)
 
 
-def watched(ready: Prepared) -> Loop:
+def with_reporting(ready: Prepared) -> Loop:
     """The loop with its progress report and log of completions."""
     run, loop = ready.args.run, ready.loop
     if is_first():
@@ -334,7 +334,7 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
     conversations, _ = split_fields(files.groups["conversations"], ("environment_timeout",))
     same = files.groups | {"rewards": rewards, "conversations": conversations, "optimizer": optimizer, "loop": compared}
-    run = replace(_to_begin(args.run), dry_run=False, debug=False)
+    run = replace(_without_resume(args.run), dry_run=False, debug=False)
     # Another attention changes only rounding.
     free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
     free |= {"rewards": limits, "files": files.places}
@@ -344,10 +344,10 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
 def plot_or_explain(directory: Path) -> None:
     """Draws the curves of the run. smd-plot can draw them later if that fails."""
     try:
-        with written(directory / "training.png"):
+        with disk_errors_named(directory / "training.png"):
             plot_runs([directory], directory / "training.png")
     except OSError as error:
-        print_box("look at this", str(error))
+        print_box("notice", str(error))
 
 
 def export_or_explain(ready: Prepared, params: Params) -> None:

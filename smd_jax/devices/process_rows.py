@@ -1,15 +1,15 @@
 """Assigns rows of a batch to processes, and converts between a process's rows and the batch on all devices.
 
 A batch is sampled in blocks, one for each position of the mesh on data, fsdp and sequence. Devices that share the
-columns of a row in the learner sample different rows, because a sampled token has one column. A process feeds the
+columns of a row in the learner sample different rows, because a sampled token has one column. A process samples the
 blocks that its devices hold:
 
     mesh (data 2, fsdp 2), two processes                rows  0 1 │ 2 3 │ 4 5 │ 6 7
                                                     device  0 │  1  │  2  │  3
                                                    process       0      │      1
 
-It samples those rows on its own devices, without communication between processes. If the tensor axis is longer than a
-process has devices, several processes hold the same blocks and sample them together; the first of them reports.
+Sampling needs no communication between processes. If the tensor axis is longer than a process has devices, several
+processes hold the same blocks and sample them together; the first of them reports.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from smd_jax.devices.sharding import (
 )
 
 
-class Feeders(NamedTuple):
+class DataShards(NamedTuple):
     """The processes that feed a mesh.
 
     Attributes:
-      teams: groups of processes that hold the same blocks, in the order of their rows; each has equally many blocks.
+      process_groups: processes that hold the same blocks, in the order of their rows; each group has equally many
+        blocks.
       own: index of this process's group.
     """
 
-    teams: tuple[tuple[int, ...], ...]
+    process_groups: tuple[tuple[int, ...], ...]
     own: int
 
     def part(self, rows: int) -> slice:
-        """The rows of a batch that this process feeds."""
-        share = rows // len(self.teams)
+        """The rows of a batch that this process samples."""
+        share = rows // len(self.process_groups)
         return slice(self.own * share, (self.own + 1) * share)
 
-    def of_teams(self, by_process: list[Any]) -> list[Any]:
+    def one_per_group(self, by_process: list[Any]) -> list[Any]:
         """The values of the first process of every group, in the order of the rows."""
-        return [by_process[team[0]] for team in self.teams]
+        return [by_process[group[0]] for group in self.process_groups]
 
 
-def feeders(mesh: Mesh) -> Feeders:
+def data_shards(mesh: Mesh) -> DataShards:
     """The processes that feed this mesh.
 
     Raises:
@@ -64,29 +65,29 @@ def feeders(mesh: Mesh) -> Feeders:
     """
     blocks = mesh.devices.reshape(sampling_ways(mesh), -1)
     owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
-    teams = tuple(dict.fromkeys(owners))
-    members = sorted(process for team in teams for process in team)
-    in_order = owners == [team for team in teams for _ in range(len(owners) // len(teams))]
+    process_groups = tuple(dict.fromkeys(owners))
+    members = sorted(process for group in process_groups for process in group)
+    in_order = owners == [group for group in process_groups for _ in range(len(owners) // len(process_groups))]
     if members != list(range(jax.process_count())) or not in_order:
         raise ValueError(
             f"expected a mesh in which every one of {jax.process_count()} processes has equally many blocks of rows "
             f"next to each other, as those of make_mesh over all devices; got the processes {owners} for the blocks "
             f"of {dict(mesh.shape)}"
         )
-    return Feeders(teams, next(i for i, team in enumerate(teams) if jax.process_index() in team))
+    return DataShards(process_groups, next(i for i, group in enumerate(process_groups) if jax.process_index() in group))
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplerPlacement:
     """The devices on which this process samples its rows. If that is the mesh itself, its methods return their
     arguments."""
 
     mesh: Mesh
 
     @cached_property
-    def feeders(self) -> Feeders:
-        """Which process feeds which rows."""
-        return feeders(self.mesh)
+    def data_shards(self) -> DataShards:
+        """Which process samples which rows."""
+        return data_shards(self.mesh)
 
     @cached_property
     def own_mesh(self) -> Mesh:
@@ -94,7 +95,7 @@ class Place:
         return sampling_mesh(self.mesh)
 
     @property
-    def elsewhere(self) -> bool:
+    def has_own_mesh(self) -> bool:
         """Whether this process samples on another mesh than the learner's."""
         return self.own_mesh is not self.mesh
 
@@ -110,25 +111,25 @@ class Place:
         """The batch on the mesh, from the rows of every process."""
         if jax.process_count() > 1:
             return to_batch(own, self.mesh)
-        return shard_batch(own, self.mesh) if self.elsewhere else own
+        return shard_batch(own, self.mesh) if self.has_own_mesh else own
 
 
-def check_prompts_divide(prompts: int, who: Feeders) -> None:
-    """Raises ValueError for prompts that do not divide over the processes that feed them."""
-    if prompts % len(who.teams):
+def check_prompts_divide(prompts: int, shards: DataShards) -> None:
+    """Raises ValueError for prompts that do not divide over the processes that sample them."""
+    if prompts % len(shards.process_groups):
         raise ValueError(
-            f"expected prompts_per_step that divide over {len(who.teams)} processes, because all completions of a "
-            f"prompt are sampled by one; got {prompts} prompts"
+            f"expected prompts_per_step that divide over {len(shards.process_groups)} processes, because all "
+            f"completions of a prompt are sampled by one; got {prompts} prompts"
         )
 
 
 def sampling_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of this process's sampler: `mesh` itself with one process and no sequence axis, else the blocks that it
-    feeds, with weights that are split over tensor only."""
+    """The mesh of this process's sampler: `mesh` itself with one process and no sequence axis, else its own blocks,
+    with weights that are split over tensor only."""
     if jax.process_count() == 1 and sequence_ways(mesh) == 1:
         return mesh
     ways = sampling_ways(mesh)
-    blocks = mesh.devices.reshape(ways, -1)[feeders(mesh).part(ways)]
+    blocks = mesh.devices.reshape(ways, -1)[data_shards(mesh).part(ways)]
     return make_mesh(len(blocks), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
 
 
@@ -171,10 +172,10 @@ def to_batch(tree: Any, mesh: Mesh) -> Any:
     Raises:
       ValueError: rows that do not divide over the blocks of this process.
     """
-    teams = len(feeders(mesh).teams)
+    process_groups = len(data_shards(mesh).process_groups)
 
     def whole(x: np.ndarray) -> jax.Array:
-        rows = x.shape[0] * teams
+        rows = x.shape[0] * process_groups
         check_rows(rows, mesh)
         sampled = jax.make_array_from_process_local_data(sampled_sharding(mesh), x, (rows, *x.shape[1:]))
         # Devices that share columns in the learner need each other's sampled rows.

@@ -121,7 +121,7 @@ class Statistic(Generic[State]):
         """The state after these tokens, with the same shapes and dtypes."""
         raise TypeError(f"{type(self).__name__} has no observe: its class must define one")
 
-    def turn(self, state: State, count: Int[Array, ""]) -> State:
+    def shift(self, state: State, count: Int[Array, ""]) -> State:
         """The state with all query numbers shifted by `count`, for a prompt that an engine seats `count` steps after
         its cache was made. Only ring buffers need to override it."""
         del count
@@ -175,7 +175,7 @@ class NewestQueries(Statistic[Array]):
         newest = jnp.take_along_axis(seen.queries, jnp.maximum(token, 0)[:, None, :, None], axis=2)
         return jnp.where(found[:, None, :, None], newest, state)
 
-    def turn(self, state: Array, count: Int[Array, ""]) -> Array:
+    def shift(self, state: Array, count: Int[Array, ""]) -> Array:
         # Query n + count belongs at index (n + count) % window: a roll by `count`.
         return jnp.roll(state, count, axis=2)
 

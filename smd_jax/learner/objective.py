@@ -32,7 +32,7 @@ from smd_jax.shapes import check_shape
 
 
 @any_leaves
-class Found(struct.PyTreeNode):
+class RowOutputs(struct.PyTreeNode):
     """Per-row results of a forward pass for the metrics.
 
     Attributes:
@@ -45,13 +45,13 @@ class Found(struct.PyTreeNode):
 
 
 def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
-    """`(params, microbatch) -> (loss, (scalars to sum, Found))`.
+    """`(params, microbatch) -> (loss, (scalars to sum, RowOutputs))`.
 
     The state provides the reference and the step, which have no gradient. Of its parameters only the base of LoRA
     adapters is read, which may be the reference.
     """
 
-    def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, Found]]:
+    def objective(params: Params, part: Prepared) -> tuple[Array, tuple[Metrics, RowOutputs]]:
         inputs = _term_inputs(model, config, state, params, part)
         loss, sums, rows = jnp.float32(0), Metrics(), []
         for term, prepared in zip(config.objective, part.terms, strict=True):
@@ -60,7 +60,7 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
             loss = loss + term.coefficient(state.step) * outputs.loss
             sums |= outputs.metrics
             rows.append(outputs.rows)
-        found = Found(Replay(inputs.logprobs, inputs.entropy), tuple(rows))
+        found = RowOutputs(Replay(inputs.logprobs, inputs.entropy), tuple(rows))
         return loss, jax.lax.stop_gradient((sums, found))
 
     return objective

@@ -31,7 +31,7 @@ class TrainState(struct.PyTreeNode):
       reference: parameters of the reference policy. With LoRA, None means the base, and a reference of only adapters is
         applied to the policy's base. Only a `ReferenceSync` changes it.
       key: PRNG key of the run; rollout i uses `fold_in(key, i)`, so the key itself never changes.
-      behind: parameters of the next rollout if rollouts run ahead of updates; None: `params`.
+      sampler_params: parameters of the next rollout if rollouts run ahead of updates; None: `params`.
     """
 
     step: Int[Array, ""]
@@ -39,7 +39,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     reference: Params | None
     key: Key[Array, ""]
-    behind: Params | None = None
+    sampler_params: Params | None = None
 
 
 @any_leaves

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from smd_jax.learner.accumulation import accumulate, count_parts
 from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
-from smd_jax.learner.objective import Found, make_objective
+from smd_jax.learner.objective import RowOutputs, make_objective
 from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.learner.step import take_step
@@ -74,7 +74,7 @@ def apply_gradients(
     optimizer: optax.GradientTransformation,
     config: UpdateConfig,
     prepared: Prepared,
-    result: tuple[Array, Metrics, Params, Found],
+    result: tuple[Array, Metrics, Params, RowOutputs],
     max_difference: float | None,
 ) -> tuple[TrainState, Metrics]:
     """Takes the optimizer step of a whole batch and returns the state and the metrics.
@@ -98,7 +98,7 @@ def apply_gradients(
     return new_state, {"loss": loss, **of_step, **sums} | metrics
 
 
-def _learner_metrics(prepared: Prepared, found: Found) -> Metrics:
+def _learner_metrics(prepared: Prepared, found: RowOutputs) -> Metrics:
     """Mean entropy and mismatch to the sampler, including tokens that a correction rejects."""
     mask = prepared.mask
     return {

@@ -97,22 +97,24 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
 
 def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
     """Bytes of a device during the rollout, with the state that waits for the update."""
-    config, place = loop.config, loop.rollouts.place
+    config, placement = loop.config, loop.rollouts.placement
     params = loop.policy_params(state.params)
-    read = _sampler_shapes(loop.model, params, loop.mesh, place.own_mesh)
+    read = _sampler_shapes(loop.model, params, loop.mesh, placement.own_mesh)
     if config.decode_rows is None:
         sampling = program_bytes(loop.lower_rollout(read))
     else:
         engine = loop.rollouts.engine(config.policy, config.rollout)
         sampling = segment_memory(engine, read, config.prompt_width).total
     # The program's arguments include the weights that it reads.
-    shared = 0 if place.elsewhere else tree_bytes(params, loop.mesh)
+    shared = 0 if placement.has_own_mesh else tree_bytes(params, loop.mesh)
     return sampling + tree_bytes(state, loop.mesh) - shared
 
 
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:
     """Bytes of a device while a batch of prompts is decoded, with the weights."""
-    read = _sampler_shapes(evaluator.model, drop_value_head(params), evaluator.mesh, evaluator.rollouts.place.own_mesh)
+    read = _sampler_shapes(
+        evaluator.model, drop_value_head(params), evaluator.mesh, evaluator.rollouts.placement.own_mesh
+    )
     return program_bytes(evaluator.lower(read, decode))
 
 

@@ -78,7 +78,7 @@ def _fit_decode(evaluator: Evaluator, state: TrainState, decode: Decode, memory_
     """The evaluator with as many rows at once as fit under one way of decoding."""
     config = evaluator.config
     held = tree_bytes(state, evaluator.mesh)
-    if not evaluator.rollouts.place.elsewhere:  # the program's arguments include the weights
+    if not evaluator.rollouts.placement.has_own_mesh:  # the program's arguments include the weights
         held -= tree_bytes(state.params, evaluator.mesh)
 
     def sized(rows: int) -> Evaluator:

@@ -203,22 +203,22 @@ def _first_beyond(
 def _filtered(weights: Float[Array, "batch count"], config: SamplingConfig, *, in_order: bool) -> Array:
     """Applies top-p and min-p: sets dropped weights `exp(x - max)` to 0. `in_order`: the largest come first."""
     if config.top_p < 1:
-        least = _least_in_order(weights, config.top_p) if in_order else _least(weights, config.top_p)
+        least = _top_p_threshold_sorted(weights, config.top_p) if in_order else _top_p_threshold(weights, config.top_p)
         weights = jnp.where(weights >= least[:, None], weights, 0.0)
     if config.min_p > 0:
         weights = jnp.where(weights >= config.min_p, weights, 0.0)  # the most likely token has weight 1
     return weights
 
 
-def _least_in_order(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, " batch"]:
-    """`_least` for weights sorted from the largest to the smallest."""
+def _top_p_threshold_sorted(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, " batch"]:
+    """`_top_p_threshold` for weights sorted from the largest to the smallest."""
     before = jnp.cumsum(weights, axis=-1) - weights
     inside = before < top_p * jnp.sum(weights, axis=-1, keepdims=True)
     # The largest is always inside: by rounding, slightly more than 0 may precede it.
     return jnp.minimum(weights[:, 0], jnp.min(jnp.where(inside, weights, jnp.inf), axis=-1))
 
 
-def _least(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, " batch"]:
+def _top_p_threshold(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, " batch"]:
     """The smallest weight of top-p's set: the least w such that larger weights sum to less than `top_p` of the total.
 
     Bisection instead of a sort: the sum of weights above w falls with w, and positive floats are ordered like their

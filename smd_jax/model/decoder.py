@@ -138,14 +138,14 @@ class Attention(nn.Module):
         scale = _query_scale(c)
         if rope is None:
             return _times(q, scale), k
-        turn = partial(rotate, interleaved=c.rope_interleaved)
+        apply = partial(rotate, interleaved=c.rope_interleaved)
         if scale == 1 and rope.query_scale is None:
-            return turn(q, rope), turn(k, rope)
+            return apply(q, rope), apply(k, rope)
         if c.rotated < c.head_dim:
-            return turn(_times(q, scale), rope), turn(k, rope)
+            return apply(_times(q, scale), rope), apply(k, rope)
         # The ratio is in the tables, so that 16-bit queries are rounded once.
         factor = scale if rope.query_scale is None else scale * rope.query_scale[..., None]
-        return turn(q, Rope(factor * rope.cos, factor * rope.sin)), turn(k, rope)
+        return apply(q, Rope(factor * rope.cos, factor * rope.sin)), apply(k, rope)
 
     def _split(self, x: Array, shape: tuple[int, ...]) -> Float[Array, "batch heads tokens head_dim"]:
         """`[..., heads * head_dim]` of `flat` tokens -> `[batch, heads, tokens, head_dim]`."""

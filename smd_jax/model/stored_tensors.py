@@ -242,8 +242,8 @@ def _read_tensor(tensor: StoredTensor, stored: Stored, leaf: Leaf, bounds: Bound
     """
     *before, (begin, end) = bounds
     # Parameters are concatenated along the last axis, or interleaved.
-    turns = len(tensor.leaves) if tensor.in_turns else 1
-    if tensor.in_turns:
+    turns = len(tensor.leaves) if tensor.interleaved else 1
+    if tensor.interleaved:
         place = tensor.leaves.index(leaf)
         begin, end = place + turns * begin, place + turns * (end - 1) + 1
     else:

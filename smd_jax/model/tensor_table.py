@@ -36,13 +36,13 @@ class StoredTensor:
       leaves: the parameters in it, concatenated along their last axis; usually one.
       transposed: whether it is stored transposed.
       expert: index of this tensor on the parameters' first axis; None: it holds the parameters as a whole.
-      in_turns: whether the parameters are interleaved along their last axis instead of concatenated.
+      interleaved: whether the parameters are interleaved along their last axis instead of concatenated.
     """
 
     leaves: tuple[Leaf, ...]
     transposed: bool = False
     expert: int | None = None
-    in_turns: bool = False
+    interleaved: bool = False
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -161,8 +161,8 @@ def _mixture(config: ModelConfig, layout: Layout) -> dict[str, StoredTensor]:
         return {
             "mlp.router.weight": router,
             "mlp.router.bias": _plain("mlp/router/bias", experts.count),
-            "mlp.experts.gate_up_proj": StoredTensor((leaves["gate_proj"], leaves["up_proj"]), in_turns=True),
-            "mlp.experts.gate_up_proj_bias": StoredTensor((biases["gate_proj"], biases["up_proj"]), in_turns=True),
+            "mlp.experts.gate_up_proj": StoredTensor((leaves["gate_proj"], leaves["up_proj"]), interleaved=True),
+            "mlp.experts.gate_up_proj_bias": StoredTensor((biases["gate_proj"], biases["up_proj"]), interleaved=True),
             "mlp.experts.down_proj": StoredTensor((leaves["down_proj"],)),
             "mlp.experts.down_proj_bias": StoredTensor((biases["down_proj"],)),
         }

@@ -220,7 +220,7 @@ def _to_stored(flat: Mapping[str, Any], tensor: StoredTensor, dtype: FloatName) 
     # NumPy has no bfloat16; JAX's dtype adds it.
     whole = [flat[leaf.path] if tensor.expert is None else flat[leaf.path][tensor.expert] for leaf in tensor.leaves]
     parts = [np.asarray(part).astype(jnp.dtype(dtype)) for part in whole]
-    if tensor.in_turns:
+    if tensor.interleaved:
         array = np.stack(parts, axis=-1).reshape(tensor.hf_shape)
     else:
         array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)

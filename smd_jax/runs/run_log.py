@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from smd_jax.devices.processes import all_or_none, is_first
-from smd_jax.disk import written
+from smd_jax.disk import disk_errors_named
 from smd_jax.losses.value import VALUE_METRICS
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, read_metrics
 from smd_jax.runs.run_config import Objective
@@ -57,7 +57,7 @@ class RunLog:
         with all_or_none():
             if is_first():
                 paths = directory / METRICS_FILE, directory / EVALUATIONS_FILE
-                with written(paths[0]):
+                with disk_errors_named(paths[0]):
                     # Rollouts are numbered from 0, and evaluations by the rollouts before them.
                     self._files = MetricsWriter(paths[0], start), MetricsWriter(paths[1], start + 1)
                 self._best = best_rollout(directory, objective)
@@ -76,7 +76,7 @@ class RunLog:
     def write_evaluation(self, done: int, metrics: Metrics) -> None:
         """Writes the row of an evaluation after `done` rollouts."""
         if self._files is not None:
-            with written(self._files[1].path):
+            with disk_errors_named(self._files[1].path):
                 self._files[1].write(done, metrics)
             self._note_evaluation(done, metrics)
             self._best = better(self._best, self._objective, done, metrics)
@@ -104,7 +104,7 @@ class RunLog:
     def write_refused(self, done: int, metrics: Metrics) -> None:
         """Writes the row of a rollout that ends the run; nothing follows from it."""
         if self._files is not None:
-            with written(self._files[0].path):
+            with disk_errors_named(self._files[0].path):
                 self._files[0].write(done - 1, metrics)
 
     def _note_evaluation(self, done: int, metrics: Metrics) -> None:
@@ -120,7 +120,7 @@ class RunLog:
         with ExitStack() as files:
             for writer in self._files or ():
                 # Closing retries a write that failed, and fails again.
-                files.enter_context(written(writer.path))
+                files.enter_context(disk_errors_named(writer.path))
                 files.callback(writer.close)
 
 

@@ -107,7 +107,7 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
         chosen = prompts[jnp.maximum(seats.source, 0)]
         return jnp.where(new.reshape(-1, *(1,) * (old.ndim - 1)), chosen, old)
 
-    turned = _turn(sampler, prefilled.cache, state.cache_steps)
+    shifted = _shift(sampler, prefilled.cache, state.cache_steps)
     return state.replace(
         drawn=jnp.where(new, 0, state.drawn),
         limit=jnp.where(new, seats.limit, state.limit),
@@ -118,7 +118,7 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
         rng=jnp.where(new, seats.rng, state.rng),
         hidden=choose(state.hidden, prefilled.hidden),
         # All slots of a new row, including empty ones, so that nothing of the previous row remains.
-        cache=jax.tree.map(choose, state.cache, turned),
+        cache=jax.tree.map(choose, state.cache, shifted),
         spans=jax.tree.map(choose, state.spans, prefilled.spans),
     )
 
@@ -147,12 +147,12 @@ def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " ro
     )
 
 
-def _turn(sampler: Sampler, cache: KVCache, cache_steps: Int[Array, ""]) -> KVCache:
+def _shift(sampler: Sampler, cache: KVCache, cache_steps: Int[Array, ""]) -> KVCache:
     """Shifts prefilled caches as if they had been made `cache_steps` later.
 
     All rows of a cache share its step count, and prompts are read at count 0. Statistics that store queries by number,
     and the slots of a ring (a cache that is never compressed), are rotated to the current count. See the timeline in
     `smd_jax.sampler.static`.
     """
-    turn = partial(kv_cache.turn, ring=not sampler.compresses)
-    return tuple(kv_cache.each_layer(turn, layer, cache_steps) for layer in cache)
+    shift = partial(kv_cache.shift, ring=not sampler.compresses)
+    return tuple(kv_cache.each_layer(shift, layer, cache_steps) for layer in cache)

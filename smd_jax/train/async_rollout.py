@@ -3,8 +3,8 @@
     parameters    θ0 ── update 0 ──► θ1 ── update 1 ──► θ2
     rollout       0: θ0 (before)     1: θ0              2: θ1        sampled with the parameters before the last update
 
-`TrainState.behind` holds the parameters that sample the next rollout. So a restored state continues bitwise: whether
-the rollout was begun in a thread or is sampled on demand makes no difference to it.
+`TrainState.sampler_params` holds the parameters that sample the next rollout. So a restored state continues bitwise,
+whether the rollout was begun in a thread or is sampled on demand.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ STALENESS = {
 SampleRollout = Callable[[Params, jax.Array, int], Callable[[], Samples]]
 
 
-def one_behind(state: TrainState) -> TrainState:
-    """The state of a new run with rollouts ahead: its own parameters sample the first rollout."""
-    return state.replace(behind=copied(state.params))
+def with_sampler_params(state: TrainState) -> TrainState:
+    """Sets `sampler_params` for a new run with rollouts ahead: its own parameters sample the first rollout."""
+    return state.replace(sampler_params=copied(state.params))
 
 
 def copied(params: Params) -> Params:

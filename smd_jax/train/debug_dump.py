@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from smd_jax.devices.processes import all_or_none, is_first, on_host
-from smd_jax.disk import written
+from smd_jax.disk import disk_errors_named
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import TrainState
 from smd_jax.safetensors_files import write_safetensors
@@ -82,7 +82,7 @@ def dump_rollout(directory: Path, refused: RefusedRolloutError) -> Path:
     }
     with all_or_none():
         if is_first():
-            with written(path):
+            with disk_errors_named(path):
                 write_safetensors(path, arrays, metadata)
     return path
 

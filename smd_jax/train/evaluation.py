@@ -262,12 +262,12 @@ class Evaluator:
         numbers = np.arange(first, first + self.prompts_at_once)
         with all_or_none():  # rows may be read from a network
             rows = [self.task[int(number) % len(self.task)] for number in numbers]
-        group_size, place = self.config.group_size, self.rollouts.place
+        group_size, placement = self.config.group_size, self.rollouts.placement
         config = decode.rollout(self.config.rollout)
         sampled = self.rollouts.sample(params, self._keys(numbers), rows, decode.policy, config, group_size)
         count = min(len(rows), len(self.task) - first) * group_size
-        graded = grade(sampled, self._grader, self.tokenizer, place.feeders, group_size, count)
-        of_rows = place.whole((np.asarray(sampled.trajectory.lengths()), np.asarray(sampled.trajectory.terminated)))
+        graded = grade(sampled, self._grader, self.tokenizer, placement.data_shards, group_size, count)
+        of_rows = placement.whole((np.asarray(sampled.trajectory.lengths()), np.asarray(sampled.trajectory.terminated)))
         # `[completions, contexts]`
         lengths, terminated = (on_host(x).reshape(len(rows) * group_size, -1)[:count] for x in of_rows)
         shape = (-1, group_size)
@@ -287,7 +287,7 @@ class Evaluator:
         """
         prompts, config = self.prompts_at_once, decode.rollout(self.config.rollout)
         # Keys outside the mesh, as in a batch: within it they have another type.
-        keys = self._keys(np.arange(prompts)[self.rollouts.place.feeders.part(prompts)])
+        keys = self._keys(np.arange(prompts)[self.rollouts.placement.data_shards.part(prompts)])
         return self.rollouts.lower(params, keys, prompts, decode.policy, config, self.config.group_size)
 
     def _keys(self, numbers: np.ndarray) -> jax.Array:

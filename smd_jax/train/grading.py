@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smd_jax.devices.process_rows import Feeders
+from smd_jax.devices.process_rows import DataShards
 from smd_jax.devices.processes import all_or_none, gather_json
 from smd_jax.learner.state import Metrics
 from smd_jax.message.trajectory import Trajectory
@@ -49,7 +49,7 @@ def grade(
     sampled: Sampled,
     grader: Rewards | EnvironmentConfig,
     tokenizer: Tokenizer,
-    feeders: Feeders,
+    data_shards: DataShards,
     group_size: int,
     count: int | None = None,
 ) -> GradedBatch:
@@ -64,7 +64,7 @@ def grade(
     """
     rows = repeat_each(sampled.rows, group_size)
     count = len(rows) if count is None else count
-    part = feeders.part(len(rows))
+    part = data_shards.part(len(rows))
     own_rows = rows[part.start : min(part.stop, count)]
     with all_or_none():
         began = time.perf_counter()
@@ -74,7 +74,7 @@ def grade(
             completions = _texts_of_conversations(sampled, tokenizer)[:count]
             graded = _grades_of_conversations(sampled.conversations[:count])
         measured = sampled.measured | {"time/grading": time.perf_counter() - began}
-    batch = gather_graded(feeders, GradedBatch(completions, graded, measured))
+    batch = gather_graded(data_shards, GradedBatch(completions, graded, measured))
     check_failures(batch.graded, grader.max_failed)
     if not isinstance(grader, Rewards):  # Rewards has warned of its own
         for failure in batch.graded.failures[:1]:
@@ -114,7 +114,7 @@ def _grades_of_conversations(conversations: Sequence[Conversation]) -> Graded:
     return Graded(np.array([each.reward for each in conversations], np.float32), {}, tuple(failures))
 
 
-def gather_graded(feeders: Feeders, part: GradedBatch) -> GradedBatch:
+def gather_graded(data_shards: DataShards, part: GradedBatch) -> GradedBatch:
     """The completions and rewards of all processes, in the order of the batch; all processes must call it."""
     if jax.process_count() == 1:
         return part
@@ -127,7 +127,7 @@ def gather_graded(feeders: Feeders, part: GradedBatch) -> GradedBatch:
         "failures": [list(failure) for failure in graded.failures],
         "measured": part.measured,
     }
-    messages = feeders.of_teams(gather_json(message))
+    messages = data_shards.one_per_group(gather_json(message))
     first_rows = accumulate((len(each["rewards"]) for each in messages), initial=0)
     failures = [
         Failure(first + row, *rest)

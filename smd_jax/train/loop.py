@@ -140,7 +140,7 @@ class Loop:
         if self.environment is not None and config.samples_ahead:
             raise ValueError("expected rollouts_ahead 0 with an environment; got 1")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
-        check_prompts_divide(config.prompts_per_step, self.rollouts.place.feeders)
+        check_prompts_divide(config.prompts_per_step, self.rollouts.placement.data_shards)
         self.rollouts.check(config.policy, config.rollout)
         minibatch = config.completions_per_step // config.minibatches
         check_rows(minibatch, self.mesh, "a minibatch (prompts_per_step * group_size / minibatches)")
@@ -214,18 +214,18 @@ class Loop:
         samples = samples._replace(trajectory=shortened(samples.trajectory, self.learner.response_widths))
         self._show(index, samples, follows)
         tokens = int(jnp.sum(samples.trajectory.valid))  # before an update that may donate the trajectory
-        sampled_with = state.behind
+        sampled_with = state.sampler_params
         collected = time.perf_counter()
         next_params = self._begin_next(state, index + 1, follows)
         state, metrics = self.learn(state, samples)
         if next_params is not None and int(state.step) // self.config.steps_per_rollout > index:
-            state = state.replace(behind=next_params)
+            state = state.replace(sampler_params=next_params)
         # A single transfer to the host, which also waits for the last update.
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()
         host |= {"time/update": ended - collected, "step_time": ended - started}
         host = _with_throughput(host, tokens, samples.trajectory.valid.size)
-        # A refused rollout took no step: without parameters behind, the present ones have sampled it.
+        # A refused rollout took no step, so without `sampler_params` the present parameters have sampled it.
         self._check_rollout(index, state.params if sampled_with is None else sampled_with, state, samples, host)
         return state, host
 
@@ -235,10 +235,10 @@ class Loop:
         self.config.policy.parameters(self.policy_params(state.params), 0)
         self.learner.check(state)
         ahead = self.config.samples_ahead
-        if ahead != (state.behind is not None):
+        if ahead != (state.sampler_params is not None):
             raise ValueError(
-                f"expected a state {'from one_behind(state)' if ahead else 'without parameters behind'} with "
-                f"rollouts_ahead {int(ahead)}; got {'none' if state.behind is None else 'some'}"
+                f"expected a state {'from with_sampler_params(state)' if ahead else 'without sampler_params'} with "
+                f"rollouts_ahead {int(ahead)}; got {'none' if state.sampler_params is None else 'some'}"
             )
         if ahead and (has_lora(state.params) or jax.process_count() > 1):
             raise ValueError("expected whole parameters and one process with rollouts_ahead 1; got adapters or several")
@@ -250,7 +250,7 @@ class Loop:
         without signal stay in the batch and do not count.
         """
         config = self.config
-        params = state.params if state.behind is None else state.behind
+        params = state.params if state.sampler_params is None else state.sampler_params
         if self._ahead is not None and (begun := self._ahead.take(index, params)) is not None:
             return begun
         key = jax.random.fold_in(state.key, index)
@@ -290,9 +290,9 @@ class Loop:
         Raises:
           TooManyFailures: more completions of all processes without a reward than allowed; in all processes.
         """
-        place, size = self.rollouts.place, self.config.group_size
-        batch = grade(sampled, self._grader, self.tokenizer, place.feeders, size)
-        trajectory = place.whole(sampled.trajectory)
+        placement, size = self.rollouts.placement, self.config.group_size
+        batch = grade(sampled, self._grader, self.tokenizer, placement.data_shards, size)
+        trajectory = placement.whole(sampled.trajectory)
         counted_rows = batch.graded.rewarded_rows
         if sampled.present is not None:
             counted_rows = sampled.present & np.repeat(~np.isnan(batch.graded.rewards), self.rollouts.contexts)

@@ -187,7 +187,7 @@ class PolicyLearner:
         """
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which donates these parameters.
-        before = self.before_any_step(state.params if state.behind is None else state.behind, batch)
+        before = self.before_any_step(state.params if state.sampler_params is None else state.sampler_params, batch)
         if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
             return state, before
         update = self.update if self.config.update.pack_columns is None else self.packed_update
@@ -201,7 +201,7 @@ class PolicyLearner:
                 continue
             state, metrics = update(state, part)
             steps.append(metrics)
-        stale = {} if state.behind is None or not steps else staleness_metrics(steps[0], index)
+        stale = {} if state.sampler_params is None or not steps else staleness_metrics(steps[0], index)
         return state, over_steps(steps, before) | stale
 
     def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:

@@ -1,7 +1,7 @@
 """Samples completions: each process samples the rows that it feeds, on its own devices.
 
 parameters ─► sampler_copy ─┐
-task rows ─► prompts ───────┴─► rollout ─► trajectory of this process's rows ─► `place.whole`: the batch on the mesh
+task rows ─► prompts ───────┴─► rollout ─► trajectory of this process's rows ─► `placement.whole`: the batch on the mesh
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Key
 
-from smd_jax.devices.process_rows import Place, local_key
+from smd_jax.devices.process_rows import SamplerPlacement, local_key
 from smd_jax.devices.processes import all_or_none
 from smd_jax.devices.sharding import row_ways, shard_batch
 from smd_jax.eviction.base import EvictionPolicy
@@ -73,9 +73,9 @@ class Rollouts:
     report: Callable[[Progress], None] | None = None
 
     @cached_property
-    def place(self) -> Place:
+    def placement(self) -> SamplerPlacement:
         """Where this process samples its rows."""
-        return Place(self.mesh)
+        return SamplerPlacement(self.mesh)
 
     @cached_property
     def stop_table(self) -> StopTable | None:
@@ -97,20 +97,20 @@ class Rollouts:
     def engine(self, policy: EvictionPolicy, config: RolloutConfig) -> Engine:
         """The engine that decodes this process's share of `decode_rows`."""
         assert self.decode_rows is not None
-        share = len(self.place.feeders.teams)
+        share = len(self.placement.data_shards.process_groups)
         # As many prompts as requested, rounded up to a number that divides over this process's devices.
-        ways = row_ways(self.place.own_mesh)
+        ways = row_ways(self.placement.own_mesh)
         prefill_rows = -(-self.prefill_rows // (share * ways)) * ways
-        return Engine(self.model, policy, config, self.decode_rows // share, prefill_rows, self.place.own_mesh)
+        return Engine(self.model, policy, config, self.decode_rows // share, prefill_rows, self.placement.own_mesh)
 
     def sampler_copy(self, params: Params) -> Params:
         """Copies parameters from the mesh to where the sampler reads them; all processes must call it."""
-        if not self.place.elsewhere:
+        if not self.placement.has_own_mesh:
             return params
         with jax.set_mesh(self.mesh):
             # Converted first, which may halve the bytes that are sent.
             params = converted(self.model, params)
-        return self.place.params(params)
+        return self.placement.params(params)
 
     def sample(
         self,
@@ -128,11 +128,11 @@ class Rollouts:
           key: consumed; one, or one for each completion of all processes.
         """
         began = time.perf_counter()
-        own_mesh, part = self.place.own_mesh, self.place.feeders.part
+        own_mesh, part = self.placement.own_mesh, self.placement.data_shards.part
         measured = {}
         with all_or_none():
             prompts = encode_rows(self.model, self.tokenizer, rows[part(len(rows))], self.prompt_width)
-            if self.place.elsewhere:
+            if self.placement.has_own_mesh:
                 # A row gets the same random numbers wherever it is sampled.
                 total = len(rows) * group_size
                 key = row_keys(local_key(key), total)[part(total)]
@@ -149,7 +149,7 @@ class Rollouts:
                 )
                 trajectory = shard_batch(result.trajectory, own_mesh)
                 measured["rollout/utilisation"] = result.stats.utilisation
-            trajectory = self.place.own(trajectory)
+            trajectory = self.placement.own(trajectory)
         # The sampler has read its log-probabilities by now, so the device has finished, too.
         measured["time/rollout"] = time.perf_counter() - began
         return Sampled(rows, trajectory, measured)
@@ -170,7 +170,7 @@ class Rollouts:
           key: as in `sample`, of this process's completions.
           prompts: of all processes.
         """
-        mesh, own = self.place.own_mesh, prompts // len(self.place.feeders.teams)
+        mesh, own = self.placement.own_mesh, prompts // len(self.placement.data_shards.process_groups)
         copies = self._copies(own, group_size)
         with jax.set_mesh(mesh):
             shapes = rows_on(self._prompt_shapes(own * copies), mesh)
@@ -182,7 +182,7 @@ class Rollouts:
         self, params: Params, prompts: int, policy: EvictionPolicy, config: RolloutConfig, group_size: int
     ) -> Trajectory:
         """The shapes of the whole trajectory of so many prompts; call it under the mesh."""
-        copies = self._copies(prompts // len(self.place.feeders.teams), group_size)
+        copies = self._copies(prompts // len(self.placement.data_shards.process_groups), group_size)
         shapes = rows_on(self._prompt_shapes(prompts * copies), self.mesh)
         options = self._options(policy, config, group_size, copies)
         return rollout_program.eval_shape(self.model, params, shapes, jax.random.key(0), **options)
@@ -204,7 +204,7 @@ class Rollouts:
 
     def _copies(self, prompts: int, group_size: int) -> int:
         """How often each prompt is read: the smallest number that lets the prompts divide over the mesh."""
-        ways = row_ways(self.place.own_mesh)
+        ways = row_ways(self.placement.own_mesh)
         fits = (copies for copies in range(1, group_size + 1) if not (group_size % copies or prompts * copies % ways))
         # If no number fits, `shard_batch` refuses the prompts with its own message.
         return next(fits, group_size)

@@ -20,7 +20,7 @@ from smd_jax.cache.slots import (
     pad,
     select,
     settle,
-    turn,
+    shift,
     visible,
     write,
 )
@@ -190,11 +190,11 @@ def test_a_turned_cache_is_one_that_was_made_later():
     q = jnp.arange(5.0)[None, None, :, None] * jnp.ones((1, 2, 1, 2))
     nothing = jnp.zeros((1, 1, 2))
     early, late = (show(layer([[1, 2]], queries=3), nothing, q, number) for number in (4, 4 + 7))
-    jax.tree.map(np.testing.assert_array_equal, turn(early, jnp.array(7), ring=False), late)
+    jax.tree.map(np.testing.assert_array_equal, shift(early, jnp.array(7), ring=False), late)
     cache = layer([[1, 2, 5]], received=True)
-    jax.tree.map(np.testing.assert_array_equal, turn(cache, jnp.array(2), ring=False), cache)
+    jax.tree.map(np.testing.assert_array_equal, shift(cache, jnp.array(2), ring=False), cache)
     expected = layer([[2, 5, 1]], received=True)
-    jax.tree.map(np.testing.assert_array_equal, turn(cache, jnp.array(2), ring=True), expected)
+    jax.tree.map(np.testing.assert_array_equal, shift(cache, jnp.array(2), ring=True), expected)
 
 
 # One life: a prompt, then steps that write a key and compress when the buffer is full.

@@ -108,13 +108,13 @@ def test_an_injected_cause_is_named(params, arrays, name, number):
         pytest.skip("the cause has one case")
     found, verdict = named(params, sampler_under(params, arrays, cases[number].conditions))
     assert found == name, report.lines(verdict)
-    assert verdict.cause is not None and verdict.cause.said == cases[number].said
+    assert verdict.cause is not None and verdict.cause.detail == cases[number].detail
 
 
 def test_other_injected_causes_are_named(params, arrays):
     stated = Conditions.of(checked(arrays))
     cause, verdict = named(params, sampler_under(params, arrays, stated, temperature=0.8))
-    assert cause == "temperature" and verdict.cause is not None and "0.8;" in verdict.cause.said
+    assert cause == "temperature" and verdict.cause is not None and "0.8;" in verdict.cause.detail
     assert named(params, checked({**arrays, "logprobs": np.roll(arrays["logprobs"], 1, 1)}))[0] == "tokens misaligned"
     older = jax.tree.map(lambda x: 0.95 * x, params)
     stale = sampler_under(older, arrays, stated)
@@ -201,7 +201,7 @@ def test_two_swapped_layers_are_found(params, arrays):
     swapped = arrays["evicted_at"][:, [0, 2, 1]]
     cause, verdict = named(params, checked({**arrays, "evicted_at": swapped}))
     assert cause == "layers or heads swapped"
-    assert verdict.cause is not None and "layers 1 and 2 were swapped" in verdict.cause.said
+    assert verdict.cause is not None and "layers 1 and 2 were swapped" in verdict.cause.detail
 
 
 def test_numbers_of_a_verdict():

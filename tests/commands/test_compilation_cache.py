@@ -11,8 +11,8 @@ import pytest
 PROGRAM = """
 import sys
 from pathlib import Path
-from smd_jax.commands.compilation_cache import keep_programs
-keep_programs(Path(sys.argv[1]))
+from smd_jax.commands.compilation_cache import cache_programs
+cache_programs(Path(sys.argv[1]))
 import jax
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_hits") and hits.append(name))

@@ -284,7 +284,7 @@ def built(name: str, values: dict[str, Any]) -> tuple[Loop, Any]:
     referred = around.get("reference", True)
     state = jax.eval_shape(lambda p, k: init_state(p, optimizer, k, p if referred else None), params, KEY)
     if isinstance(config, GRPOConfig) and config.rollouts_ahead:
-        state = state.replace(behind=params)
+        state = state.replace(sampler_params=params)
     loop.check(state)
     return loop, state
 

@@ -27,7 +27,7 @@ from smd_jax.commands.errors import UserError
 from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, print_results, read
 from smd_jax.commands.limits import check_devices, evicts_keys
 from smd_jax.commands.model_source import OpenedModel
-from smd_jax.commands.places import from_the_root
+from smd_jax.commands.places import with_absolute_paths
 from smd_jax.commands.prepare import learning_rate, prepare
 from smd_jax.commands.task_source import held_out_choice, rewards_of, task_choice
 from smd_jax.commands.train import loggers, main
@@ -112,7 +112,7 @@ def test_names_are_no_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / name).mkdir()
     rewards = ["math_answer", "package.module:f", "rewards.py:f"]
     _, args = parse(["grpo", "--model", "mine", "--dataset", "gsm8k", "--eval-dataset", "mine", "--reward", *rewards])
-    rooted = from_the_root(args)
+    rooted = with_absolute_paths(args)
     assert rooted.data == args.data, "a task that is ready, beside a folder of its name"
     assert rooted.model.model == rooted.evaluation.eval_dataset == str(tmp_path / "mine")
     assert rooted.rewards.reward == ("math_answer", "package.module:f", f"{tmp_path}/rewards.py:f")

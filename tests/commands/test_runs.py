@@ -22,7 +22,7 @@ from smd_jax.commands.command_line import parse
 from smd_jax.commands.contents import by_content
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
-from smd_jax.commands.places import LOCK, only_process
+from smd_jax.commands.places import LOCK, lock_directory
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import main, run_settings
@@ -417,7 +417,7 @@ def test_a_plot_and_an_export_that_fail_do_not_cost_the_run(
 
 def test_two_processes_do_not_share_a_run(train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
-    with only_process(run), (run / LOCK).open() as other:
+    with lock_directory(run), (run / LOCK).open() as other:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert "expected no other process that trains in" in error_of(train_words(), capsys)
@@ -433,9 +433,9 @@ def test_a_file_system_without_locks_is_said(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     if number == errno.EIO:  # a disk that fails
-        with pytest.raises(OSError, match=f"{LOCK} could not be written .*: .*error"), only_process(tmp_path / "run"):
+        with pytest.raises(OSError, match=f"{LOCK} could not be written .*: .*error"), lock_directory(tmp_path / "run"):
             pytest.fail("expected no run behind a disk that fails")
         return
-    with only_process(tmp_path / "run"):
+    with lock_directory(tmp_path / "run"):
         assert (tmp_path / "run").is_dir()
     assert f"got {os.strerror(number)}. Make sure" in " ".join(capsys.readouterr().err.replace("│", " ").split())

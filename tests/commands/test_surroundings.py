@@ -86,11 +86,11 @@ def test_without_a_writable_home_programs_are_not_kept(
     (tmp_path / "file").write_text("")
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    compilation_cache.keep_programs()
+    compilation_cache.cache_programs()
     assert "compiled programs are not kept: [Errno 20] Not a directory" in capsys.readouterr().err
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    compilation_cache.keep_programs()
+    compilation_cache.cache_programs()
     assert "compiled programs are not kept: Could not determine home" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from smd_jax.commands.command_line import ALGORITHMS, parse
 from smd_jax.commands.errors import FLAGS, LONGEST, LONGEST_LINE, print_box, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as smd_export
-from smd_jax.commands.limits import without_effect
+from smd_jax.commands.limits import unread_options
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.commands.plot import main as smd_plot
 from smd_jax.commands.train import main
@@ -306,12 +306,12 @@ def test_options_that_the_run_does_not_read():
     switches = ["--lora-r", "4", "--beta", "0.1", "--sync-ref-model", "--lr-scheduler-type", "linear"]
     switches += ["--reward", "overlong", "--environment", "retry"]
     needed = ("--lora-r", "--beta", "--sync-ref-model", "--lr-scheduler-type", "--reward overlong", "--environment")
-    found = without_effect(parse([*words, *changed])[1])
+    found = unread_options(parse([*words, *changed])[1])
     assert found[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
     for line, flag in zip(found, needed, strict=True):
         assert f": no effect without {flag}" in line
-    assert without_effect(parse(words)[1]) == without_effect(parse([*words, *changed, *switches])[1]) == []
-    assert without_effect(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
+    assert unread_options(parse(words)[1]) == unread_options(parse([*words, *changed, *switches])[1]) == []
+    assert unread_options(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
 
 
 def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):

@@ -21,9 +21,9 @@ from smd_jax.commands import launch
 from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.train import kept_config
+from smd_jax.commands.train import config_text
 from smd_jax.devices import processes
-from smd_jax.devices.process_rows import Feeders, feeders, sampling_mesh
+from smd_jax.devices.process_rows import DataShards, data_shards, sampling_mesh
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.runs import checkpoint
@@ -270,14 +270,14 @@ def test_what_processes_refuse(found: dict[int, Found], what: str, said: str):
 
 
 def test_rows_of_a_process():
-    assert Feeders(((0,), (1,)), own=1).part(8) == slice(4, 8)
-    assert Feeders(((0, 1), (2, 3)), own=0).part(8) == slice(0, 4)
-    assert Feeders(((0, 1), (2, 3)), own=0).of_teams(["a", "b", "c", "d"]) == ["a", "c"]
+    assert DataShards(((0,), (1,)), own=1).part(8) == slice(4, 8)
+    assert DataShards(((0, 1), (2, 3)), own=0).part(8) == slice(0, 4)
+    assert DataShards(((0, 1), (2, 3)), own=0).one_per_group(["a", "b", "c", "d"]) == ["a", "c"]
 
 
 def test_one_process_feeds_all():
     mesh = make_mesh(2, 2, 2)
-    assert feeders(mesh) == Feeders(((0,),), own=0)
+    assert data_shards(mesh) == DataShards(((0,),), own=0)
     assert sampling_mesh(mesh) is mesh
 
 
@@ -296,7 +296,7 @@ def test_a_step_takes_the_time_of_its_slowest_process(monkeypatch: pytest.Monkey
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(grading, "gather_json", lambda message: [message, message | {"measured": other}])
     part = GradedBatch(["text"], Graded(np.zeros(1, np.float32), {}, ()), took)
-    whole = gather_graded(Feeders(((0,), (1,)), own=0), part)
+    whole = gather_graded(DataShards(((0,), (1,)), own=0), part)
     assert whole.measured == {"time/rollout": 2.0, "time/grading": 1.5, "rollout/utilisation": 0.75}
     assert whole.completions == ["text", "text"] and whole.graded.rewards.shape == (2,)
 
@@ -369,7 +369,7 @@ def test_a_run_does_not_keep_who_took_part():
     flags = ["--coordinator", "host0:1234", "--num-processes", "2", "--process-id", "1"]
     algorithm, args = parse(["grpo", "--model", "somewhere", "--dataset", "sorting", *flags])
     assert args.launch == LaunchArgs(coordinator="host0:1234", num_processes=2, process_id=1)
-    assert "host0" not in kept_config(algorithm, args) and "process_id: null" in kept_config(algorithm, args)
+    assert "host0" not in config_text(algorithm, args) and "process_id: null" in config_text(algorithm, args)
 
 
 JOINS = """

@@ -53,7 +53,7 @@ def make_grid(folder: Path, **options: Any) -> Grid:
 
 
 def run_here(study: Grid) -> list[dict[str, Any]]:
-    with mock.patch.object(grid, "one_core_each", HerePool), mock.patch.object(grid, "keep_programs", lambda: None):
+    with mock.patch.object(grid, "one_core_each", HerePool), mock.patch.object(grid, "cache_programs", lambda: None):
         return study.run()
 
 

@@ -147,7 +147,7 @@ def test_a_loop_takes_the_same_step(sizes):
 def test_the_sampler_has_a_row_where_the_learner_has_columns():
     """Eight rows over four devices, of which two share each row's columns later; all at once, and by an engine."""
     loop, rowwise = own_loop(sizes=(2, 1, 1, 2)), own_loop()
-    assert dict(loop.rollouts.place.own_mesh.shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
+    assert dict(loop.rollouts.placement.own_mesh.shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
     expected = rowwise.collect(new_state(), 0).trajectory
     refilled = own_loop(dataclasses.replace(CONFIG, decode_rows=4), sizes=(2, 1, 1, 2))
     for spread in (loop, refilled):

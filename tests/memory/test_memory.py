@@ -17,7 +17,7 @@ from smd_jax.memory import fit
 from smd_jax.memory.compiled import LoopMemory, loop_memory, param_shapes, tree_bytes
 from smd_jax.memory.fit import fit_evaluator, fit_loop
 from smd_jax.testing import random_params
-from smd_jax.train.async_rollout import one_behind
+from smd_jax.train.async_rollout import with_sampler_params
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from tests.toy_loop import CONFIG, MODEL, ROLLOUT, TASK, TOKENIZER, new_loop, new_state, optimizer, own_loop
@@ -123,7 +123,7 @@ def test_sizes_are_halved_until_they_fit(shapes: TrainState, monkeypatch: pytest
 
 
 def test_a_rollout_ahead_has_what_the_update_leaves(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
-    state = jax.eval_shape(one_behind, shapes)
+    state = jax.eval_shape(with_sampler_params, shapes)
     held = tree_bytes(state)
     make_linear(monkeypatch, held)
     fitted, memory = fit_loop(new_loop(replace(WIDER, rollouts_ahead=1)), state, held + 3300)

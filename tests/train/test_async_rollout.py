@@ -16,7 +16,7 @@ from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.rewards import Rewards
-from smd_jax.train.async_rollout import RolloutAhead, one_behind
+from smd_jax.train.async_rollout import RolloutAhead, with_sampler_params
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.minibatches import shortened
@@ -35,7 +35,7 @@ def copied(tree):
 @pytest.mark.slow
 def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     loop = toy_loop.own_loop(AHEAD)
-    state, rows, kept = one_behind(toy_loop.new_state()), [], list[TrainState]()
+    state, rows, kept = with_sampler_params(toy_loop.new_state()), [], list[TrainState]()
     for step in range(STEPS):
         state, metrics = loop.step(state)
         rows.append(metrics)
@@ -46,15 +46,15 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     # Its guard would take age for a mismatch.
     plain = replace(toy_loop.own_loop(), guard=None)
     by_hand = toy_loop.new_state()
-    behind = copied(by_hand.params)
+    sampler_params = copied(by_hand.params)
     for index in range(STEPS):
-        samples = plain.collect(by_hand.replace(behind=behind), index)
+        samples = plain.collect(by_hand.replace(sampler_params=sampler_params), index)
         samples = samples._replace(trajectory=shortened(samples.trajectory, plain.learner.response_widths))
-        behind = copied(by_hand.params)
+        sampler_params = copied(by_hand.params)
         by_hand, _ = plain.learn(by_hand, samples)
         assert rows[index]["reward"] == float(samples.metrics["reward"])
     assert_bitwise_equal(by_hand.params, state.params)
-    assert_bitwise_equal(behind, state.behind)
+    assert_bitwise_equal(sampler_params, state.sampler_params)
 
     # Restored: no rollout was begun, and one that another run of the loop began is not taken.
     again = toy_loop.run(loop, kept[0], STEPS - 1)
@@ -72,7 +72,7 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
 def test_a_refused_rollout_leaves_the_parameters_that_drew_it():
     """A run that goes on draws the rollout that was refused, and not one with newer parameters under its number."""
     loop = toy_loop.new_loop(AHEAD)
-    state, _ = toy_loop.run(loop, one_behind(toy_loop.new_state()), 2)
+    state, _ = toy_loop.run(loop, with_sampler_params(toy_loop.new_state()), 2)
     before = copied(state)
     loop.settle()
     strict = replace(loop, guard=MismatchGuard(1e-12))
@@ -92,7 +92,7 @@ def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatc
         told.append("evaluated")
         return {"eval/sparse": 0.0}
 
-    state = one_behind(toy_loop.new_state())
+    state = with_sampler_params(toy_loop.new_state())
     train(toy_loop.new_loop(AHEAD), state, RunConfig(steps=2, evaluate_every=1), tmp_path, evaluate=evaluate)
     assert told == ["settled", "evaluated"] * 3
 
@@ -116,14 +116,14 @@ def test_a_run_draws_no_rollout_that_nobody_learns_from(tmp_path, monkeypatch):
     loop = toy_loop.new_loop(AHEAD)
 
     def start(steps, directory, resume=False):
-        state = train(loop, one_behind(toy_loop.new_state()), RunConfig(steps=steps), directory, resume=resume)
+        state = train(loop, with_sampler_params(toy_loop.new_state()), RunConfig(steps=steps), directory, resume=resume)
         loop.settle()  # what is begun in the last step would end after the run
         return state
 
     whole = start(STEPS, tmp_path / "whole")
     assert drawn == [0, 1, 2]
 
-    # A run that goes on behind its former last step begins with the rollout that was not begun there.
+    # A run that goes on sampler_params its former last step begins with the rollout that was not begun there.
     drawn.clear()
     start(1, tmp_path / "parts")
     assert drawn == [0]
@@ -145,7 +145,7 @@ def test_rewards_in_this_process_are_computed_where_a_clock_can_be_set(monkeypat
     monkeypatch.setattr(Rewards, "grade_part", noting(Rewards.grade_part, graded))
     monkeypatch.setattr(GRPOLoop, "respond", noting(GRPOLoop.respond, drawn))
     loop = toy_loop.new_loop(AHEAD)
-    state, _ = toy_loop.run(loop, one_behind(toy_loop.new_state()), 2)
+    state, _ = toy_loop.run(loop, with_sampler_params(toy_loop.new_state()), 2)
     loop.settle()
     here = threading.main_thread()
     assert graded == [here] * 2
@@ -170,12 +170,12 @@ def test_a_run_that_was_told_to_stop_begins_no_rollout(tmp_path, monkeypatch):
     drawn = counted_draws(monkeypatch, stop_the_first)
     loop = toy_loop.new_loop(AHEAD)
     with pytest.raises(RunStoppedError, match="after 1 of 3"):
-        train(loop, one_behind(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path)
+        train(loop, with_sampler_params(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path)
     loop.settle()
     assert drawn == [0]
-    stopped = train(loop, one_behind(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path, resume=True)
+    stopped = train(loop, with_sampler_params(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path, resume=True)
     assert drawn == [0, 1, 2]
-    assert_bitwise_equal(stopped, toy_loop.run(loop, one_behind(toy_loop.new_state()), STEPS)[0])
+    assert_bitwise_equal(stopped, toy_loop.run(loop, with_sampler_params(toy_loop.new_state()), STEPS)[0])
 
 
 def test_waiting_for_a_rollout():
@@ -198,10 +198,12 @@ def test_waiting_for_a_rollout():
 
 
 def test_a_state_must_fit():
-    with pytest.raises(ValueError, match="expected a state from one_behind.* with rollouts_ahead 1; got none"):
+    with pytest.raises(ValueError, match="expected a state from with_sampler_params.* with rollouts_ahead 1; got none"):
         toy_loop.own_loop(AHEAD).check(toy_loop.new_state())
-    with pytest.raises(ValueError, match="expected a state without parameters behind with rollouts_ahead 0; got some"):
-        toy_loop.new_loop().check(one_behind(toy_loop.new_state()))
+    with pytest.raises(
+        ValueError, match="expected a state without parameters sampler_params with rollouts_ahead 0; got some"
+    ):
+        toy_loop.new_loop().check(with_sampler_params(toy_loop.new_state()))
 
 
 def test_weights_are_whole_where_two_programs_run_at_once():
