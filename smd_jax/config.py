@@ -149,9 +149,9 @@ class DynamicRope:
 class LongRope:
     """LongRoPE (arXiv:2402.13753) as in transformers `_compute_longrope_parameters`, used by Phi-3 and Phi-4-mini.
 
-    Each frequency is divided by a factor of its own: by those of `short_factor` in a model whose `max_positions` is at
-    most `original_max_positions`, else by those of `long_factor`. transformers chooses by the length of the batch and
-    reads the prompt again where a response crosses it. Here one choice holds for a run, so that cached keys stay right.
+    Each frequency has its own divisor: of `short_factor` in a model whose `max_positions` is at most
+      `original_max_positions`, else of `long_factor`. transformers chooses by the length of the batch, and reads the
+      prompt again if a response crosses the limit. Here one choice holds for a run, so that cached keys stay right.
 
     Attributes:
       short_factor, long_factor: one divisor for each frequency.
@@ -192,7 +192,7 @@ class Experts:
     """A mixture of experts in place of the MLP: every token goes to the `per_token` experts whose gates are largest.
 
     Attributes:
-      count: experts of a layer. per_token: of them that a token goes to.
+      count: experts per layer. per_token: experts per token.
       intermediate_size: width of an expert.
       layers: for each layer, whether it is a mixture; empty: all are.
       normalised: whether the gates of a token's experts sum to one; else they are shares among all experts.
@@ -324,7 +324,7 @@ class ModelConfig(WrittenRepr):
         check_choice("activation", self.activation, get_args(Activation))
         if self.local_rope_theta is not None and not any(self.sliding_windows):
             raise ValueError(
-                f"expected sliding_windows beside local_rope_theta, the RoPE base of layers with a window; got none, "
+                f"expected sliding_windows with local_rope_theta, the RoPE base of layers with a window; got none, "
                 f"and local_rope_theta={self.local_rope_theta}"
             )
         self._check_rope()

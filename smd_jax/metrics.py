@@ -146,7 +146,7 @@ def reward_metrics(
     if rewarded_rows is not None:
         return _metrics_of_some(rewards.reshape(-1, group_size), rewarded_rows.reshape(-1, group_size))
     groups = rewards.reshape(-1, group_size)
-    # Equality rather than a standard deviation near 0: the mean of equal floats need not be that float.
+    # Equality, not a standard deviation near 0: the mean of equal floats may differ from them.
     return {
         "reward": rewards.mean(),
         "reward_std": _std(rewards[None])[0],

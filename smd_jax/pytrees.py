@@ -1,4 +1,4 @@
-"""What pytrees need in several packages: a decorator for their classes, and a new axis over several of them."""
+"""Helpers for pytrees: a decorator for their classes, and stacking."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# What a ratio belongs to: "token": each token has its own; "sequence": all tokens of a response have the product of
-# theirs; "geometric": all have the geometric mean of theirs, which does not grow with the length.
+# Level of a ratio: "token": each token has its own; "sequence": all tokens of a response have the product of theirs;
+# "geometric": all have the geometric mean of theirs, which does not grow with the length.
 Level = Literal["token", "sequence", "geometric"]
 
 # |log ratio| is cut here before any exponential, as in verl and slime: exp(20) is 485 million.

@@ -82,7 +82,7 @@ def section(rows: Sequence[Row]) -> str:
     evicting = [cell for cell in cells if mean(cell.mismatch.values()) > ROUNDING]
     return f"""## Lead by mismatch
 
-*Mismatch* is `mismatch_kl`, the KL in nats a token from the sampler to the dense learner, mean over the TIS runs. It
+*Mismatch* is `mismatch_kl`, the KL from the sampler to the dense learner in nats per token, mean over the TIS runs. It
 can be measured before any training. Budgets from nearly all keys to a third, {tasks}, {len(SEEDS)} seeds, starts and
 rates of the first page. The rival is the better of naive and TIS in the reported seeds, which favours it. Greedy,
 under the budget:
@@ -93,8 +93,8 @@ under the budget:
 
 *Primary*: by a regression of the leads of mixed-50 on the logarithm of the mismatch, the lead at {AT} nats is
 {estimated(cells)} (bootstrap over seeds). The plan did not foresee cells that evict nothing before the last tokens
-({len(cells) - len(evicting)} of {len(cells)} cells): their mismatch is rounding, and its logarithm has most of the
-weight in the regression. Without them, decided after the rows were seen, the lead at {AT} nats is
+({len(cells) - len(evicting)} of {len(cells)} cells): their mismatch is rounding, and its logarithm
+dominates the regression. Without them, decided after the rows were seen, the lead at {AT} nats is
 {estimated(evicting)}.
 """
 

@@ -22,16 +22,16 @@ def page(cell: RoomCell, others: Sequence[RoomCell]) -> str:
 
 **Question.** A sampler that evicts keys from its cache is not the policy that an ordinary learner trains. The learner
 can ignore this (*naive*), weight each token by p(learner) / p(sampler) up to a cap (*TIS*), or replay which keys the
-sampler could see (*shadow masks*). Which one ends with the higher reward: decoded with the small cache, and with the
-full cache?
+sampler could see (*shadow masks*). Which one ends with the highest reward, decoded with the small cache and with the full
+cache?
 
 **Set-up.** *Task*: sort 12 digits; the reward is the share of right digits. *Model*: a decoder of 75,000 parameters
 with two layers. *Sampler*: TOVA of each head keeps 11 keys and a buffer of 2, for sequences of 26 tokens. *Start*:
-supervised until half of the digits are right greedily with the full cache, so that it lacks skill under any cache; all
-arms of a seed share it. *Training*: GRPO, clip 0.2, no KL; 240 rollouts of 128 responses, 4 optimizer steps each.
+supervised training until half of the digits are right (greedy, full cache), so that there is room to learn under
+any cache; all arms of a seed share it. *Training*: GRPO, clip 0.2, no KL; 240 rollouts of 128 responses, 4 optimizer steps each.
 *Metric*: the mean of the last three evaluations on 256 rows, decoded under the *budget* and with the *full cache*, at
-temperature 1 and greedily. *Rates*: 1e-4, 3e-4, 1e-3, and further while the best is at the edge; each column has the
-rate that pilot seeds chose for it. *Imitation*: a KL to the start with its full cache. Eight fresh seeds; ± is a 95 %
+temperature 1 and greedily. *Learning rates*: 1e-4, 3e-4, 1e-3, and beyond while the best is at the edge; pilot seeds chose
+one for each column. *Imitation*: a KL to the start with its full cache. Eight fresh seeds; ± is a 95 %
 t interval of differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md) was committed before
 these seeds ran.
 
@@ -51,8 +51,8 @@ not fit.
 **Related methods, not trained here.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and
 `OnTokens` gives such blocks. Neural Garbage Collection (arXiv:2604.18002) draws evictions from the model's own
-attention scores and trains them by the outcome; [the gate here](docs/older_studies.md#learned-eviction)
-has scores of its own. KV-CAT (arXiv:2605.05971) masks keys during continued pretraining, so that caches compress
+attention scores and trains them by the outcome; [the gate here](docs/older_studies.md#learned-eviction) has
+its own scores. KV-CAT (arXiv:2605.05971) masks keys during continued pretraining, so that caches compress
 better; it records no rollout.
 Sparrow (arXiv:2606.08446) samples with the top keys of each query and trains the dense policy; its threshold is part
 of the planned study of collapse.
@@ -70,8 +70,8 @@ def holds(cell: RoomCell) -> str:
 
 * *Primary contrast.* Shadow masks and TIS, half and half on the same weights (`{OURS}`), end {plain(primary)} above
   the best dense learner, greedily under the budget (p = {p:.1g}; with Holm's correction over all six planned studies
-  at most {min(1, 6 * p):.1g}, whatever the others give). The best dense learner is the one of the pilot, {rival}.
-  Against all eight dense learners the lead is {against_all(cell, "sparse_greedy")}.
+  at most {min(1, 6 * p):.1g}, whatever their results). The best dense learner is the choice of the pilot, {rival}.
+  Over all eight dense learners the lead is {against_all(cell, "sparse_greedy")}.
 * *Full cache.* The same weights end {plain(full)} above the best dense learner of that column, {full_rival}.
 * *Shadow masks alone* end {plain(shadow)} above {rival} under the budget.
 * *Reward teaches more than imitation.* After a quarter of the rollouts of imitation, reward under shadow masks adds
@@ -88,19 +88,19 @@ def lost(cell: RoomCell, others: Sequence[RoomCell]) -> str:
     sharp = cell.contrast("shadow-anchor", OURS, "sparse")
     naive = [cell.contrast("naive", "untrained", kind) for kind in ("dense", "dense_greedy")]
     mismatch = mean(row["mismatch_kl"] for row in cell.rows(cell.best_rival("budget"), "budget"))
-    return f"""**What lost, or is open.**
+    return f"""**What lost or is open.**
 
 * *A sampler that evicts nothing* is better if you decode with the full cache: {OURS} ends {plain(full)} relative to
-  it. Decoded under the budget, what it trained reaches {level(cell, "full-cache", "sparse_greedy")}.
+  it. Decoded under the budget, its model reaches {level(cell, "full-cache", "sparse_greedy")}.
 * *Shadow masks alone* show no lead with the full cache: {plain(shadow)} relative to {cell.best_rival("full cache")}.
   Under the budget they and the mixture are level, within 0.03: {plain(mixture)}.
 * *Imitation and reward together* (shadow-anchor) end {plain(teacher)} relative to {OURS} greedily under the budget, and
   {plain(sharp)} at temperature 1.
 * *Naive does not destroy the dense policy here*, against our prediction: {plain(naive[0])} relative to the start at
   temperature 1, {plain(naive[1])} greedily.
-* *The pilot* did not choose the rival that is best in the reported seeds: the smallest lead above is over another one.
+* *The pilot* did not choose the rival that is best in the reported seeds; the smallest lead above is over another.
 * *No plateau.* Most arms still improve after 240 rollouts.
-* *Equal rollouts are not equal time*: CPU seconds of a run: {seconds(cell)}. The mixture has a second forward and
+* *Equal rollouts are not equal time.* CPU seconds of a run: {seconds(cell)}. The mixture has a second forward and
   backward pass.
 * *External validity.* A dense learner is {mismatch:.2g} nats per token away from the sampler here (KL, mean over the
   {cell.best_rival("budget")} runs); on SmolLM2 0.14 under SnapKV and 0.04 under TOVA.

@@ -51,8 +51,8 @@ def section(rows: Sequence[Row]) -> str:
     fast = {arm: pilot_reward(pilots[arm], 1e-3, ("sparse",)) for arm in ("shadow", "tis")}
     return f"""## Several turns with a tool
 
-The policy looks up the values of four letters with a tool, one per turn, and says all of them in the last turn, whose
-share of right values is the reward. The dialogue has 60 tokens, H2O keeps 32 + 4. Starts have learnt the task with the
+The policy looks up the values of four letters with a tool, one per turn, and states all of them in the last turn; the
+reward is the share of right values. The dialogue has 60 tokens, H2O keeps 32 + 4. Starts were trained with the
 full cache. 120 rollouts, {len(arms["shadow"])} seeds, one rate per arm: the best mean greedy reward of both caches on
 two pilot seeds.
 

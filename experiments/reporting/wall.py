@@ -53,10 +53,10 @@ def section(rows: Sequence[Row]) -> str:
     seconds = ways[OURS][0]["seconds"]
     return f"""## The memory wall
 
-A user has bytes for a KV cache and hours on a machine: what earns the most reward? Walks on a graph, bytes of four rows
+Which way earns the most reward from given bytes of KV cache and given time? Walks on a graph, bytes of four rows
 with a full cache in bfloat16, {seconds:.0f} seconds of CPU time on one core for rollouts, rewards and updates,
-{len(SEEDS)} seeds. The budget is H2O with 120 + 8 keys. *Own* is the reward with the cache that the way trained with,
-the mean of temperature 1 and greedy. The rate of each way was chosen by it on a pilot seed.
+{len(SEEDS)} seeds. The budget is H2O with 120 + 8 keys. *Own* is the reward with the cache of training,
+the mean of temperature 1 and greedy; it chose the rate of each way on a pilot seed.
 
 {tables}
 

@@ -14,7 +14,7 @@ or TPU yet.
 
 from typing import TYPE_CHECKING, Any
 
-# Masked attention of the learner, and what it takes.
+# Masked attention of the learner, and its arguments.
 from smd_kernels.intervals import interval_attention as interval_attention
 from smd_kernels.segments import segment_attention as segment_attention
 from smd_kernels.segments import Segments as Segments
@@ -32,7 +32,7 @@ from smd_kernels.decode import decode_attention as decode_attention
 from smd_kernels.decode_codes import decode_codes_attention as decode_codes_attention
 from smd_kernels.codes import Codes as Codes
 
-# What the hardware kernels can run.
+# Inputs that the hardware kernels support.
 from smd_kernels.hardware import why_not_blocks as why_not_blocks
 from smd_kernels.hardware import why_not_decode as why_not_decode
 from smd_kernels.hardware import why_not_decode_codes as why_not_decode_codes

@@ -2,8 +2,8 @@
 
     [ 3 7 8 9 | 10 11 12 ]   ── score, keep 4 ──►   [ 3 8 10 12 | . . . ]      record: 7, 9 and 11 are evicted
 
-Rows are independent, so a cache is compressed a few rows at a time and in place. There is never a second cache, nor a
-policy's scratch space for all rows (`smd_jax.cache.row_parts`).
+Rows are independent, so a cache is compressed in place, a few rows at a time. There is never a second cache, nor
+scratch space of a policy for all rows (`smd_jax.cache.row_parts`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CompressionRecord(struct.PyTreeNode):
 
 @any_leaves
 class PolicyLayer(NamedTuple):
-    """What a policy has of its own in a layer.
+    """Inputs of a policy that differ between layers.
 
     Attributes:
       parameters: see `EvictionPolicy.parameters`.
@@ -91,7 +91,7 @@ class Compression:
     window: int | None = None
 
     def of_layers(self, params: Any, layers: range) -> PolicyLayer:
-        """What the policy has of its own in a layer; of several layers, stacked on a new first axis.
+        """The policy's inputs for a layer; for several layers, stacked on a new first axis.
 
         Args:
           params: the sampler's parameters, for policies with parameters.
@@ -106,21 +106,21 @@ class Compression:
 
         Args:
           number: number of the newest query, see `Observation.number`.
-          own: of the policy in this layer.
+          own: the policy's inputs for this layer.
         """
         return row_parts.apart(lambda cache, progress: self._compress(cache, progress, number, own), cache, progress)
 
     def in_place(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any, layers: range
     ) -> tuple[LayerCache, CompressionRecord]:
-        """The same for a cache that already has `budget + buffer` slots, of one layer or of a run, layer by layer.
+        """Compresses a cache that already has `budget + buffer` slots, of one layer or layer by layer of a run.
 
         Args:
           params: the sampler's parameters, for policies with parameters.
-          layers: whose cache this is.
+          layers: the layers of this cache.
 
         Returns:
-          The cache, and the record, for a run with the layers as second axis.
+          The cache and the record; those of a run have the layers as second axis.
         """
         own = self.of_layers(params, layers)
         if not kv_cache.of_run(cache):
@@ -178,7 +178,7 @@ class Compression:
                 evicted = _lowest_first(scores, seen.valid, evicted)
                 logprob = _draw_logprob(self.policy.gate, view, evicted)
             dropped = jnp.take_along_axis(seen.columns, evicted, axis=2)
-        else:  # a quantised cache that never evicts has room for all: its oldest slots are empty
+        else:  # a quantised cache that never evicts holds all keys: its oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
         # Before eviction: a group's range covers all its columns, evicted or not, as in the learner.
@@ -186,7 +186,7 @@ class Compression:
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
 
     def _scores(self, view: CacheView) -> Float[Array, "rows kv_heads slots"]:
-        """The policy's scores; those of a user's policy may be whole numbers or booleans."""
+        """The policy's scores as floats; a user's policy may return whole numbers or booleans."""
         scores = self.policy.score(view)
         _check_scores(self.policy, scores, view)
         return scores if jnp.issubdtype(scores.dtype, jnp.floating) else at_least_float32(scores)

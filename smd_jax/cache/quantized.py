@@ -1,10 +1,9 @@
 """The quantised part of a layer's cache: codes packed into bytes, and their ranges.
 
 A key or value is quantised once, when its segment ends; eviction only moves its codes. Values have ranges per token.
-Keys share ranges with all columns of their group, evicted or not, so these are in a table of all groups, which grows
-with the response by 2 numbers per channel and `group` tokens. That is 1/group of a cache without eviction. After
-`group * budget` tokens the table is as large as the kept keys and values in full precision, so long responses need
-large groups.
+Keys share ranges with all columns of their group, evicted or not, so these are in a table of all groups. It grows by 2
+numbers per channel and `group` tokens, 1/group of a cache without eviction. After `group * budget` tokens it is as
+large as the kept keys and values in full precision, so long responses need large groups.
 
 KIVI always keeps the newest tokens in full precision. Here the prompt is quantised at its end and a segment at its own
 end, so that all queries of a segment see the same cache.

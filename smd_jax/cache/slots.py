@@ -148,7 +148,7 @@ def drop(cache: LayerCache, evicted: Bool[Array, "batch *layers kv_heads slots"]
 
 
 def empty_first(cache: LayerCache) -> LayerCache:
-    """Moves empty slots to the left of all others, which stay in column order."""
+    """Moves empty slots to the left; the others stay in column order."""
     order = jnp.argsort(cache.columns, axis=2, stable=True)
     return gather(cache, order, 0)
 
@@ -180,8 +180,8 @@ def visible(
     window: int | None = None,
     evicted_at: Int[Array, "batch T"] | None = None,
 ) -> Bool[Array, "batch kv_heads queries slots"]:
-    """Which keys the queries of these columns see: every live one but their successors', of the `window` newest
-    columns if there is a window, and only before `evicted_at`, which has an entry for every column, if it is given."""
+    """Which keys the queries of these columns see: live keys of earlier columns and their own, with a window only of
+    the `window` newest columns, and with `evicted_at` (an entry for every column) only before it."""
     key = cache.columns[:, :, None]
     query = columns[:, None, :, None]
     # A padding query has column -1 and sees nothing, because every live key has a higher column.
@@ -241,12 +241,12 @@ def shift(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache
 
 
 def settle(cache: LayerCache, written: Int[Array, " batch"], buffer: int) -> LayerCache:
-    """A cache of which each row wrote the first `written` slots of its buffer, as a full buffer would have left it:
-    empty slots at the left, the newest key at the right, and its newest query the one before the buffer's first.
+    """Normalises a cache in which each row wrote the first `written` slots of its buffer: empty slots at the left, the
+    newest key at the right, as after a full buffer.
 
         [ . 3 7 | 8 9 . ]   ─►   [ . . 3 7 8 9 ]        budget 3, buffer 3, 2 written
 
-    So what a row holds does not depend on how many steps the other rows took.
+    So a row does not depend on the number of steps of other rows.
     """
 
     def roll(x: Array) -> Array:

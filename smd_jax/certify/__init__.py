@@ -1,4 +1,4 @@
-"""Is a recorded rollout the policy that is about to be trained? Replays it, and names the cause if it is not."""
+"""Checks whether a recorded rollout was sampled from the policy to be trained, and names the cause if not."""
 
 from smd_jax.certify.record import Record as Record
 from smd_jax.certify.record import load_record as load_record

@@ -1,4 +1,4 @@
-"""Known causes of a mismatch between sampler and learner, each as the conditions that the sampler would have had.
+"""Known causes of a mismatch between sampler and learner, each as hypothetical conditions of the sampler.
 
 `smd_jax.certify.verdict` replays a record under each of them. The cause whose replay gives the recorded
 log-probabilities is the cause of the mismatch.
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptFacts:
-    """What is known of the tokenizer.
+    """Facts about the tokenizer.
 
     Attributes:
       bos: id of its BOS token; None without one.
@@ -45,7 +45,7 @@ class PromptFacts:
 
 
 def prompt_facts(tokenizer: Any) -> PromptFacts:
-    """What a transformers tokenizer says of prompts."""
+    """The facts of a transformers tokenizer."""
     system, generation = (), ()
     if tokenizer.chat_template:
         plain = _render(tokenizer, add_generation_prompt=False)
@@ -72,10 +72,10 @@ CaseFunction = Callable[[Record, PromptFacts], Iterator[Case]]
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause that is tested by a forward pass of its own.
+    """A cause that is tested by a separate forward pass.
 
     Attributes:
-      name: for reports and exit messages.
+      name: name in reports and exit messages.
       fix: what to do about it.
       cases: how it may have happened.
     """

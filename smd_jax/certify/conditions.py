@@ -1,4 +1,4 @@
-"""The conditions under which a sampler may have drawn a record's tokens, and the replay under them."""
+"""Conditions under which a sampler may have sampled a record's tokens, and the replay under them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPARE = 48
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a forward pass needs to predict the response tokens of a record.
+    """Inputs of a forward pass that predicts the response tokens of a record.
 
     Attributes:
       tokens, positions: int32 `[rows, T]`.
@@ -52,7 +52,7 @@ class Conditions:
         )
 
     def with_prefix(self, prefixes: list[np.ndarray], positions: list[np.ndarray]) -> Conditions:
-        """The conditions of rows that had these tokens, which no query loses, in front.
+        """The conditions of rows that begin with these tokens, which are never evicted.
 
         Args:
           prefixes: tokens of each row, at most SPARE. positions: of the row's own tokens, given its old ones.
@@ -146,7 +146,7 @@ def logprobs_of(
 
 
 def replay_logits(model: LanguageModel, params: Params, conditions: Conditions, responses: int) -> Array:
-    """`response_logits` under the conditions. Shared axes of the mask are written out: one program serves all."""
+    """`response_logits` under the conditions. Shared axes of the mask are expanded, so that one program is compiled."""
     rows, columns = conditions.tokens.shape
     shape = (rows, model.shape.num_layers, model.shape.num_kv_heads, columns)
     evicted_at = jnp.broadcast_to(jnp.asarray(conditions.evicted_at), shape)

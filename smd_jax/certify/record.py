@@ -136,11 +136,11 @@ def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
     """The arrays of a trajectory of this library, without its padding.
 
     Raises:
-      ValueError: tokens of a response that were not sampled, such as a tool's answer, for which a record has no place.
+      ValueError: tokens of a response that were not sampled, such as a tool's answer, which a record cannot hold.
     """
     valid = np.asarray(trajectory.valid)
     if (np.asarray(trajectory.columns_after_prompt()) != np.asarray(trajectory.lengths())).any():
-        raise ValueError("expected responses of sampled tokens alone; got a conversation, with tokens that were read")
+        raise ValueError("expected responses of sampled tokens only; got a conversation, with tokens that were read")
     response_lengths = np.asarray(trajectory.response_mask).sum(axis=1)
     prompt_lengths = valid[:, : trajectory.prompt_width].sum(axis=1)
     starts = trajectory.prompt_width - prompt_lengths

@@ -26,7 +26,7 @@ ROUNDING = 3.0
 EXPLAINED = 0.25
 # Tokens, the likeliest first, among which a filter is fitted.
 MOST_DRAWABLE = 2048
-# Layers that are tried for a swap of two masks.
+# Number of layers that are tested for a swap of two masks.
 SUSPECTS = 6
 # Nats at which the difference of one number is cut off: a token outside of a tested set has no probability.
 MOST_DIFFERENT = 50.0
@@ -53,7 +53,7 @@ class Models(NamedTuple):
 
     Attributes:
       model, params: to certify.
-      other: the same weights computed in another dtype; None: not compared.
+      other: the same weights in another compute dtype; None: not compared.
       other_dtype: its name.
       previous: older parameters that the sampler may have had; None: not compared.
     """
@@ -83,7 +83,7 @@ class Verdict:
       difference: `[rows, responses]` learner less sampler in nats, NaN outside of responses.
       tolerance: mean |difference| up to which the two are one policy.
       cause: the named cause; None for one policy, and where no tested explanation holds.
-      findings: the tested explanations, the best first. One that leaves nothing but rounding ends the search.
+      findings: the tested explanations, the best first. One that leaves only rounding ends the search.
       sensitive_layers: `(layer, mean |difference| with this layer dense)`, best first, where a swap was searched.
     """
 
@@ -220,14 +220,14 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         rounding = other - replays.all_differences(logits)
     tolerance = TOLERANCE
     if low:
-        # Of another dtype's rounding our own is the measure; without it, what bfloat16 costs models of this size.
+        # Measured by our own replay in the other dtype; without it, a typical value for bfloat16.
         tolerance = ROUNDING * (_mean(np.abs(rounding[..., 0])) if rounding is not None else 0.02)
         if base <= tolerance:
             return Verdict(difference, tolerance, None, ())
     findings = []
     for finding in _explanations(replays, logits, facts):
         findings.append(finding)
-        # As good as one policy: no other explanation can be better by more than rounding.
+        # Only rounding is left: no other explanation can be better.
         if finding.difference <= tolerance:
             break
     findings.sort(key=lambda finding: finding.difference)
@@ -351,7 +351,7 @@ def _by_elimination(
 
 
 def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
-    """The best swap of two layers' or two KV heads' masks, and how the record looks with one layer dense."""
+    """The best swap of the masks of two layers or two KV heads, and the mean |difference| with each layer dense."""
     stated = Conditions.of(replays.record)
     _, layers, heads, _ = stated.evicted_at.shape
     if layers < 2:

@@ -45,7 +45,7 @@ class ModelArgs(ModelSource):
 
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass recomputes
-    scan_layers: bool = False  # a loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
+    scan_layers: bool = False  # loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
     lora_r: Basic[int | None] = None  # rank of the LoRA adapters, which are then all that is trained; None: no LoRA
     lora_alpha: float = 32.0  # adapters are scaled by alpha / rank
     lora_target_modules: tuple[LoraTarget, ...] = ALL_TARGETS  # projections of every layer that get adapters
@@ -74,7 +74,7 @@ class DataSource:
 
 @dataclass(frozen=True, kw_only=True)
 class DataArgs(DataSource):
-    """The prompts, and which of them are left out."""
+    """The prompts, and their selection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class RewardArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRows:
-    """Evaluation: how many prompts, decoded how."""
+    """Evaluation: number of prompts, and ways of decoding."""
 
     eval_rows: int = 256  # prompts, at most
     eval_seed: int | None = None  # of a procedural dataset's rows, so that runs of all seeds share them; None: --seed
@@ -239,16 +239,16 @@ class LaunchArgs:
     """Several processes that train one model. All get the same command, except for --process-id."""
 
     coordinator: str | None = None  # host:port of process 0; auto: TPU pods, SLURM, GKE, Open MPI; None: one process
-    num_processes: int | None = None  # how many there are
-    process_id: int | None = None  # which one this is, from 0
+    num_processes: int | None = None  # number of processes
+    process_id: int | None = None  # index of this process, from 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupArgs:
-    """How the completions of a prompt are compared."""
+    """Comparison of the completions of a prompt."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides advantages
-    dynamic_sampling: int | None = None  # most extra rollouts to replace groups without signal; 0: only drop these
+    dynamic_sampling: int | None = None  # extra rollouts at most, to replace groups without signal; 0: only drop these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,9 +262,9 @@ class ConversationArgs:
     max_turns: int = 8  # turns of the policy at most
     max_turn_length: int | None = None  # tokens of a turn; None: as many as there is room for
     environment_timeout: float | None = 60.0  # seconds for one call; None: no limit, called in the main process
-    contexts: int = 1  # of a conversation; from 2 on a full one is summarised, and the next begins with the summary
+    contexts: int = 1  # per conversation; from 2 on a full one is summarised, and the next begins with the summary
     context_length: int | None = None  # tokens after the prompt from which a context is full; needed with --contexts
-    summary_request: str | None = None  # what the policy reads before it writes a summary; None: a request for one
+    summary_request: str | None = None  # text that asks the policy for a summary; None: a default
     summary_heading: str = ""  # text between prompt and summary in the next context
 
 
@@ -272,7 +272,7 @@ class ConversationArgs:
 class EnvironmentArgs(ConversationArgs):
     """Conversations with an environment, in place of single completions."""
 
-    turn_credit: Literal["trajectory", "turn"] = "trajectory"  # turn: each turn has an advantage of its own
+    turn_credit: Literal["trajectory", "turn"] = "trajectory"  # turn: one advantage per turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +295,7 @@ class CriticArgs:
 class PairArgs:
     """The loss of pairs."""
 
-    dpo_beta: float = 0.1  # how strongly the reference holds the policy
+    dpo_beta: float = 0.1  # strength of the pull towards the reference
     dpo_loss: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: arXiv:2310.12036
     missing_eos_penalty: float | None = None  # subtracted from the reward of completions that were cut off
 

@@ -1,4 +1,4 @@
-"""smd-certify: is this rollout the policy that you are about to train?
+"""smd-certify: checks whether a rollout was sampled from the policy to be trained.
 
     smd-certify rollout.npz --model DIR                     prints the difference, and the cause if there is one
     smd-certify rollout.npz --model DIR --out report.html   one page with a picture; report.json for other programs
@@ -41,8 +41,8 @@ class Args:
     record: tyro.conf.Positional[Path]  # .npz or .safetensors
     model: str  # directory of a checkpoint in Hugging Face's format, or an id on the Hub: the model to be trained
     previous: str | None = None  # an older checkpoint that the sampler may have had
-    dtype: Literal["float32", "bfloat16"] = "float32"  # that the sampler computed in
-    rows: int = 8  # of the record that are replayed, from the first on
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype of the sampler
+    rows: int = 8  # number of replayed rows, from the first on
     out: Path | None = None  # .html or .json
     debug: bool = False  # show the traceback of every error
 

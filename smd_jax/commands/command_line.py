@@ -1,4 +1,4 @@
-"""Command lines: sub-commands, flags, help pages, and files in place of flags."""
+"""Command lines: sub-commands, flags, help pages and configuration files."""
 
 from __future__ import annotations
 

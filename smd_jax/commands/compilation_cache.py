@@ -33,7 +33,7 @@ def cache_programs(folder: Path | None = None) -> None:
         folder = folder or default_folder()
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)  # now, so that other processes do not print the line again
-            print(f"compiled programs are kept in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
+            print(f"compiled programs are cached in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)
     except (OSError, RuntimeError) as error:  # no home, or no permission to write
         print(f"compiled programs are not kept: {error}. Set JAX_COMPILATION_CACHE_DIR to a folder", file=sys.stderr)
         return

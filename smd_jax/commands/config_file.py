@@ -34,7 +34,7 @@ RUN_FILES = ("metrics.jsonl", "checkpoints", "process.lock")  # files beside con
 
 
 def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
-    """The words of a command line with those of its preset and its file in place of `--preset` and `--config`.
+    """Replaces `--preset` and `--config` on a command line by the options of the preset and the file.
 
     Args:
       words: without the command's own name.
@@ -62,7 +62,7 @@ def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[s
 
 
 def with_file(words: Sequence[str], arguments: type) -> list[str]:
-    """The words of a command without sub-commands, with the options of its file in place of `--config FILE`.
+    """Replaces `--config FILE` on the command line of a command without sub-commands by the options of the file.
 
     Args:
       words: without the command's own name.
@@ -76,7 +76,7 @@ def with_file(words: Sequence[str], arguments: type) -> list[str]:
 
 
 def take_option(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
-    """The words without `flag VALUE` or `flag=VALUE`, and the value; the last one where there are several."""
+    """The words without `flag VALUE` or `flag=VALUE`, and the value; the last one if there are several."""
     rest = list[str]()
     value = None
     remaining = iter(words)
@@ -87,7 +87,7 @@ def take_option(words: Sequence[str], flag: str) -> tuple[list[str], str | None]
             continue
         value = after if equals else next(remaining, None)
         if value is None:
-            raise UserError(f"expected a value behind {flag}; got none")
+            raise UserError(f"expected a value after {flag}; got none")
     return rest, value
 
 

@@ -21,7 +21,7 @@ class UserError(Exception):
     """An error that the user can fix: the message says what was expected, what was received, and how to fix it."""
 
 
-# The flags of the library's options that have another name there. The library's own messages name the options.
+# Library options whose flag has another name. The library's messages name the options.
 FLAGS: Mapping[str, str] = {
     "prompts_per_step": "--num-prompts",
     "group_size": "--num-generations",
@@ -54,7 +54,7 @@ def report_errors(debug: bool, *expected: type[Exception]) -> Iterator[None]:
 
     Args:
       debug: raise the error instead, with its traceback.
-      expected: further classes of errors that say all that the user needs, with their notes.
+      expected: further errors whose message and notes are enough for the user.
     """
     try:
         yield
@@ -104,7 +104,7 @@ def with_flags(message: str) -> str:
 
 
 def print_box(title: str, message: str) -> None:
-    """Prints a framed text to standard error; of a very long one, or line, the beginning and the end."""
+    """Prints a framed text to standard error; very long texts and lines are shortened in the middle."""
     message = _cut("\n".join(_cut(line, LONGEST_LINE) for line in message.splitlines()), LONGEST)
     # Text objects are not parsed as rich markup: a message may quote a file or a completion.
     panel = Panel(

@@ -1,4 +1,4 @@
-"""Several processes of one command: how they connect, and checks that all have the same options."""
+"""Connects several processes of one command, and checks that all have the same options."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from smd_jax.train.loop import Loop
 LARGEST = 2**24  # no size or count is larger; JAX's shapes and counters are int32
 AT_LEAST_ONE = ("save_total_limit", "max_skipped_updates", "eval_rows", "decode_rows", "dataset_size")
 AT_LEAST_ONE += ("max_prompt_length", "data_parallel", "fsdp", "tensor", "sequence")
-# Options, whether the run reads them, and the flag that makes it read them.
+# Options, whether the run reads them, and the flag that they need.
 READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
     (("lora_alpha", "lora_target_modules", "use_rslora"), lambda values: values["lora_r"] is not None, "--lora-r"),
     (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda values: values["beta"] > 0, "--beta"),

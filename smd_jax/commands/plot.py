@@ -1,4 +1,4 @@
-"""smd-plot: curves of runs, and what their samplers forgot.
+"""smd-plot: curves of runs, and their shadow masks.
 
     smd-plot runs/train runs/other                 writes runs.html, one page that needs no network
     smd-plot runs/train --out curves.png           only the curves, as a picture; .svg, too
@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def run(args: Args) -> None:
-    """Writes the file, and says where."""
+    """Writes the file and prints its path."""
     if not args.runs:
         raise UserError("expected at least one directory of a run; got none")
     if args.out.suffix not in (".html", ".png", ".svg"):

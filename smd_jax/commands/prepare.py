@@ -308,7 +308,7 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
         stop_strings=config.stop_strings,
         seed=config.seed,
     )
-    # Of its own: the held-out rows may come from another dataset with another reward.
+    # Not that of training: the held-out rows may have another reward.
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.held_out, args.data)
     name = evaluation.eval_dataset or args.data.dataset
     rewards = None if environment is not None else rewards_of(args, data.held_out, name)

@@ -156,7 +156,7 @@ def rewards_of(args: Any, task: Any, name: str) -> Rewards:
     else:
         check_has_reward(task)
         functions, names = (own_reward(task),), (name.removeprefix(PROCEDURAL),)
-    # The time limit is also for the task's own reward: for some texts verifiers never return.
+    # The time limit also applies to the task's own reward: some verifiers never return.
     return Rewards(functions, flags.reward_weights or None, names, flags.reward_timeout, flags.max_failed_rewards)
 
 

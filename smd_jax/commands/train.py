@@ -227,7 +227,7 @@ def run_config(args: Common) -> RunConfig:
 
 
 def config_text(algorithm: str, args: Common) -> str:
-    """The text of config.yaml, which repeats the run, or continues it with --resume."""
+    """The text of config.yaml, which repeats the run, or resumes it with --resume."""
     # Without the processes, which may differ each time.
     return config_file.dump(algorithm, replace(args, run=_without_resume(args.run), launch=LaunchArgs()))
 
@@ -324,8 +324,8 @@ def loggers(algorithm: str, args: Common) -> list[Logger]:
 
 
 def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that a resumed run must share with its beginning, and those that are only logged: number of steps,
-    paths, reports, and sizes that memory decides."""
+    """The settings that must not change at a resume, and those that may: number of steps, paths, reports, and sizes
+    chosen by memory."""
     compared, noted = split_settings(loop.config)
     optimizer = args.optimizer
     # Such a learning rate depends on the number of steps.

@@ -1,14 +1,14 @@
-"""How a conversation is written: the prompt, and what is added behind each turn of the policy.
+"""Writes conversations as text: the prompt, and the text after each turn of the policy.
 
-The tokens of a conversation are never written again: the policy's turns stay as they were sampled, and only the text
-between two of them is added. So a chat template must extend a conversation by a suffix:
+Sampled turns are never encoded again: only the text between two turns is appended. So a chat template must extend a
+conversation by a suffix:
 
     <|im_start|>user\\nquestion<|im_end|>\\n<|im_start|>assistant\\n        prompt
     4 + 4 = 9<|im_end|>                                                  sampled
     \\n<|im_start|>user\\nWrong.<|im_end|>\\n<|im_start|>assistant\\n        added
 
-A template that changes earlier turns, as that of Qwen3 removes their thinking, would show the policy another past than
-the one that it sampled. It is refused.
+A template that changes earlier turns is refused, because the policy would read a past that it did not sample. Qwen3's
+template removes the thinking of earlier turns.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from smd_jax.environments.protocol import Message
 from smd_jax.text.chat_template import TemplateError, render_messages
 from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
 
-# Turns with which a template is tried. Templates that know about thinking look for this tag.
+# Turns that test a template. Templates with thinking look for this tag.
 PLAIN, THINKING = "b", "<think>\na\n</think>\n\nb"
 
 
 class Dialogue:
-    """Writes conversations for one tokenizer; without a chat template, texts follow each other as they are.
+    """Writes conversations for one tokenizer; without a chat template, texts are concatenated.
 
     Args:
       variables: of the chat template, such as {"enable_thinking": False}.
 
     Raises:
-      TemplateError: a template that changes what was written before, or that fails.
+      TemplateError: a template that changes earlier turns, or that fails.
     """
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
@@ -59,7 +59,7 @@ class Dialogue:
 
         Args:
           content: what the environment says, a text or chat messages.
-          last: text of the last token of the turn before; if it ends the message, it is not written again.
+          last: text of the last token of the previous turn; if it ends the message, it is not repeated.
         """
         if not self._has_template:
             if not isinstance(content, str):
@@ -77,7 +77,7 @@ class Dialogue:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _after(self, before: list[Message], new: list[Message]) -> str:
-        """What the template writes behind the text of the last of `before` when `new` follows."""
+        """The text that the template writes after the last message of `before` if `new` follows."""
         whole = self._render([*before, *new])
         known = self._render(before[:-1]) + str(before[-1]["content"])
         if not whole.startswith(known):

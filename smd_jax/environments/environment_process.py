@@ -6,8 +6,8 @@
                             ("step", text)        ─► {"content": …, "reward": …, "done": …}
                                                      {"failed": [kind, message]}
 
-It runs this file as a script and imports nothing of smd_jax but `reward_calls`, by its path. Requests are pickled;
-answers are JSON, because nothing that foreign code sends is unpickled.
+It runs this file as a script, and of smd_jax imports only `reward_calls`, by its path. Requests are pickled; answers
+are JSON, because data from foreign code is never unpickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LONGEST = 2**20  # characters of an answer
 
 
 class AnswerError(ValueError):
-    """An environment returned something that is no answer."""
+    """An environment returned an invalid answer."""
 
 
 def checked_content(content: Any, *, opening: bool) -> Any:
@@ -73,7 +73,7 @@ def checked_content(content: Any, *, opening: bool) -> Any:
 
 
 def checked_step(returned: Any) -> dict[str, Any]:
-    """The fields of a step's answer; raises AnswerError for what is no `(text, reward, done)`."""
+    """The fields of a step's answer; raises AnswerError for anything but `(text, reward, done)`."""
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise AnswerError(f"expected (text, reward, done); got {reprlib.repr(returned)}")
     content, reward, done = returned
@@ -109,7 +109,7 @@ def _from_outside(error: BaseException) -> BaseException:
 
 
 class Conversation:
-    """The environment of one conversation, in the present process."""
+    """The environment of one conversation, in this process."""
 
     def __init__(self, factory: Callable[[], Any], finish: Callable[[Any], Any]) -> None:
         self._factory = factory

@@ -30,10 +30,10 @@ class UnloadableEnvironmentError(RuntimeError):
 
 @runtime_checkable
 class Environments(Protocol):
-    """The environments of the conversations of one batch after the other."""
+    """The environments of a batch of conversations; each `reset` begins a new batch."""
 
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
-        """Begins a conversation for each row, and gives their openings. Ends all conversations before."""
+        """Begins a conversation for each row and returns their openings. Ends all earlier conversations."""
         ...
 
     def step(self, conversation: int, text: str) -> None:
@@ -41,7 +41,7 @@ class Environments(Protocol):
         ...
 
     def receive(self, wait: bool) -> list[tuple[int, Answer]]:
-        """Answers to `step` that have come, as (conversation, answer); with `wait` at least one."""
+        """Answers to `step` that have arrived, as (conversation, answer); with `wait` at least one."""
         ...
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class _Process:
     """The process of a conversation.
 
     Attributes:
-      number: its process number. deadline: of the call that it works on; infinite between calls.
+      number: its process number. deadline: of the current call; infinite between calls.
       failure: why it ended; None while it runs.
     """
 
@@ -90,9 +90,10 @@ class _Process:
 
 
 class EnvironmentsInProcesses:
-    """Environments in processes of their own, one for each conversation, forked from one that loaded the environment.
+    """Environments in one process per conversation, forked from a process that loaded the environment.
 
-    A call that raises, takes too long or ends its process is an Answer with a Failure, and harms no other conversation.
+    A call that raises, takes too long or ends its process gives an Answer with a Failure, and affects no other
+    conversation.
 
     Args:
       factory: a class or function of a module or file, or an object that pickle can write; without arguments it gives

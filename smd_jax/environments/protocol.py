@@ -1,4 +1,4 @@
-"""What an environment is, and what comes back from its calls."""
+"""The protocol of environments, and the results of their calls."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Opening(TypedDict):
 class Environment(Protocol):
     """The other side of one conversation. Both methods may be `async`; each call has a time limit.
 
-    An object serves one conversation, in a process of its own. There Python's and NumPy's global random numbers begin
-    alike in every conversation: so a resumed run samples the same conversations again.
+    An object serves one conversation in its own process. Python's and NumPy's global random numbers start the same in
+    every conversation, so a resumed run samples the same conversations.
     """
 
     def reset(self, row: Row) -> Any:
@@ -52,11 +52,12 @@ class Failure(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a call came to.
+    """The result of a call.
 
     Attributes:
       content: a text or messages, of `reset` also an Opening; None if the call failed.
-      reward: of the turn. done: whether the conversation is over. reason: why, where the environment said so.
+      reward: of the turn. done: whether the conversation is over. reason: why it is over, if the environment gave a
+        reason.
       failure: why there is no answer; None if there is one.
     """
 

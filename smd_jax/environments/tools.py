@@ -19,7 +19,7 @@ LONGEST_RESULT = 2**16  # characters of a tool's result
 
 
 class ToolCallError(ValueError):
-    """A call that the policy wrote and that is none."""
+    """An invalid tool call by the policy."""
 
 
 def schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:

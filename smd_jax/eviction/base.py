@@ -163,7 +163,7 @@ def newest_slots(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
 
 
 def protect(scores: Scores, protected: Bool[Array, ...]) -> Scores:
-    """Puts the protected slots above all others."""
+    """Ranks the protected slots above all others."""
     # Infinity, because no finite score can reach it. Empty slots may be among them: `smd_jax.cache.slots.select`
     # ignores their scores.
     return jnp.where(protected, jnp.inf, scores)

@@ -55,7 +55,7 @@ class BalanceTerm(Term):
         return self.coef
 
     def prepare(self, minibatch: Minibatch) -> Float[Array, "batch count"]:
-        """What each expert's probability counts in the loss: count * f over the number of tokens."""
+        """Weight of each expert's probability in the loss: count * f over the number of tokens."""
         routing = minibatch.trajectory.routing
         if routing is None:
             raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")

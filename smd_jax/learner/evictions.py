@@ -35,7 +35,7 @@ from smd_jax.typed_fields import check_types
 
 
 @any_leaves
-class JudgedLayer(struct.PyTreeNode):
+class GatedLayer(struct.PyTreeNode):
     """A layer's mask and the inputs of its gate.
 
     Attributes:
@@ -52,8 +52,8 @@ class JudgedLayer(struct.PyTreeNode):
 
 
 @dataclass(frozen=True)
-class JudgingAttend:
-    """Teacher-forced attention that also runs the gate. A layer's state is a JudgedLayer; the new state is the gate's
+class GatedAttend:
+    """Teacher-forced attention that also runs the gate. A layer's state is a GatedLayer; the new state is the gate's
     logits for every key at every compression, `[batch, kv_heads, compressions, T]`."""
 
     attention: AttentionConfig
@@ -64,7 +64,7 @@ class JudgingAttend:
         q: Float[Array, "batch heads tokens head_dim"],
         k: Float[Array, "batch kv_heads tokens head_dim"],
         v: Float[Array, "batch kv_heads tokens head_dim"],
-        layer: JudgedLayer,
+        layer: GatedLayer,
         /,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch kv_heads compressions tokens"]]:
@@ -102,10 +102,10 @@ def response_hidden_and_evictions(
     positions = jnp.where(trajectory.valid, columns[None] - start[:, None], -1)
     newest = boundaries[None] - 1 - start[:, None]
     layers = [
-        JudgedLayer(layer, gate_parameters(params, index), positions[:, None], newest)
+        GatedLayer(layer, gate_parameters(params, index), positions[:, None], newest)
         for index, layer in enumerate(layer_masks(model.shape, trajectory.tokens, mask))
     ]
-    attention = JudgingAttend(model.shape.attention, draws.gate)
+    attention = GatedAttend(model.shape.attention, draws.gate)
     places = model.encode_positions(trajectory.positions)
     check_expert_count(model.shape, trajectory.expert_count)
     layers = routed_layers(model.shape, layers, trajectory.routing)

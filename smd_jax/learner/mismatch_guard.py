@@ -1,4 +1,4 @@
-"""Checks at every rollout that sampler and learner are one policy, and says where they first differ.
+"""Checks at every rollout that sampler and learner are one policy, and locates the first difference.
 
     |log p_learner - log p_sampler|     float32   6e-5 over 30 layers, 5e-6 over 3        bound   1.1e-3, 5.6e-4
                                         16 bits   0.3 over 30 layers                              2
@@ -23,7 +23,7 @@ from smd_jax.typed_fields import check_types
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
-# Nats, and nats per layer, by compute dtype. Ten times the measured values, see docs/determinism.md.
+# Nats, and nats per layer, by compute dtype. Ten times the measured values, see docs/runs.md.
 BOUNDS: dict[str, tuple[float, float]] = {
     "float64": (1e-8, 1e-9),
     "float32": (5e-4, 2e-5),

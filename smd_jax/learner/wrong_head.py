@@ -44,7 +44,7 @@ def find_wrong_head(model: LanguageModel, params: Params, trajectory: Trajectory
     """
     one = jax.tree.map(lambda x: on_host(x[difference.row : difference.row + 1]), trajectory)
     if not isinstance(one.mask, ShadowMask):
-        return "no head is named for a mask that is no ShadowMask"
+        return "no head is named, because the mask is not a ShadowMask"
     shape = model.shape
     sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])
     candidates = list(_masks_of_common_bugs(np.broadcast_to(one.mask.evicted_at, sides)[0]))

@@ -31,7 +31,7 @@ DPOLossType = Literal["sigmoid", "ipo"]
 DPO_METRICS: dict[str, str] = {
     "rewards/chosen": "mean implicit reward, beta * log (policy / reference), of the chosen; over the pairs that count",
     "rewards/rejected": "the same of the rejected",
-    "rewards/margins": "the first less the second",
+    "rewards/margins": "rewards/chosen minus rewards/rejected",
     "rewards/accuracies": "share of the pairs whose margin is above 0",
     "logps/chosen": "mean log-probability of a chosen response, nats, summed over its tokens",
     "logps/rejected": "the same of the rejected",

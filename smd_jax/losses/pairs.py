@@ -37,7 +37,7 @@ def best_worst(
 
     Args:
       rewarded_rows: `[batch]`, false for completions without a reward, which are ignored. A group with fewer than two
-        others has no signal. None: all have one.
+        rewards has no signal. None: all have one.
 
     Raises:
       ValueError: if the batch does not divide into groups of at least two.

@@ -2,8 +2,8 @@
 
     loop, memory = fit_loop(loop, state, parse_bytes("80GiB"))
 
-A loop that fits stays as it is. Otherwise first the microbatch gets smaller, then the rows decoded at once. Sizes that
-are set stay. Each size that is tried is compiled, and each is at most half of the size before.
+A loop that fits is unchanged. Otherwise first the microbatch is reduced, then the rows decoded at once; sizes that are
+set stay. Each tried size is compiled, and is at most half of the one before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemo
     held = tree_bytes(state, loop.mesh)
     _check_held(held, memory_bytes)
     loop, update = _fit_microbatch(loop, state, memory_bytes)
-    # With rollouts ahead the rollout has what the update leaves.
+    # With rollouts ahead, rollout and update share the memory.
     left = memory_bytes - (update - held if loop.config.samples_ahead else 0)
     loop, rollout = _fit_decode_rows(loop, state, left)
     found = LoopMemory.of(loop, held, rollout, update)
@@ -148,7 +148,7 @@ def _fit_decode_rows(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, 
 
 
 def _check_held(held: int, memory_bytes: int) -> None:
-    """Raises ValueError for a number of bytes that no device has, and for a state that does not fit by itself."""
+    """Raises ValueError for a number of bytes that no device has, and for a state that does not fit."""
     if not 0 < memory_bytes <= MOST_BYTES:
         raise ValueError(
             f"expected the memory of one device, more than 0 and at most {show_bytes(MOST_BYTES)}; "

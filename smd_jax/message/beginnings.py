@@ -8,7 +8,7 @@ after the last of them. A key that one branch evicts and the next one sees would
     1 1 . . . . .        evicted before they part: shared
     1 1 1 1 . 1 1        branch a evicts it, branch b sees it: no interval, so p is in the row twice
 
-NumPy only, nothing is traced.
+NumPy only.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class EvictionDraws(struct.PyTreeNode):
     def counted(self, valid: Bool[Array, "batch T"]) -> Bool[Array, "batch compressions"]:
         """Compressions before a later token of the row. (The token of column c is sampled from the hidden state of
         column c - 1, so a compression before column c affects tokens from c + 1 on.)"""
-        after = self.first + valid[:, self.first :].sum(axis=1, dtype=jnp.int32)  # column behind a row's last token
+        after = self.first + valid[:, self.first :].sum(axis=1, dtype=jnp.int32)  # column after a row's last token
         return self.boundaries[None] + 1 < after[:, None]
 
     def trained(self, valid: Bool[Array, "batch T"]) -> Bool[Array, "batch compressions"]:

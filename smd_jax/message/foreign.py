@@ -11,7 +11,7 @@ layer and KV head of a row with a prompt of 4 and a response of 5:
 
 Token 8 was sampled from the output of query 7. Whether its key entered the cache does not matter: no query follows.
 
-NumPy only, nothing is traced. `Trajectory.from_records` documents the accepted records.
+NumPy only. `Trajectory.from_records` documents the accepted records.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class ExpertSizes(NamedTuple):
     """The experts of a model.
 
     Attributes:
-      layers: that have experts. count: experts of a layer. per_token: of them that a token goes to.
+      layers: number of layers with experts. count: experts per layer. per_token: experts per token.
     """
 
     layers: int
@@ -43,7 +43,7 @@ def routing_by_column(
         return None
     if routed is None or sizes is None:
         given = "None" if routed is None else f"of {len(routed)} rows"
-        raise ValueError(f"expected experts with routed_experts, and neither alone; got experts={sizes} and {given}")
+        raise ValueError(f"expected experts and routed_experts together; got experts={sizes} and {given}")
     if len(routed) != len(rows.lengths):
         raise ValueError(f"expected routed_experts of {len(rows.lengths)} rows; got {len(routed)}")
     kind = np.int8 if sizes.count <= 2**7 else np.int16
@@ -68,7 +68,7 @@ def _of_row(given: np.ndarray, row: int, tokens: int, sizes: ExpertSizes) -> np.
             f"got {given.shape} in row {row}"
         )
     given = given.astype(np.int64)
-    # An engine's padding, behind the row's last token.
+    # An engine's padding after the row's last token.
     if (given[tokens:] != NONE).any() or len(given) < tokens - 1:
         raise ValueError(
             f"expected routed_experts of {tokens} tokens, or of {tokens - 1} without the last; got {len(given)} in row "

@@ -20,7 +20,7 @@ ARRAYS = ("mean", "length", "frequencies")
 class QueryCenters:
     """Statistics of queries before RoPE. Hashable by value, so it can be a static argument.
 
-    Made by `smd_jax.model.query_centers` from texts, or from the numbers of another tool.
+    `smd_jax.model.query_centers` measures them on texts; other tools may provide the numbers.
 
     Attributes:
       mean: complex `[layers, heads, head_dim / 2]` mean query.

@@ -27,7 +27,7 @@ NONE = -1  # no column
 
 @any_leaves
 class SpanState(struct.PyTreeNode):
-    """How far each row's spans are; columns, -1 for none.
+    """State of the spans of each row; columns, -1 for none.
 
     Attributes:
       opened: `[rows]` of the newest `open` that is not closed.

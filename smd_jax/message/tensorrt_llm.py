@@ -1,12 +1,12 @@
-"""Evictions of TensorRT-LLM's TriAttention, from what the engine has at hand: rounds and kept ordinals.
+"""Evictions of TensorRT-LLM's TriAttention, from the engine's rounds and kept ordinals.
 
 Facts of `tensorrt_llm/_torch/kv_cache_compression/triattention/{triattention,compaction}.py` at 1.2 (PR #16957):
 
 * Every `beta` generated tokens the cache of a request is compacted in place to the prompt and `top_B` keys of what
   follows. Kept keys keep their RoPE positions.
-* Ordinals count places in the cache as it is at that moment, not tokens of the text: after the first round they differ.
-* Under the overlap scheduler the next forward has been enqueued when a round runs. Its query still sees every key, and
-  its own key moves along behind the kept ones (`protected_tail`).
+* Ordinals are indices in the current cache, not positions in the text; after the first round they differ.
+* Under the overlap scheduler the next forward pass is already enqueued when a round runs. Its query still sees every
+  key, and its own key follows the kept ones (`protected_tail`).
 
 One KV head with a prompt of 2, two rounds:
 
@@ -36,10 +36,10 @@ class Round:
 
     Attributes:
       cached: keys in the cache before it, of tokens that the engine has confirmed (`seq_len`).
-      kept: rising ordinals of the keys that stay behind the prompt (`keep_set_selector.keep` of the request): `[keep]`
-        in mode "union", `[kv_heads, keep]` in "per_head", `[layers * kv_heads, keep]` in "per_layer_perhead".
-      in_flight: queries behind the confirmed ones that still saw every key (`protected_tail`): 1 under the overlap
-        scheduler, otherwise 0. Speculative decoding reserves places in that tail, which are no queries: not covered.
+      kept: rising ordinals of the kept keys after the prompt (`keep_set_selector.keep` of the request): `[keep]` in
+        mode "union", `[kv_heads, keep]` in "per_head", `[layers * kv_heads, keep]` in "per_layer_perhead".
+      in_flight: queries after the confirmed ones that still saw every key (`protected_tail`): 1 under the overlap
+        scheduler, otherwise 0. Speculative decoding, whose tail has places without queries, is not supported.
     """
 
     cached: int
@@ -61,7 +61,7 @@ def tensorrt_llm_evictions(
 
     Args:
       prompts, responses: token ids.
-      rounds: of each row, in the order of time.
+      rounds: of each row, in time order.
       mode: the engine's `eviction_mode`.
       layers, kv_heads: of the model.
       full_layers: layers that the engine does not compact by these ordinals: those with a sliding window.
@@ -110,7 +110,7 @@ def _evicted_at(rounds: Sequence[Round], prompt: int, tokens: int, selections: i
         stays[:, :prompt] = True
         np.put_along_axis(stays, kept, True, axis=1)
         selection, place = np.nonzero(~stays)
-        # Queries in flight behind the end of the row belong to no token of it.
+        # Queries in flight after the end of the row have no token.
         evicted_at[selection, cache[selection, place]] = min(read + one.in_flight, tokens)
         cache = cache[stays].reshape(selections, -1)
     return evicted_at
@@ -127,7 +127,7 @@ def _ordinals(one: Round, prompt: int, selections: int, where: str) -> np.ndarra
     outside = (kept < prompt) | (kept >= one.cached)
     if outside.any() or (np.diff(kept, axis=1) <= 0).any():
         raise ValueError(
-            f"expected rising kept ordinals from {prompt}, behind the prompt, to {one.cached - 1}, the end of the "
+            f"expected rising kept ordinals from {prompt}, after the prompt, to {one.cached - 1}, the end of the "
             f"cache; got {np.array2string(kept, threshold=8)} ({where})"
         )
     return kept

@@ -39,8 +39,8 @@ class Trajectory(struct.PyTreeNode):
         a tool: queries see them, and the loss leaves them out. None: all valid ones were sampled.
       routing: experts that each token went to, of every layer with experts; -1 for a token that was not read. The
         learner replays them, and recomputes their gates. None: the learner's router chooses.
-      expert_count: experts of a layer, of which `routing` names some; a model with another number is refused. None: not
-        known. Static.
+      expert_count: experts per layer of the sampler's model; a model with another number is refused. None: unknown.
+        Static.
     """
 
     tokens: Int[Array, "batch T"]

@@ -89,7 +89,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Nodes of one tree: the root first, and every other node behind its parent.
+    """Nodes of one tree: the root first, every other node after its parent.
 
     Raises:
       ValueError: no nodes; a node without tokens, or whose parent is not before it; a root whose first token was
@@ -167,7 +167,7 @@ class Tree:
 
 @dataclass(frozen=True, eq=False)
 class TreeRow:
-    """Trees in one row, one after another, and padding at its end.
+    """Trees in one row, one after another, then padding.
 
     Attributes:
       tokens: `[T]` ids. positions: `[T]` depth of each token in its tree, 0 for padding.
@@ -224,7 +224,7 @@ def pack(trees: Sequence[Tree], columns: int | None = None, pad_token_id: int = 
             row.sources[part] = [source, *range(part.start, part.stop - 1)]
         for index in reversed(tree.order):
             node, part = tree.nodes[index], place[index]
-            # Where its last child has left the end of the subtree; a leaf ends itself.
+            # The end of the last child's subtree, or of a leaf itself.
             end = max(row.evicted_at[part.stop - 1], part.stop)
             row.evicted_at[part] = end
             if node.parent is not None:
@@ -275,7 +275,7 @@ def to_trajectory(
     """
     if not branches:
         raise ValueError("expected at least one branch; got none")
-    # A branch in which nothing is sampled keeps its last token as its response, which does not count.
+    # A branch without sampled tokens has its last token as its response, which does not count.
     starts = [int(np.argmax(b.sampled)) if np.any(b.sampled) else len(b.tokens) - 1 for b in branches]
     routed = [b.routed_experts for b in branches if b.routed_experts is not None]
     if 0 < len(routed) < len(branches):

@@ -1,5 +1,5 @@
-"""Language models: what the library asks of one (`LanguageModel`), the decoder that it brings (Llama, Mistral, Qwen2,
-Qwen3, Gemma 3 by configuration) with its weights on disk, adapters of low rank (LoRA), and the attention of all.
+"""Language models: the protocol (`LanguageModel`), a decoder for the families in `smd_jax.model.families` with its
+weights on disk, low-rank adapters (LoRA), and attention.
 
 Pure functions of a plain parameter pytree, which take the attention as an argument.
 """

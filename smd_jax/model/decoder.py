@@ -71,8 +71,8 @@ class RMSNorm(nn.Module):
         # The initial scale is 1 in either form.
         fresh = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", fresh, (x.shape[-1],))
-        # XLA:CPU reduces slowly behind an axis of one, such as the batch of one packed row: 1,024 tokens of width 256
-        # took 3.9 ms forward and backward, and take 0.2 without it.
+        # XLA:CPU reduces slowly if the first axis is one, such as the batch of one packed row: 1,024 tokens of width
+        # 256 took 3.9 ms forward and backward, and take 0.2 without it.
         rows = x[0] if x.ndim > 2 and x.shape[0] == 1 else x
         wide = rows.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.plus_one:
@@ -404,7 +404,7 @@ class Decoder(nn.Module):
 
     @nn.nowrap
     def _kind(self, index: int) -> tuple[Any, ...]:
-        """What equal layers share in the configuration."""
+        """The settings in which equal layers agree."""
         c = self.config
         return c.window(index), c.has_rope(index), c.is_mixture(index)
 

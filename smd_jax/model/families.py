@@ -1,7 +1,7 @@
 """The model families that the decoder supports, by model type of transformers.
 
-transformers' configuration classes know the keys of config.json and their defaults. A `Family` adds what only the
-modeling code of transformers says. `smd_jax.model.hf_config` reads and writes config.json with both.
+transformers' configuration classes know the keys of config.json and their defaults. A `Family` adds facts that are only
+in the modeling code of transformers. `smd_jax.model.hf_config` reads and writes config.json with both.
 """
 
 from __future__ import annotations

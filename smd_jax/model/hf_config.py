@@ -1,8 +1,8 @@
 """Hugging Face's config.json <-> ModelConfig, for the families of `FAMILIES`.
 
 transformers' configuration class of a model type reads every spelling of its keys, fills in defaults and checks types.
-What a file asks for and the decoder does not do is refused here: a silent difference would show up only as a worse
-model. A configuration is written as the first model type whose config.json reads back as the same.
+Unsupported settings are refused here: a silent difference would only show as a worse model. A configuration is written
+as the first model type whose config.json reads back as the same.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def model_type_of(config: ModelConfig, prefer: str | None = None) -> str:
 
 
 def _differences(config: ModelConfig, model_type: str) -> list[str]:
-    """What would differ in a model that is written as this type and read again."""
+    """Differences of a model that is written as this type and read again."""
     try:
         again = model_config_from_hf(_written(config, model_type), config.dtype)
     except ValueError as error:
@@ -378,7 +378,7 @@ def _rope_to_hf(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if config.rotary_dim is not None:
         share = config.rotary_dim / config.head_dim
         if int(config.head_dim * share) != config.rotary_dim:
-            # transformers takes the whole part of the product, which rounding may have made one less.
+            # transformers truncates the product, which rounding may have made one less.
             share = (config.rotary_dim + 0.5) / config.head_dim
         keys["partial_rotary_factor"] = new["partial_rotary_factor"] = share
     if isinstance(config.rope_scaling, LongRope):

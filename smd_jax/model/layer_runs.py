@@ -83,7 +83,7 @@ def carry_layers(
 
 
 def run_of(state: LayerState) -> LayerRun | None:
-    """The run that this is the state of; None for a single layer's."""
+    """The run with this state; None for a single layer."""
     state = state.state if isinstance(state, Routed) else state
     return state if isinstance(state, LayerRun) else None
 

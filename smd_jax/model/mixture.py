@@ -2,10 +2,9 @@
 
     router logits ─► top k ─► gates (softmax of the chosen logits)        x ─► experts ─► sum of gate * expert(x)
 
-Tokens are sorted by expert, so that each expert multiplies its own in one piece (`jax.lax.ragged_dot`). No token is
-dropped.
-The choice can be given: then only the gates are computed, from the logits of the experts that are named. On a mesh the
-tensor axis shares the experts as it shares attention's heads: each device has some of them, and adds what they give.
+Tokens are sorted by expert, and each expert multiplies its own in one product (`jax.lax.ragged_dot`). No token is
+dropped. With given experts only the gates are computed, from the logits of those experts. On a mesh the tensor axis
+splits the experts like attention heads: each device has some of them, and their outputs are summed.
 
     layers_0/mlp/router/kernel                      [hidden, experts]
     layers_0/mlp/experts/{gate_proj,up_proj}        [experts, hidden, width]
@@ -36,7 +35,7 @@ ALPHA = 1.702  # of the sigmoid in gpt-oss' activation
 
 @any_leaves
 class Routing(NamedTuple):
-    """Where tokens went.
+    """The experts of tokens.
 
     Attributes:
       experts: `[..., per_token]` the chosen experts, the largest gate first where the router chose them. None: of a
@@ -94,7 +93,7 @@ class ExpertWeights(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The layer's part behind attention: router and experts."""
+    """The part of a layer after attention: router and experts."""
 
     config: ModelConfig
 
@@ -105,10 +104,10 @@ class Mixture(nn.Module):
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], given: Int[Array, "batch tokens per_token"] | None
     ) -> tuple[Float[Array, "batch tokens hidden"], Routing]:
-        """The experts' sum, and where the tokens went.
+        """The sum over experts, and the routing.
 
         Args:
-          given: the experts of each token; a token with a negative one, and all where it is None, chooses itself.
+          given: the experts of each token; the router chooses for a token with a negative one, and for all if None.
         """
         experts = _experts_of(self.config)
         logits = self.router(x)
@@ -159,7 +158,7 @@ def expert_sum(
     per_token = chosen.shape[-1]
     count = weights["gate_proj"].shape[0]
     local = chosen.reshape(-1) - first
-    # Experts of other devices come last, behind all groups.
+    # Experts of other devices come last, after all groups.
     local = jnp.where((local >= 0) & (local < count), local, count)
     order = jnp.argsort(local, stable=True)
     sizes = jnp.bincount(local, length=count + 1)[:count].astype(jnp.int32)
@@ -187,7 +186,7 @@ def expert_sum(
 
 
 def activated_pair(gate: Array, up: Array, experts: Experts, activation: Activation) -> Array:
-    """What the down projection of an expert reads."""
+    """The input of an expert's down projection."""
     if experts.clamp is None:
         return (nn.silu(gate) if activation == "silu" else nn.gelu(gate, approximate=True)) * up
     gate = jnp.minimum(gate, experts.clamp)

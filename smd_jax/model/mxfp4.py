@@ -39,7 +39,7 @@ def dequantised(
     for begin in range(0, len(out), _ROWS):
         part = slice(begin, begin + _ROWS)
         values = _PAIRS.astype(np.float32)[flat[part]].reshape(-1, GROUP)
-        with np.errstate(over="ignore"):  # whoever reads weights reports it with the tensor's name
+        with np.errstate(over="ignore"):  # the caller reports it with the tensor's name
             scaled = np.ldexp(values, exponents[part])
         out[part] = np.where(exponents[part] == _NAN - _BIAS, np.nan, scaled)
     return out.reshape(*scales.shape[:-1], -1)
@@ -47,7 +47,7 @@ def dequantised(
 
 @dataclass(frozen=True)
 class Mxfp4Slice:
-    """A stored weight that is dequantised where it is read; indexed like the result of safetensors' `get_slice`.
+    """A stored weight, dequantised on access; indexed like the result of safetensors' `get_slice`.
 
     Attributes:
       blocks, scales: results of `safe_open(...).get_slice(name)`.

@@ -215,7 +215,7 @@ def _read_config(file: Path, fused_names: tuple[str, ...], experts: bool) -> dic
         f"{name} {shown(value)}" for name, value in content.items() if name not in known and not _is_off(name, value)
     ]
     if odd:
-        raise ValueError(f"expected plain LoRA in {file}, because these make another function of it; got {some(odd)}")
+        raise ValueError(f"expected plain LoRA in {file}, because these options change its function; got {some(odd)}")
     start = content.get("init_lora_weights")
     if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_INITIALISATIONS):
         raise ValueError(

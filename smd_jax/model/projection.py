@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from smd_jax.model.lora import LORA
 
 
-@no_type_check  # the fields that Flax gives nn.Dense are annotated with what cannot be checked
+@no_type_check  # the annotations of nn.Dense cannot be checked
 class Projection(nn.Dense):
     """`nn.Dense`; and with `lora_A`, `lora_B` and `scale` in Flax's collection "lora" (`variables_of`), plus
     scale * (x A) B.

@@ -65,16 +65,16 @@ class Attend(Protocol):
 
 @any_leaves
 class Routed(NamedTuple):
-    """A layer's state where the library records or replays which experts its tokens go to.
+    """A layer's state when the library records or replays the experts of tokens.
 
-    A model that gets one replaces `state` as ever, and returns the other two of a layer with experts; of a layer
-    without, None.
+    A model replaces `state` as usual, and returns `experts` and `logits` of a layer with experts, or None for a layer
+    without.
 
     Attributes:
       state: of the attention.
-      experts: given: the experts of each token, a negative one for a token that chooses itself; None: all choose. Came
-        back: those that the tokens went to, int32.
-      logits: came back: of the router.
+      experts: as input, the experts of each token, negative where the router chooses; None: it chooses for all. As
+        output, the chosen experts, int32.
+      logits: as output, the router's logits.
     """
 
     state: LayerState

@@ -1,4 +1,4 @@
-"""Measures where a model's queries lie before RoPE, for `smd.eviction.TriAttention`."""
+"""Measures the mean queries of a model before RoPE, for `smd.eviction.TriAttention`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def measure_query_centers(
     """Query centers over all tokens of some texts, read densely.
 
     Args:
-      tokens, valid: texts of the kind that the model will write, padded on the left or the right.
+      tokens, valid: texts like those that the model will write, padded on the left or the right.
 
     Raises:
-      ValueError: if RoPE turns only a part of each head, or pairs neighbouring channels.
+      ValueError: if RoPE rotates only a part of each head, or pairs neighbouring channels.
     """
     config = model.config
     if config.rotated < config.head_dim or config.rope_interleaved:
@@ -44,15 +44,15 @@ def measure_query_centers(
 
 
 def _frequencies(config: ModelConfig, layer: int) -> np.ndarray:
-    """Of a layer's RoPE; zeros where it has none, so that nothing turns."""
+    """RoPE frequencies of a layer; zeros without RoPE, so that nothing rotates."""
     frequencies = inverse_frequencies(config, local=config.window(layer) is not None)[0]
     return frequencies if config.has_rope(layer) else np.zeros_like(frequencies)
 
 
 @dataclass(frozen=True)
 class _Collect:
-    """Dense attention that sums queries, turned back to position 0. A layer's state is its mask, the angles of every
-    token and which tokens count; it becomes three sums `[heads, head_dim / 2]`."""
+    """Dense attention that sums queries rotated back to position 0. A layer's state is its mask, the angles of every
+    token and the counted tokens; the new state is three sums `[heads, head_dim / 2]`."""
 
     attention: AttentionConfig
 

@@ -23,7 +23,7 @@ NOT_RECORDED = -1
 def routed_layers(
     shape: ModelShape, layers: Sequence[LayerState], routing: Int[Array, "batch tokens mixtures per_token"] | None
 ) -> tuple[LayerState, ...]:
-    """The layers' states, such that their tokens go to these experts; with None they stay as they are.
+    """Wraps the layers' states so that tokens go to these experts; unchanged for None.
 
     Raises:
       ValueError: the routing is of another number of layers or experts, or the model has no experts.
@@ -62,12 +62,12 @@ def check_expert_count(shape: ModelShape, recorded: int | None) -> None:
 
 
 def recording_layers(shape: ModelShape, layers: Sequence[LayerState]) -> tuple[LayerState, ...]:
-    """The layers' states, such that a model with experts says where tokens went; of other models, as they are."""
+    """Wraps the layers' states so that a model with experts returns its routing; unchanged for other models."""
     return tuple(layers) if shape.routing is None else tuple(Routed(state) for state in layers)
 
 
 def not_recorded(shape: ModelShape, rows: int, tokens: int) -> Int[Array, "rows tokens mixtures per_token"] | None:
-    """Routing of tokens that are not recorded; None of a model without experts."""
+    """Routing of unrecorded tokens; None for a model without experts."""
     if shape.routing is None:
         return None
     sides = (rows, tokens, len(shape.routing.layers), shape.routing.per_token)
@@ -77,7 +77,7 @@ def not_recorded(shape: ModelShape, rows: int, tokens: int) -> Int[Array, "rows 
 def read_routing(
     shape: ModelShape, layers: Sequence[Any]
 ) -> tuple[tuple[LayerState, ...], Int[Array, "batch tokens mixtures per_token"] | None]:
-    """The states that came back from `recording_layers`, and where the tokens went."""
+    """The states and the routing that a model returned for `recording_layers`."""
     if shape.routing is None:
         return tuple(layers), None
     given = [layer.experts for layer in layers if layer.experts is not None]
@@ -88,6 +88,6 @@ def read_routing(
 
 
 def router_logits(shape: ModelShape, layers: Sequence[Any]) -> Float[Array, "batch tokens mixtures count"]:
-    """The router's logits that came back, of every layer with experts."""
+    """The returned router logits of every layer with experts."""
     assert shape.routing is not None, "the layers have routing"
     return jnp.stack([layers[layer].logits for layer in shape.routing.layers], axis=2)

@@ -1,4 +1,4 @@
-"""Values and lists in error messages, cut short: a downloaded file may hold texts of any length."""
+"""Shortens values and lists in error messages: a downloaded file may hold texts of any length."""
 
 from __future__ import annotations
 

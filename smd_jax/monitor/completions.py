@@ -34,7 +34,7 @@ class CompletionsLog:
     contexts are compacted, `contexts` has the text of each, from its prompt on. A resumed run overwrites the files of
     repeated steps.
 
-    A run does not need these files: if one cannot be written, it prints a line and continues.
+    If a file cannot be written, the run prints a line and continues.
 
     Args:
       directory: of the run.
@@ -83,7 +83,7 @@ class CompletionsLog:
                 self._keep_masks(step, samples)
         except OSError as error:
             self._failed = True
-            print(f"completions are not kept any more: {one_line(str(error))}", file=sys.stderr, flush=True)
+            print(f"completions are no longer saved: {one_line(str(error))}", file=sys.stderr, flush=True)
 
     def _keep_masks(self, step: int, samples: Samples) -> None:
         trajectory, contexts = samples.trajectory, samples.contexts
@@ -159,7 +159,7 @@ def print_completions(
 
 
 def conversation_text(turns: Sequence[str], answers: Sequence[str]) -> str:
-    """A conversation in one text: answers are in brackets behind the turns to which they were given."""
+    """A conversation as one text, with answers in brackets after their turns."""
     said = [f"{turn} [{answer.strip()}] " for turn, answer in zip(turns, answers, strict=False)]
     return "".join([*said, *turns[len(answers) :]]).strip()
 

@@ -23,7 +23,7 @@ from smd_jax.text.visible_text import one_line
 class Logger(Protocol):
     """Receives metrics.
 
-    A resumed run repeats the steps after its checkpoint; a logger learns only from the first step where it continues.
+    A resumed run repeats the steps after its checkpoint; the step of the first row shows where it continues.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -70,13 +70,13 @@ METRICS: dict[str, str] = {
     "conversations/turns": "mean number of turns of a conversation; these only with an environment",
     "conversations/contexts": "mean number of contexts of a conversation, if they are compacted",
     "conversations/read_tokens": "mean number of tokens of a conversation that the policy read between its turns",
-    "conversations/ended": "share of conversations that their environment ended; others met a limit",
+    "conversations/ended": "share of conversations that their environment ended; others reached a limit",
     "staleness/rollouts": "updates since the rollout was sampled; this and the next only with `rollouts_ahead`",
     "staleness/ratio_min": "minimum over tokens of p_learner / p_sampler at the first optimizer step, by age",
     "staleness/ratio_mean": "mean of the same",
     "staleness/ratio_max": "maximum of the same",
     "staleness/kl": "k3 estimate of KL(sampler || learner) per token at that step, nats",
-    "update/padding": "share of the columns that the learner runs over which hold no token",
+    "update/padding": "share of the learner's columns that hold no token",
     "update/shared": "share of the batch's tokens that branches share, so that the learner reads them once",
     "grad_norm": "global norm of the gradient before clipping",
     "update/skipped": "share of optimizer steps that were skipped, because loss or gradient was not finite",
@@ -87,7 +87,7 @@ METRICS: dict[str, str] = {
     "evictions/loss": "policy loss of the evictions that a gate draws, without its coefficient",
     "evictions/logp_difference/max": "maximum of |log p_learner - log p_sampler| over the draws of evictions, nats",
     "distill/agreement_p5": "5th percentile over tokens of 1 - TV(teacher, masked policy): Sparrow's predictor",
-    "dynamic_sampling/rollouts": "rollouts that it took to fill a batch; only with dynamic sampling",
+    "dynamic_sampling/rollouts": "rollouts that filled the batch; only with dynamic sampling",
     "eval/sparse": "mean reward on the evaluation prompts, decoding under the cache budget",
     "eval/dense": "mean reward on the evaluation prompts, decoding with the whole cache",
     **{f"eval/{{name}}/{metric}": what for metric, what in EVALUATION_METRICS.items()},
@@ -120,7 +120,7 @@ def evaluated(name: str) -> str | None:
 class MetricsWriter:
     """Appends one JSON object per step to a file, such as `{"step": 3, "reward": 0.5}`.
 
-    Every line is flushed. Numbers read back as the same double; NaN and infinities, which JSON lacks, become `null`
+    Every line is flushed. Numbers are read back as the same double; NaN and infinities, which JSON lacks, become `null`
     (`read_metrics` returns NaN). With several processes only one may write a file.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a person sees during a run: a progress bar on a terminal, plain lines elsewhere, and tables."""
+"""Output of a run: a progress bar on a terminal, plain lines elsewhere, and tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def training_progress(
 ) -> Iterator[Report]:
     """Gives `report(step, metrics)`, to be called after each step with the number of finished steps.
 
-    Shows `reward`, the mean mismatch |Δ log p| and the newest evaluation when `metrics` (host numbers) has them. A
+    Shows `reward`, the mean mismatch |Δ log p| and the newest evaluation if `metrics` (host numbers) has them. A
     terminal gets one bar. Other outputs get plain lines: after `every` steps or `SILENCE` seconds, at every evaluation,
     and at the last step:
 
@@ -82,7 +82,7 @@ def _plain_report(file: TextFile | None, name: str, total: int, start: int, ever
     def report(step: int, metrics: Mapping[str, float]) -> None:
         nonlocal last_time, last_step
         now = time.monotonic()
-        # Where steps take minutes each gets a line, which shows that a batch job is still running.
+        # Every long step gets a line, which shows that a batch job is still running.
         due = step - last_step >= every or now - last_time >= SILENCE
         if due or step == total or any(map(evaluated, metrics)):
             last_time, last_step = now, step

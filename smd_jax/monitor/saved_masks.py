@@ -34,7 +34,7 @@ class SavedMask:
       step: number of the rollout.
       row: number of the completion, in the order of the rollout.
       reward: of the completion.
-      turns: turn of each token that the policy sampled, from 1; 0 for the prompt, and for what an environment said. A
+      turns: turn of each token that the policy sampled, from 1; 0 for the prompt and for answers of an environment. A
         single completion is turn 1.
       context: number of the context in its conversation, from 1; 0 for completions of one context.
     """

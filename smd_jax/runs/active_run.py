@@ -31,7 +31,7 @@ Evaluate = Callable[[TrainState], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a run writes to; `config` and `noted` are kept with every checkpoint, see `smd_jax.runs.run.train`."""
+    """Outputs of a run; `config` and `noted` are saved with every checkpoint, see `smd_jax.runs.run.train`."""
 
     directory: Path
     config: object
@@ -75,12 +75,12 @@ class ActiveRun:
 
     def run(self) -> None:
         """Takes rollouts until the run stops or has all of them."""
-        self._finish_evaluation()  # of the start, or one that a resumed run has still to do
+        self._finish_evaluation()  # of the start, or one that is due after a resume
         while self.done < self._config.steps and self.stopped is None:
             metrics = self._step()
             self.done += 1
-            # A save overlaps with one rollout at most. So a killed run loses no more than one interval, and a
-            # disk that fails is noticed now.
+            # A save overlaps with at most one rollout. So a killed run loses at most one interval, and a disk failure
+            # is noticed now.
             self._wait_for_checkpoint()
             self._write_rollout(metrics)
             is_last = self.done == self._config.steps
@@ -104,7 +104,7 @@ class ActiveRun:
         return metrics
 
     def _next_follows(self) -> bool:
-        """Whether a rollout follows the present one, as far as is known before its update."""
+        """Whether another rollout follows this one, as far as is known before its update."""
         if self.done + 1 == self._config.steps:
             return False
         # All processes must give the same answer, and a signal may have reached only one.
@@ -122,7 +122,7 @@ class ActiveRun:
         self._look_at_log()
 
     def _finish_evaluation(self) -> None:
-        """Evaluates where that is due and not yet done. A run that must stop leaves it to a resume."""
+        """Runs an evaluation that is due and not yet done. A run that must stop leaves it to a resume."""
         every, is_last = self._config.evaluate_every, self.done == self._config.steps
         if self._evaluate is None or self.stopped is not None or not (is_due(self.done, every) or is_last):
             return
@@ -138,7 +138,7 @@ class ActiveRun:
         self._look_at_log()
 
     def _look_at_log(self) -> None:
-        """Notes a signal, which may have reached any process, and saves where the newest row is the best.
+        """Reads a signal, which may have reached any process, and saves if the newest row is the best.
 
         All processes must call it: they stop together and save together.
         """
@@ -157,7 +157,7 @@ class ActiveRun:
     # --- checkpoints
 
     def save_after_error(self) -> str:
-        """Saves what an error leaves, and says in one line what is saved."""
+        """Saves the state after an error; returns one line that describes what is saved."""
         directory, steps = self._out.directory, self._config.steps
         if jax.process_count() > 1:
             return f"resume continues from the newest checkpoint in {directory}, if there is one"

@@ -47,11 +47,11 @@ def train(
     Signals and errors are described in docs/runs.md.
 
     Args:
-      state: the start. A resume takes only its structure and sharding, and the base below adapters.
+      state: the initial state. A resume uses only its structure and sharding, and the base below adapters.
       directory: of this run; a new run must not find another one there.
-      config: settings that decide the result, kept with every checkpoint; a resume under others is refused. None: those
-        of the loop, see `smd_jax.runs.settings.split_settings`. They include no model, task or optimizer.
-      noted: settings that are kept, too, and may differ at a resume, which prints the differences. None: without a
+      config: settings that determine the result, saved with every checkpoint; a resume with others is refused. None:
+        those of the loop, see `smd_jax.runs.settings.split_settings`, without model, task and optimizer.
+      noted: settings that are saved too and may differ at a resume, which prints the differences. None: without a
         config the other settings of the loop. Versions and devices are added as `machine`.
       resume: continue from the newest readable checkpoint in `directory`, bitwise as if the run had not stopped.
         Without any checkpoint the run begins at `state`.
@@ -67,8 +67,7 @@ def train(
         of the run.
       RunStoppedError: a signal stopped the run; its rollouts are saved.
       RefusedRolloutError: sampler and learner differ, or several updates in a row were not finite; the rollout is in
-        `refused_<number>.safetensors`. The run can be resumed before that rollout, or behind it if its update was
-        skipped.
+        `refused_<number>.safetensors`. A resume continues before that rollout, or after it if its update was skipped.
     """
     directory = Path(directory)
     if config is None:
@@ -105,7 +104,7 @@ def train(
 def _check(
     loop: Loop, state: TrainState, run: RunConfig, directory: Path, config: object, resume: bool, evaluates: bool
 ) -> None:
-    """Refuses a run that could not be kept or continued, before anything is written; errors as `train`."""
+    """Refuses a run that could not be saved or resumed, before anything is written; errors as `train`."""
     if jax.process_count() > 1:
         # Before anything that only some of the processes would do, while the others wait for them.
         same = {"resume": resume, "run": to_jsonable(run, "run"), "config": to_jsonable(config)}
@@ -130,7 +129,7 @@ def _start(directory: Path, state: TrainState, config: object, noted: object) ->
     Prints what differs from the checkpoint, and which checkpoints are damaged.
     """
     checkpoints = directory / CHECKPOINTS
-    # Without `resume` there is none: `check_directory` has made sure.
+    # Without `resume` there is none, which `check_directory` has checked.
     if latest_step(checkpoints) is None:
         return state
     # A checkpoint has no base below adapters: it comes from `state`, and must be the same as before.

@@ -50,7 +50,7 @@ def check_progress(directory: str | Path, resume: bool, run: RunConfig) -> None:
 
 
 def check_directory(directory: str | Path, resume: bool) -> None:
-    """Refuses a directory that cannot hold the run. Cheap, and leaves nothing behind.
+    """Refuses a directory that cannot hold the run. Cheap; leaves no files.
 
     Raises:
       FileExistsError: a new run would overwrite another one.

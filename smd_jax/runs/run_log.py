@@ -1,6 +1,6 @@
-"""The rows that a run writes, and what follows from them: the best rollout, and warnings.
+"""The rows that a run writes, its best rollout, and warnings.
 
-The best rollout is read back from the files, so that a resumed run comes to the same.
+The best rollout is read back from the files, so that a resumed run finds the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smd_jax.runs.run_config import Objective
 
 Metrics = Mapping[str, Any]
 
-# Number of rollouts in a row that make a symptom.
+# Number of consecutive rollouts that make a symptom.
 ROLLOUTS = 5
 
 
@@ -102,7 +102,7 @@ class RunLog:
         return symptoms(list(self._newest), self._warned)
 
     def write_refused(self, done: int, metrics: Metrics) -> None:
-        """Writes the row of a rollout that ends the run; nothing follows from it."""
+        """Writes the row of a rollout that ends the run."""
         if self._files is not None:
             with disk_errors_named(self._files[0].path):
                 self._files[0].write(done - 1, metrics)

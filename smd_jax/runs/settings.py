@@ -74,8 +74,7 @@ def machine(mesh: Mesh) -> dict[str, Json]:
 def split_settings(config: LoopConfig) -> tuple[dict[str, Any], dict[str, Json]]:
     """The settings of a loop that a resume compares, and those that it may change, as JSON values.
 
-    The second change memory and the order of sums, and not the mathematics. So numbers differ by rounding, which may
-    decide between two tokens, as it may on another machine.
+    The latter change memory use and the order of sums, so numbers differ by rounding, as on another machine.
     """
     names = ["decode_rows", "prefill_rows", "update_widths"]
     if isinstance(config, PolicyConfig | OnlineDPOConfig):

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first stops a run after the present rollout, the second ends the process at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first stops a run after the current rollout, the second ends the process at once.
 
 A second SIGHUP does nothing, because a closed terminal may send it twice.
 
@@ -108,7 +108,7 @@ class StopSignals:
             self._leave_terminal()
 
     def _leave_terminal(self) -> None:
-        """Discards all later output: a write to a closed terminal fails (EIO) and would end the present rollout."""
+        """Discards all later output: a write to a closed terminal fails (EIO) and would end the current rollout."""
         for descriptor in self._terminals:
             os.dup2(self._nowhere, descriptor)
 

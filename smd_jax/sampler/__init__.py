@@ -1,4 +1,4 @@
-"""The sampler: prompts are read, tokens drawn, keys evicted, and all that a learner must know is recorded.
+"""The sampler: reads prompts, samples tokens, evicts keys, and records everything that the learner needs.
 
 `rollout` runs a fixed batch as one program, `Engine` keeps the rows of a cache busy with any number of prompts, and
 `converse` samples conversations with an environment. All give a `Trajectory`, the whole message from the sampler to the

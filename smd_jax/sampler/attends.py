@@ -1,7 +1,7 @@
-"""What a layer does with its q, k and v when it reads tokens against its cache.
+"""Attention of new tokens to a layer's cache.
 
-The model calls this in every layer, see `smd_jax.model.protocol`; it never sees a cache, a policy or a kernel. What is
-the same in all layers and all steps is a static field; what changes is in the layer's state.
+The model calls this in every layer, see `smd_jax.model.protocol`; it never sees a cache, a policy or a kernel. Values
+that are the same in all layers and steps are static fields; the others are in the layer's state.
 """
 
 from __future__ import annotations

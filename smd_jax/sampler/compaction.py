@@ -38,7 +38,7 @@ class CompactionConfig:
     """When and how contexts are compacted; static.
 
     Attributes:
-      contexts: of a conversation at most.
+      contexts: maximum per conversation.
       after_tokens: tokens after the prompt from which a context is summarised, when a turn has ended.
       ask: tokens that the policy reads before it writes the summary; with a chat template those of
         `Dialogue.answer("Summarise …", last)`.
@@ -63,7 +63,7 @@ class CompactionConfig:
 
 @dataclass
 class CompactingRespondent:
-    """Asks for a summary instead of passing on another respondent's answer, if the context is full.
+    """Wraps a respondent: if the context is full, asks for a summary instead of passing on the answer.
 
     Attributes:
       inner: answers the turns.
@@ -83,7 +83,7 @@ class CompactingRespondent:
     def __post_init__(self) -> None:
         self._context = 1
         self._lengths, self._turns = np.zeros((2, len(self.prompts)), np.int64)
-        self._answers: dict[int, list[int]] = {}  # of conversations that write a summary, what they did not read yet
+        self._answers: dict[int, list[int]] = {}  # unread answers of conversations that write a summary
         self._summarised: list[tuple[int, Reply]] = []
 
     def begin_context(self, number: int) -> None:

@@ -109,7 +109,7 @@ def begin_conversations(
 
     Args:
       prompts: `[prompts, P]`; the rows of a prompt are contiguous.
-      keys: of the rows. prompt_keys: with which policies that draw read the prompts.
+      keys: of the rows. prompt_keys: for random policies while prompts are read.
       limit: `[rows]` tokens of the first turn at most; 0 for rows without a conversation.
     """
     prefilled = prefill(sampler, params, prompts, prompt_keys)
@@ -142,7 +142,7 @@ def sample_segment(sampler: Sampler, params: Params, state: Conversations, stop:
     rows, record, _ = draw_segment(sampler, params, state.rows, stop)
     response = sampler.config.max_new_tokens
     column = record.first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
-    # Behind the last column, where scattered numbers are dropped.
+    # After the last column, where scattered numbers are dropped.
     column = jnp.where(record.emitted, column, response)
 
     def put(old: Array, new: Array) -> Array:
@@ -174,7 +174,7 @@ def read_chunk(
     """Rows read the first `lengths` of these tokens, all at once; then every layer is compressed.
 
     Args:
-      tokens: continue behind the tokens that were read. The first chunk of an answer begins with the last token of the
+      tokens: continue after the tokens that were read. The first chunk of an answer begins with the last token of the
         turn before it.
       lengths: 0 for rows that read nothing.
       limit: tokens after the prompt at most, for rows that sample a new turn after this chunk; 0 for all others.
@@ -223,7 +223,7 @@ def _with_experts(
     column: Int[Array, "rows buffer"],
     experts: Int[Array, "rows buffer mixtures per_token"] | None,
 ) -> Int[Array, "rows T mixtures per_token"] | None:
-    """The routing with the experts of the tokens at these columns; columns behind the last are dropped."""
+    """The routing with the experts of the tokens at these columns; columns after the last are dropped."""
     if routing is None or experts is None:
         return None
     return routing.at[jnp.arange(routing.shape[0])[:, None], column].set(experts, mode="drop")
@@ -300,7 +300,7 @@ def to_trajectory(
     evicted_at = jnp.where(valid[:, None, None], jnp.concatenate(layers, axis=1), 0)
     if sampler.policy.spans is not None:  # in no record, because they follow from the tokens
         evicted_at = jnp.minimum(evicted_at, sampler.policy.spans.read(tokens, valid)[1][:, None, None])
-    # Nothing but itself sees a token that was sampled and never read.
+    # A token that was sampled and never read is visible only to itself.
     column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
     unread = (column >= sampler.prompt_width + state.read[:, None]) & valid & (column + 1 < sampler.columns)
     evicted_at = jnp.where(unread[:, None, None], column[:, None, None] + 1, evicted_at)

@@ -1,4 +1,4 @@
-"""The loop of a batch of conversations on the host: whose turn it is, who waits, and who has ended.
+"""The host loop of a batch of conversations: which rows sample, read, wait, or have ended.
 
               ┌─ read_chunk: rows that were answered read up to `buffer` tokens ◄── replies that have come
     rows ─► sample_segment: rows in a turn sample up to `buffer` tokens ─► turns that ended ─► Respondent.send ─┐
@@ -6,9 +6,9 @@
               └───────────────────────────────────────────────────────────────────────────────────────────────┘
 
 The loop waits for a reply only if no row has anything to do. So rows are at different turns, and a slow environment
-delays its own row alone. A conversation that waits keeps its row of the cache, or gives it to another (`decode_rows`).
+delays only its own row. A conversation that waits keeps its row of the cache, or gives it to another (`decode_rows`).
 
-A trajectory does not depend on when replies come: everything about a row follows from its own tokens and keys.
+A trajectory does not depend on when replies arrive: a row depends only on its own tokens and keys.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 from smd_jax.typed_fields import check_types
 
-# Why a conversation ended, where the respondent did not end it.
-TURNS = "turns"  # the last turn that it may have was answered
+# Endings of conversations that the respondent did not end.
+TURNS = "turns"  # the last allowed turn was answered
 LENGTH = "length"  # a turn reached its limit before it ended
-ROOM = "room"  # the answer is longer than the room that is left
+ROOM = "room"  # the answer does not fit
 ABSENT = "absent"  # there is no such conversation
 
 
@@ -71,11 +71,11 @@ class ConversationConfig:
 
 
 class Reply(NamedTuple):
-    """What a respondent says to a turn.
+    """A respondent's answer to a turn.
 
     Attributes:
-      tokens: that the policy reads before its next turn. Not read if the conversation ends.
-      ending: why the conversation ends; None: it goes on.
+      tokens: read by the policy before its next turn, unless the conversation ends.
+      ending: why the conversation ends; None: it continues.
     """
 
     tokens: list[int]
@@ -96,13 +96,13 @@ class Respondent(Protocol):
 
 
 class ConversationStats(NamedTuple):
-    """What a batch of conversations took.
+    """Statistics of a batch of conversations.
 
     Attributes:
       sampled, read: tokens. segments: of up to `buffer` steps. chunks: calls that read answers.
       utilisation: share of the cache's rows that sampled a token, the mean over all steps.
       waited_seconds: in which no row had anything to do.
-      moved: how often a conversation took the row of another.
+      moved: how often a conversation took another one's row.
     """
 
     sampled: int
@@ -145,7 +145,7 @@ def converse(
     """Samples `group_size` conversations per prompt; arguments as in `smd_jax.rollout`.
 
     Args:
-      active: conversations that there are; the others sample nothing. None: all.
+      active: conversations to sample; the others stay empty. None: all.
       decode_rows: rows of the cache, whole groups of which divide the conversations. A conversation that waits for its
         answer gives its row to one that has something to do. None: every conversation keeps a row.
 
@@ -188,8 +188,8 @@ class _Loop:
       turn: `[rows]` number of the present turn.
       live: `[rows]` rows that sample.
       last: `[rows]` last token of the turn.
-      unread: tokens of an answer that a row has still to read, the last token of its turn first.
-      endings: why rows ended; None for those that go on.
+      unread: tokens of an answer that a row has not read yet, the last token of its turn first.
+      endings: why rows ended; None for those that continue.
       rows: of the cache; its state is donated to every program that changes it. Elsewhere here a row is a conversation.
     """
 
@@ -247,7 +247,7 @@ class _Loop:
                 self._sample()
 
     def result(self) -> Conversed:
-        """The conversations; the state is given up."""
+        """The conversations; the state must not be used afterwards."""
         own = {TURNS, LENGTH, ROOM, ABSENT}
         endings = [str(ending) for ending in self.endings]
         terminated = jnp.asarray([ending not in own for ending in endings])

@@ -1,9 +1,10 @@
-"""Which conversations lie in the cache, where there are more of them than rows: the others are parked on the host.
+"""Assigns conversations to the rows of the cache; if there are more of them than rows, the others are parked on the
+host.
 
     cache    [ 0 samples | 1 waits ]      parked  2 was answered, 3 has not begun
              [ 0 samples | 2 reads ]              1 waits,        3 has not begun         1 gave its row away
 
-A row of the cache depends on its own conversation alone, so that it moves as it is: see `smd_jax.cache.slots.settle`.
+A row of the cache depends only on its own conversation, so it can be moved unchanged: see `smd_jax.cache.slots.settle`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from smd_jax.tasks.task import Row
 from smd_jax.text.chat_template import TemplateError
 from smd_jax.text.prompts import PromptBatch, Tokenizer, pad_left, pad_token_id
 
-DONE = "done"  # the ending of a conversation that its environment ended without a reason
+DONE = "done"  # ending of a conversation that its environment ended without a reason
 
 
 @dataclass
@@ -23,10 +23,10 @@ class Conversation:
 
     Attributes:
       prompt: as the policy reads it.
-      turns: what the policy said, without special tokens.
-      answers: what the environment said to them. The last one is not read if the conversation ends there.
+      turns: texts of the policy, without special tokens.
+      answers: the environment's answers. The last one is not read if the conversation ends there.
       rewards: of every turn that was answered.
-      failure: why the environment stopped; None if it did not.
+      failure: why the environment failed; None if it did not.
       ending: why the conversation ended, see `Conversed.endings`.
       contexts: all text of each context, of conversations whose contexts are compacted; empty for others.
     """
@@ -56,7 +56,7 @@ class EnvironmentRespondent:
       prompt_width: tokens of a prompt at most.
 
     Attributes:
-      conversations: what was said so far, `group_size` of each row side by side.
+      conversations: so far, the `group_size` of a row adjacent.
       prompts: of the rows. That of a row without a prompt is one token of padding.
     """
 

@@ -1,6 +1,6 @@
-"""What a layer does with its q, k and v when it reads a whole prompt: attends densely, fills a cache and compresses it.
+"""Attention of a whole prompt in one layer: attends densely, fills a cache and compresses it.
 
-The next layer begins after that, so there is one layer's uncompressed cache at a time.
+The next layer begins after that, so only one layer's uncompressed cache exists at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PromptResult(struct.PyTreeNode):
 
 @any_leaves
 class PromptLayer(struct.PyTreeNode):
-    """What the queries of a prompt see in one layer, where its tokens are, and how its cache is compressed.
+    """A prompt in one layer: its mask, columns and compression.
 
     Attributes:
       mask: of the layer.
@@ -92,7 +92,7 @@ class PromptRun(struct.PyTreeNode):
 
 
 def _of_layer(prompt: PromptLayer, index: Int[Array, ""] | int) -> PromptLayer:
-    """What one layer of a run gets."""
+    """The inputs of one layer of a run."""
     return prompt.replace(own=jax.tree.map(lambda x: x[index], prompt.own))
 
 
@@ -173,7 +173,7 @@ class PrefillAttend:
             columns=jnp.broadcast_to(columns[:, None], k.shape[:3]),
             start=start,
             received=received,
-            # A prompt's queries are numbered by their columns, and its keys lie in slots of their own from 0 on.
+            # A prompt's queries are numbered by their columns, and its keys are in slots from 0 on.
             number=jnp.int32(self.first),
             slot=jnp.int32(0),
         )

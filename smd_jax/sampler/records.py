@@ -160,7 +160,7 @@ def _evictions(
         assert prompt.order is not None and prompt.logprob is not None
         assert compression.dropped is not None and compression.logprob is not None
         order = pad_columns(prompt.order, sampler.config.max_new_tokens, STAYED)
-        # Behind the last boundary nothing is recorded in the mask either. A key goes once, so each has one number.
+        # After the last boundary the mask has no evictions either. A key is evicted once, so each has one number.
         dropped = jnp.moveaxis(compression.dropped[: count - 1], 0, -2)
         order = record_order(order, dropped)
         logprob = jnp.concatenate([prompt.logprob[..., None], jnp.moveaxis(compression.logprob, 0, -1)], axis=-1)

@@ -39,7 +39,7 @@ prompt. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
     smd_jax.sampler.records     records of all segments ─► Trajectory
 
 `smd_jax.sampler.fixed_batch` runs them as one program for a fixed batch, `smd_jax.sampler.engine` segment by segment,
-with rows that come and go.
+refilling finished rows.
 """
 
 from __future__ import annotations

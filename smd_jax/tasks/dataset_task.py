@@ -35,7 +35,7 @@ class DatasetTask:
     def __post_init__(self) -> None:
         if not len(self.rows):
             raise ValueError("expected at least one row; got none")
-        self[0]  # raises the errors that most often concern every row
+        self[0]  # raises errors that usually affect every row
 
     def __len__(self) -> int:
         return len(self.rows)

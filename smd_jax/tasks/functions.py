@@ -93,8 +93,8 @@ def _file_module(path: Path) -> ModuleType:
         raise FileNotFoundError(
             f"expected a file of Python code at {path}; got none ({path.parent} has {nearby[:20]}){near}"
         )
-    # A name that no import uses: a user's `datasets.py` must not replace the library. Without dots: `my.rewards.py`
-    # would be a module of a package `my`.
+    # A unique name: a user's `datasets.py` must not replace the library. Without dots: `my.rewards.py` would be a
+    # module of a package `my`.
     stem = path.stem.replace(".", "_")
     spec = importlib.util.spec_from_file_location(f"{FILE_MODULE}{stem}_{abs(hash(path)):x}", path)
     if spec is None or spec.loader is None:

@@ -46,7 +46,7 @@ class ReasoningGymTask:
         return _create_dataset(self.name, self.seed, self.size, dict(self.parameters))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process makes the dataset again: some cannot be pickled, and others are large.
+        # Another process creates the dataset again: some cannot be pickled, and others are large.
         return {name: value for name, value in vars(self).items() if name != "dataset"}
 
     def __len__(self) -> int:

@@ -83,7 +83,7 @@ class CallsInProcess:
           UnloadableRewardError: the process cannot load the function.
           ValueError: arguments that cannot be sent.
         """
-        # An error of another function ended the last batch: the answer that is still due belongs to that batch.
+        # An error of another function ended the last batch; the pending answer belongs to it.
         if self._due is not None:
             self.close()
         self.start()

@@ -120,14 +120,13 @@ class Rewards:
         return [name for function in self.functions for name in required_names(function) if name not in given]
 
     def prepare(self, columns: Iterable[str]) -> None:
-        """Starts the functions' processes, and does not wait for them: call it before what takes long.
+        """Starts the functions' processes without waiting: call it before slow work, such as compilation.
 
         Args:
-          columns: names of the rows' fields other than the prompt. A batch none of whose rows has one of them gives
-            None for it.
+          columns: names of the rows' fields other than the prompt. A column that no row of a batch has is None.
 
         Raises:
-          ValueError: a function asks for something that no rollout gives.
+          ValueError: a function requires an argument that does not exist.
         """
         self._known.update(columns)
         for name, function in zip(self.logged_names, self.functions, strict=True):

@@ -33,7 +33,7 @@ FIRST_BYTES: Mapping[bytes, str] = MappingProxyType(
     {
         b"PAR1": "a parquet file: name it *.parquet",
         b"ARROW1": "an arrow file: name it *.arrow",
-        b"\x1f\x8b": "a file compressed by gzip: name it *.gz, behind its own suffix",
+        b"\x1f\x8b": "a file compressed by gzip: name it *.gz, after its own suffix",
         b"PK\x03\x04": "a zip archive: unpack it",
         b"version https://git-lfs": "a pointer of Git LFS, without the data: get it with `git lfs pull`",
     }

@@ -1,7 +1,7 @@
 """A Python process that answers requests, and can be killed when an answer takes too long.
 
-Two kinds of foreign code run in such a process: reward functions and chat templates. A thread would not do. A loop in C
-that keeps Python's lock stops every thread of its process, and no thread can be killed from outside.
+It runs foreign code: reward functions, environments and chat templates. A thread is not enough: a loop in C that keeps
+Python's lock stops every thread of its process, and no thread can be killed from outside.
 
 The process is a new Python, because a fork would copy locks that JAX's threads hold. `multiprocessing` with spawn would
 import the user's script first, which then needs its `if __name__ == "__main__"`.

@@ -141,7 +141,7 @@ def _run_over_tokens(steps: np.ndarray, pieces: list[bytes]) -> np.ndarray:
 
 
 def _check_ordinary(string: str, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for the text of a special token, which a model never spells with other tokens."""
+    """Raises ValueError for the text of a special token, which a model never writes with other tokens."""
     special = special_tokens(tokenizer)
     inside = [special[token] for token in tokenizer.encode(string, add_special_tokens=False) if token in special]
     inside = [token for token in inside if token in string]  # not the unknown token

@@ -43,7 +43,8 @@ def _check_events(text: str, most: int, allow_aliases: bool) -> None:
 
 
 def _check_values(value: Any) -> None:
-    """Raises ValueError for more than `MAX_VALUES`. What aliases share is built once, and counted at every place."""
+    """Raises ValueError for more than `MAX_VALUES`. Values shared by aliases are built once, and counted at every
+    use."""
     stack, count = [value], 0
     while stack:
         item = stack.pop()

@@ -28,7 +28,7 @@ STALENESS = {
     "staleness/kl": "mismatch_kl",
 }
 
-# Samples a rollout in the thread; the function that it returns may grade it, in the thread that calls `take`.
+# Samples a rollout in the thread. The returned function may grade it, in the thread that calls `take`.
 SampleRollout = Callable[[Params, jax.Array, int], Callable[[], Samples]]
 
 
@@ -76,9 +76,9 @@ class RolloutAhead:
             wait([self._begun.result])
 
     def take(self, index: int, params: Params) -> Samples | None:
-        """The rollout that was begun under this number and with these parameters; None if there is none.
+        """The rollout that was begun with this number and these parameters; None if there is none.
 
-        Raises the error of the rollout, whichever it was.
+        Raises the error of a failed rollout.
         """
         begun, self._begun = self._begun, None
         if begun is None:

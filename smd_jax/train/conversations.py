@@ -1,4 +1,4 @@
-"""Samples conversations with environments, for training and for evaluations, and what belongs to their turns."""
+"""Samples conversations with environments, for training and evaluations, with rewards per turn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from smd_jax.text.prompts import PromptBatch, pad_token_id, repeat_prompts
 from smd_jax.train.rollouts import Rollouts, Sampled
 from smd_jax.typed_fields import check_types
 
-Credit = Literal["trajectory", "turn"]  # what has an advantage of its own
+Credit = Literal["trajectory", "turn"]  # unit of an advantage
 ASK = "Summarise this conversation in a few sentences: what you know, and what is left to do."
 
 
@@ -41,9 +41,9 @@ class TextCompaction:
     the prompt and the summary; see `smd_jax.sampler.compaction`. Static.
 
     Attributes:
-      contexts: of a conversation at most.
+      contexts: maximum per conversation.
       after_tokens: tokens after the prompt, answers included, from which a context is summarised when a turn has ended.
-      ask: what the policy reads before it writes the summary; a message, if there is a chat template.
+      ask: request for the summary; a message, if there is a chat template.
       heading: text between the prompt and the summary in the next context.
 
     Raises:
@@ -257,8 +257,8 @@ def _measured(trajectory: Trajectory, contexts: np.ndarray, stats: Sequence[Conv
 
 
 def turn_rewards(conversations: Sequence[Conversation], trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """The reward of every turn, `[batch, turns]` float32, and which turns there are. A turn that was cut off, and so
-    never answered, has reward 0."""
+    """The reward of every turn, `[batch, turns]` float32, and a mask of the existing turns. A turn that was cut off,
+    and so never answered, has reward 0."""
     counts = np.asarray(jnp.max(trajectory.turns(), axis=1))
     rewards = np.zeros((len(conversations), max(int(counts.max()), 1)), np.float32)
     for row, conversation in enumerate(conversations):
@@ -267,7 +267,7 @@ def turn_rewards(conversations: Sequence[Conversation], trajectory: Trajectory) 
 
 
 def tokens_of_turns(of_turns: Float[Array, "batch turns"], trajectory: Trajectory) -> Float[Array, "batch R"]:
-    """What belongs to each turn, for each token that was sampled in it; 0 for all others."""
+    """Spreads numbers of turns over the tokens sampled in them; 0 for all other tokens."""
     turns = trajectory.turns()
     index = jnp.clip(turns - 1, 0, of_turns.shape[1] - 1)
     return jnp.where(turns > 0, jnp.take_along_axis(of_turns, index, axis=1), 0.0)

@@ -49,7 +49,7 @@ class RefusedRolloutError(RuntimeError):
 def mismatch_error(
     index: int, samples: Samples, metrics: dict[str, float], state: TrainState, bound: float, where: str | None
 ) -> RefusedRolloutError:
-    """Sampler and learner differ by more than `bound` nats; `where` says where, if a replay reproduces it."""
+    """Sampler and learner differ by more than `bound` nats; `where` is the place, if a replay reproduces it."""
     message = f"sampler and learner within {bound:.3g} nats at every token; got {metrics[DIFFERENCE]:.3g}"
     message += "" if where is None else f", {where}"
     return RefusedRolloutError(index, message, samples, metrics, state)

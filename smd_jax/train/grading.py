@@ -56,8 +56,8 @@ def grade(
     """Texts and rewards of the completions of all processes; all must call it, each with its own part.
 
     Args:
-      grader: what sampled conversations if it is an environment, which has given their rewards.
-      count: of all completions, the first so many are graded; None: all.
+      grader: an environment has already given the rewards of its conversations.
+      count: number of completions to grade, the first ones; None: all.
 
     Raises:
       TooManyFailures: more completions without a reward than `grader.max_failed`; in all processes.
@@ -105,7 +105,7 @@ def _texts_of_conversations(sampled: Sampled, tokenizer: Tokenizer) -> list[str]
 
 
 def _grades_of_conversations(conversations: Sequence[Conversation]) -> Graded:
-    """The rewards of conversations, and why some have none."""
+    """The rewards of conversations, and the failures."""
     failures = [
         Failure(row, "environment", each.failure.kind, each.failure.message)
         for row, each in enumerate(conversations)

@@ -152,13 +152,13 @@ class Loop:
             # Rollout and update run at once. If both communicated, devices could start them in different orders.
             raise ValueError(
                 "expected a mesh with the data axis only with rollouts_ahead 1, so that a rollout does not communicate "
-                f"beside an update; got {split}"
+                f"during an update; got {split}"
             )
         if self.rewards is not None:
             # Reward processes start while the first programs compile.
             self.rewards.prepare(reward_columns(self.rewards, self.task, config.seed))
 
-    # --- given by the algorithm
+    # --- defined by the algorithm
 
     @property
     def learner(self) -> Learner:
@@ -338,7 +338,7 @@ class Loop:
             return None
         return self.guard.bound_for(self.model.shape)
 
-    # --- parts that are made once
+    # --- cached parts
 
     @cached_property
     def rollouts(self) -> Rollouts:
@@ -433,10 +433,10 @@ class Loop:
         sizes = (config.policy, config.rollout, config.group_size)
         return self.rollouts.lower(params, jax.random.key(config.seed), config.prompts_per_step, *sizes)
 
-    # --- what a person sees
+    # --- reports
 
     def _show(self, index: int, samples: Samples, follows: Callable[[], bool]) -> None:
-        """Calls `watch` where it is due."""
+        """Calls `watch` if it is due."""
         if self.watch is None or (index % self.watch_every and follows()):
             return
         if jax.process_count() > 1:

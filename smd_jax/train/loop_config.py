@@ -12,7 +12,7 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """One training run, as far as all algorithms share it.
+    """Configuration of a training run that all algorithms share.
 
     Attributes:
       prompts_per_step: prompts of one rollout.
@@ -20,7 +20,7 @@ class LoopConfig:
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
       policy: eviction policy of the sampler.
       rollout: budget, lengths and sampling of the rollout.
-      decode_rows: completions that are decoded at the same time; completions that end make room for others, see
+      decode_rows: completions that are decoded at the same time; finished ones make room for others, see
         `smd_jax.sampler.engine`. None decodes a whole rollout at once, in one program.
       prefill_rows: with decode_rows, prompts that are read at the same time.
       stop_strings: texts that end a completion and stay part of it.

@@ -1,4 +1,4 @@
-"""How a rollout becomes batches of the learner: its width in columns, its passes and minibatches, its metrics.
+"""Splits a rollout into batches of the learner: width in columns, passes and minibatches, metrics.
 
 A rollout has `max_new_tokens` columns per row, and the learner would spend time on padding. So it runs over the columns
 that the longest response needs, rounded up to one of a few widths; each width is compiled when it is first needed:

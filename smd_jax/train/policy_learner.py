@@ -209,7 +209,7 @@ class PolicyLearner:
         # The guard must see all tokens before the first of several steps.
         if self.config.first_pass_sees_all:
             return {}
-        # Where the sampler's log-probabilities count as old ones, only a replay can measure the difference.
+        # If the sampler's log-probabilities are used as old ones, only a replay can measure the difference.
         known = None if uses_sampler_logprobs_as_old(self.config.update) else batch.old_logprobs
         return compare(self.config.update, batch, self.replay(params, batch.trajectory) if known is None else known)
 

@@ -34,7 +34,7 @@ class Samples(NamedTuple):
         where the task's own reward grades.
       advantages: float32 `[batch]`, where they follow from the rewards; None elsewhere. Set only for
         `Loop.watch`.
-      conversations: what was said, of rollouts with an environment; empty elsewhere.
+      conversations: of rollouts with an environment; otherwise empty.
     """
 
     trajectory: Trajectory

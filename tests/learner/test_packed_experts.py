@@ -110,5 +110,5 @@ def test_branches_with_and_without_experts():
     one, other = branches(None)
     with pytest.raises(ValueError, match="expected routed_experts in all 2 branches or in none; got 1"):
         to_trajectory([one, replace(other, routed_experts=None)], experts=EXPERTS)
-    with pytest.raises(ValueError, match="expected experts with routed_experts, and neither alone; got experts=None"):
+    with pytest.raises(ValueError, match="expected experts and routed_experts together; got experts=None"):
         to_trajectory([one, other])

@@ -228,7 +228,7 @@ def test_routing_of_another_model():
         with pytest.raises(ValueError, match="expected routing of a model with 8 experts a layer; got 6"):
             replay(Decoder(more), random_params(more), of)
     arguments, routed = records(trajectory)
-    with pytest.raises(ValueError, match="expected experts with routed_experts, and neither alone; got experts=None"):
+    with pytest.raises(ValueError, match="expected experts and routed_experts together; got experts=None"):
         Trajectory.from_records(**arguments, routed_experts=routed)
     with pytest.raises(ValueError, match="expected routed_experts of 6 rows; got 5"):
         Trajectory.from_records(**arguments, routed_experts=routed[:-1], experts=FOREIGN)

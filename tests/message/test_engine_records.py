@@ -131,7 +131,7 @@ def test_the_picture():
         ([], {}, "expected rounds of 1 prompts and 1 responses; got 0"),
         ([[Round(11, [3, 4])]], {}, r"expected cached from 2, .* to 10, .*; got 11 \(row 0, round 0\)"),
         ([[Round(6, [3, 4]), Round(3, [2])]], {}, r"expected cached from 4, .* to 8, .*; got 3 \(row 0, round 1\)"),
-        ([[Round(6, [1, 4])]], {}, "rising kept ordinals from 2, behind the prompt, to 5, .*; got .*1 4"),
+        ([[Round(6, [1, 4])]], {}, "rising kept ordinals from 2, after the prompt, to 5, .*; got .*1 4"),
         ([[Round(6, [3, 4]), Round(5, [3, 5])]], {}, r"to 4, the end of the cache; got \[\[3 5\]\] \(row 0, round 1\)"),
         ([[Round(6, [3, 3])]], {}, "rising kept ordinals .*; got .*3 3"),
         ([[Round(6, [3, 4])]], {"mode": "per_head"}, r"expected whole numbers \[2, keep\] in kept; got \(2,\) int64"),

@@ -296,7 +296,7 @@ def test_what_no_model_type_expresses(config: ModelConfig, message: str):
 
 
 def test_what_no_decoder_is():
-    with pytest.raises(ValueError, match="expected sliding_windows beside local_rope_theta"):
+    with pytest.raises(ValueError, match="expected sliding_windows with local_rope_theta"):
         replace(GEMMA3, sliding_windows=())
     with pytest.raises(ValueError, match="expected a finite query_pre_attn_scalar > 0; got 0.0"):
         replace(GEMMA3, query_pre_attn_scalar=0.0)

@@ -99,7 +99,7 @@ def test_a_disk_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
     for step in range(3):
         log(step, samples(["a"]))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("completions are not kept any more: ") and "completions" in line
+    assert line.startswith("completions are no longer saved: ") and "completions" in line
 
 
 @pytest.mark.parametrize(

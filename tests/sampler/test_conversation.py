@@ -250,7 +250,7 @@ def test_refused(changes: dict[str, Any], expected: str):
 
 
 def test_a_conversation_is_no_record_to_certify():
-    with pytest.raises(ValueError, match="expected responses of sampled tokens alone; got a conversation"):
+    with pytest.raises(ValueError, match="expected responses of sampled tokens only; got a conversation"):
         arrays_of(usual("SnapKV")[0].trajectory)
 
 

@@ -200,9 +200,7 @@ def test_waiting_for_a_rollout():
 def test_a_state_must_fit():
     with pytest.raises(ValueError, match="expected a state from with_sampler_params.* with rollouts_ahead 1; got none"):
         toy_loop.own_loop(AHEAD).check(toy_loop.new_state())
-    with pytest.raises(
-        ValueError, match="expected a state without parameters sampler_params with rollouts_ahead 0; got some"
-    ):
+    with pytest.raises(ValueError, match="expected a state without sampler_params with rollouts_ahead 0; got some"):
         toy_loop.new_loop().check(with_sampler_params(toy_loop.new_state()))
 
 

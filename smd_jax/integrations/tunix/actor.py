@@ -19,7 +19,7 @@ from smd_jax.model.teacher_forced import apply_model
 class Actor(nnx.Module):
     """A LanguageModel and its parameters as one module, whose state Tunix trains, shards and saves.
 
-    Adapters of LoRA are `nnx.LoRAParam`, and where there are some Tunix trains only these.
+    LoRA adapters are `nnx.LoRAParam`, and Tunix then trains only these.
 
     Attributes:
       model: the LanguageModel. Static.
@@ -54,7 +54,7 @@ class Actor(nnx.Module):
 
 
 class Replay(nnx.Module):
-    """An actor under the mask and the positions of a trajectory, whatever mask and positions Tunix passes."""
+    """An actor under the mask and positions of a trajectory; ignores the mask and positions that Tunix passes."""
 
     def __init__(self, actor: Actor, trajectory: Trajectory) -> None:
         self.actor = actor

@@ -19,7 +19,7 @@ from smd_jax.integrations.tunix.rollout import SmdRollout
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.pytrees import any_leaves
 
-# How far learner and sampler are apart. Tunix' loss computes these, and its learner does not log them.
+# Mismatch of learner and sampler. Tunix' loss computes these metrics, but its learner does not log them.
 MISMATCH_METRICS = {"log_ratio/abs_mean": np.mean, "is_ratio/max": np.max, "is_ratio/min": np.min}
 
 

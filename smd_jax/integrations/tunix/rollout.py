@@ -1,4 +1,4 @@
-"""The rollout engine for Tunix' RLCluster: samples with a cache of fixed size and keeps what Tunix would drop."""
+"""The rollout engine for Tunix' RLCluster: samples with a cache of fixed size and keeps the trajectories."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SmdRollout(base_rollout.BaseRollout):
         return self._output(trajectory)
 
     def start_record(self, step: int) -> None:
-        """Begins a record of what `generate` samples. The same step draws the same random numbers."""
+        """Begins a record of sampled rows. The same step uses the same random numbers."""
         self._step = step
         self._records = []
         self._rows_asked_for = 0

@@ -14,7 +14,7 @@ from smd_jax.disk import OS_ERROR, failure, is_trouble
 
 
 class OtherConfigError(ValueError):
-    """A checkpoint was made under another configuration than that of the run which would continue it."""
+    """A checkpoint has another configuration than the run that would continue it."""
 
 
 class OtherFormatError(ValueError):
