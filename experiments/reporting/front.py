@@ -22,17 +22,17 @@ def page(cell: RoomCell, others: Sequence[RoomCell]) -> str:
 
 **Question.** A sampler that evicts keys from its cache is not the policy that an ordinary learner trains. The learner
 can ignore this (*naive*), weight each token by p(learner) / p(sampler) up to a cap (*TIS*), or replay which keys the
-sampler could see (*shadow masks*). Which one ends with the highest reward, decoded with the small cache and with the full
-cache?
+sampler could see (*shadow masks*). Which one ends with the highest reward, decoded with the small cache and with the
+full cache?
 
 **Set-up.** *Task*: sort 12 digits; the reward is the share of right digits. *Model*: a decoder of 75,000 parameters
 with two layers. *Sampler*: TOVA of each head keeps 11 keys and a buffer of 2, for sequences of 26 tokens. *Start*:
-supervised training until half of the digits are right (greedy, full cache), so that there is room to learn under
-any cache; all arms of a seed share it. *Training*: GRPO, clip 0.2, no KL; 240 rollouts of 128 responses, 4 optimizer steps each.
-*Metric*: the mean of the last three evaluations on 256 rows, decoded under the *budget* and with the *full cache*, at
-temperature 1 and greedily. *Learning rates*: 1e-4, 3e-4, 1e-3, and beyond while the best is at the edge; pilot seeds chose
-one for each column. *Imitation*: a KL to the start with its full cache. Eight fresh seeds; ± is a 95 %
-t interval of differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md) was committed before
+supervised training until half of the digits are right (greedy, full cache), so that there is room to learn under any
+cache; all arms of a seed share it. *Training*: GRPO, clip 0.2, no KL; 240 rollouts of 128 responses, 4 optimizer steps
+each. *Metric*: the mean of the last three evaluations on 256 rows, decoded under the *budget* and with the *full
+cache*, at temperature 1 and greedily. *Learning rates*: 1e-4, 3e-4, 1e-3, and beyond while the best is at the edge;
+pilot seeds chose one for each column. *Imitation*: a KL to the start with its full cache. Eight fresh seeds; ± is a 95
+% t interval of differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md) was committed before
 these seeds ran.
 
 {front_table(cell)}
