@@ -189,7 +189,7 @@ RopeScaling = LinearRope | Llama3Rope | YarnRope | DynamicRope | LongRope
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the MLP: every token goes to the `per_token` experts whose gates are largest.
+    """A mixture of experts instead of the MLP: every token goes to the `per_token` experts whose gates are largest.
 
     Attributes:
       count: experts per layer. per_token: experts per token.
@@ -261,7 +261,7 @@ class ModelConfig(WrittenRepr):
       qk_norm_over: what the RMSNorms on q and k run over: each head, or all heads together (OLMo 2 and 3).
       rope_layers: for each layer, whether it has RoPE (SmolLM3); empty: all have.
       rotary_dim: how many of a head's channels RoPE rotates, the first ones (Phi-4-mini); None: all.
-      rope_interleaved: RoPE pairs neighbouring channels (Ernie 4.5), in place of the first and second half.
+      rope_interleaved: RoPE pairs neighbouring channels (Ernie 4.5), instead of the first and second half.
       attention_multiplier: scores are multiplied by it (Granite); None: divided as `query_pre_attn_scalar` says.
       embedding_multiplier: of embeddings. residual_multiplier: of what attention and MLP add. logits_divisor: of logits
         (all three Granite).
@@ -269,10 +269,10 @@ class ModelConfig(WrittenRepr):
       logit_softcap: so are the logits (Gemma 2).
       attention_sinks: every head has a learnt score that takes part in its softmax, and whose weight is dropped
         (gpt-oss).
-      experts: a mixture of experts in place of the MLP; None: no layer has one.
+      experts: a mixture of experts instead of the MLP; None: no layer has one.
       gated_mlp: the MLP has a gate; without one it is down(activation(up(x))) (Arcee).
       dtype: compute dtype of matrix products and of cached keys and values. Scores, softmax, norms and logits are
-        computed in float32 or wider whatever this is.
+        always computed in float32 or wider.
     """
 
     vocab_size: int
@@ -376,7 +376,7 @@ class ModelConfig(WrittenRepr):
                 )
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether a layer has experts in place of an MLP."""
+        """Whether a layer has experts instead of an MLP."""
         return self.experts is not None and (self.experts.layers[layer] if self.experts.layers else True)
 
     @property

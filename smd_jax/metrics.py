@@ -124,8 +124,8 @@ def evicted_share(
     """
     columns = jnp.arange(valid.shape[1])
     last = jnp.where(valid, columns, 0).max(axis=1)
-    gone = jnp.mean(evicted_at <= last[:, None, None, None], axis=(1, 2))
-    return token_mean(gone, valid)
+    evicted = jnp.mean(evicted_at <= last[:, None, None, None], axis=(1, 2))
+    return token_mean(evicted, valid)
 
 
 def reward_metrics(

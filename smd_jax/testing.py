@@ -134,7 +134,7 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     frame the messages of the ChatML template. The tokenizer adds no special tokens and pads on the left. `chat=False`
     omits the template.
 
-    Saved beside a Qwen2 model and opened with AutoTokenizer, it becomes a Qwen2Tokenizer with the same ids, which like
+    Saved with a Qwen2 model and opened with AutoTokenizer, it becomes a Qwen2Tokenizer with the same ids, which like
     every Qwen tokenizer first composes accents (Unicode NFC).
     """
     # Without merges every byte is a token, and special tokens get the next ids.

@@ -1,4 +1,4 @@
-"""Attention with explicit masks, shadow masks and caches of fixed size. Depends on JAX alone, never on `smd_jax`.
+"""Attention with explicit masks, shadow masks and caches of fixed size. Depends only on JAX, never on `smd_jax`.
 
     learner, whole sequences     interval_attention(q, k, v, evicted_at, kernel)
     learner, by segments         segment_attention(q, k, v, evicted_at, segments, kernel)

@@ -40,7 +40,7 @@ def decode_attention(
       valid: which slots hold a key; in any order.
       impl: "xla" runs anywhere, "mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs. All multiply matrices in the dtype
         of the inputs and keep scores and softmax in float32. Static.
-      softcap, sinks: as in `reference.attention_weights`, of "xla" alone.
+      softcap, sinks: as in `reference.attention_weights`; only "xla" supports them.
 
     Returns:
       The output in the dtype of `q`; and, float32 or wider, each slot's softmax weights summed over the query heads of

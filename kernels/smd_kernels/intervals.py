@@ -32,7 +32,7 @@ def interval_attention(
       q, k, v: one dtype; `heads` is a multiple of `kv_heads`.
       evicted_at: first column that no longer sees each key; 0 for padding.
       kernel: computes the attention of blocks, for example `XlaKernel()`. Static.
-      copies: copies that later segments see in place of the keys; None if they see the keys.
+      copies: copies that later segments see instead of the keys; None if they see the keys.
       sinks: a score of each row and head that takes part in its softmax, and whose weight is dropped.
 
     Returns:

@@ -23,7 +23,7 @@ def product_precision(dtype: Any) -> jax.lax.Precision | None:
 
 
 def soft_capped(scores: Float[Array, ...], softcap: float | None) -> Float[Array, ...]:
-    """Scores squeezed into ±softcap by tanh; None leaves them as they are."""
+    """Scores squeezed into ±softcap by tanh; None: unchanged."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 

@@ -134,7 +134,7 @@ def segment_attention(
       segments: the boundaries and the budget. Static.
       kernel: computes the attention of blocks, for example `XlaKernel()`. Static.
       blocks_at_once: blocks per kernel call, one for each segment, KV head and batch row; bounds memory. Static.
-      copies: copies, with the same segments, that later segments see in place of the keys; None if they see the keys.
+      copies: copies, with the same segments, that later segments see instead of the keys; None if they see the keys.
       sinks: a score of each row and head that takes part in its softmax, and whose weight is dropped.
 
     Returns:

@@ -2,8 +2,8 @@
 
     weights of the keys    exp(score - lse')      lse' = log(exp(lse) + exp(sink))
 
-A kernel computes a row without its sink. Its output and log-sum-exp say what the row is with one, and its backward pass
-recomputes the weights from whichever log-sum-exp it is given. So every `BlockKernel` has sinks.
+A kernel computes a row without its sink. Output and log-sum-exp with the sink follow from those without, and the
+backward pass recomputes the weights from the given log-sum-exp. So every `BlockKernel` supports sinks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 def add_sinks(
     out: Float[Array, "*rows head_dim"], lse: Float[Array, "*rows"], sinks: Float[Array, "*#rows"]
 ) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
-    """Output and lse of rows with a sink, from those without; a row that sees no key stays as it is."""
+    """Output and lse of rows with a sink, from those without; a row that sees no key is unchanged."""
     sees_any = jnp.isfinite(lse)
     total = jnp.where(sees_any, jnp.logaddexp(jnp.where(sees_any, lse, 0.0), sinks.astype(lse.dtype)), lse)
     share = jnp.where(sees_any, jnp.exp(jnp.where(sees_any, lse - total, 0.0)), 0.0)

@@ -137,7 +137,7 @@ def logprobs_of(
     temperature: Float[Array, ""],
     support: Int[Array, "rows responses most"] | None = None,
 ) -> Float[Array, "rows responses k"]:
-    """log p of any ids in place of the response tokens. `support`: ids that could be drawn, padded with -1."""
+    """log p of any ids instead of the response tokens. `support`: ids that could be drawn, padded with -1."""
     logits = logits / temperature
     if support is not None:
         logits = jnp.where(among(support, logits.shape[-1]), logits, OUTSIDE)

@@ -85,7 +85,7 @@ def to_html(verdict: Verdict, title: str) -> str:
 
 
 def _picture(verdict: Verdict) -> bytes:
-    from matplotlib.figure import Figure  # a Figure of its own, without pyplot: no display and no global state
+    from matplotlib.figure import Figure  # not pyplot, which has global state and needs a display
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

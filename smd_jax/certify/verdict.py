@@ -239,7 +239,7 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
 
 
 def _explanations(replays: _Replays, logits: Array, facts: PromptFacts | None) -> Iterator[Finding]:
-    """All tested explanations, those that need no forward pass of their own first."""
+    """All tested explanations; first those that need no extra forward pass."""
     yield from _of_softmax(replays, logits)
     yield from _of_alignment(replays, logits)
     previous = replays.models.previous

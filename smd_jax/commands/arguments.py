@@ -253,7 +253,7 @@ class GroupArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationArgs:
-    """Conversations with an environment, in place of single completions."""
+    """Conversations with an environment, instead of single completions."""
 
     # path/to/file.py:Class or package.module:Class, one object per conversation; retry: several attempts at a row of
     # the dataset, graded by its own reward; None: single completions. --max-completion-length counts all tokens
@@ -270,7 +270,7 @@ class ConversationArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentArgs(ConversationArgs):
-    """Conversations with an environment, in place of single completions."""
+    """Conversations with an environment, instead of single completions."""
 
     turn_credit: Literal["trajectory", "turn"] = "trajectory"  # turn: one advantage per turn
 

@@ -30,7 +30,7 @@ from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
-RUN_FILES = ("metrics.jsonl", "checkpoints", "process.lock")  # files beside config.yaml in the directory of a run
+RUN_FILES = ("metrics.jsonl", "checkpoints", "process.lock")  # files next to config.yaml in the directory of a run
 
 
 def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:

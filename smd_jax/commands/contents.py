@@ -26,7 +26,7 @@ class Contents(NamedTuple):
     """Settings that name files.
 
     Attributes:
-      groups: model, data, rewards, conversations and the eviction policy, with digests in place of paths.
+      groups: model, data, rewards, conversations and the eviction policy, with digests instead of paths.
       places: the paths, and the digests of code.
     """
 

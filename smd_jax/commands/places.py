@@ -42,7 +42,7 @@ def full_path(name: str | Path) -> Path:
 
 
 def with_absolute_paths(args: Common) -> Common:
-    """The arguments with absolute paths. Names, ids on the Hub and paths that do not exist stay as they are."""
+    """The arguments with absolute paths. Names, ids on the Hub and paths that do not exist are unchanged."""
     groups = {
         name: dataclasses.replace(group, **{option: _absolute(option, value) for option, value in vars(group).items()})
         for name, group in vars(args).items()

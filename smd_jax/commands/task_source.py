@@ -34,7 +34,7 @@ class Data(NamedTuple):
 
     Attributes:
       task: training rows, without prompts that are too long.
-      held_out: evaluation rows, likewise; None disables evaluation.
+      held_out: evaluation rows, also without those prompts; None disables evaluation.
       width: longest allowed prompt, in tokens.
       counts: lines on kept and dropped prompts.
     """

@@ -24,7 +24,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tran
 # Optional packages.
 EXTRAS = ("datasets", "reasoning-gym")
 
-ABSENT = "(absent)"  # in place of a field that only one of two settings has
+ABSENT = "(absent)"  # instead of a field that only one of two settings has
 
 
 class OtherProcessError(RuntimeError):
@@ -102,7 +102,7 @@ def all_or_none() -> Iterator[None]:
         ended = gather_json(None if error is None else f"{type(error).__name__}: {error}")
     for process, other in enumerate(ended):
         if other is not None:
-            raise OtherProcessError(f"expected every process to go on; process {process} ended with {other}")
+            raise OtherProcessError(f"expected every process to continue; process {process} ended with {other}")
 
 
 def on_host(x: jax.Array | np.ndarray) -> np.ndarray:

@@ -193,7 +193,7 @@ def check_sampled_rows(rows: int, mesh: Mesh) -> None:
     if rows % ways:
         raise ValueError(
             f"expected completions of a step (prompts_per_step * group_size) that divide over data axis * fsdp axis * "
-            f"sequence axis = {ways}, because each of these devices samples rows of its own; got {rows}"
+            f"sequence axis = {ways}, because each of these devices samples different rows; got {rows}"
         )
 
 

@@ -67,7 +67,7 @@ class UpdateConfig:
         and a microbatch then has `microbatch_size` such rows. None: one sequence a row, the rest of it padding.
       rows_per_prompt: consecutive rows that have the same prompt, which the model then reads once for all of them, see
         `smd_jax.model.shared_prompt`; it must divide microbatch and group. With `pack_columns`, sequences share equal
-        beginnings wherever their masks allow it, see `smd_jax.learner.packs`. 1: every row by itself.
+        beginnings wherever their masks allow it, see `smd_jax.learner.packs`. 1: no sharing.
       terms: additional terms of the objective, see `smd_jax.learner.terms`.
     """
 
@@ -122,7 +122,7 @@ class UpdateConfig:
             return
         if self.pack_columns < 2 or size is None:
             raise ValueError(
-                f"expected pack_columns >= 2 with a microbatch_size, the rows of so many columns in one pass; got "
+                f"expected pack_columns >= 2 with a microbatch_size, which counts such rows; got "
                 f"{self.pack_columns} and {size}"
             )
 

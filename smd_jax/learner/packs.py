@@ -219,7 +219,7 @@ def pack(sequences: Sequences, sizes: PackSizes, together: Sequence[Sequence[Mem
     """Packs a rollout.
 
     Args:
-      together: chains to keep together, see `chains`; None: every sequence by itself.
+      together: chains to keep together, see `chains`; None: no chains.
     """
     lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
     if together is None:

@@ -59,7 +59,7 @@ class LoopMemory:
     @classmethod
     def of(cls, loop: PolicyLoop, held: int, rollout: int, update: int) -> LoopMemory:
         """The memory of a loop, from the memory of each phase."""
-        # Both run at the same time with rollouts ahead, and share what is held.
+        # With rollouts ahead both run at the same time, and share the held memory.
         together = rollout + update - held
         return cls(held, together, together) if loop.config.samples_ahead else cls(held, rollout, update)
 

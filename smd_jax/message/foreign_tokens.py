@@ -82,10 +82,10 @@ def pad_tokens(
     known = [_logprobs(row, index, len(drawn[index])) for index, row in enumerate(logprobs)]
     _check_ids(np.array([pad_token_id]), most, "pad_token_id")
     before = _width("prompt_width", prompt_width, asked)
-    behind = _width("response_width", response_width, drawn)
-    tokens = np.full((len(asked), before + behind), pad_token_id, np.int32)
+    after = _width("response_width", response_width, drawn)
+    tokens = np.full((len(asked), before + after), pad_token_id, np.int32)
     valid = np.zeros(tokens.shape, bool)
-    padded = np.zeros((len(asked), behind), np.float32)
+    padded = np.zeros((len(asked), after), np.float32)
     for row, (prompt, response, of_response) in enumerate(zip(asked, drawn, known, strict=True)):
         columns = slice(before - len(prompt), before + len(response))
         tokens[row, columns] = np.concatenate([prompt, response])

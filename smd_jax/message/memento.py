@@ -26,7 +26,7 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True, kw_only=True)
 class MementoBlocks:
-    """The engine's `BlockMaskingConfig`, with ids in place of texts.
+    """The engine's `BlockMaskingConfig`, with ids instead of texts.
 
     Attributes:
       block_start, block_end, summary_start, summary_end: ids of the special tokens.

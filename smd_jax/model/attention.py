@@ -285,7 +285,7 @@ def decode(
     attention: Callable[..., tuple[Array, Array]] = decode_attention if codes is None else decode_codes_attention
     arrays = (q, k, v, valid) if codes is None else (q, codes, k, v, valid)
     if impl == "xla":
-        # Plain products, which the compiler shards by itself.
+        # Plain products, which the compiler shards.
         return attention(*arrays, impl, softcap, sinks)
     return over_heads(partial(attention, impl=impl), *arrays)
 

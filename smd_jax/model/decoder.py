@@ -297,7 +297,7 @@ class Decoder(nn.Module):
         `smd_jax.model.attention.attend`. None chooses the fastest that can run.
       decode_impl: attention implementation of decoding, see `smd_jax.model.attention.decode`.
       scan_layers: loop over runs of at least four equal layers, so that compile time does not grow with the depth. On
-        CPUs a rollout is slower that way, see docs/models.md. False: every layer is compiled by itself.
+        CPUs a rollout is slower that way, see docs/models.md. False: every layer is compiled separately.
     """
 
     config: ModelConfig
@@ -345,7 +345,7 @@ class Decoder(nn.Module):
     ) -> tuple[Float[Array, "batch tokens hidden"], tuple[LayerState, ...]]:
         if self.has_variable("params", LORA):
             raise ValueError(
-                f"expected adapters in a collection of their own: apply(smd_jax.model.lora.variables_of(params), …); "
+                f"expected adapters in a separate collection: apply(smd_jax.model.lora.variables_of(params), …); "
                 f"got {LORA!r} among the parameters"
             )
         c = self.config
@@ -394,7 +394,7 @@ class Decoder(nn.Module):
         return one(layer_of(self.variables, index), rope, x, state)
 
     def _in_runs(self, layers: tuple[LayerState, ...]) -> Iterator[Sequence[LayerState]]:
-        """The states of each run; a state that several layers share is alone."""
+        """The states of each run; a state that several layers share appears once."""
         if not self.scan_layers or self.is_initializing() or any(run_of(state) is not None for state in layers):
             yield from ((state,) for state in layers)
             return

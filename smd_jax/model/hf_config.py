@@ -96,7 +96,7 @@ def _parsed(content: Mapping[str, Any]) -> Any:
     # Imported here, because it takes seconds.
     from smd_jax.text.hugging_face import CONFIG_MAPPING, StrictDataclassError, errors_only
 
-    # A copy, because transformers changes what it is given.
+    # A copy, because transformers changes its argument.
     fields = copy.deepcopy({key: value for key, value in content.items() if key not in _NOT_PARSED})
     fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     original = fields.get("original_max_position_embeddings")
@@ -299,7 +299,7 @@ def _differences(config: ModelConfig, model_type: str) -> list[str]:
 
 
 def _shortest(config: ModelConfig) -> ModelConfig:
-    """The same model, with defaults in place of lists and sizes that say the same."""
+    """The same model, with defaults instead of lists and sizes that say the same."""
     experts = config.experts
     return replace(
         config,

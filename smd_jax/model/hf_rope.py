@@ -44,7 +44,7 @@ def read_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | N
     if kind in ("yarn", "longrope"):
         fields.setdefault("factor", max_positions / fields["original_max_positions"])
     if kind == "yarn" and fields["factor"] > 1 and rope.get("mscale") and rope.get("mscale_all_dim"):
-        # DeepSeek's two mscales, in place of the factor.
+        # DeepSeek's two mscales, instead of the factor.
         above, below = (0.1 * rope[key] * math.log(fields["factor"]) + 1 for key in ("mscale", "mscale_all_dim"))
         fields.setdefault("attention_factor", above / below)
     return ROPES[kind](**fields)

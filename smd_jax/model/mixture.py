@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: a router chooses a few experts for every token.
+"""A mixture of experts instead of an MLP: a router chooses a few experts for every token.
 
     router logits ─► top k ─► gates (softmax of the chosen logits)        x ─► experts ─► sum of gate * expert(x)
 
@@ -195,5 +195,5 @@ def activated_pair(gate: Array, up: Array, experts: Experts, activation: Activat
 
 
 def routing_dtype(count: int) -> Any:
-    """The smallest integers that hold so many experts, and -1 for none."""
+    """The smallest integer dtype for indices of `count` experts, and -1 for none."""
     return jnp.int8 if count <= 2**7 else jnp.int16

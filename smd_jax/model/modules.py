@@ -110,7 +110,7 @@ def from_nnx(
     """Model and parameters of a flax.nnx module.
 
     The parameters are the module's `nnx.Param` variables, as an `nnx.State`; `nnx.update(module, params)` puts trained
-    ones back. Other variables, such as counters of random streams, stay as they are.
+    ones back. Other variables, such as counters of random streams, are unchanged.
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
@@ -126,7 +126,7 @@ def from_equinox(
 ) -> tuple[ModuleModel, Params]:
     """Model and parameters of an Equinox module.
 
-    The parameters are the module's floating-point arrays, as a module with None in place of everything else;
+    The parameters are the module's floating-point arrays, as a module with None instead of everything else;
     `equinox.combine(params, module)` puts trained ones back. Functions take modules of one example as Equinox has
     them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`.
 

@@ -136,7 +136,7 @@ class ModelShape:
       attention: implementations of attention.
       routing: of a model with experts; None: the model has none, or the library does not see them.
       runs: lengths of runs of consecutive equal layers, over which the model can loop: it takes a LayerRun for some of
-        a run's layers or all. Empty: every layer has a state of its own.
+        a run's layers or all. Empty: every layer has its own state.
     """
 
     num_layers: int

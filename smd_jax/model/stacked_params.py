@@ -56,7 +56,7 @@ def layers_of(variables: Mapping[str, Mapping[str, Any]], layers: range) -> dict
 def stack_params(params: Mapping[str, Any], runs: Sequence[range]) -> dict[str, Any]:
     """Parameters of a Decoder with each run of layers stacked under a key such as `layers_0_to_29`, adapters included.
 
-    Runs whose layers differ, and those that are stacked already, stay as they are.
+    Runs whose layers differ, and stacked ones, are unchanged.
     """
     new = _stacked(params, runs)
     if LORA in new:

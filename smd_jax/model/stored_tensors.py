@@ -157,7 +157,7 @@ def match_tensors(
 
 
 def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """With weights in place of the blocks and scales that hold them."""
+    """With weights instead of the blocks and scales that hold them."""
     stored = dict(stored)
     for name, (blocks_name, scales_name) in mxfp4_names(stored).items():
         blocks, scales = stored.pop(blocks_name), stored.pop(scales_name)

@@ -110,7 +110,7 @@ def own_file(directory: Path, name: str) -> Path:
     if not any(file.is_relative_to(place) for place in places):
         raise ValueError(
             f"expected {name} in {directory} itself, because the export copies it; got a link to {file}. Put a copy "
-            "of the file in place of the link"
+            "of the file instead of the link"
         )
     return file
 

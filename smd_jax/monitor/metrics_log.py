@@ -199,7 +199,7 @@ def numbers(metrics: Mapping[str, Scalar]) -> dict[str, float | int | None]:
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with NaN in place of None."""
+    """A row with NaN instead of None."""
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 

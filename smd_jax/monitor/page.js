@@ -1,5 +1,5 @@
 "use strict";
-// The viewer of shadow masks. Texts go in by textContent alone.
+// The viewer of shadow masks. Texts are inserted only by textContent.
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const make = (tag, name, text) => {
   const element = document.createElement(tag);
@@ -147,7 +147,7 @@ function viewer() {
   }
   // Turns of a conversation are underlined in two colours, one after the other.
   const turnOf = (token) => isTalk && (mask.turns[token] % 2 ? "odd-turn" : "even-turn");
-  // A fold takes a token from all heads at once; a budget takes it from each head by itself.
+  // A fold evicts a token from all heads at once; a budget evicts it per head.
   const wentTogether = (token) => isTalk && rows > 1 && allRows().every((row) => at(row, token) === at(0, token));
   function drawHeat(query) {
     const faded = (colour) => [pack(colour), pack(mix(colour, colours.card, 0.7))];

@@ -124,7 +124,7 @@ def _check(
 
 
 def _start(directory: Path, state: TrainState, config: object, noted: object) -> TrainState:
-    """The state of the newest readable checkpoint, or `state` where there is none.
+    """The state of the newest readable checkpoint, or `state` without one.
 
     Prints what differs from the checkpoint, and which checkpoints are damaged.
     """

@@ -189,12 +189,12 @@ def read_chunk(
     # After the kept keys, like the tokens of a segment.
     slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     number = jnp.int32(sampler.prompt_width)
-    spans, gone = _read_spans(sampler, rows, tokens, columns)
+    spans, span_evicted_at = _read_spans(sampler, rows, tokens, columns)
     hidden, cache, experts = read_tokens(
-        sampler, params, tokens, places, rows.cache, slots, columns, rows.start, number, gone
+        sampler, params, tokens, places, rows.cache, slots, columns, rows.start, number, span_evicted_at
     )
-    if gone is not None:
-        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, gone) < NEVER) for layer in cache)
+    if span_evicted_at is not None:
+        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, span_evicted_at) < NEVER) for layer in cache)
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
     written = jnp.where(there, after_prompt, response)
@@ -240,10 +240,10 @@ def _read_spans(
     key = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
 
     def one(carry: tuple[SpanState, Array], token: tuple[Array, Array]) -> tuple[tuple[SpanState, Array], None]:
-        spans, gone = carry
+        spans, span_evicted_at = carry
         spans, first, end = token_spans.advance(spans, *token)
         inside = (first[:, None] <= key) & (key < end[:, None])
-        return (spans, jnp.where(inside, token[1][:, None], gone)), None
+        return (spans, jnp.where(inside, token[1][:, None], span_evicted_at)), None
 
     assert rows.spans is not None, "prefill made it"
     never = jnp.full((tokens.shape[0], sampler.columns), NEVER, jnp.int32)
@@ -271,10 +271,10 @@ def _compressed(
     runs = zip(sampler.runs, compressions, rows.cache, state.evicted_at, strict=True)
     for layers, compression, layer, record in runs:
         layer = kv_cache.each_layer(settle, layer)
-        layer, gone = compression.in_place(layer, progress, newest, params, layers)
-        assert gone.dropped is not None, "the buffer is emptied"
+        layer, evicted = compression.in_place(layer, progress, newest, params, layers)
+        assert evicted.dropped is not None, "the buffer is emptied"
         cache.append(layer)
-        evicted_at.append(record_evictions(record, gone.dropped, boundary[:, None, None]))
+        evicted_at.append(record_evictions(record, evicted.dropped, boundary[:, None, None]))
     rows = rows.replace(cache=tuple(cache), cache_steps=jnp.zeros_like(rows.cache_steps))
     records = tuple(constrain_rows(record, record.ndim - 2) for record in evicted_at)
     others = constrain_rows(state.replace(rows=(), read=read, evicted_at=()))

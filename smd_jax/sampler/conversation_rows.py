@@ -76,7 +76,7 @@ def _without_cache(state: Conversations) -> Conversations:
 
 @jax.jit
 def _take(state: Conversations, row: Int[Array, ""]) -> Conversations:
-    """One row; `cache_steps`, which has no rows, as it is."""
+    """One row; `cache_steps`, which has no rows, is unchanged."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1) if x.ndim else x, state)
 
 

@@ -132,7 +132,7 @@ class Engine:
         if len(elsewhere := {device.process_index for device in self.mesh.devices.flat} - {jax.process_index()}):
             raise ValueError(
                 "expected a mesh of devices of this process, because the host sees every row: give each process an "
-                f"engine and prompts of its own; got devices of processes {sorted(elsewhere)}"
+                f"separate engine and prompts; got devices of processes {sorted(elsewhere)}"
             )
         check_rows(self.decode_rows, self.mesh, "a cache of decode_rows")
         check_rows(self.prefill_rows, self.mesh, "a prefill of prompts")

@@ -71,7 +71,7 @@ def own_reward(task: Task) -> RewardFunction:
             return own_reward(task.task)
         case DatasetTask():
             if task.reward_function is None:
-                raise ValueError("expected a reward function, because this data has none of its own; got None")
+                raise ValueError("expected a reward function, because this data defines none; got None")
             return task.reward_function
         case _:
             return task.reward

@@ -25,7 +25,7 @@ class UnloadableRewardError(RuntimeError):
 
 
 class CallsHere:
-    """Calls a function in this process and thread, without a limit: closures and state stay as they are."""
+    """Calls a function in this process and thread, without a limit: closures and state persist."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -150,7 +150,7 @@ def pickled_function(
             raise ValueError("one of the script or notebook that runs")
     except ValueError as error:
         raise ValueError(
-            f"expected {what} {name!r} that a process of its own can load: a function at the top of a module or of a "
+            f"expected {what} {name!r} that a separate process can load: a function at the top of a module or of a "
             f"file, or an object of a class there. Move it into a file, or give seconds=None, which runs it in this "
             f"process without a time limit; got {error}"
         ) from error

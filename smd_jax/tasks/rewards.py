@@ -226,7 +226,7 @@ class Rewards:
             outcome = self._callers[name].finish()
             values += [outcome] if isinstance(outcome, tuple) else outcome
         if not any(isinstance(value, tuple) for value in values):
-            together = f"reward {name!r} failed on {rows} completions together, though on none alone"
+            together = f"reward {name!r} failed on {rows} completions together, but on none of them separately"
             self._warn_once(name, failed[0], f"{together}: {failed[1]}")
         return values
 

@@ -77,7 +77,7 @@ class RowFormat:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[0]["role"] == "system":
-            raise ValueError(f"{where}: expected messages without a system prompt of their own; got {prompt[0]!r:.80}")
+            raise ValueError(f"{where}: expected messages without their own system prompt; got {prompt[0]!r:.80}")
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
 

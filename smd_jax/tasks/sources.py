@@ -5,7 +5,7 @@
     load_rows(DataSource("folder", split="test"))                            files in the Hub's layout
 
 `datasets` finds files and splits, and reads Parquet and Arrow. `smd_jax.tasks.text_files` reads CSV and JSON, and keeps
-their values as they are.
+their values unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of CSV, TSV and JSON files, with every value as the file has it.
 
-A field of CSV is text: "007", "NA" and "None" stay as they are. A value of JSON has the type that JSON gives it. Files
+A field of CSV is text: "007", "NA" and "None" are unchanged. A value of JSON has the type that JSON gives it. Files
 that would lose something are refused: two columns of one name, a row of another length, halves of characters.
 """
 

@@ -89,7 +89,7 @@ def encode_prompts(
     Raises:
       ValueError: no prompts; an empty prompt or one that is too long (naming its row); `width` outside the context; a
         tokenizer without a pad token.
-      TypeError: one text in place of a list.
+      TypeError: one text instead of a list.
     """
     if isinstance(texts, str):
         # A text is a sequence of texts, one for each character.
@@ -162,7 +162,7 @@ def check_prompts(prompts: PromptBatch, vocab_size: int) -> None:
     if gaps.any():
         row = int(np.argmax(gaps))
         raise ValueError(
-            f"expected prompts padded on the left alone, ending in the last column; got prompt {row} valid in columns "
+            f"expected prompts padded only on the left, ending in the last column; got prompt {row} valid in columns "
             f"{np.flatnonzero(valid[row]).tolist()} of {valid.shape[1]}"
         )
     outside = np.argwhere((tokens < 0) | (tokens >= vocab_size))

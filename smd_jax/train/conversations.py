@@ -224,7 +224,7 @@ class ConversationRollouts(Rollouts):
     def shapes(
         self, params: Params, prompts: int, policy: EvictionPolicy, config: RolloutConfig, group_size: int
     ) -> Trajectory:
-        """The shapes of the trajectory of so many prompts."""
+        """The shapes of the trajectory of this number of prompts."""
         sampler = conversation_sampler(self.model, policy, config, self.prompt_width)
         rows = prompts * group_size * self.contexts
 
@@ -237,7 +237,8 @@ class ConversationRollouts(Rollouts):
 
 
 def _measured(trajectory: Trajectory, contexts: np.ndarray, stats: Sequence[ConversationStats]) -> dict[str, float]:
-    """Metrics of conversations, of which each has so many `contexts`; `stats` are those of each context's batch."""
+    """Metrics of conversations; `contexts` is the number of contexts of each, `stats` are those of each context's
+    batch."""
     count = len(contexts)
     turns = np.asarray(jnp.max(trajectory.turns(), axis=1)).reshape(count, -1).sum(axis=1)
     sampled = sum(each.sampled for each in stats)

@@ -174,7 +174,7 @@ class Evaluator:
       task: its rows all count.
       mesh: devices of parameters and batches; one device by default.
       rewards: grades the completions; None: the task's own `reward`, in this process and without a time limit.
-      environment: samples and grades conversations in place of single completions. The first batch of each way of
+      environment: samples and grades conversations instead of single completions. The first batch of each way of
         decoding compiles its programs within `Evaluated.tokens_per_second`.
 
     Raises:

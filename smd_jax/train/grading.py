@@ -76,7 +76,7 @@ def grade(
         measured = sampled.measured | {"time/grading": time.perf_counter() - began}
     batch = gather_graded(data_shards, GradedBatch(completions, graded, measured))
     check_failures(batch.graded, grader.max_failed)
-    if not isinstance(grader, Rewards):  # Rewards has warned of its own
+    if not isinstance(grader, Rewards):  # Rewards has warned about its own failures
         for failure in batch.graded.failures[:1]:
             warnings.warn(failure.described(), RewardWarning, stacklevel=2)
     return batch

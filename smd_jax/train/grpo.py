@@ -41,10 +41,10 @@ class GRPOConfig(PolicyConfig):
         the loss; up to this many further rollouts are sampled to replace them (DAPO, arXiv:2503.14476). 0 only drops
         them; None keeps them, as in TRL. A step that needs fewer rollouts skips the prompts of the others.
       rollouts_ahead: 1 samples the next rollout while the learner takes its steps on this one, with the parameters
-        before those steps, see `smd_jax.train.async_rollout`; memory holds the parameters once more. The ratio of the
-        loss, with its clipping, corrects what is off-policy by age; the shadow mask keeps what is off-policy by
-        eviction exact. Rewards with their own processes are computed ahead, too; other rewards when the rollout is
-        used, in the main thread. 0 samples every rollout with the newest parameters.
+        before those steps, see `smd_jax.train.async_rollout`; memory holds the parameters once more. The clipped ratio
+        of the loss corrects for the age of the rollout; the shadow mask keeps the eviction exact. Rewards with their
+        own processes are computed ahead, too; other rewards when the rollout is used, in the main thread. 0 samples
+        every rollout with the newest parameters.
     """
 
     advantages: Estimator = "group_relative"
@@ -105,8 +105,8 @@ class GRPOLoop(Loop):
     """The static parts of a GRPO or RLOO run; see Loop.
 
     Raises:
-      ValueError: credit of turns with the KL in the reward or with RLOO; compaction with rows_per_prompt alone; and
-        what Loop raises.
+      ValueError: credit of turns with the KL in the reward or with RLOO; compaction with rows_per_prompt but without
+        pack_columns; and what Loop raises.
     """
 
     config: GRPOConfig

@@ -277,7 +277,7 @@ def _check_pack_columns(config: PolicyConfig) -> None:
 
 
 def _with_longest_response(update: UpdateConfig, rollout: RolloutConfig) -> UpdateConfig:
-    """The update with the longest allowed response as its fixed length, in place of a batch's columns."""
+    """The update with the longest allowed response as its fixed length, instead of a batch's columns."""
     if update.loss.weighting != FixedLength(None):
         return update
     return replace(update, loss=replace(update.loss, weighting=FixedLength(rollout.max_new_tokens)))

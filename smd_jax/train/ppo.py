@@ -167,8 +167,8 @@ class PPOLoop(Loop):
         super().__post_init__()
         if self.environment is not None and self.environment.compaction is not None:
             raise ValueError(
-                "expected compaction None with PPO, whose returns end with a row, where a conversation would go on in "
-                f"the next; got {self.environment.compaction}"
+                "expected compaction None with PPO, whose returns end with a row, where a conversation would continue "
+                f"in the next; got {self.environment.compaction}"
             )
 
     @cached_property

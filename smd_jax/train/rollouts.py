@@ -181,7 +181,7 @@ class Rollouts:
     def shapes(
         self, params: Params, prompts: int, policy: EvictionPolicy, config: RolloutConfig, group_size: int
     ) -> Trajectory:
-        """The shapes of the whole trajectory of so many prompts; call it under the mesh."""
+        """The shapes of the whole trajectory of this number of prompts; call it under the mesh."""
         copies = self._copies(prompts // len(self.placement.data_shards.process_groups), group_size)
         shapes = rows_on(self._prompt_shapes(prompts * copies), self.mesh)
         options = self._options(policy, config, group_size, copies)

@@ -249,14 +249,17 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
         ("no room for checksums", "OSError: checkpoint 1 in"),
         (
             "no room for checksums",
-            " | OtherProcessError: expected every process to go on; process 0 ended with OSError",
+            " | OtherProcessError: expected every process to continue; process 0 ended with OSError",
         ),
-        ("unseen file", "OtherProcessError: expected every process to go on; process 1 ended with DamagedCheckpoint"),
+        (
+            "unseen file",
+            "OtherProcessError: expected every process to continue; process 1 ended with DamagedCheckpoint",
+        ),
         ("unseen file", "checkpoint 2 in"),
         ("part that cannot be read", "DamagedCheckpointError: checkpoint 2 in"),
         (
             "part that cannot be read",
-            "OtherProcessError: expected every process to go on; process 1 ended with Damaged",
+            "OtherProcessError: expected every process to continue; process 1 ended with Damaged",
         ),
         ("data that cannot be read", "process 1 ended with OSError: no answer from the network | OSError: no answer"),
         ("prompts", "divide over 2 processes, because all completions of a prompt are sampled by one; got 3 prompts"),

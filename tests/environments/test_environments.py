@@ -153,7 +153,7 @@ def test_a_class_that_cannot_be_loaded_is_refused():
     class Local(Echo):
         pass
 
-    with pytest.raises(ValueError, match="expected an environment 'Local' that a process of its own can load"):
+    with pytest.raises(ValueError, match="expected an environment 'Local' that a separate process can load"):
         open_environments(Local)
     with pytest.raises(ValueError, match="expected a time limit > 0 seconds; got 0"):
         open_environments(Echo, 0.0)

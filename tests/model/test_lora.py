@@ -273,7 +273,7 @@ def test_what_has_adapters_gets_no_others():
 
 def test_flax_by_itself_must_not_overlook_adapters():
     t = trajectory()
-    with pytest.raises(ValueError, match=r"expected adapters in a collection of their own.*got 'lora' among the param"):
+    with pytest.raises(ValueError, match=r"expected adapters in a separate collection.*got 'lora' among the param"):
         MODEL.apply({"params": ADAPTED}, t.tokens, t.positions, t.mask)
     logits = MODEL.apply(variables_of(ADAPTED), t.tokens, t.positions, t.mask)
     assert_bitwise_equal(logits, apply_model(MODEL, ADAPTED, t.tokens, t.positions, t.mask))

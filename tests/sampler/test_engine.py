@@ -325,7 +325,7 @@ def test_prompts_without_tokens(lengths: list[int], message: str):
 @pytest.mark.parametrize("valid", [[True, True, False], [True, False, True]], ids=["right-padded", "with a gap"])
 def test_prompts_that_do_not_end_in_the_last_column(valid: list[bool]):
     batch = PromptBatch(jnp.ones((1, 3), jnp.int32), jnp.array([valid]))
-    with pytest.raises(ValueError, match="padded on the left alone, ending in the last column; got prompt 0"):
+    with pytest.raises(ValueError, match="padded only on the left, ending in the last column; got prompt 0"):
         rollout(MODEL, make_params(SHAPE), batch, jax.random.key(0), policy=Knorm(), config=SIZES)
 
 

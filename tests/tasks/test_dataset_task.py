@@ -85,7 +85,7 @@ def test_a_map_function_makes_rows():
         ([], {}, r"got \[\]"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "expected text, or chat messages .* of text"),
         ([USER, {"role": "assistant", "content": "2"}], {}, "expected messages that the model is to answer; .*'2'"),
-        ([SYSTEM, USER], {"system_prompt": "Add."}, "expected messages without a system prompt of their own"),
+        ([SYSTEM, USER], {"system_prompt": "Add."}, "expected messages without their own system prompt"),
         (
             "?",
             {"map_row": lambda row: {"prompt": row["question"]}},

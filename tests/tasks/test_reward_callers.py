@@ -82,7 +82,7 @@ def local_function():
 
 @pytest.mark.parametrize("function", [lambda completions: [0.0], local_function()], ids=["lambda", "local"])
 def test_what_another_process_cannot_find_is_refused_at_once(function):
-    with pytest.raises(ValueError, match="a process of its own can load.*Move it into a file, or give seconds=None"):
+    with pytest.raises(ValueError, match="a separate process can load.*Move it into a file, or give seconds=None"):
         Rewards((function,))
 
 

@@ -180,7 +180,7 @@ def test_what_is_no_list(returned):
 def test_a_function_that_fails_on_all_together_only():
     rewards = here(reward_cases.afraid_of_company)
     with pytest.warns(
-        RewardWarning, match="'afraid_of_company' failed on 3 completions together, though on none alone"
+        RewardWarning, match="'afraid_of_company' failed on 3 completions together, but on none of them separately"
     ):
         got = graded(rewards, ["a", "b", "c"])
     assert got.rewards.tolist() == [1, 1, 1] and got.failures == ()

@@ -166,7 +166,7 @@ def test_data_of_ones_own(tmp_path: Path):
     assert task[1]["prompt"][0] == {"role": "system", "content": "Add."}
     assert rewards(task, task[1], "abc") == [-3.0]
     assert own_reward(task) is own_reward(first_rows(task, 2)) is brevity
-    with pytest.raises(ValueError, match="expected a reward function, because this data has none of its own"):
+    with pytest.raises(ValueError, match="expected a reward function, because this data defines none"):
         own_reward(build_task(TaskChoice(path, prompt_column="question")))
     mapped = build_task(TaskChoice(path, map_row=lambda row: {"prompt": row["answer"]}, reward=brevity))
     assert isinstance(mapped, Task) and mapped[0] == {"prompt": "so #### 1"}

@@ -84,7 +84,7 @@ class SmdGRPOLearner(grpo_learner.GRPOLearner):
     def _generate_and_compute_advantage(self, training_input: dict[str, Any], mode: Mode = Mode.TRAIN) -> TrainExample:
         rollout = self.rl_cluster.rollout
         assert isinstance(rollout, SmdRollout)
-        # By the step, so that a resumed run goes on with other random numbers; evaluations have their own.
+        # By step, so that a resumed run continues with new random numbers; evaluations have separate ones.
         rollout.start_record(2 * self._iter_steps if mode == Mode.TRAIN else 2 * self._eval_iter_steps + 1)
         example: Any = super()._generate_and_compute_advantage(training_input, mode)
         trajectory = rollout.take_record()

@@ -78,7 +78,7 @@ class SmdRollout(base_rollout.BaseRollout):
         """Samples one completion per prompt. Its tokens include the end token, its text does not."""
         wrong = [type(prompt).__name__ for prompt in prompts if not isinstance(prompt, str)]
         if wrong:
-            # Tunix repeats the items of a list each by itself, but an array as a whole.
+            # Tunix repeats the items of a list one by one, but an array as a whole.
             raise TypeError(f"prompts: expected strings, in the data set a NumPy array of them; got {wrong[0]}")
         batch, group = self._encode(prompts, rollout_config.max_prompt_length)
         part = 0 if self._records is None else len(self._records)

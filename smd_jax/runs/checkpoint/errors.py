@@ -46,8 +46,8 @@ def damage_named(directory: str | Path, step: int) -> Iterator[None]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if is_trouble(error):
             raise OSError(
-                f"expected to read checkpoint {step} in {directory}; got {reason}. It stays as it is: try again, or "
-                "move it away to go on from an older one"
+                f"expected to read checkpoint {step} in {directory}; got {reason}. It is unchanged: try again, or "
+                "move it away to continue from an older one"
             ) from error
         raise DamagedCheckpointError(f"checkpoint {step} in {directory} cannot be read: {reason}") from error
 
