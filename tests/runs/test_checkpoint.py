@@ -336,7 +336,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, error):
 
     with monkeypatch.context() as patch:
         patch.setattr(reading, "check_files", unreadable)
-        with pytest.raises(OSError, match=r"expected to read checkpoint 6 in .*; got .*It stays as it is"):
+        with pytest.raises(OSError, match=r"expected to read checkpoint 6 in .*; got .*It is unchanged"):
             read(tmp_path)
     assert read(tmp_path).step == 6
 
