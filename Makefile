@@ -72,6 +72,7 @@ smollm2: $(STAMP)
 
 # Each worker takes whole files: programs that the tests of a file share are compiled once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+MARKED := slow or multiprocess or study
 
 # Every worker imports the library and all tests. Kept bytecode halves that time, whatever the shell says of bytecode.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
@@ -79,12 +80,12 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 # The tests that cover every package within minutes.
 test: export JAX_PLATFORMS ?= cpu
 test: $(STAMP)
-	$(PYTEST) -m "not (slow or multiprocess or study)" $(ARGS)
+	$(PYTEST) -m "not ($(MARKED))" $(ARGS)
 
-# Those and the marked tests in one go: the tests of a file share what a worker has imported, traced and compiled.
+# `make test`, then the marked tests.
 test-all: export JAX_PLATFORMS ?= cpu
-test-all: $(STAMP)
-	$(PYTEST) $(ARGS)
+test-all: test
+	$(PYTEST) -m "$(MARKED)" $(ARGS)
 
 # Every notebook from top to bottom, on CPU, against the sources as they are.
 notebooks: export JAX_PLATFORMS ?= cpu
