@@ -15,6 +15,7 @@ from reporting.page import by_seed, rate_words, reported, signed, table
 SEEDS = tuple(range(10, 20))
 PRIMARY = ("snapkv", 3e-4)  # policy and rate of the primary contrast
 IN_A_ROW = 3  # evaluations below half of the start's reward
+PLANNED = 40  # cells: two policies, four learners, five rates
 THRESHOLD = 0.86  # Sparrow's, of the 5th percentile of the agreement
 
 
@@ -86,8 +87,9 @@ the mean of the last three evaluations, minus the start.
 {cells_table(cells)}
 
 *Primary contrast*: at {rate_words(PRIMARY[1])} under SnapKV {counts[0]} of {len(SEEDS)} runs of bypass and {counts[1]}
-of {len(SEEDS)} of shadow masks collapse (p = {p:.2g}, Fisher's exact test). Sparrow's threshold is an agreement of
-learner and sampler below {THRESHOLD} (5th percentile over tokens).
+of {len(SEEDS)} of shadow masks collapse (p = {p:.2g}, Fisher's exact test); the plan predicted that bypass collapses and
+naive does not. Sparrow's threshold, an agreement of learner and sampler below {THRESHOLD} (5th percentile over tokens),
+is meant to predict a collapse. Of {PLANNED} planned lines of the table {len(cells)} are in.
 """
 
 
