@@ -18,7 +18,6 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import make_replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
-from smd_jax.losses.distillation import DistillConfig
 from smd_jax.memory.compiled import param_shapes
 from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
@@ -50,12 +49,11 @@ def assert_same_gradients(got, expected, at_most: float = 1e-5):
     ("sizes", "config"),
     [
         (HALVES, PLAIN),
-        (OVER_ALL, FULL),
+        (OVER_ALL, FULL),  # with a teacher
         ((2, 1, 1, 4), PLAIN),  # of which 18 columns are no multiple: they stay whole
         (HALVES, UpdateConfig(visibility="dense", correction=TIS(), entropy_coef=0.1)),
-        (HALVES, UpdateConfig(distill=DistillConfig(direction="forward"))),
     ],
-    ids=["halves", "every axis", "not divided", "dense learner", "teacher"],
+    ids=["halves", "every axis", "not divided", "dense learner"],
 )
 def test_an_update_is_the_same(sizes, config):
     (one, one_grads), (many, many_grads) = updated(ONE, config), updated(sizes, config)
@@ -120,7 +118,7 @@ def test_what_goes_around_is_tokens_against_heads():
 @pytest.mark.slow
 def test_a_device_holds_its_part_of_the_columns():
     """As compiled."""
-    config = tiny_model_config(vocab_size=32, max_positions=1024, num_layers=2, num_kv_heads=4)
+    config = tiny_model_config(vocab_size=32, max_positions=1024, num_layers=1, num_kv_heads=4)
     model = Decoder(config)
     whole, part = (
         program_of(model, make_mesh(sequence=ways), rows=2, columns=1024, update=True).memory_analysis()
@@ -130,10 +128,9 @@ def test_a_device_holds_its_part_of_the_columns():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 2, 2)], ids=str)
-def test_a_loop_takes_the_same_step(sizes):
+def test_a_loop_takes_the_same_step():
     one, one_rows = run(new_loop(DISTILLED), new_state(), 1)
-    many, many_rows = run(new_loop(DISTILLED, sizes=sizes), new_state(), 1)
+    many, many_rows = run(new_loop(DISTILLED, sizes=(2, 1, 2, 2)), new_state(), 1)
     for name in ("loss", "reward", "entropy", "distill", "grad_norm", "completions/mean_length"):
         np.testing.assert_allclose(many_rows[0][name], one_rows[0][name], rtol=1e-4, err_msg=name)
     close = [
