@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from smd_jax.tasks.task import Row, Task, batch_columns, completion_of, question_of
 
@@ -29,11 +32,17 @@ class RetryEnvironment:
         self._row, self._left = row, self.attempts
         return question_of(row["prompt"])
 
-    def step(self, text: str) -> tuple[str, float, bool]:
-        """The reward of the answer that ends the conversation; 0 before."""
+    def step(self, text: str) -> Any:
+        """The reward of the answer that ends the conversation; 0 before. Awaitable if the task grades so."""
         self._left -= 1
         prompt = self._row["prompt"]
         graded = self.task.reward([prompt], [completion_of(prompt, text)], **batch_columns([self._row]))
+        return self._graded_later(graded) if inspect.isawaitable(graded) else self._graded(graded)
+
+    async def _graded_later(self, graded: Awaitable[Sequence[float | None]]) -> tuple[str, float, bool]:
+        return self._graded(await graded)
+
+    def _graded(self, graded: Sequence[float | None]) -> tuple[str, float, bool]:
         reward = float(graded[0] or 0.0)
         done = reward >= self.right or not self._left
         return self.hint, reward if done else 0.0, done

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 from smd_jax.environments.protocol import Message, Opening
 from smd_jax.tasks.reward_calls import Caught
@@ -16,6 +16,7 @@ from smd_jax.tasks.task import Row
 # As Hermes, Qwen2.5 and Qwen3 write calls: {"name": …, "arguments": {…}}.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 LONGEST_RESULT = 2**16  # characters of a tool's result
+Step = tuple[str | list[Message], float, bool | str]  # what Environment.step gives
 
 
 class ToolCallError(ValueError):
@@ -26,7 +27,7 @@ def schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """JSON schemas of functions with type hints and a docstring that describes their arguments, as TRL's tools.
 
     Raises:
-      ValueError: a function without them; two of the same name.
+      ValueError: a function without them; two of the same name; one function in place of a list.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -34,6 +35,8 @@ def schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         get_json_schema,
     )
 
+    if callable(tools):
+        raise ValueError(f"expected a list of tools; got one, {getattr(tools, '__name__', tools)}")
     names = [tool.__name__ for tool in tools]
     if len(set(names)) < len(names) or not names:
         raise ValueError(f"expected tools with different names, at least one; got {names}")
@@ -81,12 +84,12 @@ class ToolEnvironment:
     tool's ends the conversation, with reward 0. A tool that raises tells the policy so.
 
     Attributes:
-      tools: functions as `schemas` takes them.
-      reward: `(answer, row) -> number`, for the text of the turn without a call.
+      tools: functions as `schemas` takes them; they may be async.
+      reward: `(answer, row) -> number`, for the text of the turn without a call; it may be async.
     """
 
     tools: Sequence[Callable[..., Any]]
-    reward: Callable[[str, Row], float]
+    reward: Callable[[str, Row], float | Awaitable[float]]
 
     def reset(self, row: Row) -> Opening:
         """The row's prompt, with the schemas of the tools."""
@@ -95,17 +98,21 @@ class ToolEnvironment:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return {"messages": messages, "tools": schemas(self.tools)}
 
-    def step(self, text: str) -> tuple[str | list[Message], float, bool | str]:
-        """The results of the calls, or the reward of the answer."""
+    def step(self, text: str) -> Any:
+        """The results of the calls, or the reward of the answer; to be awaited if a tool or the reward is async."""
         try:
-            calls = tool_calls(text)
-            if not calls:
-                return "", float(self.reward(text, self._row)), True
-            return [self._result(*call) for call in calls], 0.0, False
+            calls = [(self._tool(name, arguments), arguments) for name, arguments in tool_calls(text)]
         except ToolCallError as error:
             return "", 0.0, str(error)
+        if not calls:
+            reward = self.reward(text, self._row)
+            return _graded_later(reward) if inspect.isawaitable(reward) else _graded(reward)
+        results = [_called(tool, arguments) for tool, arguments in calls]
+        messages = [result for result in results if not inspect.isawaitable(result)]
+        return (messages, 0.0, False) if len(messages) == len(results) else _finished(results)
 
-    def _result(self, name: str, arguments: Mapping[str, Any]) -> Message:
+    def _tool(self, name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+        """The tool of a call. Raises ToolCallError for another name or arguments that do not fit."""
         named = {tool.__name__: tool for tool in self.tools}
         if name not in named:
             raise ToolCallError(f"expected a call of {', '.join(named)}; got {name[:60]!r}")
@@ -113,8 +120,38 @@ class ToolEnvironment:
             inspect.signature(named[name]).bind(**arguments)
         except TypeError as error:
             raise ToolCallError(f"expected arguments of {name}; got {str(error)[:100]}") from error
-        with Caught() as caught:
-            result = str(named[name](**arguments))[:LONGEST_RESULT]
-        if caught.error is not None:
-            result = f"{type(caught.error).__name__}: {str(caught.error)[:200]}"
-        return {"role": "tool", "name": name, "content": result}
+        return named[name]
+
+
+def _graded(reward: Any) -> Step:
+    if not isinstance(reward, SupportsFloat):
+        raise TypeError(f"expected reward(answer, row) to return a number; got {str(reward)[:100]}")
+    return "", float(reward), True
+
+
+async def _graded_later(reward: Awaitable[Any]) -> Step:
+    return _graded(await reward)
+
+
+def _called(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Message | Awaitable[Message]:
+    """Calls a tool; what it raises becomes its result."""
+    returned: Any = None
+    with Caught() as caught:
+        returned = tool(**arguments)
+    return _awaited(tool, returned) if inspect.isawaitable(returned) else _message(tool, returned, caught.error)
+
+
+async def _awaited(tool: Callable[..., Any], running: Awaitable[Any]) -> Message:
+    returned: Any = None
+    with Caught() as caught:
+        returned = await running
+    return _message(tool, returned, caught.error)
+
+
+async def _finished(results: Sequence[Message | Awaitable[Message]]) -> Step:
+    return [await result if inspect.isawaitable(result) else result for result in results], 0.0, False
+
+
+def _message(tool: Callable[..., Any], returned: Any, error: BaseException | None) -> Message:
+    result = str(returned)[:LONGEST_RESULT] if error is None else f"{type(error).__name__}: {str(error)[:200]}"
+    return {"role": "tool", "name": tool.__name__, "content": result}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import json
 from typing import Any
 
 import pytest
 
+from smd_jax.environments.processes import open_environments
 from smd_jax.environments.retry import RetryEnvironment
 from smd_jax.environments.tools import ToolEnvironment, schemas
+from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 
 
@@ -81,7 +86,62 @@ def test_a_bad_call_ends_the_conversation(environment: ToolEnvironment, text: st
         raise AssertionError(done)
 
 
+async def fetch(page: int) -> str:
+    """Reads a page.
+
+    Args:
+        page: its number
+    """
+    await asyncio.sleep(0)
+    if page < 0:
+        raise OSError("no such page")
+    return f"page {page}"
+
+
+async def graded_later(answer: str, row: dict[str, Any]) -> float:
+    await asyncio.sleep(0)
+    return graded(answer, row)
+
+
+def test_async_tools_and_rewards_are_awaited():
+    factory = functools.partial(ToolEnvironment, (add, fetch), graded_later)
+    environments = open_environments(factory, seconds=None)
+    environments.reset([{"prompt": "?", "answer": "4"}])
+    answers = []
+    for turn in (f"{call('fetch', page=3)}{call('add', a=1, b=1)}{call('fetch', page=-1)}", "4"):
+        environments.step(0, turn)
+        answers += [answer for _, answer in environments.receive(wait=True)]
+    environments.close()
+    assert [message["content"] for message in answers[0].content] == ["page 3", "2", "OSError: no such page"]
+    assert (answers[1].reward, answers[1].done) == (1.0, True)
+
+
+def test_retry_awaits_the_reward_of_a_task():
+    async def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(text == "4") for text in completions]
+
+    task = DatasetTask([{"prompt": "2 + 2?"}], reward)
+    environments = open_environments(functools.partial(RetryEnvironment, task), seconds=None)
+    environments.reset([task[0]])
+    found = []
+    for turn in ("5", "4"):
+        environments.step(0, turn)
+        found += [(answer.reward, answer.done) for _, answer in environments.receive(wait=True)]
+    environments.close()
+    assert found == [(0.0, False), (1.0, True)]
+
+
+def test_a_reward_that_gives_no_number():
+    environment = ToolEnvironment((add,), lambda answer, row: [1.0])  # pyright: ignore[reportArgumentType]
+    environment.reset({"prompt": "?"})
+    with pytest.raises(TypeError, match=r"expected reward\(answer, row\) to return a number; got \[1.0\]"):
+        environment.step("4")
+
+
 def test_tools_without_a_description_are_refused():
+    with pytest.raises(ValueError, match="expected a list of tools; got one, add"):
+        inspect.unwrap(schemas)(add)  # behind the types that tests check
     with pytest.raises(ValueError, match="expected a tool 'undescribed' with type hints and a docstring"):
         schemas([undescribed])
     with pytest.raises(ValueError, match="expected tools with different names"):

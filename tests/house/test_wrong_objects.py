@@ -1,0 +1,163 @@
+"""Objects of a wrong class at the doors of the Python API: each error says what was expected and what came."""
+
+import subprocess
+import sys
+
+# Under pytest, jaxtyping refuses these before the functions themselves can: what a user sees is seen without it.
+BEGIN = """
+from dataclasses import dataclass, replace
+import jax, jax.numpy as jnp, numpy as np, optax
+import smd_jax as smd
+from smd_jax.message import dense_mask
+from smd_jax.model import stack_params
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+
+config = tiny_model_config(num_layers=1)
+model, params, adam = smd.Decoder(config), random_params(config), optax.adam(1e-3)
+tokens = jnp.array([[0, 5, 6], [7, 8, 9]])
+prompts = smd.PromptBatch(tokens, tokens > 0)
+sizes = smd.RolloutConfig(max_new_tokens=4, budget=4, buffer=2)
+policy = smd.eviction.Knorm()
+key = jax.random.key(0)
+
+def sample(model=model, config=sizes, params=params):
+    return smd.rollout(model, params, prompts, key, policy=policy, config=config)
+
+trajectory = sample()
+batch = smd.TrainBatch(trajectory, jnp.ones(2), trajectory.logprobs)
+
+def step(update=smd.UpdateConfig(), **changed):
+    state = smd.init_state(jax.tree.map(jnp.copy, params), adam, key)
+    return smd.make_update(model, adam, update)(state, batch.replace(**changed))
+
+@dataclass
+class Unhashable:
+    shape = encode_positions = hidden = logits = compute_params = print
+
+@dataclass(frozen=True)
+class Term(smd.learner.Term):
+    metric: bool
+    def evaluate(self, inputs):
+        found = {"m": inputs.logprobs} if self.metric else {}
+        logprobs = inputs.logprobs if self.metric else inputs.logprobs_under["dense"]
+        return smd.learner.TermOutputs(logprobs.sum(), found)
+
+@dataclass(frozen=True)
+class Surrogate(smd.losses.Surrogate):
+    def terms(self, inputs):
+        return inputs.ratio * inputs.advantages
+
+@dataclass(frozen=True)
+class Correction(smd.corrections.Correction):
+    def terms(self, inputs):
+        return jnp.exp(inputs.old_logprobs - inputs.sampler_logprobs)
+
+def corrected(correction):
+    return smd.UpdateConfig(visibility="dense", correction=correction)
+
+def said(call):
+    try:
+        call()
+    except (TypeError, ValueError, KeyError) as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        print("accepted")
+
+"""
+
+MODEL = (
+    "TypeError: expected a model with shape, encode_positions, hidden, logits and compute_params, such as "
+    "smd.Decoder(config)"
+)
+CASES = [
+    ("sample(model=config)", f"{MODEL}; got ModelConfig"),
+    ("sample(model=smd.Decoder)", f"{MODEL}; got Decoder"),
+    ("smd.replay(params, model, trajectory)", f"{MODEL}; got dict"),
+    ("smd.Engine(config, policy, sizes, decode_rows=2)", f"{MODEL}; got ModelConfig"),
+    ("smd.make_update(config, adam, smd.UpdateConfig())", f"{MODEL}; got ModelConfig"),
+    (
+        "sample(model=Unhashable())",
+        "TypeError: expected a hashable model, because programs are compiled once per model: unhashable type: "
+        "'Unhashable'. Use a dataclass with frozen=True",
+    ),
+    ("sample(config={'budget': 4})", "TypeError: expected config to be a RolloutConfig; got dict"),
+    (
+        "smd.Engine(model, policy, smd.UpdateConfig(), decode_rows=2)",
+        "TypeError: expected config to be a RolloutConfig; got UpdateConfig",
+    ),
+    ("smd.replay(model, params, batch)", "TypeError: expected trajectory to be a Trajectory; got TrainBatch"),
+    (
+        "sample(params=random_params(tiny_model_config(num_layers=2)))",
+        "ValueError: expected parameters of 1 layers with tied embeddings, as the config says; got layers_1, too",
+    ),
+    (
+        "sample(params=stack_params(random_params(tiny_model_config(num_layers=4)), [range(4)]))",
+        "ValueError: expected parameters of 1 layers with tied embeddings, as the config says; got layers_0_to_3, too",
+    ),
+    (
+        "sample(params=random_params(replace(config, tie_embeddings=False)))",
+        "ValueError: expected parameters of 1 layers with tied embeddings, as the config says; got lm_head, too",
+    ),
+    (
+        "smd.encode_prompts(byte_tokenizer(), ['a', [{'role': 'user', 'content': 'b'}]])",
+        "TypeError: expected texts; got list as prompt 1. Chat messages become text by "
+        "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)",
+    ),
+    ("dense_mask(trajectory)", "TypeError: expected valid as an array, as jnp.asarray gives; got Trajectory"),
+    ("dense_mask(jnp.ones(3, bool))", "ValueError: expected valid of shape [batch, keys]; got [3]"),
+    (
+        "smd.init_state(adam, params, key)",
+        "TypeError: expected optimizer to be a GradientTransformation; got dict",
+    ),
+    ("smd.init_state(params, adam, 0)", "TypeError: expected a key of jax.random.key(seed); got 0"),
+    (
+        "smd.make_update(model, 1e-3, smd.UpdateConfig())",
+        "TypeError: expected optimizer to be a GradientTransformation; got float",
+    ),
+    (
+        "smd.learner.make_packed_update(model, adam, smd.losses.grpo())",
+        "TypeError: expected config to be a UpdateConfig; got LossConfig",
+    ),
+    (
+        "smd.learner.make_dpo_update(model, adam, smd.UpdateConfig())",
+        "TypeError: expected config to be a DPOUpdateConfig; got UpdateConfig",
+    ),
+    ("step(advantages=[1.0, 1.0])", "TypeError: expected advantages as an array, as jnp.asarray gives; got list"),
+    ("step(advantages=jnp.ones((2, 1)))", "ValueError: expected advantages of shape [2] or [2, 4]; got [2, 1]"),
+    ("step(old_logprobs=jnp.ones((2, 3)))", "ValueError: expected old_logprobs of shape [2, 4]; got [2, 3]"),
+    ("step(counted_rows=jnp.ones((2, 4), bool))", "ValueError: expected counted_rows of shape [2]; got [2, 4]"),
+    (
+        "smd.learner.Needs(logprobs={'full'})",
+        "ValueError: expected the masks in logprobs of Needs to be one of shadow, dense; got 'full'",
+    ),
+    (
+        "smd.learner.Needs(reference_logprobs={'full'})",
+        "ValueError: expected the masks in reference_logprobs of Needs to be one of shadow, dense; got 'full'",
+    ),
+    (
+        "step(smd.UpdateConfig(terms=(Term(False),)))",
+        "KeyError: \"expected a term that reads 'dense' to declare it: needs = Needs(logprobs={'dense'})\"",
+    ),
+    (
+        "step(smd.UpdateConfig(terms=(Term(True),)))",
+        "ValueError: expected a number as metric 'm' of Term; got shape [2, 4]",
+    ),
+    (
+        "step(smd.UpdateConfig(loss=smd.LossConfig(surrogate=Surrogate())))",
+        "TypeError: expected the result of Surrogate.terms to be a SurrogateTerms; got LinearizeTracer",
+    ),
+    (
+        "step(corrected(Correction()))",
+        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got DynamicJaxprTracer",
+    ),
+    (
+        "step(corrected(smd.corrections.Chain((smd.corrections.Naive(), Correction()))))",
+        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got DynamicJaxprTracer",
+    ),
+]
+
+
+def test_errors_of_wrong_objects():
+    program = BEGIN + "\n".join(f"said(lambda: {call})" for call, _ in CASES)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [message for _, message in CASES]
