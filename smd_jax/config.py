@@ -34,6 +34,12 @@ def check_whole(field: str, value: object, least: int, meaning: str = "") -> Non
         raise ValueError(f"expected {field} >= {least}, a whole number{note}; got {value!r}")
 
 
+def check_instance(name: str, value: object, kind: type) -> None:
+    """Raises TypeError unless `value` is an object of the class `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {name} to be a {kind.__name__}; got {type(value).__name__}")
+
+
 MAX_SEED = 2**32 - 1  # `jax.random.key` keeps 32 bits, so a larger seed would repeat the keys of a smaller one
 
 

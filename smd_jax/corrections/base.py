@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.config import check_instance
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import Level, at_level, bounded_exp, log_ratio_inside
 
@@ -151,6 +152,13 @@ def check_bounds(low_name: str, low: float | None, high_name: str, high: float |
 def bounds_of(low: float | None, high: float | None) -> tuple[float, float]:
     """Both bounds as numbers; None becomes 0 or infinity."""
     return 0.0 if low is None else low, math.inf if high is None else high
+
+
+def terms_of(correction: Correction, inputs: CorrectionInputs) -> CorrectionTerms:
+    """`correction.terms(inputs)`. Raises TypeError for a result of another class."""
+    terms = correction.terms(inputs)
+    check_instance(f"the result of {type(correction).__name__}.terms", terms, CorrectionTerms)
+    return terms
 
 
 # --- arithmetic

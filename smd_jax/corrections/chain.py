@@ -6,7 +6,14 @@ import functools
 import operator
 from dataclasses import dataclass
 
-from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, CorrectionTraits, combine_terms
+from smd_jax.corrections.base import (
+    Correction,
+    CorrectionInputs,
+    CorrectionTerms,
+    CorrectionTraits,
+    combine_terms,
+    terms_of,
+)
 from smd_jax.corrections.uncorrected import Naive
 from smd_jax.typed_fields import check_types
 
@@ -38,7 +45,7 @@ class Chain(Correction):
         return functools.reduce(operator.or_, [part.traits for part in self.parts])
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
-        return functools.reduce(combine_terms, [part.terms(inputs) for part in self.parts])
+        return functools.reduce(combine_terms, [terms_of(part, inputs) for part in self.parts])
 
 
 def split_by_time(correction: Correction) -> tuple[Correction, Correction | None]:

@@ -29,7 +29,7 @@ from smd_jax.learner.forward import (
     response_hidden,
 )
 from smd_jax.learner.reference import ReferenceSync
-from smd_jax.learner.state import Metrics, TrainState, reference_params
+from smd_jax.learner.state import Metrics, TrainState, check_parts, reference_params
 from smd_jax.learner.step import take_step
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.dpo import (
@@ -121,7 +121,11 @@ def make_dpo_update(
 
     The returned function raises ValueError for greedily sampled trajectories, pairs that do not divide into
     microbatches, and a missing reference.
+
+    Raises:
+      TypeError: for a model without the five members, and an optimizer or a config of another class.
     """
+    check_parts(model, optimizer, config, DPOUpdateConfig)
 
     def update(state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
         check_replayable(batch.chosen)

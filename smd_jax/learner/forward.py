@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from smd_jax.config import check_instance
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.message.masks import Mask
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.protocol import LanguageModel, Params, check_model
 from smd_jax.model.routing import check_expert_count
 from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.teacher_forced import hidden_and_router, hidden_states
@@ -107,8 +108,11 @@ def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: M
     """One teacher-forced pass. `mask` None replays the sampler's mask and reproduces its log-probabilities.
 
     Raises:
+      TypeError: for a model without the five members, or a trajectory of another class.
       ValueError: if the sampler was greedy.
     """
+    check_model(model)
+    check_instance("trajectory", trajectory, Trajectory)
     check_replayable(trajectory)
     mask = trajectory.mask if mask is None else mask
     return replay_hidden(model, params, response_hidden(model, params, trajectory, mask), trajectory)

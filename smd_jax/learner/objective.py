@@ -24,7 +24,7 @@ from smd_jax.learner.forward import (
 )
 from smd_jax.learner.prepare import Prepared
 from smd_jax.learner.state import Metrics, TrainState, reference_params
-from smd_jax.learner.terms import Term, TermInputs, TermOutputs
+from smd_jax.learner.terms import ComputedLogprobs, Term, TermInputs, TermOutputs
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
@@ -99,8 +99,10 @@ def _term_inputs(
         logprobs=learner.logprobs,
         entropy=learner.entropy,
         hidden=hidden,
-        logprobs_under=under,
-        reference_logprobs={seen: of_reference(seen) for seen in sorted(needs.reference_logprobs)},
+        logprobs_under=ComputedLogprobs("logprobs", under),
+        reference_logprobs=ComputedLogprobs(
+            "reference_logprobs", {seen: of_reference(seen) for seen in sorted(needs.reference_logprobs)}
+        ),
         values=values(params, hidden) if needs.values else None,
         evictions=evictions,
         router=router,
@@ -116,5 +118,8 @@ def _check_outputs(term: Term, outputs: Any, logged: Metrics) -> None:
     if not isinstance(outputs, TermOutputs):
         raise TypeError(f"expected TermOutputs from {name}.evaluate; got {type(outputs).__name__}")
     check_shape(f"the loss of {name}", outputs.loss, ())
+    for metric, value in outputs.metrics.items():
+        if jnp.shape(value):
+            raise ValueError(f"expected a number as metric {metric!r} of {name}; got shape {list(jnp.shape(value))}")
     if both := sorted(outputs.metrics.keys() & logged.keys()):
         raise ValueError(f"expected metrics from {name} that no other term logs; got {both}")

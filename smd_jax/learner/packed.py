@@ -40,7 +40,7 @@ from smd_jax.learner.packs import (
     with_distinct,
 )
 from smd_jax.learner.prepare import Prepared, prepare
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.learner.update import Update, apply_gradients
 from smd_jax.message.masks import Segments, ShadowMask
@@ -73,14 +73,17 @@ def make_packed_update(
     evictions and a minimum length, which cannot be packed.
 
     Raises:
+      TypeError: as `make_update`.
       ValueError: for shared beginnings with sliding windows shorter than a row.
     """
+    check_parts(model, optimizer, config, UpdateConfig)
     share = share_beginnings or config.rows_per_prompt > 1
     if share:
         check_windows(model.shape, config)
 
     @jax.jit
     def prepared_batch(state: TrainState, batch: TrainBatch) -> Prepared:
+        check_batch(batch)
         rows = rows_at_once(batch.advantages.shape[0], config)
         of_rows = replace(config, microbatch_size=rows, pack_columns=None, rows_per_prompt=1)
         return prepare(model, of_rows, state.params, batch)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms
+from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, terms_of
 from smd_jax.corrections.chain import flat_parts, split_by_time
 from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.entropy_term import TokenChoice
@@ -143,7 +143,7 @@ class PolicyTerm(Term):
         old = self.old_logprobs(batch)
         if early.traits.uses_mismatch and old is None:
             old = minibatch.replay(self.visibility).logprobs
-        correction = early.terms(_correction_inputs(batch, mask, old))
+        correction = terms_of(early, _correction_inputs(batch, mask, old))
         # Rejected tokens are not in the loss nor in its denominators.
         weights = self.loss.weighting.weights(correction.counted, batch.counted_rows)
         return PolicyWeights(correction, weights, old, self.choice.tokens(minibatch))
@@ -182,7 +182,7 @@ class PolicyTerm(Term):
             return prepared.correction.weights
         # Weights are constants of the step, without gradient.
         present = jax.lax.stop_gradient(logprobs)
-        terms = late.terms(_correction_inputs(inputs.batch, inputs.mask, prepared.old_logprobs, present))
+        terms = terms_of(late, _correction_inputs(inputs.batch, inputs.mask, prepared.old_logprobs, present))
         # The denominators were computed before the forward pass, so a late rejection only sets the weight to 0.
         return prepared.correction.weights * jnp.where(terms.counted, terms.weights, 0.0)
 

@@ -10,11 +10,13 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from smd_jax.config import check_instance
 from smd_jax.learner.storage import widened
 from smd_jax.learner.trained import shared_reference, trained_params, whole_reference
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.model.protocol import Params
+from smd_jax.model.protocol import Params, check_model
 from smd_jax.pytrees import any_leaves
+from smd_jax.shapes import check_shape
 
 Metrics = dict[str, Array]
 
@@ -66,6 +68,25 @@ class TrainBatch(struct.PyTreeNode):
     dense_old_logprobs: Float[Array, "batch R"] | None = None
 
 
+def check_parts(model: object, optimizer: object, config: object, kind: type) -> None:
+    """Raises TypeError for a model without the five members, an optimizer that is not optax's, and a config that is not
+    of the class `kind`."""
+    check_model(model)
+    check_instance("optimizer", optimizer, optax.GradientTransformation)
+    check_instance("config", config, kind)
+
+
+def check_batch(batch: TrainBatch) -> None:
+    """Raises TypeError for a batch of another class or lists in place of arrays, ValueError for arrays whose shapes do
+    not fit the trajectory."""
+    check_instance("batch", batch, TrainBatch)
+    tokens = batch.trajectory.response.shape
+    check_shape("advantages", batch.advantages, tokens[:1], tokens)
+    check_shape("counted_rows", batch.counted_rows, tokens[:1])
+    for name in ("old_logprobs", "old_values", "returns", "dense_old_logprobs"):
+        check_shape(name, getattr(batch, name), tokens)
+
+
 def init_state(
     params: Params, optimizer: optax.GradientTransformation, key: Key[Array, ""], reference: Params | None = None
 ) -> TrainState:
@@ -75,7 +96,13 @@ def init_state(
     adapters are not copied. With LoRA, None means the base.
 
     The optimizer's state is created for parameters in float32 or wider: a second moment in 16 bits would not change.
+
+    Raises:
+      TypeError: for an optimizer that is not optax's, or a key that is not of `jax.random.key`.
     """
+    check_instance("optimizer", optimizer, optax.GradientTransformation)
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"expected a key of jax.random.key(seed); got {key!r}")
     # One buffer cannot be donated twice, as policy and as reference.
     reference = jax.tree.map(jnp.copy, shared_reference(reference, params))
     opt_state = optimizer.init(widened(trained_params(params)))

@@ -15,11 +15,12 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.config import check_choice
 from smd_jax.learner.forward import Replay, Visibility
 from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import Metrics, TrainBatch
@@ -42,6 +43,9 @@ class Needs:
       evictions: whether the term reads the log-probabilities of the recorded draws of evictions.
       values: whether the term reads the critic's values.
       router: whether the term reads the router logits of a model with experts.
+
+    Raises:
+      ValueError: for a mask that is neither "shadow" nor "dense".
     """
 
     logprobs: frozenset[Visibility] = frozenset()
@@ -51,6 +55,11 @@ class Needs:
     evictions: bool = False
     values: bool = False
     router: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("logprobs", "reference_logprobs"):
+            for mask in getattr(self, field):
+                check_choice(f"the masks in {field} of Needs", mask, get_args(Visibility))
 
     def __or__(self, other: Needs) -> Needs:
         """What both need."""
@@ -63,6 +72,17 @@ class Needs:
             self.values or other.values,
             self.router or other.router,
         )
+
+
+class ComputedLogprobs(dict[Visibility, Array]):
+    """Log-probabilities by mask. A mask that no term needs raises a KeyError that names the field of `Needs`."""
+
+    def __init__(self, field: str, computed: Mapping[Visibility, Array]) -> None:
+        super().__init__(computed)
+        self.field = field
+
+    def __missing__(self, mask: object) -> Array:
+        raise KeyError(f"expected a term that reads {mask!r} to declare it: needs = Needs({self.field}={{{mask!r}}})")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import RowOutputs, make_objective
 from smd_jax.learner.prepare import Prepared, prepare
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts
 from smd_jax.learner.step import take_step
 from smd_jax.learner.terms import TermResults
 from smd_jax.learner.trained import of_trained, trained_params
@@ -47,11 +47,16 @@ def make_update(
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.devices.sharding`, or without a mesh.
 
     The returned function raises ValueError for a greedily sampled trajectory, rows that do not divide into
-    microbatches, and a missing reference, critic's head or targets.
+    microbatches, arrays whose shapes do not fit the trajectory, and a missing reference, critic's head or targets.
+
+    Raises:
+      TypeError: for a model without the five members, and an optimizer or a config of another class.
     """
+    check_parts(model, optimizer, config, UpdateConfig)
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         # Checks of structure and static fields, which run at trace time.
+        check_batch(batch)
         check_replayable(batch.trajectory)
         check_reference(config, state)
 

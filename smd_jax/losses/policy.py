@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.config import check_choice
+from smd_jax.config import check_choice, check_instance
 from smd_jax.losses.kl import KLEstimator, reference_kl
-from smd_jax.losses.surrogates import Clip, Surrogate, SurrogateInputs, Unclipped
+from smd_jax.losses.surrogates import Clip, Surrogate, SurrogateInputs, SurrogateTerms, Unclipped
 from smd_jax.losses.weighting import TokenMean, TokenWeighting
 from smd_jax.metrics import token_mean
 from smd_jax.pytrees import any_leaves
@@ -165,6 +165,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     ratio = bounded_exp(log_ratio)
 
     surrogate = config.surrogate.terms(SurrogateInputs(ratio, logprobs, advantages))
+    check_instance(f"the result of {type(config.surrogate).__name__}.terms", surrogate, SurrogateTerms)
     objective = _corrected(surrogate.objective, inputs.correction_weights, inside)
     kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config)
     if config.use_bias_correction_kl:

@@ -170,7 +170,13 @@ def _runs(indices: np.ndarray) -> str:
 
 
 def dense_mask(valid: Bool[Array, "batch keys"]) -> ShadowMask:
-    """The mask without eviction: causal, padding invisible; shared by all layers and heads."""
+    """The mask without eviction: causal, padding invisible; shared by all layers and heads.
+
+    Raises:
+      TypeError: unless `valid` is an array.
+      ValueError: for an array of another rank.
+    """
+    check_shape("valid", valid, ("batch", "keys"))
     return ShadowMask(jnp.where(valid, NEVER, 0).astype(jnp.int32)[:, None, None, :])
 
 

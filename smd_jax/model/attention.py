@@ -153,7 +153,9 @@ def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
     if isinstance(mask, KeyInterval):
         if not queries == keys == mask.evicted_at.shape[-1]:
             got = f"{queries} queries, {keys} keys and a mask of {mask.evicted_at.shape[-1]}"
-            raise ValueError(f"expected as many queries as keys and intervals; got {got}")
+            raise ValueError(
+                f"expected as many queries as keys and intervals, in arrays [batch, heads, tokens, head_dim]; got {got}"
+            )
         name, got, wanted = "mask.evicted_at", mask.evicted_at.shape, (batch, kv_heads, keys)
     elif isinstance(mask, jax.Array | np.ndarray):
         name, got, wanted = "mask", mask.shape, (batch, kv_heads, queries, keys)

@@ -218,3 +218,19 @@ class LanguageModel(Protocol):
         reads every matrix once per step, and float32 is twice the bytes of bfloat16. `return params` is also
         correct."""
         ...
+
+
+def check_model(model: object) -> None:
+    """Raises TypeError unless the object has the five members of a model and can be hashed; a class is no model."""
+    if isinstance(model, type) or not isinstance(model, LanguageModel):
+        raise TypeError(
+            "expected a model with shape, encode_positions, hidden, logits and compute_params, such as "
+            f"smd.Decoder(config); got {model.__name__ if isinstance(model, type) else type(model).__name__}"
+        )
+    try:
+        hash(model)
+    except TypeError as error:
+        raise TypeError(
+            f"expected a hashable model, because programs are compiled once per model: {error}. Use a dataclass with "
+            "frozen=True"
+        ) from error

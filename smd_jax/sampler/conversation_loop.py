@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Key
 
-from smd_jax.config import check_whole
-from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.config import check_instance, check_whole
+from smd_jax.eviction.base import EvictionPolicy, check_policy
 from smd_jax.message.trajectory import Trajectory, check_finite
-from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.protocol import LanguageModel, Params, check_model
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation import (
     Conversations,
@@ -153,10 +153,14 @@ def converse(
     answer is read in chunks of `config.buffer` tokens, and the cache is compressed after each.
 
     Raises:
+      TypeError: a model, policy, config or prompts of another class, as `rollout`.
       ValueError: decode_rows that do not divide the conversations, neither `config.eos_token_id` nor `stop`, a
         quantised cache, and what `rollout` raises.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
+    check_model(model)
+    check_policy(policy)
+    check_instance("config", config, RolloutConfig)
     check_whole("group_size", group_size, 1)
     check_prompts(prompts, model.shape.vocab_size)
     if stop is not None:

@@ -15,11 +15,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
-from smd_jax.config import check_whole
+from smd_jax.config import check_instance, check_whole
 from smd_jax.devices.sharding import gathered_tree
 from smd_jax.eviction.base import EvictionPolicy, check_policy
 from smd_jax.message.trajectory import Trajectory, check_finite
-from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.protocol import LanguageModel, Params, check_model
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
 from smd_jax.sampler.config import check_limits
@@ -64,8 +64,9 @@ def rollout(
         group: random policies evict the same keys of each copy. Static.
 
     Raises:
-      TypeError: for a policy that is no EvictionPolicy, cannot be hashed or has settings that are no fields; for
-        prompts that are no PromptBatch of whole numbers and booleans.
+      TypeError: for a model without the five members, or a config of another class; for a policy that is no
+        EvictionPolicy, cannot be hashed or has settings that are no fields; for prompts that are no PromptBatch of
+        whole numbers and booleans.
       ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
         for prompts that are empty, not left-padded or hold ids outside of the vocabulary, and limits outside
         1 … max_new_tokens; for a group_size below 1, stop strings of another vocabulary, and keys that are not
@@ -75,8 +76,10 @@ def rollout(
 
     Inside a jitted function the values of prompts, limits and logits are not checked.
     """
-    # Before jit, which hashes the policy.
+    # Before jit, which hashes them.
+    check_model(model)
     check_policy(policy)
+    check_instance("config", config, RolloutConfig)
     check_prompt_batch(prompts)
     check_whole("group_size", group_size, 1)
     check_whole("prompt_copies", prompt_copies, 1)

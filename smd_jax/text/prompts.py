@@ -89,11 +89,21 @@ def encode_prompts(
     Raises:
       ValueError: no prompts; an empty prompt or one that is too long (naming its row); `width` outside the context; a
         tokenizer without a pad token.
+<<<<<<< HEAD
       TypeError: one text instead of a list.
+=======
+      TypeError: one text in place of a list, or prompts that are no texts.
+>>>>>>> 3432d96 (Objects of a wrong class, arrays of wrong shape and parameters of another model end in errors that say what was expected, at the doors of the Python API)
     """
     if isinstance(texts, str):
         # A text is a sequence of texts, one for each character.
         raise TypeError(f"expected a list of texts; got one text, {texts[:80]!r}")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"expected texts; got {type(text).__name__} as prompt {index}. Chat messages become text by "
+                "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)"
+            )
     pad = pad_token_id(tokenizer)
     rows = [encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
     longest, reason = (max_positions, "the model's context") if width is None else (width, "the width of the batch")
