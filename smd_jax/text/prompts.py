@@ -89,11 +89,7 @@ def encode_prompts(
     Raises:
       ValueError: no prompts; an empty prompt or one that is too long (naming its row); `width` outside the context; a
         tokenizer without a pad token.
-<<<<<<< HEAD
-      TypeError: one text instead of a list.
-=======
-      TypeError: one text in place of a list, or prompts that are no texts.
->>>>>>> 3432d96 (Objects of a wrong class, arrays of wrong shape and parameters of another model end in errors that say what was expected, at the doors of the Python API)
+      TypeError: one text instead of a list, or prompts that are no texts.
     """
     if isinstance(texts, str):
         # A text is a sequence of texts, one for each character.
