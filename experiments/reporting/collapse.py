@@ -88,8 +88,8 @@ the mean of the last three evaluations, minus the start.
 
 *Primary contrast*: at {rate_words(PRIMARY[1])} under SnapKV {counts[0]} of {len(SEEDS)} runs of bypass and {counts[1]}
 of {len(SEEDS)} of shadow masks collapse (p = {p:.2g}, Fisher's exact test); the plan predicted that bypass collapses
-and naive does not. Sparrow's threshold, an agreement of learner and sampler below {THRESHOLD} (5th percentile over tokens),
-is meant to predict a collapse. Of {PLANNED} planned lines of the table {len(cells)} are in.
+and naive does not. Sparrow's threshold, an agreement of learner and sampler below {THRESHOLD} (5th percentile over
+tokens), is meant to predict a collapse. Of {PLANNED} planned lines of the table {len(cells)} are in.
 """
 
 

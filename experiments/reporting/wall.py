@@ -61,7 +61,8 @@ the mean of temperature 1 and greedy; it chose the rate of each way on a pilot s
 {tables}
 
 *Primary contrast*, walks of {PRIMARY:,} steps: {OURS} minus {rival}, the best full-cache way of the pilot: {lead}
-(p = {p:.2g}). One core computes a row at a time; an accelerator was not measured.
+(p = {p:.2g}). Not run yet: {", ".join(way for way in MEANING if way not in ways) or "nothing"}. An accelerator was not
+measured.
 """
 
 
