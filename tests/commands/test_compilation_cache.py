@@ -43,7 +43,7 @@ def programs(folder: Path) -> int:
 def test_programs_are_kept_and_found(tmp_path: Path):
     folder = tmp_path / "programs"
     said, found = run(folder)
-    assert f"kept in {folder}" in said and not found
+    assert f"cached in {folder}" in said and not found
     kept = programs(folder)
     assert kept > 0
     said, found = run(folder)
