@@ -47,12 +47,12 @@ def test_programs_are_kept_and_found(tmp_path: Path):
     kept = programs(folder)
     assert kept > 0
     said, found = run(folder)
-    assert "kept in" not in said, "its place is said once"
+    assert "cached in" not in said, "its place is said once"
     assert found == kept == programs(folder)
 
 
 def test_the_users_own_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
     said, _ = run(tmp_path / "programs")
-    assert "kept in" not in said and not programs(tmp_path / "programs")
+    assert "cached in" not in said and not programs(tmp_path / "programs")
     assert programs(tmp_path / "own") > 0
