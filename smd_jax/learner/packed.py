@@ -83,6 +83,7 @@ def make_packed_update(
 
     @jax.jit
     def prepared_batch(state: TrainState, batch: TrainBatch) -> Prepared:
+        check_replayable(batch.trajectory)
         check_batch(batch)
         rows = rows_at_once(batch.advantages.shape[0], config)
         of_rows = replace(config, microbatch_size=rows, pack_columns=None, rows_per_prompt=1)

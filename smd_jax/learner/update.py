@@ -56,8 +56,8 @@ def make_update(
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         # Checks of structure and static fields, which run at trace time.
-        check_batch(batch)
         check_replayable(batch.trajectory)
+        check_batch(batch)
         check_reference(config, state)
 
         once = shared_prompt(model, config.rows_per_prompt, batch.trajectory.prompt_width)
