@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smd_jax.tasks.reward_calls import when_ready
 from smd_jax.tasks.task import Row, Task, batch_columns, completion_of, question_of
 
 
@@ -37,10 +37,7 @@ class RetryEnvironment:
         self._left -= 1
         prompt = self._row["prompt"]
         graded = self.task.reward([prompt], [completion_of(prompt, text)], **batch_columns([self._row]))
-        return self._graded_later(graded) if inspect.isawaitable(graded) else self._graded(graded)
-
-    async def _graded_later(self, graded: Awaitable[Sequence[float | None]]) -> tuple[str, float, bool]:
-        return self._graded(await graded)
+        return when_ready(graded, self._graded)
 
     def _graded(self, graded: Sequence[float | None]) -> tuple[str, float, bool]:
         reward = float(graded[0] or 0.0)

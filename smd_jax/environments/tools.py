@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 from smd_jax.environments.protocol import Message, Opening
-from smd_jax.tasks.reward_calls import Caught
+from smd_jax.tasks.reward_calls import Caught, when_ready
 from smd_jax.tasks.task import Row
 
 # As Hermes, Qwen2.5 and Qwen3 write calls: {"name": …, "arguments": {…}}.
@@ -105,8 +105,7 @@ class ToolEnvironment:
         except ToolCallError as error:
             return "", 0.0, str(error)
         if not calls:
-            reward = self.reward(text, self._row)
-            return _graded_later(reward) if inspect.isawaitable(reward) else _graded(reward)
+            return when_ready(self.reward(text, self._row), _graded)
         results = [_called(tool, arguments) for tool, arguments in calls]
         messages = [result for result in results if not inspect.isawaitable(result)]
         return (messages, 0.0, False) if len(messages) == len(results) else _finished(results)
@@ -127,10 +126,6 @@ def _graded(reward: Any) -> Step:
     if not isinstance(reward, SupportsFloat):
         raise TypeError(f"expected reward(answer, row) to return a number; got {str(reward)[:100]}")
     return "", float(reward), True
-
-
-async def _graded_later(reward: Awaitable[Any]) -> Step:
-    return _graded(await reward)
 
 
 def _called(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Message | Awaitable[Message]:

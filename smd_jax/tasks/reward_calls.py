@@ -161,6 +161,15 @@ async def awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
+def when_ready(value: Any, use: Callable[[Any], Any]) -> Any:
+    """`use(value)`; for an awaitable, a coroutine that gives `use` of its result."""
+
+    async def later() -> Any:
+        return use(await value)
+
+    return later() if inspect.isawaitable(value) else use(value)
+
+
 class EventLoop:
     """One event loop for all calls, because an async function may keep a client that belongs to it.
 
