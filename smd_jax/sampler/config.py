@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from smd_jax.cache.quantized import slot_bytes, table_bytes
-from smd_jax.config import ModelConfig, check_whole
+from smd_jax.config import ModelConfig, check_instance, check_whole
 from smd_jax.eviction.base import EvictionPolicy, check_budget, check_policy
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
-from smd_jax.model.protocol import ModelShape
+from smd_jax.model.protocol import ModelShape, check_model
 from smd_jax.typed_fields import check_types
 
 
@@ -74,6 +74,13 @@ class RolloutConfig:
                 "expected prefill_chunk None with a quantised cache, because a prompt is quantised as a whole; got "
                 f"{self.prefill_chunk}"
             )
+
+
+def check_sampler(model: object, policy: object, config: object) -> None:
+    """Raises TypeError for a model, a policy or a config by which no sampler can be compiled."""
+    check_model(model)
+    check_policy(policy)
+    check_instance("config", config, RolloutConfig)
 
 
 def plan(

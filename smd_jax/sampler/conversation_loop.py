@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Key
 
-from smd_jax.config import check_instance, check_whole
-from smd_jax.eviction.base import EvictionPolicy, check_policy
+from smd_jax.config import check_whole
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory, check_finite
-from smd_jax.model.protocol import LanguageModel, Params, check_model
-from smd_jax.sampler.config import RolloutConfig
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.config import RolloutConfig, check_sampler
 from smd_jax.sampler.conversation import (
     Conversations,
     begin_conversations,
@@ -158,9 +158,7 @@ def converse(
         quantised cache, and what `rollout` raises.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
-    check_model(model)
-    check_policy(policy)
-    check_instance("config", config, RolloutConfig)
+    check_sampler(model, policy, config)
     check_whole("group_size", group_size, 1)
     check_prompts(prompts, model.shape.vocab_size)
     if stop is not None:

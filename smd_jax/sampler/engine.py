@@ -29,12 +29,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
-from smd_jax.config import check_instance, check_whole
+from smd_jax.config import check_whole
 from smd_jax.devices.sharding import batch_sharding, check_rows, row_ways
-from smd_jax.eviction.base import EvictionPolicy, check_policy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.model.protocol import LanguageModel, Params, check_model
-from smd_jax.sampler.config import RolloutConfig, check_limits
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.sampler.config import RolloutConfig, check_limits, check_sampler
 from smd_jax.sampler.host_records import HostRecords
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import gathered_params
@@ -124,9 +124,7 @@ class Engine:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        check_model(self.model)
-        check_policy(self.policy)
-        check_instance("config", self.config, RolloutConfig)
+        check_sampler(self.model, self.policy, self.config)
         check_whole("decode_rows", self.decode_rows, 1)
         check_whole("prefill_rows", self.prefill_rows, 1)
         if self.mesh is None:

@@ -15,14 +15,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
-from smd_jax.config import check_instance, check_whole
+from smd_jax.config import check_whole
 from smd_jax.devices.sharding import gathered_tree
-from smd_jax.eviction.base import EvictionPolicy, check_policy
+from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory, check_finite
-from smd_jax.model.protocol import LanguageModel, Params, check_model
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
-from smd_jax.sampler.config import check_limits
+from smd_jax.sampler.config import check_limits, check_sampler
 from smd_jax.sampler.config import plan as plan
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import sampler_params
@@ -77,9 +77,7 @@ def rollout(
     Inside a jitted function the values of prompts, limits and logits are not checked.
     """
     # Before jit, which hashes them.
-    check_model(model)
-    check_policy(policy)
-    check_instance("config", config, RolloutConfig)
+    check_sampler(model, policy, config)
     check_prompt_batch(prompts)
     check_whole("group_size", group_size, 1)
     check_whole("prompt_copies", prompt_copies, 1)
