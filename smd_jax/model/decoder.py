@@ -46,14 +46,13 @@ from smd_jax.config import Activation, ModelConfig, check_choice
 from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_embedding
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
-from smd_jax.model.layer_runs import carry_layers, equal_runs, layers_in_name, run_layers, run_of, state_kind
+from smd_jax.model.layer_runs import carry_layers, equal_runs, run_layers, run_of, state_kind
 from smd_jax.model.lora import LORA, variables_of
 from smd_jax.model.mixture import Mixture, Routing
 from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, Routed, RoutingShape
 from smd_jax.model.rope import Rope, rope_tables, rotate
-from smd_jax.model.short_text import some
-from smd_jax.model.stacked_params import layer_of, layers_of, stack_params
+from smd_jax.model.stacked_params import check_names, layer_of, layers_of, stack_params
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 from smd_jax.pytrees import stack, unstack
 from smd_kernels.reference import product_precision, soft_capped
@@ -480,7 +479,7 @@ class Decoder(nn.Module):
         layers: tuple[LayerState, ...],
     ) -> tuple[Float[Array, "batch tokens hidden"], tuple[LayerState, ...]]:
         """The normalised last hidden state, and every layer's new state."""
-        self._check_names(params)
+        check_names(params, self.config.num_layers, self.config.tie_embeddings)
         return self._apply(params, Decoder._hidden, tokens, positions, attend, layers)
 
     @nn.nowrap
@@ -491,22 +490,6 @@ class Decoder(nn.Module):
     @nn.nowrap
     def _apply(self, params: Params, method: Callable[..., Any], *args: Any) -> Any:
         return self.apply(variables_of(params), *args, method=method)
-
-    @nn.nowrap
-    def _check_names(self, params: Mapping[str, Any]) -> None:
-        """Raises ValueError for parameters that this configuration would not read. Flax raises for missing ones."""
-        layers = self.config.num_layers
-        read = {f"layers_{index}" for index in range(layers)}
-        runs = {name: run for name in params if (run := layers_in_name(name)) is not None}
-        unread = [name for name in params if name.startswith("layers_") and name not in read | runs.keys()]
-        unread += [name for name, run in runs.items() if run.stop > layers]
-        if self.config.tie_embeddings and "lm_head" in params:
-            unread.append("lm_head")
-        if unread:
-            head = "tied embeddings" if self.config.tie_embeddings else "an lm_head"
-            raise ValueError(
-                f"expected parameters of {layers} layers with {head}, as the config says; got {some(unread)}, too"
-            )
 
     @nn.nowrap
     def compute_params(self, params: Mapping[str, Any]) -> Params:

@@ -15,6 +15,7 @@ import jax
 
 from smd_jax.model.layer_runs import layers_in_name, run_name, structure
 from smd_jax.model.lora import LORA
+from smd_jax.model.short_text import some
 from smd_jax.pytrees import stack, unstack
 
 
@@ -22,6 +23,24 @@ def _runs_in(tree: Mapping[str, Any]) -> dict[range, str]:
     """The stacked runs of a tree, and their keys."""
     names = ((layers_in_name(name), name) for name in tree)
     return {layers: name for layers, name in names if layers is not None}
+
+
+def check_names(params: Mapping[str, Any], layers: int, tied: bool) -> None:
+    """Raises ValueError for parameters that a model of so many layers would not read. Flax raises for missing ones.
+
+    Args:
+      tied: whether the embeddings are the output layer, so that there is no lm_head.
+    """
+    read = {f"layers_{index}" for index in range(layers)}
+    read |= {name for run, name in _runs_in(params).items() if run.stop <= layers}
+    unread = [name for name in params if name.startswith("layers_") and name not in read]
+    if tied and "lm_head" in params:
+        unread.append("lm_head")
+    if unread:
+        head = "tied embeddings" if tied else "an lm_head"
+        raise ValueError(
+            f"expected parameters of {layers} layers with {head}, as the config says; got {some(unread)}, too"
+        )
 
 
 def layer_of(variables: Mapping[str, Mapping[str, Any]], index: int) -> dict[str, Any]:
