@@ -156,8 +156,8 @@ class LongRope:
     """LongRoPE (arXiv:2402.13753) as in transformers `_compute_longrope_parameters`, used by Phi-3 and Phi-4-mini.
 
     Each frequency has its own divisor: of `short_factor` in a model whose `max_positions` is at most
-      `original_max_positions`, else of `long_factor`. transformers chooses by the length of the batch, and reads the
-      prompt again if a response crosses the limit. Here one choice holds for a run, so that cached keys stay right.
+    `original_max_positions`, else of `long_factor`. transformers chooses by the length of the batch, and reads the
+    prompt again if a response crosses the limit. Here one choice holds for a run, so that cached keys stay right.
 
     Attributes:
       short_factor, long_factor: one divisor for each frequency.

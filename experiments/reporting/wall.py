@@ -41,9 +41,10 @@ def best_full(rows: Sequence[Row], length: int) -> str:
 
 def section(rows: Sequence[Row]) -> str:
     """Empty until the ways of the primary contrast are complete."""
-    if not {OURS, *FULL} <= complete(rows, PRIMARY).keys():
+    ways = complete(rows, PRIMARY)
+    if not {OURS, *FULL} <= ways.keys():
         return ""
-    ways, rival = complete(rows, PRIMARY), best_full(rows, PRIMARY)
+    rival = best_full(rows, PRIMARY)
     lead, p = plain(difference(ways[OURS], ways[rival], "own")), p_value(ways[OURS], ways[rival], "own")
     tables = "\n\n".join(
         f"Walks of {length:,} steps:\n\n{ways_table(found)}"
