@@ -90,9 +90,8 @@ def make_packed_update(
         return prepare(model, of_rows, state.params, batch)
 
     def of_part(state: TrainState, prepared: Prepared, places: Packs) -> Any:
-        objective = of_trained(make_objective(model, config, state), state.params)
-        part = packed_part(prepared, places)
-        (loss, (sums, terms)), grads = jax.value_and_grad(objective, has_aux=True)(trained_params(state.params), part)
+        gradient = jax.value_and_grad(of_trained(make_objective(model, config, state), state.params), has_aux=True)
+        (loss, (sums, terms)), grads = gradient(trained_params(state.params), packed_part(prepared, places))
         return loss, sums, grads, terms
 
     @jax.jit
