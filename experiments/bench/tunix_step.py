@@ -3,9 +3,9 @@
 Question   The integration replaces Tunix' sampler, mask and model. Does a whole step (rollout, update) become slower?
 Command    PYTHONPATH=.:kernels PYTHON experiments/bench/tunix_step.py --group 4 --new-tokens 128 --steps 7
            --out experiments/results/tunix_step_cpu.json, with the PYTHON of an environment as in docs/tunix.md
-Cost       4 minutes on two loaded cores
-Result     experiments/results/tunix_step_cpu.json: ours takes 0.56 of the time a token (median of seven pairs, 0.39 to
-           0.81), with 14 other processes on two cores. Both parts are faster; the models are two implementations.
+Cost       one minute on two idle cores
+Result     experiments/results/tunix_step_cpu.json: ours takes 0.62 of the time a token (median of seven pairs, 0.58 to
+           0.68). Both parts are faster; the models are two implementations.
 
 Engines    tunix    Tunix' Llama3, its vanilla sampler with a dense cache, GRPOLearner with the loss "grpo"
            ours     our Decoder of the same sizes in an Actor, SmdRollout (H2O), SmdGRPOLearner with "smd_grpo"
