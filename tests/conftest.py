@@ -46,8 +46,10 @@ gc.set_threshold(100_000, 50, 50)
 
 MAPS = Path("/proc/self/maps")
 MEMORY = Path("/proc/self/statm")
-MAX_MAPS = 20_000
-MAX_BYTES = 1_500_000_000
+MAX_MAPS = 40_000
+PAGE = os.sysconf("SC_PAGE_SIZE")
+# A drop takes more than a second, and what is dropped compiles again. Two workers take a third of the memory.
+MAX_BYTES = max(1_500_000_000, os.sysconf("SC_PHYS_PAGES") * PAGE // 6)
 TESTS_DONE = itertools.count(1)
 JITTED = type(jax.jit(len))
 
@@ -96,7 +98,7 @@ PROGRAMS = Programs()
 
 
 def resident_bytes() -> int:
-    return int(MEMORY.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(MEMORY.read_text().split()[1]) * PAGE
 
 
 def maps() -> int:

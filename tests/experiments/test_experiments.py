@@ -19,11 +19,12 @@ pytestmark = pytest.mark.study
 
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").rglob("*.json"))
-# Scripts of finished measurements, which commits b191876 and d6de491 have.
+# Scripts of finished measurements, which commits b191876, d6de491 and 71ba418 have.
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
     *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "collectives_experts"),
+    *("engine_records", "folds", "horizon"),
 }
 
 
