@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 
 from smd_jax.typed_fields import WrittenRepr, added, check_types
@@ -37,7 +38,9 @@ def check_whole(field: str, value: object, least: int, meaning: str = "") -> Non
 def check_instance(name: str, value: object, kind: type) -> None:
     """Raises TypeError unless `value` is an object of the class `kind`."""
     if not isinstance(value, kind):
-        raise TypeError(f"expected {name} to be a {kind.__name__}; got {type(value).__name__}")
+        # Inside jit the type of an array is that of JAX's tracer.
+        got = "an array" if isinstance(value, jax.Array) else type(value).__name__
+        raise TypeError(f"expected {name} to be a {kind.__name__}; got {got}")
 
 
 MAX_SEED = 2**32 - 1  # `jax.random.key` keeps 32 bits, so a larger seed would repeat the keys of a smaller one

@@ -83,6 +83,21 @@ def _leaf_bytes(leaf: Any) -> int:
 
 
 @contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`. The file that the body writes there replaces `path` at its end: a reader, and who
+    comes after a crash, finds the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        # On the disk before the rename: otherwise a power cut could leave an empty file.
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
 def disk_errors_named(path: Path) -> Iterator[None]:
     """Adds the path and the free space to disk errors of its body, in one line."""
     try:

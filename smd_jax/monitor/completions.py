@@ -8,7 +8,6 @@ directory/completions/masks_00020.npz               the shadow masks of the firs
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from smd_jax.disk import replaced
 from smd_jax.monitor.progress import TextFile, summary_table
 from smd_jax.monitor.saved_masks import SavedMask, extract_mask, save_masks
 from smd_jax.text.prompts import Tokenizer
@@ -130,12 +130,10 @@ def write_parquet(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> Non
     import pyarrow
     import pyarrow.parquet
 
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
     # Lone surrogates, which JSON files can hold, are not valid UTF-8.
     table = pyarrow.table({name: [_whole(value) for value in values] for name, values in columns.items()})
-    pyarrow.parquet.write_table(table, temporary)
-    os.replace(temporary, path)
+    with replaced(Path(path)) as temporary:
+        pyarrow.parquet.write_table(table, temporary)
 
 
 def print_completions(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from smd_jax.disk import replaced
 from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.value import VALUE_METRICS
 from smd_jax.metrics import CORRECTION_METRICS, EVALUATION_METRICS, SAMPLER_LEARNER_METRICS
@@ -144,7 +144,8 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for step, line in rows if next_step is None or step < next_step]
         # Checked before it is replaced: a file with an unreadable line stays unchanged.
-        _replace(self.path, b"".join(line + b"\n" for line in kept))
+        with replaced(self.path) as temporary:
+            temporary.write_bytes(b"".join(line + b"\n" for line in kept))
         self._last_step = max((step for step, _ in rows if next_step is not None and step < next_step), default=None)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
 
@@ -242,14 +243,3 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError(f"{path}, line {number}: expected a JSON object with an integer 'step'; got {line[:80]!r}")
     return row["step"]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replaces the file atomically: a crash leaves either the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        # On the disk before the rename: otherwise a power cut could leave an empty file.
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

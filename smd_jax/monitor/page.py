@@ -13,13 +13,13 @@ import base64
 import hashlib
 import io
 import json
-import os
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from smd_jax.disk import replaced
 from smd_jax.monitor.curves import Run, load_runs, main_metrics
 from smd_jax.monitor.run_plots import runs_figure, save_figure
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
@@ -47,9 +47,9 @@ def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_j
     runs = load_runs(paths)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(out.name + ".tmp")
-    temporary.write_text(page_text(runs, title), encoding="utf-8")
-    os.replace(temporary, out)
+    text = page_text(runs, title)
+    with replaced(out) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return [run.path for run in runs]
 
 

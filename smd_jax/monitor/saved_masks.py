@@ -18,6 +18,7 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Bool, Integer
 
+from smd_jax.disk import replaced
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.text.prompts import Tokenizer
 
@@ -106,11 +107,9 @@ def save_masks(path: str | Path, masks: list[SavedMask]) -> None:
             f"{number}/reward": np.array(mask.reward, np.float64),
             f"{number}/turns": np.array(mask.turns, np.int32),
         }
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    # Given a name without .npz, numpy would add it.
+    with replaced(Path(path)) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    os.replace(temporary, path)
 
 
 def load_masks(path: str | Path) -> list[SavedMask]:

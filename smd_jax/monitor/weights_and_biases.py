@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from smd_jax.disk import replaced
 from smd_jax.monitor.loggers import check_installed, dashboard_name
 
 Mode = Literal["online", "offline"]
@@ -81,6 +82,5 @@ class WandbLogger:
         self._run.finish()
 
     def _keep(self, next_step: int) -> None:
-        temporary = self._file.with_name(self._file.name + ".tmp")
-        temporary.write_text(json.dumps({"id": self._id, "next_step": next_step}) + "\n")
-        os.replace(temporary, self._file)
+        with replaced(self._file) as temporary:
+            temporary.write_text(json.dumps({"id": self._id, "next_step": next_step}) + "\n")

@@ -144,15 +144,15 @@ CASES = [
     ),
     (
         "step(smd.UpdateConfig(loss=smd.LossConfig(surrogate=Surrogate())))",
-        "TypeError: expected the result of Surrogate.terms to be a SurrogateTerms; got LinearizeTracer",
+        "TypeError: expected the result of Surrogate.terms to be a SurrogateTerms; got an array",
     ),
     (
         "step(corrected(Correction()))",
-        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got DynamicJaxprTracer",
+        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got an array",
     ),
     (
         "step(corrected(smd.corrections.Chain((smd.corrections.Naive(), Correction()))))",
-        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got DynamicJaxprTracer",
+        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got an array",
     ),
 ]
 

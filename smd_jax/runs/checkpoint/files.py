@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from smd_jax.disk import replaced
 from smd_jax.runs.checkpoint.errors import OtherFormatError
 
 FORMAT = 1
@@ -164,9 +165,8 @@ def write_checksums(folder: Path) -> None:
     """Writes `checksums.json` into `folder`, with every file in its items."""
     sums = {file.relative_to(folder).as_posix(): _crc32(file) for item in ITEMS for file in _files(folder / item)}
     # Renamed when complete: a partial list would make good files look damaged.
-    temporary = folder / f"{CHECKSUMS}.tmp"
-    temporary.write_text(json.dumps(sums), encoding="utf-8")
-    temporary.replace(folder / CHECKSUMS)
+    with replaced(folder / CHECKSUMS) as temporary:
+        temporary.write_text(json.dumps(sums), encoding="utf-8")
 
 
 def check_files(folder: Path, items: Sequence[str]) -> None:
