@@ -19,7 +19,7 @@ from PIL import Image
 from lib.files import RESULTS, ROOT, Row, read_rows, write_text
 from lib.provenance import is_clean
 from lib.starts import check_one_start
-from reporting import appendix, body, dose, dose_figure, figure, front
+from reporting import appendix, body, dose, dose_figure, figure, front, reruns
 from reporting.page import reflow
 from reporting.room import first_cell, other_cells
 
@@ -52,14 +52,16 @@ def check_rows() -> None:
 
 def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     """Path -> text of both pages."""
-    room = first_cell(rows["room"])
-    report = front.page(room, other_cells(rows["room"])) + "\n" + body.text(rows)
-    return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(rows, room))}
+    planned = reruns.without(rows)
+    room = first_cell(planned["room"])
+    report = front.page(room, other_cells(planned["room"])) + "\n" + body.text(rows)
+    return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(planned, room))}
 
 
 def figures(rows: dict[str, list[Row]]) -> dict[Path, tuple[Callable[[Path, str], None], str]]:
     """Path -> what draws the figure there, and the digest of its rows."""
-    room, doses = first_cell(rows["room"]), dose.cells_of(rows["dose.json"])
+    planned = reruns.without(rows)
+    room, doses = first_cell(planned["room"]), dose.cells_of(planned["dose.json"])
     found = {RESULTS / front.FIGURE: (partial(figure.draw, room), digest(room))}
     if len(doses) >= dose.FEWEST:
         found[RESULTS / dose.FIGURE] = (partial(dose_figure.draw, doses), digest(doses))

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lib.files import Row
-from reporting import collapse, dose, room, tools, wall
+from reporting import collapse, dose, reruns, room, tools, wall
 from reporting.page import hours, table
 
 Rows = dict[str, list[Row]]
 
 
 def text(rows: Rows) -> str:
+    planned = reruns.without(rows)
     sections = (
-        other_cells(room.other_cells(rows["room"])),
-        dose.section(rows["dose.json"]),
+        other_cells(room.other_cells(planned["room"])),
+        dose.section(planned["dose.json"]),
+        reruns.section(rows),
         wall.section(rows["wall.json"]),
         collapse.section(rows["collapse.json"]),
         tools.section(rows["agents.json"]),
