@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import report
-from lib.files import read_rows, write_rows
+from lib.files import Row, read_rows, write_rows
 from lib.intervals import Estimate
-from reporting import collapse, dose, room, wall
+from reporting import collapse, dose, reruns, room, wall
 from reporting.page import difference, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
@@ -205,3 +205,29 @@ def test_the_wall_compares_with_the_best_full_cache_way_of_the_pilot():
     assert "mixed-50 minus full-updates, the best full-cache way of the pilot: +0.065 ± 0.004" in text
     rows.remove(next(row for row in rows if row["way"] == "full-4-bit" and row["seed"] == 12))
     assert wall.section(rows) == ""
+
+
+def rerun_rows(arm: str, seeds: Iterable[int], reward: float, rate: float = 1e-3) -> list[Row]:
+    """Rows of both cells; the rewards of the seeds alternate around `reward`."""
+    made = []
+    for _, (task, policy, budget) in reruns.CELLS.values():
+        cell = {"task": task, "policy": policy, "budget": budget, "pilot": False, "arm": arm, "learning_rate": rate}
+        made += [cell | {"seed": seed, "sparse_greedy": reward + 0.01 * (-1) ** seed} for seed in seeds]
+    return made
+
+
+def test_a_rerun_is_compared_with_the_first_interval():
+    first = rerun_rows("mixed-50", range(10, 16), 0.7) + rerun_rows("tis", range(10, 16), 0.6)
+    # At the rate of the other column; and paired differences spread only where one arm's seeds do not alternate.
+    first += rerun_rows("tis", range(10, 16), 0.1, rate=3e-4)
+    for row in first:
+        row["sparse_greedy"] += 0.01 * (-1) ** row["seed"] * (row["arm"] == "mixed-50")
+    near = rerun_rows("mixed-50", reruns.SEEDS, 0.71) + rerun_rows("tis", reruns.SEEDS, 0.6)
+    far = rerun_rows("mixed-50", reruns.SEEDS, 0.72) + rerun_rows("tis", reruns.SEEDS, 0.6)
+    # Differences of 0.1 ± 0.01: their t interval over six seeds is 2.571 · 0.01095 / sqrt(6) = 0.0115 wide to a side.
+    for again, answer in ((near, "+0.110 ± 0.000 | yes |"), (far, "+0.120 ± 0.000 | no |")):
+        files = {file: [*first, *again] for file in ("room", "dose.json")}
+        text = reruns.section(files)
+        assert text.count(f"| 6 | +0.100 ± 0.011 | 6 | {answer}") == 2, text
+        assert reruns.without(files)["room"] == first
+    assert reruns.section({"room": first + near[:-1], "dose.json": first + near}) == ""
