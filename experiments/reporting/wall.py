@@ -13,6 +13,7 @@ LENGTHS = (512, 1024)
 PRIMARY = 1024  # steps of the walks of the primary contrast
 OURS = "mixed-50"
 FULL = ("full-turns", "full-updates", "full-4-bit")
+BUDGET = ("tis", "shadow")  # the other learners under the budget
 MEANING = {
     "full-turns": "32 completions with the full cache, in turns",
     "full-updates": "rollouts of 4 completions with the full cache",
@@ -52,6 +53,8 @@ def section(rows: Sequence[Row]) -> str:
         if OURS in (found := complete(rows, length))
     )
     seconds = ways[OURS][0]["seconds"]
+    missing = [way for way in MEANING if way not in ways]
+    missing += [f"walks of {length:,} steps" for length in LENGTHS if not complete(rows, length)]
     return f"""## The memory wall
 
 Which way earns the most reward from given bytes of KV cache and given time? Walks on a graph, bytes of four rows
@@ -62,9 +65,15 @@ the mean of temperature 1 and greedy; it chose the rate of each way on a pilot s
 {tables}
 
 *Primary contrast*, walks of {PRIMARY:,} steps: {OURS} minus {rival}, the best full-cache way of the pilot: {lead}
-(p = {p:.2g}). Not run yet: {", ".join(way for way in MEANING if way not in ways) or "nothing"}. An accelerator was not
-measured.
+(p = {p:.2g}). {learners(ways, rival)}
+Not run yet: {", ".join(missing) or "nothing"}. An accelerator was not measured.
 """
+
+
+def learners(ways: Ways, rival: str) -> str:
+    """The leads of the other learners under the budget over the full cache; empty before they are complete."""
+    leads = [f"{way} {plain(difference(ways[way], ways[rival], 'own'))}" for way in BUDGET if way in ways]
+    return f"Exploratory: {', '.join(leads)} against the same way." if leads else ""
 
 
 def ways_table(ways: Ways) -> str:

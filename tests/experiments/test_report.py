@@ -203,6 +203,9 @@ def test_the_wall_compares_with_the_best_full_cache_way_of_the_pilot():
     # 0.35 - 0.31 + 0.002 * 12.5; t(0.975, 5) = 2.571, s = 0.00374.
     text = " ".join(wall.section(rows).split())
     assert "mixed-50 minus full-updates, the best full-cache way of the pilot: +0.065 ± 0.004" in text
+    # 0.33 - 0.31 and 0.34 - 0.31 in every seed.
+    assert "Exploratory: tis +0.020 ± 0.000, shadow +0.030 ± 0.000 against the same way" in text
+    assert "Not run yet: walks of 512 steps." in text
     rows.remove(next(row for row in rows if row["way"] == "full-4-bit" and row["seed"] == 12))
     assert wall.section(rows) == ""
 
