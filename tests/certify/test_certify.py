@@ -163,6 +163,7 @@ MIXED = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_expert_routing_is_replayed(arrays):
     """Of a model with experts in two of three layers: tokens go where the record says, not where the router would."""
     model, params = smd.Decoder(MIXED), wide_params(MIXED)

@@ -44,6 +44,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     main([*words, "--output-dir", str(run), "--max-steps", "1", "--print-completions", "1"])

@@ -91,6 +91,7 @@ def test_a_run_from_a_directory_to_a_directory(
     assert_same_model(tmp_path / "again", tmp_path / "last")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])
 def test_the_other_algorithms_take_a_step(algorithm: str, train_words: Words, tmp_path: Path):
     more = [] if algorithm == "online-dpo" else ["--distill", "none"]

@@ -118,6 +118,7 @@ def test_an_update_gives_the_same_loss_and_gradients(sizes, config):
         assert distance(other, gradient) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_an_update_by_blocks_gives_the_same(monkeypatch):
     """Logits of two columns at a time on every device, the vocabulary in two parts."""
     expected_metrics, expected = updated(ONE, PLAIN)

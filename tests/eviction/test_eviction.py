@@ -325,6 +325,7 @@ def test_random_goes_by_position_and_not_by_slot():
         np.testing.assert_array_equal(_score_jitted(Random())(moved), np.roll(score, shift, axis=2))
 
 
+@pytest.mark.slow
 def test_random_draws_anew_at_every_compression_and_layer():
     """In a rollout of two layers: no two choices among the same slots are the same."""
     config = replace(SHAPES["GQA"], num_layers=2)

@@ -254,6 +254,7 @@ def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, form: str):
     assert gap(model, fixed.replace(mask=fixed.dense_mask())) > 1e-2, "nothing was evicted that mattered"
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     """Rows and heads of every statistic on devices of their own."""
     policy, params = RunningNorm(), make_params(SHAPE)

@@ -61,6 +61,7 @@ def no_replay(visibility: Visibility) -> Replay:
     raise AssertionError(f"the weights need no log-probabilities; got a request for {visibility!r}")
 
 
+@pytest.mark.slow
 def test_weights_of_more_tokens_than_a_root_of_32_bits():
     """The square of 49,152 tokens is more than 2**31."""
     trajectory = sampled(CONFIG, "H2O")

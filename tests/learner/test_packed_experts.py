@@ -97,6 +97,7 @@ def branches(other: int | None) -> list[Branch]:
     return [Branch([*beginning, *end], sampled, routed_experts=to) for end, to in zip(ends, routed, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "shared"), [(None, 8), (6, 6), (0, 0)])
 def test_branches_share_tokens_of_the_same_experts(other: int | None, shared: int):
     rows = to_trajectory(branches(other), experts=EXPERTS, layers=1, kv_heads=1)

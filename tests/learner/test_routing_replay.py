@@ -84,6 +84,7 @@ def test_the_record_decides(chunk: int | None):
     assert gap(CONFIG, nothing).max() <= 2e-5, "in float32 the learner's router chooses the same"
 
 
+@pytest.mark.slow
 def test_the_engine_records_the_same():
     engine = Engine(Decoder(CONFIG), POLICIES["H2O"], SIZES, decode_rows=4, prefill_rows=2)
     found = engine.run(params_of(CONFIG), PROMPTS, jax.random.key(3), group_size=2).trajectory

@@ -95,6 +95,7 @@ MANY_TERMS = UpdateConfig(
 )
 
 
+@pytest.mark.slow
 def test_random_trees_are_separate_rows():
     for seed in range(3):
         batch = random_batch(seed)

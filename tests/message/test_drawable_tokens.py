@@ -218,6 +218,7 @@ def test_a_minimum_length_delays_the_end():
         assert jnp.abs(difference).max() < 2e-5
 
 
+@pytest.mark.slow
 def test_padding_keeps_ordinary_numbers():
     """Its token need not be in any set, and a row may end before the minimum length, if it is cut off there."""
     trajectory = sampled("all")

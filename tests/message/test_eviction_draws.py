@@ -212,6 +212,7 @@ def test_draws_come_as_often_as_their_probability_says():
     assert (np.asarray(decided.dropped) == [EMPTY, 0, 2]).all() and decided.logprob is None
 
 
+@pytest.mark.slow
 def test_engine_records_the_same():
     """Rows seated late, prompts in batches of their own widths."""
     shape, config = CASES["MHA"]
@@ -283,6 +284,7 @@ def test_prompts_that_are_read_once():
     assert once["evictions/logp_difference/max"] <= BOUND
 
 
+@pytest.mark.slow
 def test_rows_of_a_group_share_the_draw_of_their_prompt():
     """The prompt is read once for both; rows that read it by themselves have draws of their own."""
     shared, own = (np.asarray(recorded_draws(batch(size)[1].trajectory)[1].logprobs) for size in (2, 1))

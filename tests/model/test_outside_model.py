@@ -98,6 +98,7 @@ def test_identity(name: str):
         assert gap(trajectory, trajectory.dense_mask()) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_learner_without_windows_is_another_policy():
     trajectory = rolled("Dense")
     assert gap(trajectory, trajectory.dense_mask()) <= 2e-5, "the dense mask of a trajectory knows of no window"
@@ -156,6 +157,7 @@ def test_windows_of_a_dense_mask_against_booleans():
 # --- the update, the engine, the mesh
 
 
+@pytest.mark.slow
 def test_the_engine_gives_what_a_batch_gives():
     whole, engine = rolled("SnapKV", model=TWO_LAYERS), Engine(TWO_LAYERS, POLICIES["SnapKV"], SIZES, 3, prefill_rows=2)
     done = engine.run(params(TWO_LAYERS), PROMPTS, jax.random.key(3))

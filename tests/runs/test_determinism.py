@@ -49,6 +49,7 @@ def test_twenty_rollouts_equal_ten_and_a_kill_and_ten(tmp_path: Path):
     assert all(learnt), "a run in which nothing is learnt would prove nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "seed"), [(CONFIG, 4), (replace(CONFIG, seed=1), 3)], ids=["of the state's key", "of the rows' order"]
 )

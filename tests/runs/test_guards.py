@@ -283,6 +283,7 @@ def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():
     assert new_loop(naive).max_difference is None
 
 
+@pytest.mark.slow
 def test_the_file_is_where_the_run_is(tmp_path: Path):
     with pytest.raises(RefusedRolloutError) as caught:
         train(tampered(without_evictions), new_state(), RunConfig(steps=3), tmp_path)

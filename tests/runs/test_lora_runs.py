@@ -57,6 +57,7 @@ def test_a_run_resumes_to_the_last_bit_without_the_base_in_its_checkpoints(tmp_p
     assert_bitwise_equal(jax.device_get(base_params(resumed.params)), jax.device_get(warm_params()))
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(tmp_path: Path):
     start(tmp_path, 1)
     other = jax.tree.map(jnp.copy, warm_params())

@@ -101,7 +101,8 @@ def trained(make: Any, config: UpdateConfig, name: str) -> tuple[Any, dict[str, 
     return state.params, {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize(("name", "shares"), [("Dense", True), pytest.param("SnapKV", False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "shares"), [("Dense", True), ("SnapKV", False)])
 def test_contexts_train_as_one_tree(name: str, shares: bool):
     """The update that reads shared beginnings once is that of separate rows. Keys of a prompt that branches evict at
     different times are not shared."""
@@ -112,6 +113,7 @@ def test_contexts_train_as_one_tree(name: str, shares: bool):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), rows, whole)
 
 
+@pytest.mark.slow
 def test_contexts_that_were_not_there_hold_nothing():
     """Neither a token nor a key: packed rows have no place for them, and the loss of the others is the same."""
     result = compacted()

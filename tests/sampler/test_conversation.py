@@ -254,7 +254,8 @@ def test_a_conversation_is_no_record_to_certify():
         arrays_of(usual("SnapKV")[0].trajectory)
 
 
-@pytest.mark.parametrize("name", ["SnapKV", pytest.param("Dense", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SnapKV", "Dense"])
 def test_conversations_that_wait_give_their_rows_away(name: str):
     """Four conversations in two rows: the same, but for what rounding decides, and fewer idle steps."""
     waits: dict[str, Any] = {"delay": lambda row, turn: 2 + row % 2, "ending": second_row_ends}

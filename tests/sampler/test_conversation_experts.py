@@ -64,6 +64,7 @@ def test_exact_over_turns(name: str):
     assert gap(other).max() > 1e-2, "the record decides"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode_rows", [None, 2])
 def test_what_is_recorded(decode_rows: int | None):
     """The router's own choice for every token that was read; nothing for padding and a row's last token."""

@@ -149,6 +149,7 @@ def test_masks_keep_to_their_segments(name: str, shape: str, config: RolloutConf
     mask.with_segments(mask.segments)  # raises otherwise
 
 
+@pytest.mark.slow
 def test_compiled_as_for_users():
     """With the compiler's polish, which reorders sums; the other tests do without. (H2O is compiled so in
     tests/sampler/test_quantized_rollout.py.)"""

@@ -173,7 +173,8 @@ def unlooped() -> tuple[Any, Trajectory, Any]:
     return params, trajectory, gradients(params, trajectory, Decoder(MIXED))
 
 
-@pytest.mark.parametrize("remat", ["full", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "dots"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "none", "dots"])
 def test_gradients_are_the_same(remat: Any):
     """Of both forms of the parameters; what is recomputed does not depend on the form."""
     params, trajectory, expected = unlooped()
@@ -196,6 +197,7 @@ def test_both_forms_of_parameters():
     assert jax.tree.structure(back) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 def test_layers_with_other_adapters_are_not_stacked():
     """PEFT's `layers_to_transform` leaves layers out."""
     params = add_lora(make_params(SHAPE), LoraConfig(rank=2), jax.random.key(1))
@@ -207,6 +209,7 @@ def test_layers_with_other_adapters_are_not_stacked():
     assert_equal(sample(looped, params, H2O(), SIZES), sample(Decoder(SHAPE), params, H2O(), SIZES))
 
 
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_the_depth():
     def size(layers: int, scan: bool) -> int:
         model = Decoder(dataclasses.replace(SHAPE, num_layers=layers), scan_layers=scan)

@@ -192,6 +192,7 @@ def temporary_bytes(quant: QuantConfig | None, layers: int) -> int:
     return analysis.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_layers_are_not_in_full_precision_all_at_once():
     """The compiler would read codes once for a whole segment and keep what it read, of all layers."""
     full, small = (temporary_bytes(quant, 2) - temporary_bytes(quant, 1) for quant in (None, QuantConfig(bits=2)))

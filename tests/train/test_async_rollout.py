@@ -69,6 +69,7 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     assert all(row["staleness/ratio_max"] > 1.001 and row["staleness/kl"] > 0 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_a_refused_rollout_leaves_the_parameters_that_drew_it():
     """A run that goes on draws the rollout that was refused, and not one with newer parameters under its number."""
     loop = toy_loop.new_loop(AHEAD)

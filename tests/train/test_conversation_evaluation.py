@@ -37,7 +37,8 @@ def new_evaluator(kind: str = "judges", decodes: Any = DECODES, rewards: Any = N
     return Evaluator(single.MODEL, rows, single.TOKENIZER, config, rewards=rewards, environment=environment)
 
 
-@pytest.mark.parametrize("decodes", [pytest.param(DECODES, marks=pytest.mark.slow), DECODES[1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize("decodes", [DECODES, DECODES[1:]])
 def test_whole_conversations_count(decodes: Any):
     """Against a direct call, under the full cache and under the budget; the second batch is filled up with rows that do
     not count."""

@@ -129,7 +129,9 @@ def sampled(compaction: TextCompaction | None = None) -> Samples:
     return new_loop(compaction).sample(new_state().params, jax.random.key(0), 0)
 
 
-one_and_several = pytest.mark.parametrize("compaction", [None, COMPACTION], ids=["one context", "several"])
+one_and_several = pytest.mark.parametrize(
+    "compaction", [None, pytest.param(COMPACTION, marks=pytest.mark.slow)], ids=["one context", "several"]
+)
 
 
 @one_and_several

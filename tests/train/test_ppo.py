@@ -357,6 +357,7 @@ def test_bad_configurations(options, message):
         dataclasses.replace(LOOP, **options)
 
 
+@pytest.mark.slow
 def test_a_completion_without_a_reward_moves_nothing():
     """What its reward would have been cannot be seen in the parameters."""
     loop = new_loop()
