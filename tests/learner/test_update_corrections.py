@@ -89,6 +89,7 @@ def assert_near(found, expected):
         assert distance(found, expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", DENSE.values(), ids=DENSE.keys())
 def test_every_correction_in_any_split_and_order(correction):
     loss = grpo()

@@ -168,6 +168,7 @@ def test_a_step_with_the_kl_in_the_reward():
     assert abs(metrics["loss"]) < 3 and metrics["sampling/sampling_logp_difference/max"] < 2e-5
 
 
+@pytest.mark.slow
 def test_ppo_loses_the_kl_at_every_token():
     """Without decay and with a critic that says 0, an advantage is the reward that is still to come."""
     update = dataclasses.replace(IN_REWARD, value=ValueConfig())

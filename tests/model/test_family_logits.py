@@ -89,6 +89,7 @@ def in_model(params: Any, targets: Any) -> Any:
     return tuple(target for target in targets if target in names)
 
 
+@pytest.mark.slow
 @every_family
 def test_adapters(name: str, tmp_path: Path):
     """Merged they are the same model, which the base is not; and PEFT's format goes round."""

@@ -214,6 +214,7 @@ def test_the_optimizer_has_moments_of_the_adapters_alone():
 # --- the base as reference and teacher
 
 
+@pytest.mark.slow
 def test_the_base_is_the_reference_and_the_anchor():
     metrics, grads = held()
     explicit, explicit_grads = metrics_and_gradients(HELD, params=ADAPTED, reference=PARAMS)

@@ -223,6 +223,7 @@ def test_each_turn_has_its_own_advantage():
             np.testing.assert_allclose(found[first + i], expected[turns[first + i]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_failed_environments_end_the_run_and_a_few_do_not():
     with pytest.raises(TooManyFailures, match="25% of the completions without a reward; got 8 of 8.*OSError: no disk"):
         new_loop(kind="fails").step(new_state())

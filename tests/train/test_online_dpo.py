@@ -88,6 +88,7 @@ def test_several_steps_per_rollout():
     assert metrics["rewards/margins"] > 0 and metrics["loss"] < math.log(2)
 
 
+@pytest.mark.slow
 def test_without_a_pair_with_signal_the_parameters_stay():
     before = jax.device_get(new_state())
     rewards = np.zeros_like(samples().rewards)
