@@ -62,7 +62,7 @@ class Grid:
     """The jobs of a study.
 
     Attributes:
-      script: of the study, such as "experiments/map.py".
+      script: of the study, such as "experiments/room.py".
       rates: learning rates to choose from; a single one needs no pilot.
       criteria: each chooses one rate; an arm is reported at all chosen rates. None at all: no pilot, every rate is
         reported.

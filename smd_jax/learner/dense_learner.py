@@ -3,7 +3,7 @@
     loss = (1 - share) * policy loss(shadow masks) + share * policy loss(full context, corrected)
 
 Shadow masks train the sampling policy but not the full-cache policy; a corrected dense learner does the opposite. For
-cost and gain see experiments/map.py.
+cost and gain see REPORT.md.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
     *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "collectives_experts"),
-    *("engine_records", "folds", "horizon"),
+    *("engine_records", "folds", "horizon", "map"),
 }
 
 
