@@ -95,7 +95,7 @@ under the budget:
 {estimated(cells)} (bootstrap over seeds). The plan did not foresee cells that evict nothing before the last tokens
 ({len(cells) - len(evicting)} of {len(cells)} cells): their mismatch is rounding, and its logarithm
 dominates the regression. Without them, decided after the rows were seen, the lead at {AT} nats is
-{estimated(evicting)}.
+{estimated(evicting)}.{beside(cells)}
 """
 
 
@@ -103,6 +103,16 @@ def estimated(cells: Sequence[DoseCell]) -> str:
     """`+0.034, from +0.027 to +0.040`: the lead of the mixture at `AT` nats."""
     low, high = interval_at(cells, "mixed-50", AT)
     return f"{number(lead_at(cells, 'mixed-50', AT))}, from {number(low)} to {number(high)}"
+
+
+def beside(cells: Sequence[DoseCell]) -> str:
+    """The leads of the cells next to `AT`: a line through all cells need not pass near them."""
+    below = [cell for cell in cells if mean(cell.mismatch.values()) <= AT]
+    above = [cell for cell in cells if mean(cell.mismatch.values()) > AT]
+    if not below or not above:
+        return ""
+    leads = [number(cell.lead("mixed-50", SEEDS)) for cell in (below[-1], above[0])]
+    return f" The cells next to {AT} nats have {leads[0]} and {leads[1]}."
 
 
 def leads_table(cells: Sequence[DoseCell]) -> str:

@@ -126,6 +126,9 @@ def test_the_lead_at_a_mismatch_is_on_the_line_of_the_cells():
     found = dose.cells_of(dose_rows(slope=0.05, offset=0.2))
     expected = 0.2 + 0.05 * math.log(0.15)
     assert dose.lead_at(found, "mixed-50", 0.15) == pytest.approx(expected)
+    # 0.2 + 0.05 log 0.1, and 0.2 + 0.05 log 0.4.
+    assert dose.beside(found) == " The cells next to 0.15 nats have +0.085 and +0.154."
+    assert dose.beside(found[1:]) == ""
     # All seeds have the same lead, so the bootstrap has no spread.
     assert dose.interval_at(found, "mixed-50", 0.15) == pytest.approx((expected, expected))
 
