@@ -45,7 +45,7 @@ def draw(cells: Sequence[DoseCell], path: Path, made_of: str) -> None:
             )
     for name, nats in SMOLLM2.items():
         leads.axvline(nats, color="grey", linewidth=0.8, linestyle=":")
-        place = (nats, 0.02)
+        place = (nats, 0.62)  # above the points
         leads.annotate(f"SmolLM2, {name}", place, xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
     leads.axhline(0, color="grey", linewidth=0.8)
     leads.axhline(SMALLEST, color="grey", linewidth=0.8, linestyle="--")
@@ -62,7 +62,7 @@ def draw(cells: Sequence[DoseCell], path: Path, made_of: str) -> None:
     for axes in (leads, rewards):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.annotate("nothing evicted", (LEFT_EDGE, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
+        axes.annotate("nothing evicted", (LEFT_EDGE, 0.58), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
         axes.set_xlabel("mismatch: KL from sampler to dense learner, nats per token")
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Description": made_of, "Software": None})
