@@ -89,9 +89,6 @@ def replaced(path: Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
-        # On the disk before the rename: otherwise a power cut could leave an empty file.
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

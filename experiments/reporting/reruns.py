@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lib.files import Row
 from lib.intervals import paired
 from reporting.page import by_seed, plain, reported, table
+from reporting.room import key_of
 
 SEEDS = tuple(range(18, 24))
 OURS, RIVAL = "mixed-50", "tis"
@@ -27,7 +28,7 @@ def section(rows: Mapping[str, Sequence[Row]]) -> str:
     """Empty until both cells are complete."""
     lines = []
     for name, (file, cell) in CELLS.items():
-        inside = [row for row in reported(rows[file]) if (row["task"], row["policy"], row["budget"]) == cell]
+        inside = [row for row in reported(rows[file]) if key_of(row) == cell]
         again = {arm: rewards(inside, arm, SEEDS) for arm in (OURS, RIVAL)}
         if any(of_arm.keys() != set(SEEDS) for of_arm in again.values()):
             return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -144,8 +145,11 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for step, line in rows if next_step is None or step < next_step]
         # Checked before it is replaced: a file with an unreadable line stays unchanged.
-        with replaced(self.path) as temporary:
-            temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+        with replaced(self.path) as temporary, open(temporary, "wb") as file:
+            file.writelines(line + b"\n" for line in kept)
+            file.flush()
+            # On the disk before the rename: otherwise a power cut could leave an empty file.
+            os.fsync(file.fileno())
         self._last_step = max((step for step, _ in rows if next_step is not None and step < next_step), default=None)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
 
