@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from smd_jax.disk import replaced
 
 Row = dict[str, Any]
 
@@ -37,9 +38,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes the file in one move, so that a stopped study leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replaced(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_kept(path: Path, settings: str) -> Row | None:

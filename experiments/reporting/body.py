@@ -11,8 +11,8 @@ from reporting.page import hours, table
 Rows = dict[str, list[Row]]
 
 
-def text(rows: Rows) -> str:
-    planned = reruns.without(rows)
+def text(rows: Rows, planned: Rows) -> str:
+    """The sections of all rows; `planned` are those without the reruns."""
     sections = (
         other_cells(room.other_cells(planned["room"])),
         dose.section(planned["dose.json"]),
