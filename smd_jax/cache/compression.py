@@ -20,6 +20,7 @@ from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.eviction.base import CacheView, EvictionPolicy, at_least_float32
+from smd_jax.eviction.learned import gate_logits
 from smd_jax.message.draws import STAYED, ordered_logprob
 from smd_jax.message.gate import Gate
 from smd_jax.message.quantization import Parity
@@ -250,7 +251,7 @@ def _draw_logprob(
     gate: Gate, view: CacheView, evicted: Int[Array, "rows kv_heads rest"]
 ) -> Float[Array, "rows kv_heads"]:
     """log-probability of evicting these slots in this order."""
-    logits = gate.logits(view.parameters, view.keys, view.values, view.positions, view.newest[:, None])[:, :, 0]
+    logits = gate_logits(gate, view)
     numbers = jnp.broadcast_to(jnp.arange(evicted.shape[2], dtype=jnp.int32), evicted.shape)
     nowhere = jnp.full(view.valid.shape, STAYED, jnp.int32)
     order = jnp.put_along_axis(nowhere, evicted, numbers, axis=-1, inplace=False)

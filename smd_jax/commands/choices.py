@@ -24,6 +24,7 @@ from smd_jax.learner.reference import ReferenceSync
 from smd_jax.losses.distillation import Direction, DistillConfig
 from smd_jax.losses.named import LOSSES
 from smd_jax.losses.policy import LossConfig
+from smd_jax.message.gate import LinearGate
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder, Remat
@@ -42,12 +43,18 @@ def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
     """The policy of --eviction, --sinks and --pyramid.
 
     Raises:
-      ValueError: as `named_policy`; a greedy gate, which cannot be trained.
+      ValueError: as `named_policy`; a greedy gate, which cannot be trained; a gate that cannot be saved.
     """
     policy = named_policy(args.eviction, args.sinks, args.pyramid)
     if isinstance(policy, LearnedGate) and policy.greedy:
         raise ValueError(
             f"expected a gate that samples its evictions, so that it can be trained; got {args.eviction!r}"
+        )
+    gate = policy.gate
+    if gate is not None and gate.has_parameters and not isinstance(gate, LinearGate):
+        raise ValueError(
+            f"expected a LinearGate or a gate without parameters, because no file holds others; got {gate}. "
+            "smd.GRPOLoop trains it"
         )
     return policy
 

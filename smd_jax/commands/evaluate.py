@@ -269,11 +269,11 @@ def with_trained(policy: EvictionPolicy, gate: LinearGate | None) -> EvictionPol
     Raises:
       UserError: no trained gate.
     """
-    if not isinstance(policy, LearnedGate):
+    if not (isinstance(policy, LearnedGate) and policy.weights.has_parameters):
         return policy
     if gate is None:
         raise UserError("expected --gate, a directory with a trained gate, with --eviction gate; got none")
-    return LearnedGate(gate)
+    return replace(policy, weights=gate)
 
 
 if __name__ == "__main__":

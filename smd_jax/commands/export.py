@@ -91,7 +91,7 @@ def run(args: Args) -> None:
         save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.export_dtype)
     elif args.format == "gate":
         policy = eviction_policy(trained.sampler)
-        if not isinstance(policy, LearnedGate):
+        if not (isinstance(policy, LearnedGate) and policy.weights.has_parameters):
             raise UserError(f"expected a run with --eviction gate for --format gate; got {args.run}, which has no gate")
         save_gate(args.out, params, policy.weights)
     else:

@@ -20,7 +20,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.triattention import TriAttention
-from smd_jax.message.gate import LinearGate
+from smd_jax.message.gate import AttentionGate, LinearGate
 from smd_jax.tasks.functions import import_object
 from smd_jax.text.near_names import did_you_mean
 from smd_jax.train.decoding import Decode
@@ -122,8 +122,13 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
     if isinstance(policy, TriAttention):
         return dataclasses.replace(policy, sinks=sinks)  # which are left out of its normalisation
     if isinstance(policy, LearnedGate):
-        # The learner must know which keys no draw evicts.
-        return dataclasses.replace(policy, weights=LinearGate(sinks))
+        gate = policy.weights
+        if isinstance(gate, LinearGate | AttentionGate):
+            # In the gate, because the learner must know which keys no draw evicts.
+            return dataclasses.replace(policy, weights=dataclasses.replace(gate, sinks=max(gate.sinks, sinks)))
+        if sinks > gate.protected:
+            raise ValueError(f"expected --sinks 0 with {gate}, which itself says what it protects; got {sinks}")
+        return policy
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 

@@ -365,7 +365,7 @@ def export_or_explain(ready: Prepared, params: Params) -> None:
 def export(ready: Prepared, params: Params, directory: Path) -> None:
     """Writes the trained model in Hugging Face's format with merged adapters, the adapters in PEFT's, and the gate."""
     policy, opened = ready.loop.config.policy, ready.model
-    if isinstance(policy, LearnedGate):
+    if isinstance(policy, LearnedGate) and policy.weights.has_parameters:
         save_gate(directory / "gate", params, policy.weights)
         print(f"gate of evictions: {directory / 'gate'}")
         params = drop_gate(params)

@@ -31,6 +31,7 @@ from smd_jax.eviction.triattention import TriAttention as TriAttention
 from smd_jax.message.query_centers import QueryCenters as QueryCenters
 from smd_jax.message.spans import TokenSpans as TokenSpans
 from smd_jax.eviction.learned import LearnedGate as LearnedGate
+from smd_jax.message.gate import AttentionGate as AttentionGate
 from smd_jax.message.gate import Gate as Gate
 from smd_jax.message.gate import LinearGate as LinearGate
 from smd_jax.message.gate import add_gate as add_gate

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 
 from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores
 from smd_jax.eviction.policies import drawn_by_position
+from smd_jax.eviction.statistics import NewestQueries, Statistic
 from smd_jax.message.gate import Gate, LinearGate, gate_parameters
 from smd_jax.typed_fields import check_types
+
+NEWEST_QUERY = NewestQueries(1)
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class LearnedGate(EvictionPolicy):
     The lowest scores of logit - Gumbel noise are such a sample (Gumbel top-k, arXiv:1903.06059). The trajectory records
     order and log-probability (`smd_jax.message.draws`); `UpdateConfig.eviction_coef` trains the gate.
 
-    Add the gate's parameters with `smd_jax.message.gate.add_gate`. The gate protects only `LinearGate.sinks`.
+    Add the parameters of a `LinearGate` with `smd_jax.message.gate.add_gate`; an `AttentionGate` has none. The gate
+    protects only its `sinks`.
     Inside `Protect` or `Pyramid` it evicts in the same way, but records no draws to train on.
 
     A group's rows share the draws made while their prompt is read, as with `Random`. Shared draws are recorded and
@@ -44,17 +48,27 @@ class LearnedGate(EvictionPolicy):
     def gate(self) -> Gate | None:
         return None if self.greedy else self.weights
 
+    @property
+    def statistics(self) -> tuple[Statistic[Any], ...]:
+        return (NEWEST_QUERY,)
+
     def protected(self, budget: int) -> int:
         del budget
         return self.weights.protected
 
     def parameters(self, params: Any, layer: int) -> Any:
-        return gate_parameters(params, layer)
+        return gate_parameters(params, self.weights, layer)
 
     def score(self, view: CacheView) -> Scores:
-        logits = self.weights.logits(view.parameters, view.keys, view.values, view.positions, view.newest[:, None])
-        logits = logits[:, :, 0]
+        logits = gate_logits(self.weights, view)
         if self.greedy:
             return logits
         # Explicit float32: with 64-bit numbers enabled, JAX's default dtype gives other numbers.
         return logits - drawn_by_position(view, lambda rng: jax.random.gumbel(rng, (), jnp.float32))
+
+
+def gate_logits(gate: Gate, view: CacheView) -> Scores:
+    """The gate's worth of each cached key."""
+    queries = view.statistic(NEWEST_QUERY)
+    newest = view.newest[:, None]
+    return gate.logits(view.parameters, view.keys, view.values, view.positions, newest, queries)[:, :, 0]

@@ -43,12 +43,14 @@ class GatedLayer(struct.PyTreeNode):
       parameters: parameters of the layer's gate.
       positions: `[batch, 1, T]` positions of the keys.
       newest: `[batch, compressions]` position of the newest query.
+      boundaries: `[compressions]` first column after each compression.
     """
 
     mask: LayerMask
     parameters: Any
     positions: Int[Array, "batch 1 T"]
     newest: Int[Array, "batch compressions"]
+    boundaries: Int[Array, " compressions"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class GatedAttend:
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch kv_heads compressions tokens"]]:
         out = self.attention.attend(q, k, v, layer.mask, sinks)
-        return out, self.gate.logits(layer.parameters, k, v, layer.positions, layer.newest)
+        queries = jnp.take(q, layer.boundaries - 1, axis=2)
+        return out, self.gate.logits(layer.parameters, k, v, layer.positions, layer.newest, queries)
 
 
 def recorded_draws(trajectory: Trajectory) -> tuple[ShadowMask, EvictionDraws]:
@@ -102,7 +105,7 @@ def response_hidden_and_evictions(
     positions = jnp.where(trajectory.valid, columns[None] - start[:, None], -1)
     newest = boundaries[None] - 1 - start[:, None]
     layers = [
-        GatedLayer(layer, gate_parameters(params, index), positions[:, None], newest)
+        GatedLayer(layer, gate_parameters(params, draws.gate, index), positions[:, None], newest, boundaries)
         for index, layer in enumerate(layer_masks(model.shape, trajectory.tokens, mask))
     ]
     attention = GatedAttend(model.shape.attention, draws.gate)

@@ -1,4 +1,4 @@
-"""Eviction gates, which compute the worth of each key from the key, its value, its position and its age.
+"""Eviction gates: the worth of each key, from the key, its value, its position, its age and the newest query.
 
     params    embed … norm      eviction_gate/layers_0, layers_1, …
               └─ the model ─┘   └─ a pytree of the gate's for every layer ─┘
@@ -10,10 +10,11 @@ is a policy over keys and tokens, and the learner can recompute both probabiliti
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -27,17 +28,23 @@ KEPT = 1e9  # logit of a protected key; finite, because differences of infinitie
 
 @dataclass(frozen=True)
 class Gate:
-    """Base of all gates: a frozen, hashable dataclass, usable as a static argument. A subclass defines `init` and
-    `logits`."""
+    """Base of all gates: a frozen, hashable dataclass, usable as a static argument. A subclass defines `logits`, and
+    `init` unless it sets `has_parameters` to False.
+
+    Attributes:
+      has_parameters: whether the gate has parameters of its own.
+    """
+
+    has_parameters: ClassVar[bool] = True
 
     @property
     def protected(self) -> int:
         """Number of keys that are never evicted; the budget must hold them."""
         return 0
 
-    @abstractmethod
     def init(self, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Any:
         """Initial parameters of one layer, a mapping of arrays."""
+        raise TypeError(f"{type(self).__name__} has no init: its class must define one, or set has_parameters = False")
 
     @abstractmethod
     def logits(
@@ -47,6 +54,7 @@ class Gate:
         values: Float[Array, "batch kv_heads keys head_dim"],
         positions: Int[Array, "batch heads_or_one keys"],
         newest: Int[Array, "batch compressions"],
+        queries: Float[Array, "batch heads compressions head_dim"],
     ) -> Float[Array, "batch kv_heads compressions keys"]:
         """Worth of each key at each compression, higher = keep, in float32 or wider. Values for empty slots (negative
         positions) and for keys after the compression are ignored.
@@ -59,6 +67,7 @@ class Gate:
           keys, values: as cached, keys after RoPE.
           positions: positions of the keys in their own sequence.
           newest: position of the newest query at each compression.
+          queries: the newest query at each compression, after RoPE.
         """
 
 
@@ -100,7 +109,9 @@ class LinearGate(Gate):
         values: Float[Array, "batch kv_heads keys head_dim"],
         positions: Int[Array, "batch heads_or_one keys"],
         newest: Int[Array, "batch compressions"],
+        queries: Float[Array, "batch heads compressions head_dim"],
     ) -> Float[Array, "batch kv_heads compressions keys"]:
+        del queries
         wide = jnp.promote_types(keys.dtype, jnp.float32)
         # Cast to the compute dtype first, because the sampler casts its parameters and the learner does not.
         kernel = parameters["kernel"].astype(keys.dtype).astype(wide)
@@ -110,6 +121,61 @@ class LinearGate(Gate):
         worth = jnp.einsum("bhsf,hfo->bhso", jnp.concatenate(features, axis=-1), kernel, precision="highest")
         ages = _log1p(newest[:, None, :, None] - positions[:, :, None], wide)
         logits = worth[:, :, None, :, 0] + worth[:, :, None, :, 1] * ages
+        return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
+
+
+@dataclass(frozen=True)
+class AttentionGate(Gate):
+    """Worth as the model's own attention sees it, without parameters of a gate:
+
+        logit = mean over the query heads of a KV head of  q · k / sqrt(head_dim) / temperature
+
+    q is the newest query. At temperature 1 and with one query head per KV head, a logit is the logarithm of the key's
+    attention weight plus a constant of the query, which draws do not depend on. The eviction term trains the model's
+    queries and keys, so the model learns what to forget with the weights by which it attends, as in Neural Garbage
+    Collection (arXiv:2604.18002). That paper draws the kept keys; `LearnedGate` draws the evicted ones.
+
+    Attributes:
+      temperature: a lower one evicts more decidedly.
+      sinks: number of first keys of a sequence that are never evicted.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: for a temperature that is not positive and finite, or negative `sinks`.
+    """
+
+    has_parameters: ClassVar[bool] = False
+
+    temperature: float = 1.0
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"expected a positive, finite temperature; got {self.temperature}")
+        if self.sinks < 0:
+            raise ValueError(f"expected sinks >= 0; got {self.sinks}")
+
+    @property
+    def protected(self) -> int:
+        return self.sinks
+
+    def logits(
+        self,
+        parameters: Any,
+        keys: Float[Array, "batch kv_heads keys head_dim"],
+        values: Float[Array, "batch kv_heads keys head_dim"],
+        positions: Int[Array, "batch heads_or_one keys"],
+        newest: Int[Array, "batch compressions"],
+        queries: Float[Array, "batch heads compressions head_dim"],
+    ) -> Float[Array, "batch kv_heads compressions keys"]:
+        del parameters, values, newest
+        wide = jnp.promote_types(keys.dtype, jnp.float32)
+        batch, kv_heads, _, head_dim = keys.shape
+        grouped = queries.astype(wide).reshape(batch, kv_heads, -1, *queries.shape[2:])
+        # The mean of products is the product with the mean query.
+        products = jnp.einsum("bhcd,bhsd->bhcs", grouped.mean(axis=2), keys.astype(wide), precision="highest")
+        logits = products / (math.sqrt(head_dim) * self.temperature)
         return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
 
 
@@ -127,7 +193,7 @@ def add_gate(
     head_dim: int,
     dtype: DTypeLike = jnp.float32,
 ) -> dict[str, Any]:
-    """Adds an untrained gate to the parameters.
+    """Adds an untrained gate to the parameters; nothing for a gate without parameters.
 
     Args:
       params: parameters of the policy, a mapping; its leaves stay the same objects.
@@ -139,6 +205,8 @@ def add_gate(
     """
     if EVICTION_GATE in params:
         raise ValueError(f"expected parameters without a gate, which would be lost; got {sorted(params)}")
+    if not gate.has_parameters:
+        return dict(params)
     layers = {f"layers_{layer}": gate.init(num_kv_heads, head_dim, dtype) for layer in range(num_layers)}
     return {**params, EVICTION_GATE: layers}
 
@@ -148,12 +216,14 @@ def drop_gate(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in params.items() if name != EVICTION_GATE}
 
 
-def gate_parameters(params: Mapping[str, Any], layer: int) -> Any:
-    """The gate's parameters of one layer.
+def gate_parameters(params: Mapping[str, Any], gate: Gate, layer: int) -> Any:
+    """The gate's parameters of one layer; () for a gate without parameters.
 
     Raises:
       ValueError: if the parameters have no gate.
     """
+    if not gate.has_parameters:
+        return ()
     if EVICTION_GATE not in params:
         raise ValueError(
             f"expected parameters with {EVICTION_GATE!r}, because a LearnedGate chooses by it: "

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.evaluate import with_trained
 from smd_jax.commands.export import main as export
 from smd_jax.commands.train import main
 from smd_jax.eviction.learned import LearnedGate
@@ -103,6 +104,7 @@ def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.Captur
     words += ["--eval-rows", "4", "--max-completion-length", "6", "--reward-timeout", "None", "--json"]
     smd_eval([*words, "--eval-decode", "dense", "gate:6+2", "--gate", str(trained / "run" / "gate")])
     assert '"decode": "gate-6-2"' in capsys.readouterr().out
+    assert with_trained(LearnedGate(greedy=True), LinearGate(2)) == LearnedGate(LinearGate(2), greedy=True)
     assert "expected --gate, a directory with a trained gate" in error_of(
         [*words, "--eval-decode", "gate:6+2"], capsys, smd_eval
     )
@@ -162,8 +164,10 @@ def test_a_sinks_logit_has_no_gradient():
     keys = jnp.ones((1, config.num_kv_heads, 5, config.head_dim))
     kernel = {"kernel": jnp.ones((config.num_kv_heads, 2 * config.head_dim + 2, 2))}
 
+    queries = jnp.ones((1, config.num_heads, 1, config.head_dim))
+
     def logits(kernel: Any) -> jax.Array:
-        return gate.logits(kernel, keys, keys, jnp.arange(5)[None, None], jnp.full((1, 1), 4))
+        return gate.logits(kernel, keys, keys, jnp.arange(5)[None, None], jnp.full((1, 1), 4), queries)
 
     assert (logits(kernel)[..., :2] == KEPT).all() and (logits(kernel)[..., 2:] < 1000).all()
     slope = jax.grad(lambda kernel: logits(kernel)[..., :2].sum())(kernel)["kernel"]

@@ -21,7 +21,7 @@ from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.triattention import TriAttention
 from smd_jax.eviction.wrappers import OnTokens, Protect, Pyramid
-from smd_jax.message.gate import LinearGate
+from smd_jax.message.gate import AttentionGate, LinearGate
 from smd_jax.message.spans import TokenSpans
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.sampler.config import RolloutConfig
@@ -29,6 +29,36 @@ from smd_jax.train.decoding import Decode
 from tests.command_errors import error_of
 from tests.commands.conftest import Words
 from tests.query_centers import drawn_centers
+
+GATES = """
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+import smd_jax as smd
+from smd_jax.eviction import AttentionGate, Gate, LearnedGate
+
+
+@dataclass(frozen=True)
+class Oldest(Gate):
+    has_parameters = False
+
+    def logits(self, parameters, keys, values, positions, newest, queries):
+        return jnp.broadcast_to(positions[:, :, None] * 1.0, (*keys.shape[:2], newest.shape[1], keys.shape[2]))
+
+
+@dataclass(frozen=True)
+class Scaled(Oldest):
+    has_parameters = True
+
+    def init(self, kv_heads, head_dim, dtype):
+        return {"scale": jnp.ones(kv_heads, dtype)}
+
+
+by_attention = LearnedGate(AttentionGate(temperature=0.5, sinks=8))
+oldest = LearnedGate(Oldest())
+scaled = LearnedGate(Scaled())
+"""
 
 OWN = """
 from dataclasses import dataclass
@@ -177,6 +207,20 @@ def test_sinks_and_pyramids():
     assert pyramid == Pyramid(Protect(SnapKV(kernel=3), sinks=2))
     assert named_policy("streaming_llm", 0) == StreamingLLM(0)
     assert named_policy("gate(greedy=True)", 2) == LearnedGate(LinearGate(2), greedy=True)
+
+
+def test_gates_of_ones_own(tmp_path: Path):
+    file = tmp_path / "gates.py"
+    file.write_text(GATES)
+    policy = named_policy(f"{file}:by_attention", 4)
+    assert policy == LearnedGate(AttentionGate(temperature=0.5, sinks=8)), "more sinks than --sinks"
+    assert named_policy(f"{file}:by_attention", 9) == LearnedGate(AttentionGate(temperature=0.5, sinks=9))
+    assert repr(named_policy(f"{file}:oldest", 0)) == "LearnedGate(weights=Oldest(), greedy=False)"
+    with pytest.raises(ValueError, match=r"expected --sinks 0 with Oldest\(\), .*; got 4"):
+        named_policy(f"{file}:oldest", 4)
+    assert eviction_policy(SamplerArgs(eviction=f"{file}:oldest", sinks=0)) == named_policy(f"{file}:oldest", 0)
+    with pytest.raises(ValueError, match=r"expected a LinearGate or a gate without parameters, .*; got Scaled\(\)"):
+        eviction_policy(SamplerArgs(eviction=f"{file}:scaled", sinks=0))
     with pytest.raises(ValueError, match=r"expected the sinks of streaming_llm only in --sinks; got StreamingLLM\("):
         named_policy("streaming_llm(sinks=8)", 4)
 

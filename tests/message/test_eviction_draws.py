@@ -27,7 +27,7 @@ from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.evictions import eviction_loss, eviction_weights
 from smd_jax.message.draws import STAYED, ordered_logprob
-from smd_jax.message.gate import EVICTION_GATE, LinearGate, add_gate, drop_gate
+from smd_jax.message.gate import EVICTION_GATE, KEPT, AttentionGate, LinearGate, add_gate, drop_gate
 from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.trajectory import Trajectory
@@ -58,6 +58,10 @@ CASES: dict[str, tuple[ModelConfig, RolloutConfig]] = {
 }
 
 
+# The second by the model's own attention: low enough that queries of random parameters prefer some keys.
+GATES = {"linear": LinearGate(), "attention": AttentionGate(temperature=0.3)}
+
+
 def with_gate(config: ModelConfig) -> dict[str, Any]:
     """A gate that has opinions: logits of a few nats apart."""
     params = add_gate(
@@ -73,12 +77,12 @@ def with_gate(config: ModelConfig) -> dict[str, Any]:
 
 
 @cache
-def roll(case: str) -> tuple[Decoder, Any, Trajectory]:
+def roll(case: str, gate: str = "linear") -> tuple[Decoder, Any, Trajectory]:
     shape, config = CASES[case]
-    model, params = Decoder(shape), with_gate(shape)
+    model, params = Decoder(shape), with_gate(shape) if GATES[gate].has_parameters else make_params(shape)
     prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
     key = jax.random.key(3)
-    trajectory = rollout(model, params, prompts, key, policy=LearnedGate(), config=config, limits=LIMITS)
+    trajectory = rollout(model, params, prompts, key, policy=LearnedGate(GATES[gate]), config=config, limits=LIMITS)
     return model, params, trajectory
 
 
@@ -94,10 +98,11 @@ def differences(model: Decoder, params: Any, trajectory: Any) -> tuple[float, fl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("case", CASES)
-def test_identity(case: str):
+def test_identity(case: str, gate: str):
     """Both parts, in float32: unequal prompts, rows that end early, compressions of prompts and responses."""
-    model, params, trajectory = roll(case)
+    model, params, trajectory = roll(case, gate)
     draws: Any = trajectory.evictions
     tokens, evictions = differences(model, params, trajectory)
     print(f"{case}: |dlogp| tokens {tokens:.1e}, evictions {evictions:.1e}")
@@ -108,8 +113,8 @@ def test_identity(case: str):
     assert not by_compression[~counted].any() and counted.sum(axis=1).min() == 0
     shuffled = draws.replace(order=jnp.where(draws.order == STAYED, STAYED, -draws.order))
     assert differences(model, params, trajectory.replace(evictions=shuffled))[1] > 0.1, "another order, another p"
-    moved = {**params, EVICTION_GATE: jax.tree.map(lambda x: 1.1 * x, params[EVICTION_GATE])}
-    assert differences(model, moved, trajectory)[1] > 0.05, "another gate, another p"
+    moved = jax.tree.map(lambda x: 1.1 * x, {EVICTION_GATE: params[EVICTION_GATE]} if gate == "linear" else params)
+    assert differences(model, {**params, **moved}, trajectory)[1] > 0.05, "another gate, another p"
 
 
 def plackett_luce(logits: dict[int, float], gone: list[int]) -> float:
@@ -128,24 +133,31 @@ def numpy_gate(kernel: np.ndarray, key: np.ndarray, value: np.ndarray, position:
     return float(constant + with_age * math.log1p(newest - position))
 
 
+def numpy_attention(queries: np.ndarray, key: np.ndarray) -> float:
+    """The query heads of a KV head, by the definition."""
+    return float(np.mean([query @ key for query in queries]) / math.sqrt(len(key)) / 0.3)
+
+
 class Recorder:
-    """The attention of a teacher-forced pass that also hands out keys and values."""
+    """The attention of a teacher-forced pass that also hands out queries, keys and values."""
 
     def __call__(self, q: Any, k: Any, v: Any, layer: Any, /) -> tuple[Any, Any]:
-        return attend(q, k, v, layer, "reference"), (k, v)
+        return attend(q, k, v, layer, "reference"), (q, k, v)
 
 
-def test_against_plackett_and_luce():
+@pytest.mark.parametrize("gate", GATES)
+def test_against_plackett_and_luce(gate: str):
     """Every recorded number, from the mask and the order alone: keys of a plain pass, sums in float64."""
-    model, params, trajectory = roll("GQA")
+    model, params, trajectory = roll("GQA", gate)
     t: Any = jax.tree.map(np.asarray, trajectory)
     masks = layer_masks(model.shape, trajectory.tokens, trajectory.mask)
     places = model.encode_positions(trajectory.positions)
     _, states = jax.jit(model.hidden, static_argnums=3)(params, trajectory.tokens, places, Recorder(), masks)
     checked = 0
     for row, layer, head in itertools.product(range(len(LENGTHS)), range(2), range(2)):
-        keys, values = (np.asarray(x[row, head], np.float64) for x in states[layer])
-        kernel = np.asarray(params[EVICTION_GATE][f"layers_{layer}"]["kernel"][head], np.float64)
+        queries, keys, values = (np.asarray(x[row], np.float64) for x in states[layer])
+        queries, keys, values = queries.reshape(2, -1, *keys.shape[1:])[head], keys[head], values[head]
+
         gone_at = t.mask.evicted_at[row, layer, head]
         order = t.evictions.order[row, layer, head]
         start, length = WIDTH - LENGTHS[row], int(t.valid[row].sum())
@@ -158,7 +170,11 @@ def test_against_plackett_and_luce():
                 continue
             cached = [s for s in range(start, boundary) if gone_at[s] >= boundary and s + window > boundary]
             gone = sorted((s for s in cached if gone_at[s] == boundary), key=lambda s: order[s])
-            logits = {s: numpy_gate(kernel, keys[s], values[s], s - start, boundary - 1 - start) for s in cached}
+            if gate == "linear":
+                kernel = np.asarray(params[EVICTION_GATE][f"layers_{layer}"]["kernel"][head], np.float64)
+                logits = {s: numpy_gate(kernel, keys[s], values[s], s - start, boundary - 1 - start) for s in cached}
+            else:
+                logits = {s: numpy_attention(queries[:, boundary - 1], keys[s]) for s in cached}
             assert len(cached) - len(gone) <= 7 and all(order[s] >= 0 for s in gone)
             assert abs(recorded - plackett_luce(logits, gone)) <= BOUND
             checked += len(gone)
@@ -190,7 +206,9 @@ def test_draws_come_as_often_as_their_probability_says():
     of_slots = jnp.asarray([7.0, *logits], jnp.float32)  # the first slot is empty
     keys = jnp.broadcast_to(jnp.stack([of_slots, jnp.zeros(5)], -1), (rows, 1, 5, 2))
     columns = jnp.broadcast_to(jnp.asarray([EMPTY, 0, 1, 2, 3], jnp.int32), (rows, 1, 5))
-    cache = LayerCache(keys, jnp.zeros_like(keys), columns)
+    statistics = LearnedGate().statistics
+    states = (jnp.zeros((rows, 1, 1, 2)),)  # the newest query, which a linear gate does not read
+    cache = LayerCache(keys, jnp.zeros_like(keys), columns, states=states, statistics=statistics)
     same = jnp.zeros(rows, jnp.int32)
     progress = RowProgress(same, same + 3, same, same, jax.random.split(jax.random.key(0), rows))
     params = {EVICTION_GATE: {"layers_0": {"kernel": jnp.asarray(kernel)}}}
@@ -213,12 +231,13 @@ def test_draws_come_as_often_as_their_probability_says():
 
 
 @pytest.mark.slow
-def test_engine_records_the_same():
+@pytest.mark.parametrize("gate", GATES)
+def test_engine_records_the_same(gate: str):
     """Rows seated late, prompts in batches of their own widths."""
     shape, config = CASES["MHA"]
-    model, params, trajectory = roll("MHA")
+    model, params, trajectory = roll("MHA", gate)
     prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
-    engine = Engine(model, LearnedGate(), config, decode_rows=5, prefill_rows=3)
+    engine = Engine(model, LearnedGate(GATES[gate]), config, decode_rows=5, prefill_rows=3)
     again: Any = engine.run(params, prompts, jax.random.key(3), limits=LIMITS).trajectory
     draws: Any = trajectory.evictions
     np.testing.assert_array_equal(again.tokens, trajectory.tokens)
@@ -239,22 +258,23 @@ MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1)
 
 
 @cache
-def batch(group_size: int = 2) -> tuple[dict[str, Any], TrainBatch]:
-    params = with_gate(MODEL.config)
+def batch(group_size: int = 2, gate: str = "linear") -> tuple[dict[str, Any], TrainBatch]:
+    params = with_gate(MODEL.config) if GATES[gate].has_parameters else make_params(MODEL.config)
     prompts = repeat_prompts(left_padded([8, 5, 3, 8], 8, 32), 2 // group_size)
     config = RolloutConfig(8, 5, 2, eos_token_id=5)
     key = jax.random.key(1)
-    trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=config, group_size=group_size)
+    policy = LearnedGate(GATES[gate])
+    trajectory = rollout(MODEL, params, prompts, key, policy=policy, config=config, group_size=group_size)
     advantages = jnp.asarray([1.0, -2.0, 0.5, 1.5, 0.1, 0.3, -1.0, 1.0])
     return params, TrainBatch(trajectory, advantages, trajectory.logprobs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group_size", [1, 2])
-def test_gradient_is_that_of_reinforce(group_size: int):
+@pytest.mark.parametrize(("group_size", "gate"), [(1, "linear"), (2, "linear"), (2, "attention")])
+def test_gradient_is_that_of_reinforce(group_size: int, gate: str):
     """Of the update, against one taken of the definition: A log p of every draw of the row's own, over the number of
     tokens. The draw of the prompt's keys is the row's own where the row is its whole group."""
-    params, data = batch(group_size)
+    params, data = batch(group_size, gate)
     t: Any = data.trajectory
     first = 0 if group_size == 1 else 1
 
@@ -266,7 +286,8 @@ def test_gradient_is_that_of_reinforce(group_size: int):
     metrics, gradient = metrics_and_gradients(halves, data=data, model=MODEL, params=params)
     assert distance(gradient, jax.tree.map(lambda x: 2 * x, jax.jit(jax.grad(expected))(params))) <= 1e-5
     assert metrics["evictions/logp_difference/max"] <= BOUND
-    assert np.linalg.norm(gradient[EVICTION_GATE]["layers_0"]["kernel"]) > 1e-2
+    trained = gradient[EVICTION_GATE]["layers_0"] if gate == "linear" else gradient["layers_0"]["attention"]["q_proj"]
+    assert np.linalg.norm(trained["kernel"]) > 1e-2
 
 
 @pytest.mark.slow
@@ -331,7 +352,21 @@ def test_fresh_gate_is_indifferent():
     gate = LinearGate()
     keys = jax.random.normal(jax.random.key(0), (1, 2, 3, 8))
     positions = jnp.arange(3).reshape(1, 1, 3)
-    assert not gate.logits(gate.init(2, 8, jnp.float32), keys, keys, positions, jnp.asarray([[2]])).any()
+    queries = jnp.ones((1, 2, 1, 8))
+    assert not gate.logits(gate.init(2, 8, jnp.float32), keys, keys, positions, jnp.asarray([[2]]), queries).any()
+
+
+def test_sinks_of_a_gate_without_parameters():
+    keys = jnp.ones((1, 1, 3, 4))
+    positions, queries = jnp.arange(3).reshape(1, 1, 3), -jnp.ones((1, 2, 1, 4))
+    logits = AttentionGate(sinks=1).logits((), keys, keys, positions, jnp.asarray([[2]]), queries)
+    np.testing.assert_array_equal(logits, [[[[KEPT, -2.0, -2.0]]]])
+    params = make_params(MODEL.config)
+    added = add_gate(params, AttentionGate(), num_layers=2, num_kv_heads=2, head_dim=8)
+    assert added == params
+    for wrong in (0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="expected a positive, finite temperature"):
+            AttentionGate(temperature=wrong)
 
 
 def test_what_does_not_go(tmp_path: Any):
