@@ -40,7 +40,7 @@ from lib.grid import Cell
 from lib.problems import problem_of
 from lib.runs import Sizes
 from lib.samplers import sampler_of
-from smd_jax.message.gate import EVICTION_GATE, LinearGate, add_gate
+from smd_jax.message.gate import EVICTION_GATE, Gate, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape, Params
 
 TASKS = ("sums-12", "sorting-12")
@@ -55,6 +55,7 @@ class GateArm(Arm):
     """An arm whose sampler draws evictions from a gate.
 
     Attributes:
+      gate: whose parameters the start gets.
       trains_tokens: whether the model is trained.
       trains_gate: whether the gate is trained.
       gate_speed: learning rate of the gate over that of the tokens.
@@ -63,6 +64,7 @@ class GateArm(Arm):
     trains_tokens: bool = True
     trains_gate: bool = True
     gate_speed: float = GATE_SPEED
+    gate: Gate = LinearGate()
 
     @property
     def update(self) -> smd.UpdateConfig:
@@ -76,7 +78,7 @@ class GateArm(Arm):
     def with_own_parameters(self, params: Params, shape: ModelShape) -> Params:
         return add_gate(
             params,
-            LinearGate(),
+            self.gate,
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,

@@ -9,6 +9,7 @@ import smd_jax as smd
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, Random, Recent, SnapKV, StreamingLLM
+from smd_jax.message.gate import AttentionGate
 
 # Windows and sinks for budgets of about ten keys.
 POLICIES: dict[str, EvictionPolicy] = {
@@ -22,6 +23,8 @@ POLICIES: dict[str, EvictionPolicy] = {
     "recent": Recent(),
     "oldest": StreamingLLM(sinks=13),  # a prompt of 13 tokens is never evicted
     "gate": LearnedGate(),
+    "attention": LearnedGate(AttentionGate()),
+    "attention-cold": LearnedGate(AttentionGate(temperature=0.3)),
 }
 _TEXT = re.compile(r"(?P<policy>[a-z0-9-]+):(?P<budget>\d+)\+(?P<buffer>\d+)")
 
