@@ -21,37 +21,78 @@ Result     experiments/results/learned_eviction.json, a row a run
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
+import jax
+import optax
 import tyro
 
-from eviction_action import SHADOW, GateArm
+import smd_jax as smd
 from lib.arms import Arm, arms_of
 from lib.command import StudyArgs, as_written, grid_of, run, stopping
 from lib.grid import Cell
 from lib.problems import problem_of
 from lib.runs import Sizes
 from lib.samplers import sampler_of
-from smd_jax.message.gate import AttentionGate
+from smd_jax.message.gate import EVICTION_GATE, AttentionGate, Gate, LinearGate, add_gate
+from smd_jax.model.protocol import ModelShape, Params
 
 SEEDS = tuple(range(10, 18))
 RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = (1e-4, 3e-4, 1e-3)
 SIZES = Sizes(rollouts=240, prompts=16, evaluate_every=20, evaluation_rows=256, last=3)
+GATE_SPEED = 30.0
 RULES = ("tova-heads", "h2o", "tova", "snapkv", "streaming", "random", "knorm", "recent")
 
 
-def attention_arm(name: str, *, trained: bool) -> GateArm:
-    return GateArm(name, "shadow", SHADOW, trains_gate=trained, gate=AttentionGate())
+@dataclass(frozen=True)
+class GateArm(Arm):
+    """An arm whose sampler draws evictions from a gate; tokens are always trained.
+
+    Attributes:
+      gate: whose parameters the start gets.
+      trains_gate: whether the evictions are trained.
+      gate_speed: learning rate of the gate over that of the tokens.
+    """
+
+    trains_gate: bool = True
+    gate_speed: float = GATE_SPEED
+    gate: Gate = LinearGate()
+
+    @property
+    def update(self) -> smd.UpdateConfig:
+        return replace(super().update, eviction_coef=1.0 if self.trains_gate else 0.0)
+
+    def with_own_parameters(self, params: Params, shape: ModelShape) -> Params:
+        sizes = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+        return add_gate(params, self.gate, **sizes)
+
+    def optimizer(self, adam: Callable[[float], optax.GradientTransformation]) -> optax.GradientTransformation:
+        parts: dict[Hashable, optax.GradientTransformation] = {
+            "tokens": adam(1.0),
+            "gate": adam(self.gate_speed) if self.trains_gate else optax.set_to_zero(),
+        }
+        return optax.partition(parts, labels)
 
 
+def labels(params: Params) -> Params:
+    """The optimizer of each parameter, by name."""
+    return {
+        name: jax.tree.map(lambda _, name=name: "gate" if name == EVICTION_GATE else "tokens", part)
+        for name, part in params.items()
+    }
+
+
+def gate_arm(name: str, gate: Gate, *, trained: bool = True) -> GateArm:
+    return GateArm(name, "shadow", smd.corrections.Shadow(), trains_gate=trained, gate=gate)
+
+
+LINEAR, ATTENTION = LinearGate(), AttentionGate()
 GATES: dict[str, tuple[Arm, ...]] = {
-    "gate": (GateArm("gate-joint", "shadow", SHADOW), GateArm("gate-frozen", "shadow", SHADOW, trains_gate=False)),
-    "attention": (
-        attention_arm("attention-joint", trained=True),
-        attention_arm("attention-frozen", trained=False),
-    ),
-    "attention-cold": (attention_arm("attention-joint", trained=True),),
+    "gate": (gate_arm("gate-joint", LINEAR), gate_arm("gate-frozen", LINEAR, trained=False)),
+    "attention": (gate_arm("attention-joint", ATTENTION), gate_arm("attention-frozen", ATTENTION, trained=False)),
+    "attention-cold": (gate_arm("attention-joint", ATTENTION),),
 }
 
 

@@ -3,12 +3,14 @@
 Question   Seconds and peak memory of a step (rollout, reward, update) of SmolLM2-135M-Instruct in float32.
 Sizes      4 prompts of 12 numbers to add, 8 completions each of exactly 256 tokens at temperature 1; one optimizer step
            of AdamW in microbatches of 4 completions; no reference model.
-Engines    ours          R-KV with 128 + 32 keys in the sampler, shadow masks in the learner
+Engines    ours          R-KV with 128 + 32 keys in the sampler, shadow masks in the learner, which reads a prompt once
+                         for the 4 completions of a microbatch (`rows_per_prompt`, smd-train's --share-prompts)
            ours-dense    a full cache and a dense learner
            trl           GRPOTrainer with transformers' `generate`
            The header of each file in experiments/bench/engines/ lists its settings.
 Fairness   Every engine is its own process on the same core. All warm up, then take turns, step by step. No completion
-           ends early, so all engines do the same work. Ratios depend on the CPU: torch's products are fast on Intel's.
+           ends early, so all engines train the same tokens; ours-dense reads as many as TRL. Ratios depend on the CPU:
+           torch's products are fast on Intel's.
 Fields     seconds: median of the steps; rollout_seconds: from the start of a step until its reward is asked.
            max_abs_dlogp: ours, learner against sampler, over all tokens.
 Command    make smollm2
@@ -48,7 +50,9 @@ class Args:
 def commands(args: Args) -> list[list[str]]:
     sizes: Row = {"model": str(args.model), "completions": args.completions, "new_tokens": args.new_tokens}
     sizes |= {"group": 8, "microbatch": 4, "repeats": args.repeats}
-    ours = [engine("smd_step", sizes | {"budget": budget, "buffer": 32}) for budget in (args.budget, None)]
+    # Rows of one prompt: a microbatch. 1: every row reads its own prompt.
+    ways = ({"budget": args.budget, "rows_per_prompt": sizes["microbatch"]}, {"budget": None, "rows_per_prompt": 1})
+    ours = [engine("smd_step", sizes | {"buffer": 32} | way) for way in ways]
     return ours if args.trl_python is None else [*ours, engine("trl_step", sizes, args.trl_python)]
 
 

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.study
 
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").rglob("*.json"))
-# Scripts of finished measurements, which commits b191876, d6de491 and 71ba418 have.
+# Scripts of finished measurements, which commits b191876, d6de491, 71ba418 and a38d692 have.
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
     *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "collectives_experts"),
-    *("engine_records", "folds", "horizon", "map"),
+    *("eviction_action", "engine_records", "folds", "horizon", "map"),
 }
 
 

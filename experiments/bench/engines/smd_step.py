@@ -60,6 +60,7 @@ def main() -> None:
             loss=smd.losses.dapo(),
             correction=smd.corrections.Shadow() if sparse else smd.corrections.Naive(),
             microbatch_size=args.microbatch,
+            rows_per_prompt=args.rows_per_prompt,
         ),
     )
     adamw = optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
@@ -76,7 +77,8 @@ def main() -> None:
         jax.block_until_ready(state)
         clock.end_step()
         differences.append(float(metrics["sampling/sampling_logp_difference/max"]))
-    more = {"budget": args.budget, "buffer": args.buffer if sparse else None, "max_abs_dlogp": max(differences)}
+    more = {"budget": args.budget, "buffer": args.buffer if sparse else None, "rows_per_prompt": args.rows_per_prompt}
+    more |= {"max_abs_dlogp": max(differences)}
     clock.report_steps("ours" if sparse else "ours-dense", parameters, ["smd_jax", "jax", "jaxlib", "flax"], more)
 
 
