@@ -7,12 +7,12 @@ Question   The papers report that naive training under a compressed cache collap
 Plan       experiments/PLAN.md, section "Collapse": prediction, primary contrast, what counts as a collapse.
 Cells      Sorting 12 digits, SnapKV and Random with 11 + 2 of 26 keys.
 Start      As in experiments/room.py.
-Arms       naive, bypass, TIS, shadow; each at five rates, none is chosen.
+Arms       naive, bypass, TIS, shadow; each at five learning rates, all reported.
 Rollouts   500 of 16 x 8 responses, 4 optimizer steps on each; an evaluation every 20. Every point of the curve has the
-           agreement of sampler and learner since the last one (5th percentile over tokens).
+           agreement of sampler and learner since the previous point (5th percentile over tokens).
 Command    python experiments/collapse.py --workers 1 [--samplers …] [--arms …] [--seeds …] [--minutes …]
            In a clean clone. Finished runs are kept; --rows-from FILE adds the rows of another clone.
-Result     experiments/results/collapse.json, a row a run
+Result     experiments/results/collapse.json, one row per run
 """
 
 from __future__ import annotations

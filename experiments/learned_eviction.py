@@ -65,8 +65,8 @@ class GateArm(Arm):
         return replace(super().update, eviction_coef=1.0 if self.trains_gate else 0.0)
 
     def with_own_parameters(self, params: Params, shape: ModelShape) -> Params:
-        sizes = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-        return add_gate(params, self.gate, **sizes)
+        layers, heads, size = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        return add_gate(params, self.gate, num_layers=layers, num_kv_heads=heads, head_dim=size)
 
     def optimizer(self, adam: Callable[[float], optax.GradientTransformation]) -> optax.GradientTransformation:
         parts: dict[Hashable, optax.GradientTransformation] = {

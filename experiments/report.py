@@ -25,7 +25,7 @@ from reporting.room import first_cell, other_cells
 
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
-FILES = ("room", "dose.json", "wall.json", "collapse.json", "agents.json")  # of rows
+FILES = ("room", "dose.json", "wall.json", "collapse.json", "agents.json", "learned_eviction.json")  # of rows
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Question   What does a token cost at 512 and at 32,768 tokens, with a cache of 1
 Sizes      The model of experiments/bench/rollout.py, float32, one CPU core. Rollout: 8 rows, prompts of 64
            tokens, Knorm. Update: 32,768 tokens in one pass, as 64 rows of 512 tokens, … or one row; the mask
            of a random policy.
-Measure    CPU microseconds per token, the least of the turns; every length is its own process. Rollouts take turns;
+Measure    CPU microseconds per token, the minimum over turns; every length is its own process. Rollouts take turns;
            updates run one length after another, because of their memory.
            Rollout, memory: bytes of the cache, and of the temporary arrays of a segment. Update, memory: what XLA plans
            for the program (arguments, results, temporary arrays), and the peak of the process, libraries and
@@ -46,7 +46,7 @@ def rollout_command(args: Args, tokens: int) -> list[str]:
 
 
 def update_command(args: Args, tokens: int) -> list[str]:
-    """As many rows as the longest row has tokens."""
+    """Every update has as many tokens as the longest row, in rows of `tokens`."""
     rows = max(args.lengths) // tokens
     sizes: Row = {"tokens": tokens, "sequences": rows, "microbatch": rows, "prompt": PROMPT, "repeats": args.turns}
     return engine("smd_update", sizes | CACHE | {"rows_per_prompt": 1})

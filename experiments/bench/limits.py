@@ -1,4 +1,4 @@
-"""The arithmetic of the model per second, as a share of the rate of bare matrix products.
+"""FLOP/s of the model as a share of the rate of bare matrix products.
 
     limit_share = model FLOP of a turn / seconds / rate of the products        (both of one run, on one core)
 
@@ -15,8 +15,8 @@ from bench.turns import Row, engine
 
 
 def visible_keys(prompt: int, new_tokens: int, budget: int | None, buffer: int | None) -> float:
-    """Pairs of a query and a visible key, in prompt and response. A query of the prompt sees the prompt up to itself;
-    one of the response sees the keys kept at the start of its segment, and the segment up to itself."""
+    """Number of pairs of a query and a visible key. A query of the prompt sees the prompt up to itself; one of the
+    response sees the keys kept at the start of its segment, and the segment up to itself."""
     seen = prompt * (prompt + 1) / 2
     held = prompt
     for step in range(new_tokens):

@@ -1,4 +1,4 @@
-"""A run of arithmetic: for faults of disks and files, in which nothing has to be sampled."""
+"""A run that only adds numbers, for faults of disks and files, which need no sampling."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PlainLoop(Loop):
 
 
 def plain_state(size: int = 50_000) -> TrainState:
-    """Numbers that do not compress."""
+    """A state of random numbers, which no compression makes smaller on disk."""
     weights = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
     return TrainState(jnp.zeros((), jnp.int32), {"w": weights}, (), None, jax.random.key(0))
 
@@ -63,7 +63,7 @@ def plain_left(directory: Path) -> Left:
 
 
 def quietly(directory: Path, steps: int = PLAIN_ROLLOUTS, **options: Any) -> str:
-    """The arithmetic run; what it prints."""
+    """Runs the loop and returns what it prints."""
     said = StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         start(options.pop("loop", PlainLoop()), options.pop("state", plain_state()), directory, steps, **options)

@@ -13,7 +13,7 @@ from breaking.outcome import Fault, Outcome
 from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning
 
-SECONDS = 5.0  # of a call
+SECONDS = 5.0  # time limit of a call
 HEADER = "import ctypes, os, re, signal, sys, threading, time\nimport numpy as np\n\n\n"
 FUNCTION = """def reward(completions, **columns):
     def instead(value):
@@ -23,13 +23,13 @@ FUNCTION = """def reward(completions, **columns):
         {}
     return [1.0 for _ in completions]
 """
-# What a function does where a completion is bad.
+# Kind of fault -> statements that the function runs for the completion "bad".
 ACTS: dict[str, tuple[str, ...]] = {
     "reward that raises": (
         "raise ValueError('x' * 10 ** 6)",
         "raise KeyboardInterrupt",
         "raise MemoryError",
-        "return reward(completions)",  # without end
+        "return reward(completions)",  # infinite recursion
         "assert False",
         "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()",
         "sys.exit(0)",
@@ -37,7 +37,7 @@ ACTS: dict[str, tuple[str, ...]] = {
     "reward that hangs": (
         "time.sleep(3600)",
         "while True: pass",
-        "re.fullmatch('(a+)+', 'a' * 60 + 'b')",  # keeps Python's lock
+        "re.fullmatch('(a+)+', 'a' * 60 + 'b')",  # holds the GIL
         "threading.Event().wait()",
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)); time.sleep(3600)",
     ),

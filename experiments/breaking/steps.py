@@ -1,4 +1,4 @@
-"""What happens inside of a step: losses that are not finite, a wrong mask, a broken logger."""
+"""Faults inside a step: a non-finite loss, a wrong mask, a broken logger."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def infinite_rewards(first: int, last: int) -> Callable[[int, Samples], Samples]
 
 
 def a_head_sees(change: Callable[[np.ndarray], np.ndarray], layer: int, head: int) -> Callable[[int, Samples], Samples]:
-    """From rollout 1 on, the recorded mask of one head is not what the sampler saw."""
+    """From rollout 1 on, the recorded mask of one head differs from what the sampler saw."""
 
     def tamper(index: int, samples: Samples) -> Samples:
         mask = samples.trajectory.mask
@@ -46,7 +46,7 @@ def a_head_sees(change: Callable[[np.ndarray], np.ndarray], layer: int, head: in
 
 
 def not_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """Infinite rewards in one rollout: it is left out, and the run ends as if its update had not been."""
+    """Infinite rewards in one rollout: its update is skipped, and the run finishes."""
     for number in (1, 2):
         directory = folder / str(number)
         loop = replace(real_loop(), tamper=infinite_rewards(number, number))
@@ -60,7 +60,7 @@ def not_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
 
 
 def never_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """Infinite rewards from rollout 2 on: the run ends, and goes on when they are mended."""
+    """Infinite rewards from rollout 2 on: the run ends, and a resume with finite rewards continues it."""
     directory = folder / "run"
     loop = replace(real_loop(), tamper=infinite_rewards(2, 99))
     message = refusal(lambda: start(loop, real_state(), directory, 9), RefusedRolloutError)
@@ -73,7 +73,7 @@ def never_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
 
 
 def wrong_mask(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """The run ends before anything is learnt from it, and names layer and head."""
+    """A wrong mask of one head: the run ends before it trains on the rollout, and names layer and head."""
     late: Callable[[np.ndarray], np.ndarray] = lambda own: own + ((own > 0) & (own < 99))  # noqa: E731
     for layer, head in ((0, 1), (1, 0)):
         directory = folder / f"{layer} {head}"
@@ -87,7 +87,7 @@ def wrong_mask(folder: Path, rng: random.Random) -> Iterator[Outcome]:
 
 
 class BrokenLogger:
-    """A logger whose network is gone."""
+    """A logger whose calls all fail, as without a network."""
 
     def write(self, step: int, metrics: Any) -> None:
         raise OSError("no such host")

@@ -1,6 +1,6 @@
 """The arms of the studies: which policy the learner trains, and how it corrects for the sampler.
 
-The docstring of `smd_jax/corrections` defines the policies. All other settings are the same for all arms of a study.
+See docs/corrections.md and docs/glossary.md for the terms. All other settings are the same for all arms of a study.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Arm:
     """One learner.
 
     Attributes:
-      teacher: divergence to a policy with its full context; None: no teacher.
-      teacher_coef: its weight in the loss.
-      policy_coef: weight of the policy loss; 0: only the teacher.
+      teacher: direction of the distillation from a policy with its full context; None: no distillation.
+      teacher_coef: weight of the distillation in the loss.
+      policy_coef: weight of the policy loss; 0: distillation only.
       dense_share: share of a dense learner's loss with token weights (TIS), see `smd_jax.learner.dense_learner`.
       full_cache: whether the sampler evicts nothing.
-      trains: False for the start.
-      minibatches: optimizer steps per rollout; None: those of the study.
+      trains: whether the arm is trained; False for the untrained start.
+      minibatches: optimizer steps per rollout; None: the study's default.
       loss: the policy loss.
       cache_bits: bits of the sampler's cache; None: full precision.
       first: the arm that trains before this one, for `first_share` of the rollouts; None: no other arm.
@@ -72,12 +72,12 @@ class Arm:
         )
 
     def with_own_parameters(self, params: Params, shape: ModelShape) -> Params:
-        """The start of a seed, with the parameters that this arm adds."""
+        """Adds the parameters that only this arm has to the start of a seed."""
         del shape
         return params
 
     def optimizer(self, adam: Callable[[float], optax.GradientTransformation]) -> optax.GradientTransformation:
-        """The optimizer; `adam(factor)` uses the learning rate of the run times a factor."""
+        """Builds the optimizer; `adam(factor)` is Adam at `factor` times the learning rate of the run."""
         return adam(1.0)
 
     @property
@@ -129,7 +129,7 @@ ARMS = (
 
 
 def arms_of(names: Sequence[str], among: Sequence[Arm] = ARMS) -> tuple[Arm, ...]:
-    """The arms of these names, in the order of `among`.
+    """Returns the arms with these names, in the order of `among`.
 
     Raises:
       ValueError: for an unknown name.

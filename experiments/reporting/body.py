@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lib.files import Row
-from reporting import collapse, dose, reruns, room, tools, wall
+from reporting import collapse, dose, learned_eviction, reruns, room, tools, wall
 from reporting.page import hours, table
 
 Rows = dict[str, list[Row]]
@@ -20,6 +20,7 @@ def text(rows: Rows, planned: Rows) -> str:
         wall.section(rows["wall.json"]),
         collapse.section(rows["collapse.json"]),
         tools.section(rows["agents.json"]),
+        learned_eviction.section(rows["learned_eviction.json"]),
         OLDER_STUDIES,
         commands(rows),
     )
@@ -49,6 +50,7 @@ SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 
 def commands(rows: Rows) -> str:
     names = {"room": "room and time", "dose.json": "lead by mismatch", "wall.json": "the memory wall"}
     names |= {"collapse.json": "collapse", "agents.json": "turns with a tool"}
+    names |= {"learned_eviction.json": "learned eviction"}
     lines = [
         [names[file], f"`python experiments/{file.removesuffix('.json')}.py`", links(file, found), hours(found)]
         for file, found in rows.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from statistics import mean
 
 from scipy.stats import ttest_rel
 
@@ -56,6 +57,14 @@ def of_arms(rows: Iterable[Row]) -> dict[str, list[Row]]:
     for row in rows:
         found.setdefault(row["arm"], []).append(row)
     return found
+
+
+def rewards_by_rate(pilots: Sequence[Row], kinds: Sequence[str]) -> dict[float, float]:
+    """Learning rate -> mean reward of these decodings over the pilot seeds."""
+    found: dict[float, list[float]] = {}
+    for row in pilots:
+        found.setdefault(row["learning_rate"], []).extend(row[kind] for kind in kinds)
+    return {rate: mean(rewards) for rate, rewards in found.items()}
 
 
 def by_seed(rows: Iterable[Row], kind: str) -> dict[int, float]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean
 
 from lib.files import Row
 from lib.grid import best_rate
-from reporting.page import difference, mean_of, of_arms, p_value, plain, rate_words, reported, table
+from reporting.page import difference, mean_of, of_arms, p_value, plain, rate_words, reported, rewards_by_rate, table
 from reporting.room import KINDS
 
 CHOICE = ("sparse_greedy", "dense_greedy")  # their mean on the pilot seeds chooses a rate
@@ -23,7 +22,7 @@ def chosen(rows: Sequence[Row]) -> FOUND:
     pilots = of_arms(row for row in rows if row["pilot"])
     found = {}
     for arm, of_arm in of_arms(reported(rows)).items():
-        rate = rate_by_pilot(pilots[arm]) if arm in pilots else of_arm[0]["learning_rate"]
+        rate = best_rate(rewards_by_rate(pilots[arm], CHOICE)) if arm in pilots else of_arm[0]["learning_rate"]
         found[arm] = [row for row in of_arm if row["learning_rate"] == rate]
     seeds = {arm: sorted(row["seed"] for row in of_arm) for arm, of_arm in found.items()}
     if len({*map(tuple, seeds.values())}) > 1:
@@ -31,24 +30,16 @@ def chosen(rows: Sequence[Row]) -> FOUND:
     return found
 
 
-def rate_by_pilot(pilots: Sequence[Row]) -> float:
-    return best_rate({rate: pilot_reward(pilots, rate) for rate in {row["learning_rate"] for row in pilots}})
-
-
-def pilot_reward(pilots: Sequence[Row], rate: float, kinds: Sequence[str] = CHOICE) -> float:
-    return mean(row[kind] for row in pilots if row["learning_rate"] == rate for kind in kinds)
-
-
 def section(rows: Sequence[Row]) -> str:
     arms, pilots = chosen(rows), of_arms(row for row in rows if row["pilot"])
-    chosen_reward = {arm: pilot_reward(pilots[arm], rate_by_pilot(pilots[arm])) for arm in ("naive", "tis")}
+    chosen_reward = {arm: max(rewards_by_rate(pilots[arm], CHOICE).values()) for arm in ("naive", "tis")}
     rival = max(chosen_reward, key=lambda arm: chosen_reward[arm])
     other = min(chosen_reward, key=lambda arm: chosen_reward[arm])
     lead = {name: plain(difference(arms["shadow"], arms[name], "sparse")) for name in (rival, other)}
     p = p_value(arms["shadow"], arms[rival], "sparse")
     mixed = plain(difference(arms["mixed-50"], arms[rival], "sparse"))
     full = plain(difference(arms["shadow"], arms["untrained"], "dense_greedy"))
-    fast = {arm: pilot_reward(pilots[arm], 1e-3, ("sparse",)) for arm in ("shadow", "tis")}
+    fast = {arm: rewards_by_rate(pilots[arm], ("sparse",))[1e-3] for arm in ("shadow", "tis")}
     return f"""## Several turns with a tool
 
 The policy looks up the values of four letters with a tool, one per turn, and states all of them in the last turn; the

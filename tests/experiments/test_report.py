@@ -12,7 +12,7 @@ import pytest
 import report
 from lib.files import Row, read_rows, write_rows
 from lib.intervals import Estimate
-from reporting import collapse, dose, reruns, room, wall
+from reporting import collapse, dose, learned_eviction, reruns, room, wall
 from reporting.page import difference, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
@@ -237,3 +237,24 @@ def test_a_rerun_is_compared_with_the_first_interval():
         assert text.count(f"| 6 | +0.100 ± 0.011 | 6 | {answer}") == 2, text
         assert reruns.without(files)["room"] == first
     assert reruns.section({"room": first + near[:-1], "dose.json": first + near}) == ""
+
+
+def eviction_rows() -> list[dict[str, Any]]:
+    """The gate decides 0.1 better than attention, which pilots prefer at temperature 0.3."""
+    rows: list[dict[str, Any]] = []
+    for policy, arm in (learned_eviction.GATE, *learned_eviction.ATTENTION):
+        for seed in (100, 101, *learned_eviction.SEEDS):
+            reward = 0.8 + 0.001 * (seed % 3 - 1) if policy == "gate" else 0.7
+            curve = [{"sparse_decided": 0.0}] * 4 + [{"sparse_decided": reward}] * 3
+            found = {"sparse": reward, "sparse_greedy": reward + (0.01 if policy == "attention-cold" else 0.0)}
+            found |= {"dense_greedy": 0.5, "dense_greedy_before": 0.99, "policy": policy, "arm": arm, "seed": seed}
+            rows.append(found | {"learning_rate": 3e-4, "pilot": seed >= 100, "curve": curve})
+    return rows
+
+
+def test_the_gate_is_compared_with_the_attention_that_the_pilot_prefers():
+    rows = eviction_rows()
+    assert learned_eviction.best_attention(rows) == ("attention-cold", "attention-joint")
+    text = learned_eviction.section(rows)
+    assert "attention at temperature 0.3, trained, the better attention arm of the pilot, decided: +0.100" in text
+    assert learned_eviction.section(rows[:-1]) == "", "a seed is missing"

@@ -27,7 +27,7 @@ VOCABULARY = 1024
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
 INIT_STD = 0.02
-# AdamW, the same in all.
+# AdamW, the same for all engines.
 LEARNING_RATE = 1e-6
 BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
@@ -88,7 +88,7 @@ def model_sizes() -> Sizes:
 
 
 def settings() -> SimpleNamespace:
-    """The settings of an engine: one JSON object, the argument of its process. See the driver for their meaning."""
+    """Reads the settings of an engine, a JSON object in the first command-line argument; see the driver for them."""
     return SimpleNamespace(**json.loads(sys.argv[1]))
 
 
@@ -126,7 +126,7 @@ class Clock:
         return self.warmup + self.args.repeats
 
     def begin(self) -> None:
-        """Starts the clock of an update, after a line on standard input: its turn."""
+        """Waits for this engine's turn, a line on standard input, then starts the clock of an update."""
         if self.begun == self.warmup:
             self.say({"ready": True})
         if self.begun >= self.warmup:
@@ -160,7 +160,7 @@ class Clock:
         return row | {"versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}}}
 
     def say(self, row: dict) -> None:
-        """Prints a line of JSON."""
+        """Prints one JSON line."""
         print(json.dumps(row), file=self.out, flush=True)
 
 

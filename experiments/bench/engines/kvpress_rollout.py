@@ -1,9 +1,8 @@
 """Sampling with kvpress: `generate` as in `hf_rollout.py`, under a press that compresses while decoding.
 
-`DecodingPress` around `KnormPress`: after every `buffer` steps each layer and KV head keeps its `budget` keys of
-least norm.
-No hidden states are buffered, which its documentation allows for presses that do not need them: the fastest setting.
-It measures the cache at the end, when it is largest but for a step.
+`DecodingPress` around `KnormPress`: after every `buffer` steps each layer and KV head keeps the `budget` keys of
+smallest norm. No hidden states are buffered, the fastest setting; kvpress' documentation allows it for presses that do
+not need them. The cache is measured at the end, within one step of its largest size.
 """
 
 import common

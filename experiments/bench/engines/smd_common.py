@@ -37,7 +37,7 @@ def model_config(max_tokens: int) -> smd.ModelConfig:
 def random_batch(
     config: smd.ModelConfig, tokens: np.ndarray, prompt: int, budget: int | None, buffer: int | None
 ) -> TrainBatch:
-    """A batch of these tokens without padding, with the mask of a random eviction policy, if there is a budget."""
+    """A batch of these tokens without padding; with a budget, under the mask of a random eviction policy."""
     rows, columns = tokens.shape
     valid = jnp.ones(tokens.shape, bool)
     mask = dense_mask(valid)
@@ -60,7 +60,7 @@ def max_difference(
 ) -> float:
     """Largest |log p of the learner - log p of the sampler| in nats over the first `rows` rows.
 
-    A few rows show a difference, and the learner's memory does not grow with the batch.
+    Replaying only a few rows keeps the learner's memory independent of the batch.
     """
     part = jax.tree.map(lambda x: x[:rows], trajectory)
     replayed = jax.jit(smd.replay, static_argnums=0)(model, params, part)

@@ -21,7 +21,7 @@ def grpo_config(
     """One optimizer step on `rows` completions, accumulated over microbatches.
 
     Args:
-      new_tokens: of a completion, at most. steps: optimizer steps.
+      new_tokens: maximum length of a completion. steps: optimizer steps.
     """
     return GRPOConfig(
         output_dir=folder,

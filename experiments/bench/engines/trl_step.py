@@ -1,8 +1,8 @@
 """A whole GRPO step of TRL: GRPOTrainer.train() with transformers' `generate`. Started by `bench/step.py`.
 
 Settings other than the defaults: no gradient checkpointing, float32, a constant learning rate, nothing logged or saved;
-microbatches are accumulated, so that one optimizer step follows one generation of all completions. The end of a
-completion is suppressed until its last token. The first step samples 8 tokens per completion.
+microbatches are accumulated, so that one optimizer step follows one generation of all completions. EOS is
+suppressed until the last token of a completion. The first step samples 8 tokens per completion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM_UP = 8  # tokens of a completion of the first step
 
 
 class Timer(TrainerCallback):
-    """The clock runs from before the generation of a step to the end of its update."""
+    """Times each step from the start of its generation to the end of its update."""
 
     def __init__(self, clock: whole_step.StepClock, new_tokens: int) -> None:
         self.clock = clock

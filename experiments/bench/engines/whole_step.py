@@ -25,7 +25,7 @@ def questions(args: SimpleNamespace) -> list[str]:
 
 
 class Reward:
-    """The share of even characters, and the time at which it was asked."""
+    """Grades by the share of even characters, and records when it was last called."""
 
     def __init__(self) -> None:
         self.asked = 0.0

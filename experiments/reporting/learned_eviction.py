@@ -1,0 +1,87 @@
+"""The study of learned eviction: a gate beside the model's own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from lib.files import Row
+from reporting.page import difference, mean_of, p_value, plain, rate_words, reported, rewards_by_rate, table
+
+SEEDS = tuple(range(10, 18))
+CHOICE = ("sparse", "sparse_greedy")  # their mean on the pilot seeds chooses a rate
+DECIDED = "sparse_decided"
+KINDS = ("sparse", "sparse_greedy", DECIDED, "dense_greedy")
+LAST = 3  # evaluations whose mean is the reward
+GATE = ("gate", "gate-joint")
+ATTENTION = (("attention", "attention-joint"), ("attention-cold", "attention-joint"))
+MEANING = {
+    GATE: "gate, trained",
+    ATTENTION[0]: "attention, trained",
+    ATTENTION[1]: "attention at temperature 0.3, trained",
+    ("gate", "gate-frozen"): "uniform draws, tokens trained",
+    ("attention", "attention-frozen"): "attention, tokens trained",
+    ("tova-heads", "shadow"): "TOVA of each head, tokens trained",
+    ("h2o", "shadow"): "H2O, tokens trained",
+}
+Way = tuple[str, str]  # policy and arm
+
+
+def decided(row: Row) -> float:
+    """Reward of greedy tokens with evictions without chance; a rule has no chance anyway."""
+    kind = DECIDED if DECIDED in row["curve"][0] else "sparse_greedy"
+    return mean(point[kind] for point in row["curve"][-LAST:])
+
+
+def ways_of(rows: Sequence[Row]) -> dict[Way, list[Row]]:
+    """Way -> rows, with the metric of the primary contrast."""
+    found: dict[Way, list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["policy"], row["arm"]), []).append(row | {DECIDED: decided(row)})
+    return found
+
+
+def complete(rows: Sequence[Row]) -> dict[Way, list[Row]]:
+    """The ways with all seeds."""
+    return {way: found for way, found in ways_of(reported(rows)).items() if {x["seed"] for x in found} == set(SEEDS)}
+
+
+def best_attention(rows: Sequence[Row]) -> Way:
+    """The attention arm with the higher pilot reward, at its best rate."""
+    pilots = ways_of([row for row in rows if row["pilot"]])
+    return max(ATTENTION, key=lambda way: max(rewards_by_rate(pilots[way], CHOICE).values()))
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Empty until the arms of the primary contrast are complete."""
+    ways = complete(rows)
+    if not {GATE, *ATTENTION} <= ways.keys():
+        return ""
+    rival = best_attention(rows)
+    gate, other = ways[GATE], ways[rival]
+    lead, p = plain(difference(gate, other, DECIDED)), p_value(gate, other, DECIDED)
+    drawn = plain(difference(gate, other, "sparse"))
+    start = mean(row["dense_greedy_before"] for row in gate)
+    lines = [
+        [name, rate_words(found[0]["learning_rate"]), *(f"{mean_of(found, kind).mean:.3f}" for kind in KINDS)]
+        for way, name in MEANING.items()
+        if (found := ways.get(way))
+    ]
+    rules = {way[0]: mean_of(found, "sparse_greedy").mean for way, found in ways.items() if way[1] == "untrained"}
+    best_rule = max(rules, key=lambda rule: rules[rule], default="")
+    untrained = (
+        f" The best of {len(rules)} rules without training, {best_rule}, has {rules[best_rule]:.3f}." if rules else ""
+    )
+    return f"""## Learned eviction beside the model's own attention
+
+Neural Garbage Collection (arXiv:2604.18002) draws evictions from the model's own attention and trains them by the
+reward. `LinearGate` has parameters of its own for that. Sorting 12 digits, 13 + 2 of 26 keys, starts at 97 % with the
+full cache ({start:.3f} greedily), 240 rollouts, {len(SEEDS)} seeds, one rate per arm, chosen on two pilot seeds.
+*Decided*: greedy tokens, and the keys of the lowest worth are evicted without chance.
+
+{table(["evictions by", "rate", "budget", "greedy", "decided", "full cache, greedy"], lines)}
+
+*Primary contrast*: the gate minus {MEANING[rival]}, the better attention arm of the pilot, decided: {lead}
+(p = {p:.1g}). With draws, at temperature 1: {drawn}.{untrained} The paper draws the kept keys and
+trains models of other sizes on other tasks; here evicted keys are drawn.
+"""
