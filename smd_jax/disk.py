@@ -84,8 +84,8 @@ def _leaf_bytes(leaf: Any) -> int:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`. The file that the body writes there replaces `path` at its end: a reader, and who
-    comes after a crash, finds the old file or the new one."""
+    """Yields a temporary path. The file that the body writes there replaces `path` at the end, so that readers find the
+    old or the new file, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""A tiny decoder of every family, with what its config.json may ask for: biases, sliding windows, Gemma's own."""
+"""Tiny configurations of several families, with optional fields of config.json: biases, windows, Gemma's own."""
 
 from __future__ import annotations
 

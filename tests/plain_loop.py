@@ -1,8 +1,8 @@
-"""A loop whose step is arithmetic, for tests of what surrounds it: nothing is compiled, nothing is sampled.
+"""A loop whose step only adds numbers, for tests of the code around it: it compiles and samples nothing.
 
-As a program it takes steps when it is told to, so that a test can send it a signal in the middle of one:
+As a program it waits in each step, so that a test can send it a signal in the middle of one:
 
-    python -m tests.plain_loop DIRECTORY STEPS      prints "rollout N" at the begin of a step, which ends with a line of
+    python -m tests.plain_loop DIRECTORY STEPS      prints "rollout N" at the start of a step, waits for a line of
                                                     standard input, and prints "end of rollout N"
 """
 
@@ -43,8 +43,8 @@ class PlainLoop(Loop):
     """Adds the number of the rollout to the parameters.
 
     Attributes:
-      metrics: of a rollout, by its number from 0.
-      begins: called with that number.
+      metrics: returns the metrics of a rollout, by its number from 0.
+      begins: called with that number when a rollout starts.
     """
 
     model: Any = None
@@ -68,7 +68,7 @@ class PlainLoop(Loop):
 
 
 def new_state(size: int = 4) -> TrainState:
-    """Numbers that do not compress, for a state of some size."""
+    """A state of random numbers, which no compression makes smaller on disk."""
     weights = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
     return TrainState(jnp.zeros((), jnp.int32), {"w": weights}, (), None, jax.random.key(0))
 

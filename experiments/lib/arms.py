@@ -102,8 +102,6 @@ ARMS = (
     Arm("tis", "dense", smd.corrections.TIS()),
     Arm("tis-1.5", "dense", smd.corrections.TIS(clip_max=1.5)),
     Arm("tis-5", "dense", smd.corrections.TIS(clip_max=5.0)),
-    Arm("tis-sequence", "dense", smd.corrections.TIS(level="sequence")),
-    Arm("mis-sequence", "dense", smd.corrections.MIS(level="sequence")),  # TRL's default
     Arm("icepop", "dense", smd.corrections.IcePop()),
     Arm("sparse-rl", "dense", smd.corrections.SparseRL()),  # as released, without its KL of 1e-4 to a reference
     # As in the paper's text; loss and KL of its release.
@@ -112,19 +110,13 @@ ARMS = (
     Arm("gspo", "dense", smd.corrections.Naive(), loss=smd.losses.gspo()),
     Arm("quantised-cache", "shadow", smd.corrections.Shadow(), full_cache=True, cache_bits=4),
     Arm("shadow", "shadow", smd.corrections.Shadow()),
-    Arm("naive-anchor", "dense", smd.corrections.Naive(), "anchor"),
-    Arm("tis-anchor", "dense", smd.corrections.TIS(), "anchor"),
     Arm("shadow-anchor", "shadow", smd.corrections.Shadow(), "anchor"),
-    Arm("shadow-forward", "shadow", smd.corrections.Shadow(), "forward"),
-    Arm("shadow-reverse", "shadow", smd.corrections.Shadow(), "reverse"),
     Arm("shadow-published", "shadow", smd.corrections.Shadow(), "published"),
     Arm("mixed-20", "shadow", smd.corrections.Shadow(), dense_share=0.2),
     Arm("mixed-50", "shadow", smd.corrections.Shadow(), dense_share=0.5),
     Arm("mixed-80", "shadow", smd.corrections.Shadow(), dense_share=0.8),
     ANCHOR_ALONE,
     Arm("anchor-then-shadow", "shadow", smd.corrections.Shadow(), first=ANCHOR_ALONE),
-    Arm("anchor-then-mixed", "shadow", smd.corrections.Shadow(), dense_share=0.5, first=ANCHOR_ALONE),
-    Arm("forward-alone", "shadow", smd.corrections.Shadow(), "forward", policy_coef=0.0),
 )
 
 

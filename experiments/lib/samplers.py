@@ -21,7 +21,6 @@ POLICIES: dict[str, EvictionPolicy] = {
     "random": Random(),
     "knorm": Knorm(),
     "recent": Recent(),
-    "oldest": StreamingLLM(sinks=13),  # a prompt of 13 tokens is never evicted
     "gate": LearnedGate(),
     "attention": LearnedGate(AttentionGate()),
     "attention-cold": LearnedGate(AttentionGate(temperature=0.3)),

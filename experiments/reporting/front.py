@@ -43,10 +43,9 @@ these seeds ran.
 
 {lost(cell, others)}
 
-**Not measured yet**, all [planned](experiments/PLAN.md): the rest of the cells of this study (walks, larger
-budgets), the lead by mismatch in walks, the collapse of naive, equal bytes and seconds, eight seeds of the real
-model, a gate beside Neural Garbage Collection. Not planned: public benchmarks, a GPU. No run had a full cache that did
-not fit.
+**Not measured yet**, all [planned](experiments/PLAN.md): walks and larger budgets in this study, the lead by mismatch
+in walks, the memory wall at 512 steps, the collapse of naive at other rates, eight seeds of the real model. Not
+planned: public benchmarks, a GPU. No run had a full cache that did not fit.
 
 **Related methods, not trained here.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and

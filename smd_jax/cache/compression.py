@@ -114,14 +114,14 @@ class Compression:
     def in_place(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], params: Any, layers: range
     ) -> tuple[LayerCache, CompressionRecord]:
-        """Compresses a cache that already has `budget + buffer` slots, of one layer or layer by layer of a run.
+        """Compresses a cache that already has `budget + buffer` slots: of one layer, or of a run of stacked layers.
 
         Args:
           params: the sampler's parameters, for policies with parameters.
           layers: the layers of this cache.
 
         Returns:
-          The cache and the record; those of a run have the layers as second axis.
+          The cache and the record; for a run, their second axis is the layer.
         """
         own = self.of_layers(params, layers)
         if not kv_cache.of_run(cache):

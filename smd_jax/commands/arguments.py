@@ -43,7 +43,8 @@ class ModelSource:
 class ModelArgs(ModelSource):
     """The model, how its parameters are stored, and which of them are trained."""
 
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the stored parameters; bfloat16 loses small steps
+    # Dtype of the stored parameters; bfloat16 needs less memory, and its stochastic rounding adds noise to small steps
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass recomputes
     scan_layers: bool = False  # loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
     lora_r: Basic[int | None] = None  # rank of the LoRA adapters, which are then all that is trained; None: no LoRA
@@ -93,7 +94,7 @@ class EvaluationRows:
     """Evaluation: number of prompts, and ways of decoding."""
 
     eval_rows: int = 256  # prompts, at most
-    eval_seed: int | None = None  # of a procedural dataset's rows, so that runs of all seeds share them; None: --seed
+    eval_seed: int | None = None  # seed of a procedural dataset's rows, so that all runs share them; None: --seed
     # Ways of decoding: sampler, as in training; dense; or policy:budget[+buffer], as 'snapkv(window=16):512+128'
     eval_decode: Basic[tuple[str, ...]] = ("sampler", "dense")
 
@@ -130,7 +131,7 @@ class SamplingArgs:
     sinks: int = 4  # first keys that are always kept (attention sinks); also in --eval-decode
     pyramid: bool = False  # larger budgets in the lower layers, the same on average
     prefill_chunk: int | None = None  # prompt tokens read at once; None: all
-    quant_bits: Literal[8, 4, 2] | None = None  # of the quantised cache; None: full precision
+    quant_bits: Literal[8, 4, 2] | None = None  # bits of a quantised KV cache; None: full precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,7 @@ class SamplerArgs(SamplingArgs):
 class ComputeArgs:
     """Devices."""
 
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on any other
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another platform
     attention: AttentionName = "auto"  # auto: kernels on Hopper GPUs and TPUs; portable: plain JAX everywhere
     data_parallel: int = 1  # devices that split rows
     fsdp: int = 1  # devices that split rows and weights
@@ -158,7 +159,7 @@ class DeviceArgs(ComputeArgs):
     """Devices, and their memory. data-parallel * fsdp * tensor * sequence devices are used."""
 
     sequence: int = 1  # devices that split the columns of each row in the update, for very long rows
-    memory: str | None = None  # of one device, as 80GiB: sizes are chosen that fit; None: sizes stay
+    memory: str | None = None  # limit per device, such as 80GiB: chooses sizes that fit; None: sizes stay
     microbatch: int | None = None  # rows per forward and backward pass; None: all, or as many as fit into --memory
 
 
@@ -208,7 +209,7 @@ class OptimizerArgs:
     adam_beta1: float = 0.9  # decay of AdamW's mean of gradients
     adam_beta2: float = 0.999  # decay of AdamW's mean of squared gradients
     adam_epsilon: float = 1e-8  # added to the root of the latter
-    momentum_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of AdamW's momentum
     max_grad_norm: float = 1.0  # longer gradients are scaled down to it
     gate_speed: float = 30.0  # learning rate of the gate of --eviction gate, relative to that of the model
 
@@ -225,11 +226,11 @@ class RunArgs:
     max_skipped_updates: int = 3  # rollouts in a row without a finite loss and gradient that stop the run
     resume: Basic[bool] = False  # continue from the newest checkpoint in output_dir
     resume_if_there: bool = False  # continue the run in output_dir, or begin one: for jobs that are restarted
-    seed: Basic[int] = 0  # of prompts, completions, adapters and gates
-    report_to: Basic[tuple[Literal["tensorboard", "wandb"], ...]] = ()  # besides metrics.jsonl
+    seed: Basic[int] = 0  # seed of prompts, completions, adapters and gates
+    report_to: Basic[tuple[Literal["tensorboard", "wandb"], ...]] = ()  # loggers in addition to metrics.jsonl
     completions_steps: int = 20  # rollouts between two files of completions and masks, besides the last; 0: none
     print_completions: int = 0  # completions to show each time
-    export_dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained model; bfloat16 loses small steps
+    export_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the trained weights; bfloat16 loses small steps
     dry_run: Basic[bool] = False  # print the plan, the mesh and the first prompts, then exit
     debug: bool = False  # show the traceback of every error
 
@@ -247,7 +248,8 @@ class LaunchArgs:
 class GroupArgs:
     """Comparison of the completions of a prompt."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides advantages
+    # Divide advantages by the standard deviation of rewards in the group or in the batch, or not at all
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     dynamic_sampling: int | None = None  # extra rollouts at most, to replace groups without signal; 0: only drop these
 
 

@@ -136,7 +136,7 @@ class AttentionGate(Gate):
     Collection (arXiv:2604.18002). That paper draws the kept keys; `LearnedGate` draws the evicted ones.
 
     Attributes:
-      temperature: a lower one evicts more decidedly.
+      temperature: a lower one makes the evictions less random.
       sinks: number of first keys of a sequence that are never evicted.
 
     Raises:

@@ -99,7 +99,7 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
     A is uniform in ±1 / sqrt(in), as in PEFT, and B zero. Adapters are in float32, or wider if the matrix is.
 
     Args:
-      params: parameters of the policy, a mapping; its leaves stay the same objects.
+      params: parameters of the policy, a mapping; its leaves are not copied.
       key: consumed.
 
     Raises:
@@ -120,7 +120,7 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
 
 
 def base_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters without adapters: the frozen base. Its leaves are the same objects, no copies."""
+    """The parameters without adapters: the frozen base. Its leaves are not copied."""
     return {name: part for name, part in params.items() if name != LORA}
 
 

@@ -1,7 +1,7 @@
 """A Python process that answers requests, and can be killed when an answer takes too long.
 
-It runs foreign code: reward functions, environments and chat templates. A thread is not enough: a loop in C that keeps
-Python's lock stops every thread of its process, and no thread can be killed from outside.
+It runs foreign code: reward functions, environments and chat templates. A thread is not enough: a loop in C that holds
+the GIL stops every thread of its process, and no thread can be killed from outside.
 
 The process is a new Python, because a fork would copy locks that JAX's threads hold. `multiprocessing` with spawn would
 import the user's script first, which then needs its `if __name__ == "__main__"`.
@@ -27,7 +27,7 @@ class ChildEndedError(RuntimeError):
     """The process ended before it answered.
 
     Attributes:
-      exit_code: negative for the signal that ended it.
+      exit_code: exit code of the process; -N if signal N ended it.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -59,7 +59,7 @@ class ChildProcess:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | dict(environment),
-                start_new_session=True,  # Ctrl-C reaches this process only, which then ends that one
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
             )
         self._connection = ours
         self.close = weakref.finalize(self, _end, self._process, ours)

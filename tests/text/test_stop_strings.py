@@ -1,4 +1,4 @@
-"""Stop strings: the table over tokens against the plain definition, decode the text so far and look for the strings."""
+"""Compares the table of stop strings with their definition: decode the text so far, and search it for the strings."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def stopped_after(table: StopTable, tokens: jax.Array) -> jax.Array:
 
 
 def stop_lengths(tokenizer: PreTrainedTokenizerFast, strings: Sequence[str], rows: list[list[int]]) -> list[int | None]:
-    """Of every row, how many tokens it has when it stops."""
+    """Number of tokens of each row when it stops; None if it never does."""
     pad = tokenizer.get_vocab()[str(tokenizer.pad_token)]
     table = compile_stop_strings(tokenizer, strings, len(tokenizer) + 3)
     tokens = np.array([row + [pad] * (WIDTH - len(row)) for row in rows], np.int32)
@@ -51,7 +51,7 @@ def stop_lengths(tokenizer: PreTrainedTokenizerFast, strings: Sequence[str], row
 
 
 def plain_length(texts: Sequence[str] | Sequence[bytes], strings: Sequence[str] | Sequence[bytes]) -> int | None:
-    """The definition, on what each number of tokens decodes to."""
+    """The definition: the smallest number of tokens whose text contains a stop string."""
     hits = (length for length, text in enumerate(texts) if any(string in text for string in strings))  # type: ignore[operator]
     return next(hits, None)
 
@@ -91,7 +91,7 @@ def build_row(tokenizer: PreTrainedTokenizerFast, parts: list, names: list[str])
 
 def build_strings(text: str, specs: list) -> list[str]:
     strings = [spec if isinstance(spec, str) else text[spec[0] :][: spec[1]] for spec in specs]
-    strings = [string.replace("\ufffd", "") for string in strings]  # what stands for broken bytes in a decoded text
+    strings = [string.replace("\ufffd", "") for string in strings]  # the decoder's replacement for invalid bytes
     return [string for string in strings if string] or ["aab"]
 
 
@@ -109,7 +109,7 @@ def test_byte_level_tokens_stop_as_their_text_does(trained: PreTrainedTokenizerF
 @settings(deadline=None, max_examples=75)
 @given(parts=ROWS, specs=STRINGS)
 def test_sentencepiece_tokens_stop_as_their_bytes_do(sentencepiece: PreTrainedTokenizerFast, parts: list, specs: list):
-    """In bytes, because this decoder gives up a whole run of byte tokens for one that is wrong."""
+    """In bytes, because this decoder replaces a whole run of byte tokens if one of them is invalid."""
     bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} | SENTENCEPIECE
     row = build_row(sentencepiece, parts, [f"<0x{byte:02X}>" for byte in range(256)])
     tokens = [str(sentencepiece.convert_ids_to_tokens(token)) for token in row]  # "None" for a spare row
@@ -124,10 +124,10 @@ def test_sentencepiece_tokens_stop_as_their_bytes_do(sentencepiece: PreTrainedTo
     [
         (["aab", "ab"], "caab", 4),
         (["aab", "ab"], "cab", 3),
-        (["aab"], "aaaab", 5),  # the first of more a's is given up
+        (["aab"], "aaaab", 5),  # the match restarts at a later a
         (["abcabd"], "abcabcabd", 9),  # falls back in the middle
         (["abcd", "bc"], "abcd", 3),  # one within the other ends first
-        (["abcd", "bcx"], "abcx", 4),  # goes over from one to the other
+        (["abcd", "bcx"], "abcx", 4),  # switches from one string to the other
         (["b", "a"], "xa", 2),
         (["ab"], "a b", None),
         (["日本"], "日日本", 9),

@@ -1,4 +1,4 @@
-"""The warm start: where prompts and answers lie, and the loss against NumPy."""
+"""The supervised warm start: layout of prompts and answers, and the loss against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_layout_by_hand():
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_prompt_begins_with_the_tokenizers_own_token(chat):
-    """As in the loop: unless a chat template has written it. The answer never has it."""
+    """As in the loop, unless a chat template has already written BOS. The answer never gets one."""
     batch = encode_examples(bos_tokenizer(chat=chat), ["ab"], ["x"], width=5)
     np.testing.assert_array_equal(batch.tokens, [[PAD, A, B, X, EOS] if chat else [257, A, B, X, EOS]])
     np.testing.assert_array_equal(batch.targets, [[0, 0, 0, 1, 1]])
@@ -76,6 +76,6 @@ def test_the_loss_falls_in_one_program():
             losses.append(float(loss))
     assert counts["update"] == 1
     assert int(state.step) == 20
-    np.testing.assert_allclose(losses[0], np.log(MODEL.config.vocab_size), rtol=0.05)  # knows nothing
+    np.testing.assert_allclose(losses[0], np.log(MODEL.config.vocab_size), rtol=0.05)  # untrained: uniform
     assert losses[-1] < 0.5
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params)), "the old buffers are taken"
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params)), "the old buffers are donated"
