@@ -51,7 +51,7 @@ def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
             f"expected a gate that samples its evictions, so that it can be trained; got {args.eviction!r}"
         )
     gate = policy.gate
-    if gate is not None and gate.has_parameters and not isinstance(gate, LinearGate):
+    if gate is not None and gate.has_parameters and type(gate) is not LinearGate:
         raise ValueError(
             f"expected a LinearGate or a gate without parameters, because no file holds others; got {gate}. "
             "smd.GRPOLoop trains it"

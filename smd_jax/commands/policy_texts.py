@@ -104,10 +104,8 @@ def named_policy(text: str, sinks: int, pyramid: bool = False) -> EvictionPolicy
       ValueError: as `parse_policy`; sinks that are given twice; a pyramid for a gate.
     """
     policy = with_sinks(parse_policy(text), sinks)
-    if pyramid and isinstance(policy, LearnedGate):
-        raise ValueError(
-            "expected no --pyramid with the policy 'gate', because its draws would not be recorded; got it"
-        )
+    if pyramid and policy.gate is not None:
+        raise ValueError(f"expected no --pyramid with {text!r}, because its draws would not be recorded; got it")
     return wrappers.Pyramid(policy) if pyramid and policy.evicts else policy
 
 
@@ -120,7 +118,8 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
             raise ValueError(f"expected the sinks of streaming_llm only in --sinks; got {policy}")
         return policies.StreamingLLM(sinks)
     if isinstance(policy, TriAttention):
-        return dataclasses.replace(policy, sinks=sinks)  # which are left out of its normalisation
+        # Sinks are left out of its normalisation.
+        return dataclasses.replace(policy, sinks=max(policy.sinks, sinks))
     if isinstance(policy, LearnedGate):
         gate = policy.weights
         if isinstance(gate, LinearGate | AttentionGate):
@@ -129,6 +128,8 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
         if sinks > gate.protected:
             raise ValueError(f"expected --sinks 0 with {gate}, which itself says what it protects; got {sinks}")
         return policy
+    if sinks and policy.gate is not None:
+        raise ValueError(f"expected --sinks 0 with {policy}, because its draws would not be recorded; got {sinks}")
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
 
 

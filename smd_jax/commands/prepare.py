@@ -31,7 +31,6 @@ from smd_jax.losses.value import ValueConfig
 from smd_jax.memory.compiled import LoopMemory, param_shapes
 from smd_jax.memory.fit import fit_evaluator, fit_loop
 from smd_jax.message.gate import add_gate
-from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.protocol import Params
@@ -298,7 +297,7 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
     config, evaluation = loop.config, args.evaluation
     decodes = [decoding(text, args.sampler, config.policy, config.rollout) for text in evaluation.eval_decode]
     if evaluation.eval_temperature is not None:
-        sampling = SamplingConfig(temperature=evaluation.eval_temperature)
+        sampling = replace(config.rollout.sampling, temperature=evaluation.eval_temperature)
         decodes = [replace(decode, sampling=sampling) for decode in decodes]
     settings = EvaluationConfig(
         decodes=tuple(decodes),

@@ -110,6 +110,15 @@ def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.Captur
     )
 
 
+def test_a_gate_that_no_file_holds(tmp_path: Path):
+    @dataclasses.dataclass(frozen=True)
+    class Other(LinearGate):
+        """A subclass, which may compute other logits."""
+
+    with pytest.raises(ValueError, match="expected a LinearGate, the gate that a file can hold; got .*Other"):
+        save_gate(tmp_path, parameters(CONFIG), Other())
+
+
 def test_a_gate_file(tmp_path: Path):
     params = parameters(CONFIG, sinks=3)
     save_gate(tmp_path, params, LinearGate(3))

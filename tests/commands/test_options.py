@@ -215,7 +215,7 @@ def test_a_stopped_run_is_a_short_box_and_a_command(
 def test_an_evaluation_is_the_one_of_the_run(train_words: Words, model: Path, tmp_path: Path):
     """Same rows, same rollout, same eviction policy: nothing else reproduces the policy that was trained."""
     words = "--seed 3 --min-completion-length 2 --eval-steps 1 --eval-rows 5 --eval-decode sampler snapkv:40+4"
-    words += " --prefill-chunk 16 --pyramid --budget 16 --eval-temperature 0.5 --sinks 2"
+    words += " --prefill-chunk 16 --pyramid --budget 16 --eval-temperature 0.5 --top-k 9 --sinks 2"
     name, run = parse(train_words(*words.split()))
     during = prepare(run).evaluator
     assert during is not None

@@ -12,7 +12,7 @@ from smd_jax.commands.arguments import SamplerArgs
 from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.limits import evicts_keys
-from smd_jax.commands.policy_texts import named_policy, parse_decode, parse_policy
+from smd_jax.commands.policy_texts import named_policy, parse_decode, parse_policy, with_sinks
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import main
 from smd_jax.eviction.base import EvictionPolicy
@@ -55,9 +55,33 @@ class Scaled(Oldest):
         return {"scale": jnp.ones(kv_heads, dtype)}
 
 
+@dataclass(frozen=True)
+class Mine(smd.eviction.EvictionPolicy):
+    inner: LearnedGate = LearnedGate(AttentionGate())
+
+    @property
+    def gate(self):
+        return self.inner.gate
+
+    @property
+    def statistics(self):
+        return self.inner.statistics
+
+    def score(self, view):
+        return self.inner.score(view)
+
+
+@dataclass(frozen=True)
+class Reversed(smd.eviction.LinearGate):
+    def logits(self, *args):
+        return -super().logits(*args)
+
+
 by_attention = LearnedGate(AttentionGate(temperature=0.5, sinks=8))
 oldest = LearnedGate(Oldest())
 scaled = LearnedGate(Scaled())
+mine = Mine()
+reversed_gate = LearnedGate(Reversed())
 """
 
 OWN = """
@@ -147,6 +171,7 @@ def test_query_centers_come_from_a_file(folder: Path):
     centers = drawn_centers(heads=4, half=8, layers=2)
     centers.save(folder / "centers.npz")
     assert parse_decode("own_policies.py:centers:512", sinks=4).policy == TriAttention(centers, sinks=4)
+    assert with_sinks(TriAttention(centers, sinks=100), 4) == TriAttention(centers, sinks=100)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +246,12 @@ def test_gates_of_ones_own(tmp_path: Path):
     assert eviction_policy(SamplerArgs(eviction=f"{file}:oldest", sinks=0)) == named_policy(f"{file}:oldest", 0)
     with pytest.raises(ValueError, match=r"expected a LinearGate or a gate without parameters, .*; got Scaled\(\)"):
         eviction_policy(SamplerArgs(eviction=f"{file}:scaled", sinks=0))
+    with pytest.raises(ValueError, match=r"expected a LinearGate .*; got Reversed\(sinks=0\)"):
+        eviction_policy(SamplerArgs(eviction=f"{file}:reversed_gate", sinks=0))
+    assert named_policy(f"{file}:mine", 0).gate == AttentionGate()
+    for sinks, pyramid in ((4, False), (0, True)):
+        with pytest.raises(ValueError, match="because its draws would not be recorded"):
+            named_policy(f"{file}:mine", sinks, pyramid)
     with pytest.raises(ValueError, match=r"expected the sinks of streaming_llm only in --sinks; got StreamingLLM\("):
         named_policy("streaming_llm(sinks=8)", 4)
 

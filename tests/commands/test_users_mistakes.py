@@ -104,7 +104,7 @@ class Count:
         ),
         ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got another object of this name"),
         ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
-        ("--eviction gate --distill none --pyramid", "expected no --pyramid with the policy 'gate'"),
+        ("--eviction gate --distill none --pyramid", "expected no --pyramid with 'gate'"),
         ("--eviction gate --distill none --correction tis", "expected visibility 'shadow' with an eviction_coef"),
         ("--eviction gate --distill none --gate-speed 0", "expected a finite gate_speed > 0"),
         # environments
