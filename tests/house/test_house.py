@@ -123,6 +123,8 @@ def reached_from(module: str) -> set[str]:
 def test_imports_never_go_up_nor_in_circles():
     folders = {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(ORDER) - {"base"}
+    table = re.findall(r"^\| `smd_jax/(\w+)/` \|", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE)
+    assert table == [package for package in ORDER if package != "base"], "docs/data.md names them in this order"
     graph = import_graph()
     rank = {module: ORDER.index(package_of(module)) for module in graph}
     upward = {
