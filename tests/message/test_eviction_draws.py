@@ -291,16 +291,18 @@ def test_gradient_is_that_of_reinforce(group_size: int, gate: str):
 
 
 @pytest.mark.slow
-def test_prompts_that_are_read_once():
+@pytest.mark.parametrize("gate", GATES)
+def test_prompts_that_are_read_once(gate: str):
     """Draws of a prompt's keys, which its responses share, and of theirs: the same gradients, of tokens and gates."""
-    params, data = batch()
+    params, data = batch(gate=gate)
     of_rows = UpdateConfig(eviction_coef=1.0, microbatch_size=4)
     (metrics, gradient), (once, of_once) = (
         metrics_and_gradients(config, data=data, model=MODEL, params=params)
         for config in (of_rows, dataclasses.replace(of_rows, rows_per_prompt=2))
     )
     assert distance(of_once, gradient) <= 1e-5
-    assert distance(of_once[EVICTION_GATE], gradient[EVICTION_GATE]) <= 1e-5
+    trained = EVICTION_GATE if gate == "linear" else "layers_0"
+    assert distance(of_once[trained], gradient[trained]) <= 1e-5
     assert once["evictions/loss"] == pytest.approx(metrics["evictions/loss"], abs=1e-6)
     assert once["evictions/logp_difference/max"] <= BOUND
 

@@ -17,8 +17,9 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import H2O, RKV, Dense, Random, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import OnTokens, Pyramid
+from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.forward import replay
-from smd_jax.message.gate import LinearGate, add_gate
+from smd_jax.message.gate import AttentionGate, add_gate
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.spans import TokenSpans
 from smd_jax.message.trajectory import Trajectory
@@ -51,6 +52,7 @@ CASES: dict[str, tuple[ModelConfig, EvictionPolicy, RolloutConfig]] = {
     "drawn": (SHAPE, Random(), SIZES),
     "budgets": (SHAPE, Pyramid(H2O(), beta=4.0), SIZES),
     "gate": (SHAPE, LearnedGate(), SIZES),
+    "attention gate": (SHAPE, LearnedGate(AttentionGate()), SIZES),
     "spans": (SHAPE, OnTokens(SPANS, inner=SnapKV(window=3)), SIZES),
     "chunks": (MIXED, SnapKV(window=3), dataclasses.replace(SIZES, prefill_chunk=5)),
     "codes": (SHAPE, SnapKV(window=3), dataclasses.replace(SIZES, quant=QuantConfig(bits=4, group=4))),
@@ -71,7 +73,7 @@ def params_of(config: ModelConfig, policy: EvictionPolicy) -> Mapping[str, Any]:
     if policy.gate is None:
         return params
     sizes = {name: getattr(config, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
-    return add_gate(params, LinearGate(), **sizes)
+    return add_gate(params, policy.gate, **sizes)
 
 
 def sample(model: Decoder, params: Any, policy: EvictionPolicy, config: RolloutConfig) -> Trajectory:
@@ -100,6 +102,9 @@ def test_a_rollout_is_the_same(name: str):
     scores = jax.jit(replay, static_argnums=0)(looped, params, sampled)
     away = np.abs(np.asarray(scores.logprobs - sampled.logprobs))[np.asarray(sampled.response_mask)]
     assert away.max() <= 2e-5
+    if policy.gate is not None:
+        draws = jax.jit(replay_evictions, static_argnums=0)(looped, params, sampled)
+        np.testing.assert_allclose(draws, recorded_draws(sampled)[1].logprobs, atol=3e-5)
 
 
 @pytest.mark.slow
