@@ -1,12 +1,12 @@
-"""A run of experiments/faults.py in separate processes, which the tests kill.
+"""One process of a run that experiments/faults.py and the tests kill.
 
     python experiments/fault_runs.py DIRECTORY ROLLOUTS
             [--coordinator HOST:PORT --index 1]     the second of two processes
-            [--ahead]                               a rollout ahead
+            [--ahead]                               samples one rollout ahead
             [--mesh 2 2 2]                          on eight fake devices
 
-Starts or resumes the run of experiments/breaking/trained.py, with smd-train's exit status. Prints when a rollout or a
-save begins.
+Starts or resumes the run of experiments/breaking/trained.py and exits with smd-train's status. Prints a line when a
+rollout or a save begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from smd_jax.runs.checkpoint.writing import Writer
 from smd_jax.runs.stop import RunStoppedError
 
 
-class Saying(RealLoop):
+class PrintingLoop(RealLoop):
     """Prints when a rollout begins; the test waits for this line."""
 
     def step(
@@ -43,12 +43,12 @@ class Saying(RealLoop):
         return super().step(state, follows)
 
 
-class SayingWriter(Writer):
+class PrintingWriter(Writer):
     """Prints when a save begins."""
 
-    def save(self, step: int, state: Any, **what: Any) -> None:
+    def save(self, step: int, state: Any, **options: Any) -> None:
         print(f"saving {step}", flush=True)
-        super().save(step, state, **what)
+        super().save(step, state, **options)
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Args:
 
     directory: tyro.conf.Positional[Path]
     rollouts: tyro.conf.Positional[int]
-    coordinator: str | None = None  # of two processes
-    index: int = 0  # of this one
+    coordinator: str | None = None  # host:port, for a run of two processes
+    index: int = 0  # of this process, 0 or 1
     ahead: bool = False  # samples the next rollout during the update
-    mesh: tuple[int, int, int] | None = None  # data, fsdp and tensor, of fake devices; None: a device of every process
+    mesh: tuple[int, int, int] | None = None  # data, fsdp, tensor; None: one device per process
 
 
 def main(args: Args) -> None:
@@ -68,15 +68,15 @@ def main(args: Args) -> None:
     config = AHEAD if args.ahead else CONFIG
     if args.mesh is not None:
         jax.config.update("jax_num_cpu_devices", math.prod(args.mesh))
-        # Rows lie on data and fsdp, four devices at most.
+        # Rows are split over data and fsdp, at most four devices.
         config = replace(config, prefill_rows=4)
     if args.coordinator is not None:
         processes.join(args.coordinator, 2, args.index)
     loop = real_loop(config, args.mesh)
-    loop = Saying(**{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)})
+    loop = PrintingLoop(**{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)})
     try:
-        # Refused where `train` takes it from elsewhere: a process that says nothing is never killed.
-        with mock.patch.object(run, "Writer", SayingWriter):
+        # Raises if `run` no longer imports Writer: without its lines the tests would kill no process.
+        with mock.patch.object(run, "Writer", PrintingWriter):
             start(loop, real_state(config), args.directory, args.rollouts)
     except RunStoppedError as stopped:
         print(stopped, flush=True)
@@ -85,6 +85,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    # A script in the background starts its processes with SIGINT ignored.
+    # A shell ignores SIGINT in background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main(tyro.cli(Args))

@@ -46,7 +46,7 @@ from breaking.disks import (
     tear_the_last_row,
 )
 from breaking.outcome import Fault
-from breaking.processes import killed, killed_ahead, killed_and_moved, one_of_two_killed, told
+from breaking.processes import killed, killed_ahead, killed_and_moved, one_of_two_killed, signalled
 from breaking.refusals import (
     foreign,
     of_a_later_format,
@@ -120,9 +120,9 @@ KINDS: dict[str, Fault] = {
     "kill -9 of one of two processes": one_of_two_killed(4),
     "kill -9 with a rollout ahead": killed_ahead(6),
     "kill -9, and on with fewer devices": killed_and_moved,
-    "SIGTERM in a rollout": told(signal.SIGTERM),
-    "Ctrl-C in a rollout": told(signal.SIGINT),
-    "Ctrl-C twice": told(signal.SIGINT, signal.SIGINT),
+    "SIGTERM in a rollout": signalled(signal.SIGTERM),
+    "Ctrl-C in a rollout": signalled(signal.SIGINT),
+    "Ctrl-C twice": signalled(signal.SIGINT, signal.SIGINT),
 }
 
 

@@ -4,7 +4,7 @@ Question   For every eviction policy: how much does a token's log p in the learn
            shadow mask differ from the sampler's log p? And in a dense learner?
            The same for caches of 8, 4 and 2 bits, replayed with the sampler's parities.
            And for a model from outside the library with sliding windows (--model outside)?
-Command    python experiments/identity.py            (--json: one object a line and policy)
+Command    python experiments/identity.py            (--json: one JSON object per policy)
 Cost       about three minutes on two CPU cores
 Result     float32: below 2e-5 at every number of bits; float64: below 1e-10; a dense learner differs by whole nats.
 """
@@ -57,7 +57,7 @@ class Args:
     length: int = 256  # response tokens
     layers: int = 3  # of the model
     seed: int = 0  # of parameters, prompts and samples
-    json: bool = False  # print one JSON object a line in place of a table
+    json: bool = False  # print one JSON object per policy instead of a table
 
     def __post_init__(self) -> None:
         unknown = sorted({*self.policy, *self.quantized} - set(POLICIES))
@@ -118,7 +118,7 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
 
 
 def make_model(args: Args) -> tuple[smd.model.LanguageModel, smd.model.Params]:
-    """The model with fresh parameters. Of the outside one, every other layer has a window, of half the budget."""
+    """The model with fresh parameters. Every other layer of the outside model has a window of half the budget."""
     if args.model == "outside":
         windows = tuple(None if layer % 2 else max(args.budget // 2, 1) for layer in range(args.layers))
         outside = OutsideModel(hidden_size=64, mlp_size=128, head_dim=16, windows=windows, dtype=args.dtype)
@@ -130,7 +130,7 @@ def make_model(args: Args) -> tuple[smd.model.LanguageModel, smd.model.Params]:
 
 
 def quantization(bits: Literal[8, 4, 2] | None, args: Args) -> smd.QuantConfig | None:
-    """With groups as long as the buffer, up to KIVI's 32."""
+    """Groups as long as possible, up to KIVI's 32: their length must divide the buffer."""
     return None if bits is None else smd.QuantConfig(bits=bits, group=math.gcd(args.buffer, 32))
 
 

@@ -1,7 +1,6 @@
-"""The train step of a model without attention, for tests of everything that comes after the log-probabilities.
+"""The train step of a model without attention, for tests of everything after the log-probabilities.
 
-It compiles in half the time. What a query sees makes no difference here: that is the business of tests/tiny_update.py,
-whose functions these are, on another trajectory.
+It compiles in half the time of tests/tiny_update.py, which has the same functions and tests what a query sees.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PROMPTS, RESPONSES = np.array([8, 5, 3, 8, 2, 6, 7, 1]), np.array([10, 4, 7, 10,
 
 @dataclass(frozen=True)
 class Bigram:
-    """The next token depends on the last one alone."""
+    """A language model whose next token depends only on the last one."""
 
     @property
     def shape(self) -> ModelShape:
@@ -75,8 +74,7 @@ def tokens() -> np.ndarray:
 
 @functools.cache
 def trajectory() -> Trajectory:
-    """Eight rows of unequal prompts and responses, from a sampler that was another policy than PARAMS: its
-    log-probabilities are 0.3 nats off."""
+    """Eight rows of unequal prompts and responses; the sampler's log-probabilities are 0.3 nats off those of PARAMS."""
     columns = np.arange(WIDTH + LENGTH)[None]
     valid = (columns >= WIDTH - PROMPTS[:, None]) & (columns < WIDTH + RESPONSES[:, None])
     noise = 0.3 * np.random.default_rng(3).normal(size=(ROWS, LENGTH))

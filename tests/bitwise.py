@@ -1,4 +1,4 @@
-"""Equality of whole trees to the last bit, random keys included."""
+"""Bitwise equality of pytrees, PRNG keys included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assert_bitwise_equal(left: Any, right: Any) -> None:
 
 
 def _raw_keys(tree: Any) -> Any:
-    """Typed random keys as the numbers that they are: NumPy knows no others."""
+    """Replaces typed PRNG keys by their data, which NumPy can compare."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
 
 

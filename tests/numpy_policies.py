@@ -1,6 +1,6 @@
-"""Every policy's score once more, by loops in float64 over the keys that exist, written from the papers' formulas.
+"""Reference eviction scores in float64 NumPy: loops over the existing keys, written from the papers' formulas.
 
-A new policy needs a function here only if its formula is to be held against a second writing of it.
+A new policy needs a function here only if a test should compare its scores with a second implementation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.numpy_decoder import softmax
 class Row:
     """One layer of one row at a compression: its n keys in order, without empty slots, and the queries that exist.
 
-    `keys [kv_heads, n, head_dim]`, `positions [kv_heads, n]`, `received [kv_heads, n]`,
+    `keys [kv_heads, n, head_dim]`, `positions [kv_heads, n]`, the attention that they `received [kv_heads, n]`, and
     `queries [heads, w, head_dim]` with `query_positions [w]`.
     """
 
@@ -128,7 +128,7 @@ def knorm(policy: Knorm, row: Row) -> np.ndarray:
 
 
 def triattention(policy: TriAttention, row: Row, layer: int = 0) -> np.ndarray:
-    """Keys before RoPE, every offset by itself."""
+    """Inverts RoPE on the keys and sums over the offsets one by one."""
     means, lengths = (np.asarray(x, np.complex128)[layer] for x in (policy.centers.mean, policy.centers.length))
     frequencies = policy.centers.frequencies[layer]
     half = len(frequencies)
@@ -136,21 +136,21 @@ def triattention(policy: TriAttention, row: Row, layer: int = 0) -> np.ndarray:
     offsets = [2**power for power in range(30) if 2**power <= policy.longest]
     for h, (keys, positions) in enumerate(zip(row.keys, row.positions, strict=True)):
         candidates = np.flatnonzero(positions >= policy.sinks)
-        turned = keys[:, :half] + 1j * keys[:, half:]
-        plain = turned * np.exp(-1j * positions[:, None] * frequencies)
+        rotated = keys[:, :half] + 1j * keys[:, half:]
+        unrotated = rotated * np.exp(-1j * positions[:, None] * frequencies)
         distance = positions.max() + 1 - positions
-        of_heads = []
+        head_scores = []
         for head in range(h * len(means) // len(row.keys), (h + 1) * len(means) // len(row.keys)):
-            phase = np.angle(means[head] * plain.conj())
-            amplitude = abs(means[head]) * abs(plain)
-            found = np.zeros(len(keys))
+            phase = np.angle(means[head] * unrotated.conj())
+            amplitude = abs(means[head]) * abs(unrotated)
+            total = np.zeros(len(keys))
             for offset in offsets:
                 angle = (distance + offset)[:, None] * frequencies + phase
-                found += (amplitude * np.cos(angle)).sum(axis=1) / len(offsets)
-            found += ((lengths[head].real - abs(means[head])) * abs(plain)).sum(axis=1)
-            among = found[candidates]
-            of_heads.append((found - among.mean()) / max(among.std(), 1e-6) if len(among) else found)
-        score[h] = np.where(positions < policy.sinks, np.inf, np.max(of_heads, axis=0))
+                total += (amplitude * np.cos(angle)).sum(axis=1) / len(offsets)
+            total += ((lengths[head].real - abs(means[head])) * abs(unrotated)).sum(axis=1)
+            chosen = total[candidates]
+            head_scores.append((total - chosen.mean()) / max(chosen.std(), 1e-6) if len(chosen) else total)
+        score[h] = np.where(positions < policy.sinks, np.inf, np.max(head_scores, axis=0))
     return score
 
 
@@ -181,5 +181,5 @@ FORMULAS: dict[type[EvictionPolicy], Callable[..., np.ndarray]] = {
 
 
 def scores(policy: EvictionPolicy, row: Row) -> np.ndarray:
-    """`[kv_heads, n]`, higher = keep."""
+    """Eviction scores of `policy`, `[kv_heads, n]`; higher = keep."""
     return FORMULAS[type(policy)](policy, row)

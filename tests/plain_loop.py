@@ -56,7 +56,7 @@ class PlainLoop(Loop):
     begins: Callable[[int], None] = field(default=lambda number: None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """There is no model and no tokenizer to check."""
+        """Skips the checks of Loop: there is no model and no tokenizer."""
 
     def step(
         self, state: TrainState, follows: Callable[[], bool] = lambda: True
@@ -68,7 +68,7 @@ class PlainLoop(Loop):
 
 
 def new_state(size: int = 4) -> TrainState:
-    """A state of random numbers, which no compression makes smaller on disk."""
+    """A state of random numbers, which do not compress on disk."""
     weights = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
     return TrainState(jnp.zeros((), jnp.int32), {"w": weights}, (), None, jax.random.key(0))
 

@@ -9,10 +9,11 @@ Cost       five minutes on two CPU cores; ten on a GPU
 Result     see experiments/results/attention_cpu.json; on GPU and TPU: not measured.
 
 Every round times every implementation once; the medians are reported. The baseline is the faster of two T × T masks:
-ours (`mask`) and `jax.nn.dot_product_attention` (`stock mask`). On a GPU no T × T mask fits, and the baseline is
-cuDNN's dense causal attention (`cudnn causal`), which sees every key. `limit_share` and `backward_limit_share`: the
-arithmetic of the visible pairs (two products forward, five backward) per second, over the rate of a plain product of a
-segment's queries and keys, measured in the same rounds. Hidden pairs do not count.
+ours (`mask`) and `jax.nn.dot_product_attention` (`stock mask`). Above `--longest-mask` they need too much
+memory. On a GPU a second baseline is cuDNN's dense causal attention (`cudnn causal`), which sees every key.
+
+`limit_share` and `backward_limit_share`: the arithmetic of the visible pairs (two products forward, five backward) per
+second, over the rate of a plain product of a segment's queries and keys, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Args:
     lengths: tuple[int, ...] = ()  # T; default 2048 4096 8192 16384 (gpu, tpu: 8192 16384 32768)
     budgets: tuple[int, ...] = ()  # keys kept; default 256 (gpu, tpu: 256 512 1024 2048 4096)
     buffer: int = 128  # queries of a segment
-    heads: int | None = None  # of queries; default 2 (gpu, tpu: 64)
+    heads: int | None = None  # query heads; default 2 (gpu, tpu: 64)
     kv_heads: int | None = None  # default 2 (gpu, tpu: 8)
     head_dim: int | None = None  # default 64 (gpu, tpu: 128)
     dtype: Literal["float32", "bfloat16"] | None = None  # default float32 (gpu, tpu: bfloat16)
@@ -181,7 +182,7 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
             rates.append(product_flops / took * 1e3)
         for n in names:
             pair = milliseconds(forward[n], *given), milliseconds(both[n], *given, weights)
-            if turn:  # the first is to warm up
+            if turn:  # the first round warms up
                 times[n][0].append(pair[0])
                 times[n][1].append(pair[1])
     rate = statistics.median(rates)
@@ -272,7 +273,7 @@ def check(args: Args) -> None:
 
 
 def tuning_table(args: Args) -> dict[str, Attention]:
-    """The platform's kernel with other block sizes."""
+    """The platform's kernel with several block sizes."""
     if args.device == "cpu":
         tiles = [replace(CPU_SIZES, rows=r, keys=k) for r in (192, 384, 768) for k in (64, 96, 192)]
         groups = [replace(CPU_SIZES, scores=s, blocks=b) for s in (2**17, 2**19, 2**21) for b in (4, 16, 64)]

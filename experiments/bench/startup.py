@@ -1,9 +1,9 @@
 """How long a user waits for the first training step, with every layer compiled by itself and with a loop over layers.
 
-Question   Seconds from the start of a process to the end of its first GRPO step, with an empty compilation cache and
-           with the one that this start has filled.
+Question   Seconds from the start of a process to the end of its first GRPO step, with an empty compilation cache, and
+           again with the cache that this start filled.
 Sizes      SmolLM2-135M's shape (hidden 576, 9 query and 3 KV heads of 64, FFN 1,536, vocabulary 49,152, tied), random
-           weights, float32, of 4 layers and of its 30. 2 prompts of 96 columns, 4 completions each of at most 32
+           weights, float32, with 4 layers and with all 30. 2 prompts of 96 columns, 4 completions each of at most 32
            tokens, H2O with 48 + 16 keys, AdamW: compile time does not depend on the number of rows. For the loop,
            parameters are stacked.
 Measure    Wall seconds; processes start one after another and use all cores, as compilers do. `second_step_seconds` is
@@ -68,13 +68,13 @@ def first_step(layers: int, loop: bool, began: float) -> Row:
         tie_embeddings=True,
     )
     model = smd.Decoder(shape, scan_layers=loop)
-    # Numbers from numpy, which compiles nothing: a user's weights come from a file.
+    # NumPy compiles nothing, like loading weights from a file.
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: 0.02 * rng.standard_normal(x.shape, np.float32), param_shapes(model))
     if loop:
         params = smd.model.stack_params(params, model.shape.layer_runs)
     tokenizer = byte_tokenizer(chat=False)
-    # The loop refuses a tokenizer with other tokens than the model's embeddings.
+    # The loop refuses an embedding that is much larger than the tokenizer.
     tokenizer.add_tokens([f"<unused {number}>" for number in range(shape.vocab_size - len(tokenizer))])
     config = smd.GRPOConfig(
         prompts_per_step=2,
@@ -108,7 +108,7 @@ def first_step(layers: int, loop: bool, began: float) -> Row:
 
 
 def starts(layers: int, loop: bool) -> list[Row]:
-    """A start with an empty cache, and one with the programs that the first one left there."""
+    """Two rows: a start with an empty cache, and one with the cache that the first start filled."""
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         more = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

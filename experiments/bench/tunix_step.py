@@ -4,18 +4,18 @@ Question   The integration replaces Tunix' sampler, mask and model. Does a whole
 Command    PYTHONPATH=.:kernels PYTHON experiments/bench/tunix_step.py --group 4 --new-tokens 128 --steps 7
            --out experiments/results/tunix_step_cpu.json, with the PYTHON of an environment as in docs/tunix.md
 Cost       one minute on two idle cores
-Result     experiments/results/tunix_step_cpu.json: ours takes 0.62 of the time a token (median of seven pairs, 0.58 to
-           0.68). Both parts are faster; the models are two implementations.
+Result     experiments/results/tunix_step_cpu.json: ours takes 0.62 of the time per token (median of seven pairs, 0.58
+           to 0.68). Both parts are faster; the models are two implementations.
 
 Engines    tunix    Tunix' Llama3, its vanilla sampler with a dense cache, GRPOLearner with the loss "grpo"
            ours     our Decoder of the same sizes in an Actor, SmdRollout (H2O), SmdGRPOLearner with "smd_grpo"
 Fairness   One process, the engines step in turns, and ratios are of neighbouring steps: other load on the machine hits
-           both. The first step of each compiles and does not count. Weights are random, so lengths differ a little
-           where an end token is sampled: `ms_per_token` is of the sampled tokens. The reward is trivial;
-           it separates the rollout from the update.
+           both. The first step of each compiles and does not count. Weights are random, so some responses end early;
+           `ms_per_token` therefore divides by the sampled tokens. The trivial reward function marks the end of the
+           rollout.
 Fields     seconds, rollout_seconds, update_seconds: medians of the steps. ms_per_token: of the whole step. ratios: ours
-           by tunix of each pair of steps, from ms_per_token, and their median. load: of the machine before and after,
-           processes that want a CPU; beyond `cpus` the seconds are too high, and the ratio is what counts.
+           / tunix of each pair of steps, from ms_per_token, and their median. load: the machine's load average
+           before and after; above `cpus` the seconds are too high, but the ratios still hold.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class StepClock:
         return [float(text.count("7")) for text in completions]
 
     def batches(self, cluster: RLCluster) -> Iterator[dict[str, np.ndarray]]:
-        """The learner asks for the next batch when a step is over."""
+        """Yields a batch per step; the learner asks for the next one when a step has ended."""
         for step in range(self.steps + 1):
             self.turns.take(self.engine)
             began = time.perf_counter()
@@ -213,12 +213,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=4, help="of a step")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=256, help="longest completion")
-    parser.add_argument("--budget", type=int, default=48, help="of ours")
-    parser.add_argument("--buffer", type=int, default=16, help="of ours")
+    parser.add_argument("--budget", type=int, default=48, help="keys that ours keeps at a compression")
+    parser.add_argument("--buffer", type=int, default=16, help="tokens between two compressions of ours")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each engine")
     parser.add_argument("--out", type=Path, help="rows go there")
     args = parser.parse_args()

@@ -49,7 +49,7 @@ class Worker:
         self.read()
 
     def read(self) -> Row:
-        """The next line of its output."""
+        """Returns the next JSON line of its output; raises SystemExit if the output has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -74,12 +74,12 @@ def take_turns(repeats: int, engines: Iterable[list[str]]) -> list[Row]:
 
 
 def environment() -> dict[str, str]:
-    """Environment variables for a peer: without those that lead to our packages."""
+    """Environment variables for a peer, without those that would import our packages."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def keep(rows: list[Row], out: Path | None) -> None:
-    """Prints a JSON object per row, and writes all with their provenance; rows carry the versions of their engines."""
+    """Prints each row as JSON and, given `out`, writes all rows to it with their provenance."""
     for row in rows:
         print(json.dumps(row), flush=True)
     if out is not None:

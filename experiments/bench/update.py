@@ -71,7 +71,7 @@ class Args:
     torch_python: str | None = None  # interpreter with torch and transformers; without one torch is left out
     trl_python: str | None = None  # interpreter with TRL; without one TRL is left out
     lengths: tuple[int, ...] = tuple(SIZES)  # tokens of a sequence, of the sizes above
-    repeats: int = 5  # measured updates of each
+    repeats: int = 5  # measured updates of each engine
     prompts: bool = False  # ours only, 576 tokens: prompts read once per group
     out: Path | None = None  # write the rows, with date and command, to this file
 

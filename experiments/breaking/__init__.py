@@ -1,8 +1,12 @@
-"""Faults that experiments/faults.py does to runs, by what they hit.
+"""Faults that experiments/faults.py injects into runs.
 
-runs       the runs that are broken, and what they leave behind
-processes  killed, told to stop, one of two killed
-disks      files damaged, torn, or with no room to grow
-refusals   what must not go on: refused, and the directory left as it was
-steps      what happens inside of a step: losses that are not finite, a wrong mask, a broken logger
+plain, trained   the runs: of plain arithmetic, and of GRPO
+left, outcome    what a run leaves in its directory, and the outcome of a fault
+processes        processes that are killed or get a signal, one of two killed
+disks            files damaged, torn, or without room to grow
+refusals         runs that must not continue: refused, with an unchanged directory
+steps            inside a step: a loss that is not finite, a wrong mask, a broken logger
+inputs           hostile configurations, names, data, models and chat templates
+rewards          hostile reward functions
+surroundings     directory names, file handles, signals, the current folder, the output, the user
 """

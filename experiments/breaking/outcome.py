@@ -1,4 +1,4 @@
-"""What is said of a fault."""
+"""The outcome of an injected fault."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from typing import Any, NamedTuple
 
 
 class Outcome(NamedTuple):
-    """Of one fault. Attributes: as the columns of the rows, of which `lost` is the steps lost."""
+    """The outcome of one fault.
+
+    Attributes:
+      survived: whether the run ended like an unbroken one, or was refused as expected.
+      lost: finished rollouts that must be repeated.
+      unreadable: checkpoints that do not load after the fault.
+    """
 
     survived: bool
     lost: int = 0
     unreadable: int = 0
 
 
-# Faults of one kind, done to runs in a folder of their own.
+# Injects faults of one kind into runs in the given folder.
 Fault = Callable[[Path, random.Random], Iterator[Outcome]]
 
 
 def refusal(action: Callable[[], Any], kind: type[Exception]) -> str:
-    """The message with which an action is refused; empty where it is not."""
+    """Runs `action` and returns the message of the `kind` that it raises; empty if it raises nothing."""
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             action()

@@ -42,7 +42,7 @@ class PlainLoop(Loop):
     config: LoopConfig = PLAIN
 
     def __post_init__(self) -> None:
-        """There is no model and no tokenizer to check."""
+        """Skips the checks of Loop: there is no model and no tokenizer."""
 
     def step(
         self, state: TrainState, follows: Callable[[], bool] = lambda: True
@@ -53,7 +53,7 @@ class PlainLoop(Loop):
 
 
 def plain_state(size: int = 50_000) -> TrainState:
-    """A state of random numbers, which no compression makes smaller on disk."""
+    """A state of random numbers, which do not compress on disk."""
     weights = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
     return TrainState(jnp.zeros((), jnp.int32), {"w": weights}, (), None, jax.random.key(0))
 
@@ -71,6 +71,7 @@ def quietly(directory: Path, steps: int = PLAIN_ROLLOUTS, **options: Any) -> str
 
 
 def plain_whole(folder: Path) -> Left:
+    """Runs without faults and returns the result, which broken runs must equal."""
     directory = folder / "whole"
     quietly(directory)
     return plain_left(directory)

@@ -1,4 +1,4 @@
-"""Processes that are killed, or told to stop, in the middle of what they do."""
+"""Processes that are killed or get a signal during a rollout or a save."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from smd_jax.train.grpo import GRPOConfig
 
 SCRIPT = Path(__file__).resolve().parents[1] / "fault_runs.py"
 ROLLOUTS = 20
-# What a launcher gives the processes of a run in which one has ended, before it kills them, too.
-GRACE = 10.0
-# Of a run that goes on with fewer devices: eight, four, one (data, fsdp, tensor).
+GRACE = 10.0  # seconds that the other process gets to end by itself, before it is killed as a launcher would
+# A run continues with fewer devices: eight, four, one (data, fsdp, tensor).
 MESHES = ((2, 2, 2), (1, 2, 2), (1, 1, 1))
 MESHES_ROLLOUTS = 6
-# What rounding may make of it, in six rollouts of four steps at a learning rate of 1e-2: the same tokens, and so the
-# same rewards; parameters within a tenth of one step; entropies, relative.
+# Bounds on rounding after six rollouts of four steps at a learning rate of 1e-2: parameters within a tenth of one step;
+# entropies, relative. Rewards must be equal.
 PARAMS_APART, ENTROPY_APART = 1e-3, 1e-5
 
 
 @contextmanager
-def begun(directory: Path, *more: str, rollouts: int = ROLLOUTS) -> Iterator[subprocess.Popen[str]]:
-    """A process that begins the run, or goes on with it; at the end it is no more."""
+def started(directory: Path, *more: str, rollouts: int = ROLLOUTS) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts or resumes the run; killed on exit."""
     command = [sys.executable, str(SCRIPT), str(directory), str(rollouts), *more]
     directory.parent.mkdir(exist_ok=True)
     with (directory.parent / "log").open("a") as log:
@@ -50,20 +49,20 @@ def begun(directory: Path, *more: str, rollouts: int = ROLLOUTS) -> Iterator[sub
 
 
 @contextmanager
-def both_begun(directory: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes that are one run."""
+def both_started(directory: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """The two processes of one run."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     with ExitStack() as stack:
         yield [
-            stack.enter_context(begun(directory, "--coordinator", coordinator, "--index", str(index)))
+            stack.enter_context(started(directory, "--coordinator", coordinator, "--index", str(index)))
             for index in range(2)
         ]
 
 
 def lines_until(running: subprocess.Popen[str], begin: str, count: int = 1) -> list[str]:
-    """Its output up to the `count`-th line that begins so, or to its end."""
+    """Reads the output of `running` up to the `count`-th line that starts with `begin`, or to its end."""
     assert running.stdout is not None
     seen = list[str]()
     for line in running.stdout:
@@ -79,13 +78,13 @@ def flags(config: GRPOConfig) -> list[str]:
 
 
 def run_through(directory: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> None:
-    """Takes the run to its end, which nobody disturbs."""
+    """Starts or resumes the run and waits until it ends, without faults."""
     if processes == 1:
-        with begun(directory, *flags(config)) as running:
+        with started(directory, *flags(config)) as running:
             lines_until(running, "done")
             running.wait()
         return
-    with both_begun(directory) as pair:
+    with both_started(directory) as pair:
         for running in pair:
             lines_until(running, "done")
         for running in pair:
@@ -93,7 +92,7 @@ def run_through(directory: Path, processes: int = 1, config: GRPOConfig = CONFIG
 
 
 def whole_run(folder: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> Left:
-    """What the run leaves that nobody touches; made once."""
+    """The result of a run without faults; cached in the parent folder."""
     directory = folder.parent / f"whole {processes} {' '.join(flags(config))}" / "run"
     if not directory.exists():
         run_through(directory, processes, config)
@@ -101,16 +100,18 @@ def whole_run(folder: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> 
     return real_left(directory, config)
 
 
-def found_after(directory: Path, config: GRPOConfig = CONFIG) -> Outcome:
-    """What a process that resumes finds: everything behind the newest checkpoint is taken again."""
+def outcome_after_fault(directory: Path, config: GRPOConfig = CONFIG) -> Outcome:
+    """The outcome so far: the rollouts after the newest checkpoint are lost."""
     left = real_left(directory, config)
     lost = rollouts_done(directory) - max(left.steps, default=0)
     return Outcome(lost <= EVERY and left.unreadable == 0, lost, left.unreadable)
 
 
 def killed(at: str, times: int, config: GRPOConfig = CONFIG) -> Fault:
-    """kill -9 of a process after a line that begins with `at`, at a random moment; it is started again until the run is
-    over, and so are new runs until there were `times` faults."""
+    """kill -9 at a random moment after an output line that starts with `at`.
+
+    Each process is resumed until its run ends; new runs start until there were `times` faults.
+    """
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         whole = whole_run(folder, config=config)
@@ -119,11 +120,11 @@ def killed(at: str, times: int, config: GRPOConfig = CONFIG) -> Fault:
             run += 1
             directory = folder / f"run {run}"
             outcomes = list[Outcome]()
-            while injected < times and not killed_once(directory, at, rng, config):
+            while injected < times and kill_once(directory, at, rng, config):
                 injected += 1
-                outcomes.append(found_after(directory, config))
+                outcomes.append(outcome_after_fault(directory, config))
             if not outcomes:
-                raise RuntimeError(f"expected {directory} to be killed at {at!r}; got a run that never said it")
+                raise RuntimeError(f"expected {directory} to be killed at {at!r}; got a run that ended first")
             run_through(directory, config=config)
             equal = same(real_left(directory, config), whole)
             yield from (outcome._replace(survived=outcome.survived and equal) for outcome in outcomes)
@@ -132,34 +133,35 @@ def killed(at: str, times: int, config: GRPOConfig = CONFIG) -> Fault:
 
 
 def killed_ahead(times: int) -> Fault:
-    """kill -9 of a process that draws a rollout beside the update before it: that rollout is drawn again, with the
-    parameters that it was drawn with."""
+    """kill -9 of a process that samples a rollout ahead: a resume samples it again, with the same parameters."""
     return killed("rollout", times, AHEAD)
 
 
-def killed_once(directory: Path, at: str, rng: random.Random, config: GRPOConfig) -> bool:
-    """Begins the run or goes on with it, and kills it on its way; whether it was over before."""
-    with begun(directory, *flags(config)) as running:
+def kill_once(directory: Path, at: str, rng: random.Random, config: GRPOConfig) -> bool:
+    """Starts or resumes the run and kills it; returns False if the run ended first."""
+    with started(directory, *flags(config)) as running:
         seen = lines_until(running, at, rng.randint(1, 5))
         # A save takes some hundredths of a second, a rollout some tenths.
         time.sleep(rng.uniform(0, 0.05 if at == "saving" else 0.5))
         if "done" in seen or running.poll() == 0:
-            return True
+            return False
         running.send_signal(signal.SIGKILL)
-        return False
+        return True
 
 
 def killed_and_moved(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """kill -9 of a process with eight fake devices; another with four goes on, and is killed; one with one device takes
-    the run to its end, which is that of a run on one device, but for rounding."""
+    """kill -9 on eight fake devices, then on four; the run ends on one device.
+
+    The result must equal that of a run on one device up to rounding.
+    """
     directory, whole = folder / "run", folder / "whole" / "run"
     outcomes = list[Outcome]()
-    with begun(whole, *on(MESHES[-1]), rollouts=MESHES_ROLLOUTS) as running:
+    with started(whole, *mesh_flags(MESHES[-1]), rollouts=MESHES_ROLLOUTS) as running:
         lines_until(running, "done")
         running.wait()
     for number, sizes in enumerate(MESHES):
-        with begun(directory, *on(sizes), rollouts=MESHES_ROLLOUTS) as running:
-            # Each takes two rollouts that stay: at the fourth line the save after them is whole.
+        with started(directory, *mesh_flags(sizes), rollouts=MESHES_ROLLOUTS) as running:
+            # At the fourth line the save after the first two rollouts is complete, so each process advances the run.
             seen = lines_until(running, "rollout", 4)
             if number > 0:
                 said = any(line.startswith("resumed with another setting, machine.mesh") for line in seen)
@@ -169,12 +171,12 @@ def killed_and_moved(folder: Path, rng: random.Random) -> Iterator[Outcome]:
                 break
             time.sleep(rng.uniform(0, 0.5))
             running.send_signal(signal.SIGKILL)
-        outcomes.append(found_after(directory))
+        outcomes.append(outcome_after_fault(directory))
     near = within_rounding(directory, whole)
     yield from (outcome._replace(survived=outcome.survived and near) for outcome in outcomes)
 
 
-def on(sizes: tuple[int, ...]) -> list[str]:
+def mesh_flags(sizes: tuple[int, ...]) -> list[str]:
     return ["--mesh", *map(str, sizes)]
 
 
@@ -194,15 +196,17 @@ def within_rounding(directory: Path, whole: Path) -> bool:
 
 
 def one_of_two_killed(times: int) -> Fault:
-    """kill -9 of one of two processes, the first or the second, in a rollout or in a save. The other may end by itself;
-    if it waits, it is killed, as launchers do (SLURM, JobSet). Both are started again."""
+    """kill -9 of one of two processes, the first or the second, in a rollout or in a save.
+
+    The other may end by itself; if it waits, it is killed, as launchers do (SLURM, JobSet). Then both resume.
+    """
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         whole = whole_run(folder, processes=2)
         directory = folder / "run"
         outcomes = list[Outcome]()
         for number in range(times):
-            with both_begun(directory) as pair:
+            with both_started(directory) as pair:
                 victim, other = pair if number % 2 == 0 else reversed(pair)
                 at = "saving" if number % 4 >= 2 else "rollout"
                 lines_until(victim, at, rng.randint(1, 3))
@@ -210,7 +214,7 @@ def one_of_two_killed(times: int) -> Fault:
                 victim.send_signal(signal.SIGKILL)
                 with suppress(subprocess.TimeoutExpired):
                     other.wait(GRACE)
-            outcomes.append(found_after(directory))
+            outcomes.append(outcome_after_fault(directory))
         run_through(directory, processes=2)
         equal = same(real_left(directory), whole)
         yield from (outcome._replace(survived=outcome.survived and equal) for outcome in outcomes)
@@ -218,20 +222,20 @@ def one_of_two_killed(times: int) -> Fault:
     return fault
 
 
-def told(*signals: signal.Signals) -> Fault:
-    """A signal, or two, in the middle of a rollout; the run resumes afterwards."""
+def signalled(*signals: signal.Signals) -> Fault:
+    """Sends the signals during a rollout; the process must exit with the last one's status, and the run resumes."""
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         whole = whole_run(folder)
         directory = folder / "run"
-        with begun(directory) as running:
+        with started(directory) as running:
             lines_until(running, "rollout", 4)
             for number in signals:
                 time.sleep(rng.uniform(0, 0.05))
                 running.send_signal(number)
             lines_until(running, "done")  # or to the end
             code = running.wait()
-        after = found_after(directory)
+        after = outcome_after_fault(directory)
         run_through(directory)
         orderly = code == 128 + signals[-1] and after.unreadable == 0
         yield after._replace(survived=orderly and same(real_left(directory), whole))

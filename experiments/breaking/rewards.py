@@ -1,4 +1,4 @@
-"""Reward functions that raise, hang, crash or return nonsense: they cost their own completions and no others."""
+"""Reward functions that raise, hang, crash or return nonsense: only the completion that they fail on has no reward."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ ACTS: dict[str, tuple[str, ...]] = {
 
 
 def hostile(acts: tuple[str, ...]) -> Fault:
+    """Grades a bad completion with each act: it gets NaN and one short warning, and the next call works."""
+
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         for number, act in enumerate(acts):
             file = folder / f"rewards_{number}.py"

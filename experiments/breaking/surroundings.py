@@ -1,4 +1,4 @@
-"""What surrounds a run: names of its directory, file handles, signals, the current folder, the terminal, the user."""
+"""Faults around a run: names of its directory, file handles, signals, the current folder, the output, the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from breaking.outcome import Fault, Outcome, refusal
 from breaking.plain import PlainLoop, plain_left, plain_whole, quietly
 from smd_jax.learner.state import TrainState
 
-MISREAD = ("sweep[lr=1]", "[", "a*", "a?", "back\\slash", "\udcff")  # by orbax
+MISREAD = ("sweep[lr=1]", "[", "a*", "a?", "back\\slash", "\udcff")  # names that orbax misreads
 UNUSUAL = ("a b", "new\nline", "'\"", "~", "{a,b}", "%s", "$HOME", "a]", "#;&|", "-x", "ünï 日本", " ", "x" * 200)
 
 FAILING_SAVE = """
@@ -44,7 +44,7 @@ def misread_directories(folder: Path, rng: random.Random) -> Iterator[Outcome]:
 
 
 def unusual_directories(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """A run begins there, is resumed, and ends as one elsewhere."""
+    """A run in a directory with an unusual name resumes, and ends like one elsewhere."""
     whole = plain_whole(folder)
     for name in UNUSUAL:
         quietly(folder / name, 4)
@@ -97,18 +97,18 @@ def command(name: str, *words: str) -> list[str]:
 
 
 def removed_folder(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """Commands whose current folder was removed end in one error."""
+    """Commands whose current folder was removed end with one error message."""
     for name in ("smd_plot", "smd_train"):
-        place = folder / name
-        place.mkdir()
+        removed = folder / name
+        removed.mkdir()
         words = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *command(name, "runs")]
-        done = subprocess.run(words, cwd=place, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=removed, capture_output=True, text=True)
         fine = done.returncode == 2 and "one that was removed" in done.stderr and "Traceback" not in done.stderr
         yield Outcome(fine)
 
 
-def nobody_reads(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """Help that goes into a closed pipe, or into no file at all, ends without a word."""
+def closed_output(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+    """`--help` into a closed pipe, a closed descriptor or a full device prints no traceback."""
     for name in ("smd_plot", "smd_train"):
         for redirection in ("| true", ">&-", ">/dev/full"):
             words = ["sh", "-c", f'"$@" {redirection}', "sh", *command(name, "--help")]
@@ -117,7 +117,7 @@ def nobody_reads(folder: Path, rng: random.Random) -> Iterator[Outcome]:
 
 
 def without_home(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    """In a container a user may have no home and no entry in the system's list."""
+    """`--help` works for a user without a home and without an entry in the password database, as in a container."""
     variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME")}
     unknown = "import pwd\ndef unknown(user): raise KeyError(user)\npwd.getpwuid = unknown\n"
     for name in ("smd_plot", "smd_train"):
@@ -134,6 +134,6 @@ KINDS: dict[str, Fault] = {
     "files that may not grow in a save": failing_save("size", "File too large"),
     "signal that the shell ignores": ignored_signals,
     "current folder removed": removed_folder,
-    "output that nobody reads": nobody_reads,
+    "output that nobody reads": closed_output,
     "no home and no entry of the user": without_home,
 }

@@ -1,4 +1,4 @@
-"""A run as users have them: GRPO with the engine, adapters, two passes of two minibatches, shuffled rows."""
+"""A realistic run: GRPO with the engine, adapters, two passes of two minibatches, shuffled rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ AHEAD = replace(CONFIG, rollouts_ahead=1)
 
 @dataclass(frozen=True)
 class RealLoop(GRPOLoop):
-    """GRPO whose samples may be tampered with before they are learnt from."""
+    """GRPO; `tamper` may change the samples of a rollout before the update."""
 
     tamper: Callable[[int, Samples], Samples] = field(default=lambda index, samples: samples, kw_only=True)
 
@@ -66,12 +66,12 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def by_checksum(completions: Sequence[str], **columns: Any) -> list[float]:
-    """A reward that every completion has another of: an untrained model would have none of the task's."""
+    """Rewards that differ between completions: an untrained model would rarely earn the task's."""
     return [crc32(completion.encode()) % 7 / 6 for completion in completions]
 
 
 def real_loop(config: GRPOConfig = CONFIG, sizes: Sequence[int] | None = None) -> RealLoop:
-    """On a mesh of these sizes; None: on a device of every process."""
+    """The loop on a mesh of `sizes` (data, fsdp, tensor); None: on one device of each process."""
     task = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
     mesh = make_mesh(fsdp=jax.process_count()) if sizes is None else make_mesh(*sizes)
     rewards = Rewards((by_checksum,), seconds=None)
@@ -79,7 +79,7 @@ def real_loop(config: GRPOConfig = CONFIG, sizes: Sequence[int] | None = None) -
 
 
 def real_state(config: GRPOConfig = CONFIG) -> TrainState:
-    """Adapters, but for rollouts ahead: those need whole parameters."""
+    """A state with adapters; for rollouts ahead, which do not support them, with whole parameters."""
     params = random_params(MODEL.config)
     if config.rollouts_ahead:
         return with_sampler_params(init_state(params, optimizer(), jax.random.key(0)))
@@ -91,7 +91,7 @@ def real_left(directory: Path, config: GRPOConfig = CONFIG) -> Left:
 
 
 def real_params(directory: Path) -> list[np.ndarray]:
-    """What was trained, of the newest checkpoint, to be compared where it may differ by rounding."""
+    """Trained parameters of the newest checkpoint, for a comparison up to rounding."""
     like = without_base(real_state())
     newest = checkpoint.restore(directory / CHECKPOINTS, like, config=split_settings(CONFIG)[0])
     return [np.asarray(leaf) for leaf in jax.tree.leaves(newest.state.params)]

@@ -34,7 +34,7 @@ from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
 LORA = "lora"
-EXPERTS = "experts"  # the module whose matrices have all experts of a layer, `smd_jax.model.mixture`
+EXPERTS = "experts"  # module that stacks the matrices of a layer's experts, `smd_jax.model.mixture`
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -49,7 +49,7 @@ class LoraConfig:
     Attributes:
       rank: rank of A and B.
       alpha: the scale is alpha / rank, so that the learning rate does not depend on the rank.
-      targets: projections of every layer with adapters.
+      targets: projections that get an adapter, in every layer.
       rank_stabilised: use the scale alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
     """
 
@@ -106,15 +106,15 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
       ValueError: if there are adapters already, or no layer has a target.
     """
     if has_lora(params):
-        raise ValueError("expected parameters without adapters, which would be lost: merge_lora(params) keeps them")
+        raise ValueError("expected parameters without adapters; got some: merge_lora(params) merges them")
     matrices = {}
     for path, kernel in _kernels(params, config).items():
         *experts, width_in, width_out = kernel.shape
         dtype = jnp.promote_types(kernel.dtype, jnp.float32)
         bound = width_in**-0.5
         # The key depends on the matrix's name, so that its initial adapter does not depend on the other targets.
-        own = jax.random.fold_in(key, crc32("/".join(path).encode()))
-        drawn = jax.random.uniform(own, (*experts, width_in, config.rank), dtype, -bound, bound)
+        adapter_key = jax.random.fold_in(key, crc32("/".join(path).encode()))
+        drawn = jax.random.uniform(adapter_key, (*experts, width_in, config.rank), dtype, -bound, bound)
         matrices[path] = {"lora_A": drawn, "lora_B": jnp.zeros((*experts, config.rank, width_out), dtype)}
     return {**params, LORA: Adapters(unflatten_dict(matrices), config)}
 
@@ -141,7 +141,7 @@ def merge_lora(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_module(adapters: Adapters) -> dict[tuple[str, ...], dict[str, Array]]:
-    """Path of every module with adapters, such as `("layers_0", "mlp", "up_proj")` -> its `lora_A` and `lora_B`."""
+    """Maps the path of each module with adapters, such as `("layers_0", "mlp", "up_proj")`, to its adapter."""
     modules: dict[tuple[str, ...], dict[str, Array]] = {}
     flat: dict[Any, Any] = flatten_dict(adapters.matrices)
     for path, leaf in flat.items():
@@ -157,14 +157,14 @@ def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
     adapters: Adapters = params[LORA]
     # The scale is an array, because layers share one trace and have no static arguments here.
     scaled = {
-        path: pair | {"scale": _of_each_layer(_scale(adapters, pair), path[0])}
+        path: pair | {"scale": _per_layer(_scale(adapters, pair), path[0])}
         for path, pair in by_module(adapters).items()
     }
     return {"params": base_params(params), LORA: unflatten_dict(scaled)}
 
 
 def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, ...], Any]:
-    """Path of every targeted module -> its kernel; of experts, path of the matrices of all experts."""
+    """Maps the path of each targeted module to its kernel; the stacked experts of a layer are one module per target."""
     flat = flatten_dict(dict(params))
     found = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel"}
     found |= {path: leaf for path, leaf in flat.items() if path[-2:-1] == (EXPERTS,) and path[-1] in TARGETS}
@@ -181,7 +181,7 @@ def _scale(adapters: Adapters, pair: Mapping[str, Array]) -> Float[Array, ""]:
     return jnp.asarray(adapters.config.scale, jnp.promote_types(pair["lora_A"].dtype, jnp.float32))
 
 
-def _of_each_layer(scale: Float[Array, ""], name: str) -> Float[Array, "*layers"]:
+def _per_layer(scale: Float[Array, ""], name: str) -> Float[Array, "*layers"]:
     layers = layers_in_name(name)
     return scale if layers is None else jnp.broadcast_to(scale, (len(layers),))
 

@@ -81,8 +81,8 @@ def save_peft(
     if wrong := sorted({f"{path}/kernel" for path in pairs} ^ expected):
         paths = [path.removesuffix("/kernel") for path in wrong]
         raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(paths)}")
-    of_experts = {path: pair for path, pair in all_pairs.items() if is_of_experts(path)}
-    tensors = {} if config.experts is None else expert_tensors(of_experts, config, adapters.config)
+    expert_pairs = {path: pair for path, pair in all_pairs.items() if is_of_experts(path)}
+    tensors = {} if config.experts is None else expert_tensors(expert_pairs, config, adapters.config)
     for name, tensor in modules.items():
         parts = [pairs[_module(leaf)] for leaf in tensor.leaves]
         pair = parts[0] if len(parts) == 1 else join(parts)
@@ -99,7 +99,7 @@ def save_peft(
 
 
 def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Adds adapters that PEFT wrote to the parameters of a base model; in float32 or wider.
+    """Reads adapters that PEFT wrote and adds them to the parameters of a base model, in float32 or wider.
 
     Args:
       params: of the base model; the result shares its arrays.
@@ -107,11 +107,11 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
 
     Raises:
       FileNotFoundError: one of PEFT's two files is missing.
-      ValueError: not LoRA, or with unsupported options (DoRA, biases, ranks per layer, fully saved modules, PiSSA,
-        OLoRA); tensors missing, unexpected or of the wrong shape.
+      ValueError: `params` has adapters; not LoRA, or with unsupported options (DoRA, biases, ranks per layer, fully
+        saved modules, PiSSA, OLoRA); tensors missing, unexpected or of the wrong shape.
     """
     if has_lora(params):
-        raise ValueError("expected the parameters of a base; got some with adapters: merge_lora(params) keeps them")
+        raise ValueError("expected the parameters of a base; got some with adapters: merge_lora(params) merges them")
     directory = Path(directory)
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():
@@ -119,13 +119,13 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
     tensors = read_tensors(directory / TENSOR_FILE)
     layout: Layout = "fused" if any(f".{name}." in tensor for name in FUSED for tensor in tensors) else "split"
     content = _read_config(directory / CONFIG_FILE, _fused_names(config, layout), config.experts is not None)
-    of_experts = take_experts(tensors, content, config, directory)
-    lora = _lora_config(content, tensors, of_experts, _fused_names(config, layout), directory)
+    expert_pairs = take_experts(tensors, content, config, directory)
+    lora = _lora_config(content, tensors, expert_pairs, _fused_names(config, layout), directory)
     flat: dict[str, Any] = flatten_dict(dict(params), sep="/")
     # Copies, so that JAX never aliases a buffer that belongs to safetensors.
     matrices: dict[str, Any] = {
         f"{path}/{matrix}": jnp.array(pair[matrix].astype(jnp.promote_types(flat[path].dtype, jnp.float32)))
-        for path, pair in of_experts.items()
+        for path, pair in expert_pairs.items()
         for matrix in MATRICES
     }
     for name, tensor in _modules(config, lora, layout).items():
@@ -144,7 +144,7 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
 
 
 def _modules(config: ModelConfig, lora: LoraConfig, layout: Layout) -> dict[str, StoredTensor]:
-    """Module in transformers (`model.layers.0.self_attn.q_proj`) -> its weight, of those that have adapters."""
+    """Maps each module with adapters, named as in transformers (`model.layers.0.self_attn.q_proj`), to its weight."""
     if layout == "fused":
         fused_targets(lora)
     return {
@@ -160,7 +160,7 @@ def _module(leaf: Leaf) -> str:
 
 
 def _layout_of(config: ModelConfig, base_model: str | Path | None) -> Layout:
-    """Layout of the base's tensors: of the model type in its directory, if there is one, that expresses `config`."""
+    """Tensor layout of the base: of its own model type if that expresses `config`, else of the first type that does."""
     file = None if base_model is None else Path(base_model) / "config.json"
     given = read_json(file).get("model_type") if file is not None and file.is_file() else None
     return FAMILIES[model_type_of(config, given if isinstance(given, str) else None)].layout
@@ -176,7 +176,7 @@ def _fused_names(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 def _peft_config(
     lora: LoraConfig, base_model: str | Path | None, fused_names: tuple[str, ...], experts: bool
 ) -> dict[str, Any]:
-    # PEFT's own alpha is an integer in its annotations, and any number where it computes.
+    # PEFT annotates alpha as an integer but accepts any number.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     fused = fused_targets(lora, fused_names)
     modules = [*fused, *(target for target in lora.targets if not any(target in parts for parts in fused.values()))]
@@ -216,10 +216,10 @@ def _read_config(file: Path, fused_names: tuple[str, ...], experts: bool) -> dic
     ]
     if odd:
         raise ValueError(f"expected plain LoRA in {file}, because these options change its function; got {some(odd)}")
-    start = content.get("init_lora_weights")
-    if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_INITIALISATIONS):
+    init = content.get("init_lora_weights")
+    if not any(init is plain or (isinstance(init, str) and init == plain) for plain in _PLAIN_INITIALISATIONS):
         raise ValueError(
-            f"expected an init_lora_weights in {file} that leaves the base unchanged; got {shown(start)}. PEFT "
+            f"expected an init_lora_weights in {file} that leaves the base unchanged; got {shown(init)}. PEFT "
             "converts such an adapter to plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     return content
@@ -235,17 +235,18 @@ def _is_off(name: str, value: object) -> bool:
 def _lora_config(
     content: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
-    of_experts: Mapping[str, Any],
+    expert_pairs: Mapping[str, Any],
     fused_names: tuple[str, ...],
     directory: Path,
 ) -> LoraConfig:
-    """Rank and alpha as the file gives them; the targets from the tensors, because PEFT may name those by a pattern."""
+    """Takes rank and alpha from the config, and targets from the tensors: PEFT may give targets as a pattern."""
     # Any tensor of an adapter: base_model.model.….q_proj.lora_A.weight
-    there = {name.split(".")[-3] for name in tensors if name.split(".")[-2:-1] == ["lora_A"]}
-    there = {part for name in there for part in FUSED.get(name, (name,))} | {path.split("/")[-1] for path in of_experts}
-    targets: tuple[Target, ...] = tuple(target for target in TARGETS if target in there)
-    if not targets or there - set(targets):
-        raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(there))}")
+    stored = {name.split(".")[-3] for name in tensors if name.split(".")[-2:-1] == ["lora_A"]}
+    stored = {part for name in stored for part in FUSED.get(name, (name,))}
+    stored |= {path.split("/")[-1] for path in expert_pairs}
+    targets: tuple[Target, ...] = tuple(target for target in TARGETS if target in stored)
+    if not targets or stored - set(targets):
+        raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(stored))}")
     try:
         alpha, stabilised = float(content["lora_alpha"]), content.get("use_rslora", False)
         lora = LoraConfig(rank=content["r"], alpha=alpha, targets=targets, rank_stabilised=stabilised)

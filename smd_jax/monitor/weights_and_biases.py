@@ -66,21 +66,21 @@ class WandbLogger:
             config=None if config is None else dict(config),
             mode=mode,
             resume="allow",
-            # Several runs in one process stay separate, also from a run of the user.
+            # Keeps this run separate from other runs in the process, such as the user's own.
             reinit="create_new",
-            # Standard output holds frames of the progress bar.
+            # Not captured: standard output has frames of the progress bar.
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._keep(self._first_step)
+        self._save_next_step(self._first_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if step >= self._first_step:
             self._run.log({dashboard_name(name): value for name, value in metrics.items()}, step=step)
-            self._keep(step + 1)
+            self._save_next_step(step + 1)
 
     def close(self) -> None:
         self._run.finish()
 
-    def _keep(self, next_step: int) -> None:
+    def _save_next_step(self, next_step: int) -> None:
         with replaced(self._file) as temporary:
             temporary.write_text(json.dumps({"id": self._id, "next_step": next_step}) + "\n")

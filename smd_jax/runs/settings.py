@@ -85,7 +85,7 @@ def split_settings(config: LoopConfig) -> tuple[dict[str, Any], dict[str, Json]]
 
 
 def split_fields(settings: Any, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Json]]:
-    """An object without the fields of these dotted names, and those fields by their names."""
+    """Splits off the fields with these dotted names: the remaining object, and the fields by their names."""
     selected = dict[str, Json]()
     for name in names:
         settings, selected[name] = _without(settings, name.split("."))

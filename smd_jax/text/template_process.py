@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-# What code in a template raises. Any other exception ends the process, which is an answer too.
+# Errors that template code raises. Any other exception ends the process, which the parent reports.
 TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
 
 
-CPU_SIGNAL = signal.SIGPROF  # ends a process that does not handle it, also within a loop in C
+CPU_SIGNAL = signal.SIGPROF  # its default action ends the process, even inside a loop in C
 
 
 class Limits(NamedTuple):
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 def address_space() -> int:
-    """Bytes of address space that this process uses; 0 where the system does not say."""
+    """Bytes of address space that this process uses; 0 if the system does not tell."""
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return 0
@@ -53,18 +53,18 @@ def address_space() -> int:
 def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any], limits: Limits) -> dict[str, str]:
     """Renders messages, as `tokenizer.apply_chat_template` does; returns the text or the error of the template.
 
-    The variable `strftime_now` is the day that a template reads by the function of this name, such as "2026-01-31".
+    `variables["strftime_now"]` is the day, such as "2026-01-31", that the template's function of this name formats.
     """
     from transformers.utils import chat_template_utils
 
     midnight = datetime.fromisoformat(variables.pop("strftime_now", "2000-01-01"))
-    # Its `strftime_now` reads the day here.
+    # transformers' `strftime_now` formats `datetime.now()` of this module.
     chat_template_utils.datetime = type("Midnight", (datetime,), {"now": lambda: midnight})  # pyright: ignore[reportPrivateImportUsage]
     try:
         (text,), _ = chat_template_utils.render_jinja_template(
             conversations=[messages], chat_template=template, add_generation_prompt=True, **variables
         )
-        text.encode()  # raises for half a character, which no tokenizer takes
+        text.encode()  # raises for a lone surrogate, which no tokenizer accepts
     except MemoryError:
         return {"error": f"it needs more than {limits.memory:,} bytes of memory"}
     except TEMPLATE_ERRORS as error:

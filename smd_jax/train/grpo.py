@@ -39,12 +39,12 @@ class GRPOConfig(PolicyConfig):
       scale_rewards: how group-relative advantages are normalised, see `smd_jax.losses.advantages.group_relative`.
       dynamic_sampling: drops groups whose rewards are all equal, which have no gradient, so that they do not count in
         the loss; up to this many further rollouts are sampled to replace them (DAPO, arXiv:2503.14476). 0 only drops
-        them; None keeps them, as in TRL. A step that needs fewer rollouts skips the prompts of the others.
+        them; None keeps them, as in TRL. Prompts of further rollouts that a step does not need are skipped.
       rollouts_ahead: 1 samples the next rollout while the learner takes its steps on this one, with the parameters
-        before those steps, see `smd_jax.train.async_rollout`; memory holds the parameters once more. The clipped ratio
-        of the loss corrects for the age of the rollout; the shadow mask keeps the eviction exact. Rewards with their
-        own processes are computed ahead, too; other rewards when the rollout is used, in the main thread. 0 samples
-        every rollout with the newest parameters.
+        before those steps, see `smd_jax.train.async_rollout`; it needs a second copy of the parameters. The clipped
+        ratio of the loss corrects for the age of the rollout; the shadow mask keeps the eviction exact. Rewards with
+        their own processes are computed ahead, too; other rewards when the rollout is used, in the main thread. 0
+        samples every rollout with the newest parameters.
     """
 
     advantages: Estimator = "group_relative"
@@ -56,7 +56,7 @@ class GRPOConfig(PolicyConfig):
         super().__post_init__()
         if self.group_size < 2:
             raise ValueError(
-                f"expected group_size >= 2, because an advantage is a reward less the mean of its group; "
+                f"expected group_size >= 2, because an advantage is a reward minus the mean of its group; "
                 f"got {self.group_size}"
             )
         self._check_ahead()
@@ -67,8 +67,8 @@ class GRPOConfig(PolicyConfig):
             )
         if self.advantages == "leave_one_out" and self.scale_rewards != "none":
             raise ValueError(
-                f"expected scale_rewards 'none' with advantages 'leave_one_out', whose mean is unbiased only without a "
-                f"deviation of its own group; got {self.scale_rewards!r}"
+                f"expected scale_rewards 'none' with advantages 'leave_one_out', because dividing by the deviation "
+                f"of the group would bias the gradient; got {self.scale_rewards!r}"
             )
         check_choice("advantages", self.advantages, get_args(Estimator))
         check_choice("scale_rewards", self.scale_rewards, get_args(Scale))
@@ -105,8 +105,8 @@ class GRPOLoop(Loop):
     """The static parts of a GRPO or RLOO run; see Loop.
 
     Raises:
-      ValueError: credit of turns with the KL in the reward or with RLOO; compaction with rows_per_prompt but without
-        pack_columns; and what Loop raises.
+      ValueError: credit 'turn' with kl_in_reward or RLOO; compaction with rows_per_prompt > 1 but without pack_columns;
+        and what Loop raises.
     """
 
     config: GRPOConfig
@@ -139,10 +139,10 @@ class GRPOLoop(Loop):
                 # Before the group mean: a response far from the reference must be worse than the others.
                 rewards = rewards - jnp.asarray(on_host(penalty.reshape(len(rewards), -1).sum(axis=1)))
             if self._credits_turns:
-                of_rows = self._turn_advantages(samples, rewarded_rows)
+                row_advantages = self._turn_advantages(samples, rewarded_rows)
             else:
-                of_rows = jnp.repeat(advantages(self.config, rewards, rewarded_rows), samples.contexts)
-            batch = self._batch(state.params, samples.trajectory, of_rows, counted_rows)
+                row_advantages = jnp.repeat(advantages(self.config, rewards, rewarded_rows), samples.contexts)
+            batch = self._batch(state.params, samples.trajectory, row_advantages, counted_rows)
             state, metrics = self.learner.take_steps(state, batch)
         return state, metrics | kl
 
@@ -151,18 +151,18 @@ class GRPOLoop(Loop):
         return self.environment is not None and self.environment.credit == "turn"
 
     def _turn_advantages(self, samples: Samples, rewarded_rows: Array | None) -> Array:
-        """Advantages of every token, `[batch, R]`: those of its turn."""
+        """Returns the advantage of each response token, `[batch, R]`: that of its turn."""
         rewards, answered = turn_rewards(samples.conversations, samples.trajectory)
-        of_turns = turn_relative(jnp.asarray(rewards), jnp.asarray(answered), self.config.group_size, rewarded_rows)
-        return tokens_of_turns(of_turns, samples.trajectory)
+        per_turn = turn_relative(jnp.asarray(rewards), jnp.asarray(answered), self.config.group_size, rewarded_rows)
+        return tokens_of_turns(per_turn, samples.trajectory)
 
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> TrainBatch:
-        of_rows = jnp.repeat(advantages(self.config, rewards), self.rollouts.contexts)
+        row_advantages = jnp.repeat(advantages(self.config, rewards), self.rollouts.contexts)
         if self._credits_turns:
-            of_rows = tokens_of_turns(of_rows[:, None], trajectory)
-        return self._batch(params, trajectory, of_rows, counted_rows)
+            row_advantages = tokens_of_turns(row_advantages[:, None], trajectory)
+        return self._batch(params, trajectory, row_advantages, counted_rows)
 
     def _batch(
         self, params: Params, trajectory: Trajectory, advantages: Array, counted_rows: Array | None
@@ -179,7 +179,7 @@ class GRPOLoop(Loop):
 
 
 def advantages(config: GRPOConfig, rewards: Array | np.ndarray, rewarded_rows: Array | None = None) -> Array:
-    """Advantages `[batch]` of a rollout's rewards; `rewarded_rows` as in `smd_jax.losses.advantages`."""
+    """Advantages of the rewards of a rollout, both `[batch]`; `rewarded_rows` as in `smd_jax.losses.advantages`."""
     if config.advantages == "leave_one_out":
         return leave_one_out(jnp.asarray(rewards), config.group_size, rewarded_rows)
     return group_relative(jnp.asarray(rewards), config.group_size, config.scale_rewards, rewarded_rows)

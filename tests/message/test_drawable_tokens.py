@@ -1,4 +1,4 @@
-"""Filters and a minimum length, replayed: sampler and learner are one policy, wherever probabilities are made."""
+"""Replay of sampling filters and a minimum length: sampler and learner are one policy in every loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS, WIDTH, LENGTH, VOCAB, EOS, MINIMUM = 4, 8, 10, 300, 5, 4
 MODEL = Decoder(tiny_model_config(vocab_size=VOCAB, max_positions=32, num_layers=1))
 PARAMS, REFERENCE = spread_params(0, MODEL.config), spread_params(1, MODEL.config)
 
-# Name -> the sampler, and whether ids or bits travel.
+# Name -> filters, minimum length, dtype of the recorded sets (int32: token ids; uint8: bits).
 SAMPLERS: dict[str, tuple[SamplingConfig, int, Any]] = {
     "top-k": (SamplingConfig(temperature=0.9, top_k=9), 0, jnp.int32),
     "top-k as bits": (SamplingConfig(temperature=0.9, top_k=60), 0, jnp.uint8),
@@ -48,8 +48,8 @@ SAMPLERS: dict[str, tuple[SamplingConfig, int, Any]] = {
 }
 
 
-def with_loud_end(params: Any) -> Any:
-    """Parameters that like the end token: the rows would end at once."""
+def with_likely_end(params: Any) -> Any:
+    """Parameters that make the end token likely."""
     table = params["embed"]["embedding"]
     return {**params, "embed": {"embedding": table.at[EOS].set(2 * table[EOS] + 0.2)}}
 
@@ -67,7 +67,7 @@ def sampled(name: str) -> Trajectory:
 
 @functools.cache
 def drawable_by_hand(name: str) -> np.ndarray:
-    """`[ROWS, LENGTH, VOCAB]`, true in the padding."""
+    """The recorded sets, unpacked with NumPy: `[ROWS, LENGTH, VOCAB]`, true in the padding."""
     drawable, ids = np.ones((ROWS, LENGTH, VOCAB), bool), np.arange(VOCAB)
     recorded = sampled(name).drawable
     assert recorded is not None
@@ -103,7 +103,7 @@ replay_jitted = jax.jit(replay, static_argnums=0)
 
 
 def gap(trajectory: Trajectory) -> float:
-    """max |log p_sampler - log p_learner|."""
+    """max |log p_sampler - log p_learner| over the response tokens."""
     scores = replay_jitted(MODEL, PARAMS, trajectory)
     return float(jnp.where(trajectory.response_mask, jnp.abs(scores.logprobs - trajectory.logprobs), 0.0).max())
 
@@ -114,21 +114,21 @@ def gap(trajectory: Trajectory) -> float:
 to_boolean = jax.jit(DrawableTokens.to_boolean, static_argnums=1)
 
 
-def test_ids():
+def test_sets_as_ids():
     drawable = DrawableTokens(jnp.array([[[2, -1], [0, 2], [-1, -1]]]), min_new_tokens=1, eos_token_id=2)
     expected = np.array([[[0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]], bool)
     np.testing.assert_array_equal(to_boolean(drawable, 4, np.arange(3)), expected)
     np.testing.assert_array_equal(to_boolean(drawable, 4, np.array([1, 0])), expected[:, [1, 0]])
 
 
-def test_bits():
+def test_sets_as_bits():
     inside = np.random.default_rng(0).random((2, 3, 21)) < 0.5
     drawable = DrawableTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
     np.testing.assert_array_equal(to_boolean(drawable, 21, np.arange(3)), inside)
     np.testing.assert_array_equal(to_boolean(drawable, 21, np.array([2])), inside[:, [2]])
 
 
-def test_a_minimum_length_alone_carries_no_array():
+def test_a_minimum_length_without_filters_needs_no_array():
     drawable = DrawableTokens(None, min_new_tokens=2, eos_token_id=1)
     assert jax.tree.leaves(drawable) == []
     expected = np.ones((1, 3, 4), bool)
@@ -145,7 +145,7 @@ def test_bits_of_another_vocabulary():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: str):
-    """Values, and gradients: finite, and exactly 0 outside."""
+    """Values equal those over the drawable tokens; gradients are finite, and exactly 0 outside."""
     rng = np.random.default_rng(1)
     inside = rng.random((2, 3, 17)) < 0.4
     inside[..., 4] = True
@@ -153,18 +153,18 @@ def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: st
     with jax.enable_x64(dtype == "float64"):
         drawable = DrawableTokens(pack(jnp.asarray(inside, jnp.uint8), 1))
 
-        def all_of_them(x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def quantities(x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
             x, y = (drawable.apply(logits, jnp.arange(3)) for logits in (x, y))
             logprobs = jax.nn.log_softmax(x)
-            told = {
+            values = {
                 "logprobs": logprobs[..., 4],
                 "entropy": -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1),
                 "kl": kl_divergence(x, y),
                 "overlap": overlap(x, y),
             }
-            return jnp.sum(jnp.stack(list(told.values()))), told
+            return jnp.sum(jnp.stack(list(values.values()))), values
 
-        grads, told = jax.jit(jax.grad(all_of_them, argnums=(0, 1), has_aux=True))(x, y)
+        grads, values = jax.jit(jax.grad(quantities, argnums=(0, 1), has_aux=True))(x, y)
     for grad in map(np.asarray, grads):
         assert np.isfinite(grad).all() and (grad[~inside] == 0).all() and (grad != 0).any()
     for b, t in np.ndindex(2, 3):
@@ -178,7 +178,7 @@ def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: st
             "overlap": np.minimum(p, q).sum(),
         }
         for name, value in expected.items():
-            np.testing.assert_allclose(told[name][b, t], value, rtol=2e-5, atol=1e-5)
+            np.testing.assert_allclose(values[name][b, t], value, rtol=2e-5, atol=1e-5)
 
 
 # --- one policy
@@ -187,7 +187,7 @@ def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_identity(name: str):
-    """With the drawable tokens, the learner gives the sampler's numbers again; without, it is another policy."""
+    """The learner reproduces the sampler's log-probabilities and entropies, but only with the drawable tokens."""
     trajectory, (_, minimum, dtype) = sampled(name), SAMPLERS[name]
     assert trajectory.drawable is not None and trajectory.replayable
     assert (None if trajectory.drawable.sets is None else trajectory.drawable.sets.dtype) == dtype
@@ -205,8 +205,8 @@ def test_identity(name: str):
 
 @pytest.mark.slow
 def test_a_minimum_length_delays_the_end():
-    """Where the end token is likely, rows end as soon as they may; and not before, in no row."""
-    params = with_loud_end(PARAMS)
+    """With a likely end token, the shortest response has one token more than the minimum."""
+    params = with_likely_end(PARAMS)
     prompts = left_padded([8, 3, 5, 1] * 8, WIDTH, VOCAB)
     for minimum in (0, 3):
         config = RolloutConfig(LENGTH, 5, 2, eos_token_id=EOS, min_new_tokens=minimum)
@@ -219,8 +219,8 @@ def test_a_minimum_length_delays_the_end():
 
 
 @pytest.mark.slow
-def test_padding_keeps_ordinary_numbers():
-    """Its token need not be in any set, and a row may end before the minimum length, if it is cut off there."""
+def test_padding_has_finite_logprobs():
+    """Padding tokens may be outside of the sets, and a row may be cut off before the minimum length."""
     trajectory = sampled("all")
     short = trajectory.valid.at[:, WIDTH + 2 :].set(False)
     tokens = trajectory.tokens.at[:, WIDTH + 2 :].set(EOS)
@@ -228,11 +228,11 @@ def test_padding_keeps_ordinary_numbers():
     assert (scores.logprobs > -100).all() and jnp.isfinite(scores.entropy).all()
 
 
-# --- every path
+# --- losses
 
 
 def one_step(update: Any, batch: Any) -> tuple[dict[str, Any], Any]:
-    """Metrics and gradients; the parameters are copied, because a step takes them."""
+    """Metrics and gradients; the parameters are copied, because a step donates them."""
     params, reference = copied((PARAMS, REFERENCE))
     state, metrics = update(init_state(params, RECORD, jax.random.key(3), reference), batch)
     return jax.device_get(metrics), state.opt_state
@@ -249,7 +249,7 @@ def policy_update(config: UpdateConfig) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "visibility"), [("all", "shadow"), ("top-p", "dense")])
 def test_policy_gradient_and_kl(name: str, visibility: Visibility):
-    """Against the plain definition over the drawable tokens, in parts and as a whole: policy, old policy, reference."""
+    """Gradients and KL equal the plain definition over the drawable tokens, with microbatches ("all") and without."""
     trajectory = sampled(name)
     loss = LossConfig(beta=0.2)
     config = UpdateConfig(
@@ -267,15 +267,15 @@ def test_policy_gradient_and_kl(name: str, visibility: Visibility):
     def plain(params: Any) -> jax.Array:
         logprobs = jnp.where(inside, plain_token_logprobs(name, params, visibility), 0.0)
         ratio = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
-        apart = jnp.where(inside, reference - logprobs, 0.0)
-        kl = jnp.exp(apart) - apart - 1
+        log_ratio = jnp.where(inside, reference - logprobs, 0.0)
+        kl = jnp.exp(log_ratio) - log_ratio - 1
         return jnp.sum(weights * (0.2 * kl - ratio * importance * ADVANTAGES[:, None]))
 
     assert distance(grads, jax.jit(jax.grad(plain))(PARAMS)) < 1e-4
     if visibility == "shadow":
         assert metrics["sampling/sampling_logp_difference/max"] < 2e-5
-    apart = np.where(inside, np.asarray(reference) - np.asarray(old), 0.0)
-    kl = np.expm1(apart) - apart
+    log_ratio = np.where(inside, np.asarray(reference) - np.asarray(old), 0.0)
+    kl = np.expm1(log_ratio) - log_ratio
     assert metrics["kl"] == pytest.approx(kl.sum() / np.asarray(inside).sum(), rel=1e-4)
 
 
@@ -285,7 +285,7 @@ def test_policy_gradient_and_kl(name: str, visibility: Visibility):
     [("all", "forward"), ("all", "published"), ("top-p", "reverse"), ("minimum length", "anchor")],
 )
 def test_distillation(name: str, direction: Any):
-    """Both policies over the same tokens, on all rows and on half of them. Gradients are finite."""
+    """Divergence and overlap equal the plain definition over the drawable tokens; gradients are finite."""
     trajectory = sampled(name)
     weights = jnp.where(trajectory.response_mask, jnp.arange(1.0, LENGTH + 1)[None], 0.0)
     of_dense = plain_logprobs(name, REFERENCE if direction == "anchor" else PARAMS, "dense")
@@ -315,7 +315,7 @@ def distilled(name: str, config: DistillConfig, weights: Any) -> Any:
 
 
 def test_online_dpo():
-    """Policy and reference: the margins of the implicit rewards, from the plain definition."""
+    """Margins of the implicit rewards equal the plain definition over the drawable tokens."""
     trajectory = sampled("all")
     chosen, rejected = (rows_of(trajectory, rows) for rows in ([0, 3], [2, 1]))
     pairs = PairBatch(chosen, rejected, jnp.array([True, True]))

@@ -40,7 +40,7 @@ def ids(branch: Branch) -> tuple[int, ...]:
     return tuple(np.asarray(branch.tokens).tolist())
 
 
-def test_the_picture():
+def test_a_packed_tree():
     row = tree.pack([Tree(NODES)])
     assert row.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert row.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 3, 4]
@@ -52,7 +52,7 @@ def test_the_picture():
 @settings(deadline=None, max_examples=50)
 @given(st.lists(SEEDS, min_size=1, max_size=3), st.integers(0, 5))
 def test_a_row_shows_each_token_to_its_own_subtree(seeds, padding):
-    """By the definition: a query sees its ancestors and itself, and its ancestor predicts it."""
+    """A query sees itself and its ancestors, and the nearest of them predicts it."""
     several = [random_tree(*seed) for seed in seeds]
     total = sum(len(node.tokens) for one in several for node in one.nodes)
     row = tree.pack(several, total + padding, pad_token_id=77)
@@ -80,7 +80,7 @@ def test_a_row_shows_each_token_to_its_own_subtree(seeds, padding):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(SEEDS, min_size=1, max_size=3), st.integers(0, 5))
-def test_a_row_gives_its_trees_back(seeds, padding):
+def test_unpack_inverts_pack(seeds, padding):
     several = [random_tree(*seed) for seed in seeds]
     columns = sum(len(node.tokens) for one in several for node in one.nodes) + padding
     row = tree.pack(several, columns)
@@ -100,7 +100,7 @@ def test_a_token_counts_in_every_branch_or_once():
 
 
 def test_branches_as_rows():
-    """Prompts end before the first sampled token; what was given later does not count."""
+    """Prompts end before the first sampled token; later given tokens are not in the response mask."""
     given_late = Branch([1, 2, 3, 4, 5], [False, False, True, False, True], [0, 0, -1, 0, -2])
     nothing = Branch([1, 2, 3], [False] * 3)
     rows = tree.to_trajectory([given_late, nothing], temperature=0.5)
@@ -123,12 +123,12 @@ def test_branches_as_rows():
         ((Node([1], sampled=[True]),), "expected a given first token in the root"),
     ],
 )
-def test_nodes_that_are_no_tree(nodes, message):
+def test_invalid_trees(nodes, message):
     with pytest.raises(ValueError, match=message):
         Tree(nodes)
 
 
-def test_parts_that_do_not_fit():
+def test_wrong_shapes_and_sizes():
     with pytest.raises(ValueError, match=r"expected sampled of a node to be booleans \(2,\); got bool \(1,\)"):
         Node([1, 2], sampled=[True])
     with pytest.raises(ValueError, match=r"expected logprobs of a branch of shape \(2,\); got \(3,\)"):

@@ -22,7 +22,7 @@ EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
 @pytest.fixture(scope="module", params=["with_nnx", "with_equinox"])
 def example(request):
-    """What the example script defines, after its own training loop."""
+    """Globals of the example script after it has run."""
     return runpy.run_path(str(EXPERIMENTS / f"{request.param}.py"))
 
 
@@ -36,23 +36,23 @@ def test_the_example_is_short_and_exact(example):
 
 @pytest.mark.slow
 def test_the_model_without_evictions_is_the_module(example):
-    """Against jax.nn.dot_product_attention with a causal mask, in place of the library's attention."""
+    """Logits equal those of the module with jax.nn.dot_product_attention and a causal mask."""
     model, params = example["model"], example["params"]
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 1, 64)
     positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
-    whole = model.with_params(params)
+    module = model.with_params(params)
 
     def attention(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
-    expected = model.logits_of(whole, model.hidden_of(whole, tokens, positions, attention))
+    expected = model.logits_of(module, model.hidden_of(module, tokens, positions, attention))
     mask = smd.dense_mask(jnp.ones(tokens.shape, bool))
     result = smd.model.apply_model(model, params, tokens, positions, mask)
     np.testing.assert_allclose(result, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_our_update_trains_it(example):
+def test_an_update_changes_the_modules_parameters(example):
     model, params, trajectory = example["model"], example["params"], example["trajectory"]
     params = jax.tree.map(jnp.copy, params)
     before, _ = ravel_pytree(params)
@@ -68,7 +68,7 @@ def test_our_update_trains_it(example):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_another_number_of_calls_is_refused(count):
+def test_a_wrong_number_of_attention_calls_is_refused(count):
     module = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     shape = smd.model.ModelShape(2, 1, 1, 2, 2, 4, max_positions=8)
 
@@ -90,7 +90,7 @@ def recorded_mask() -> smd.ShadowMask:
 
 
 def test_a_mask_for_every_query_head():
-    """By hand; query heads 0 and 1 share KV head 0, as in the library's attention."""
+    """Equals a mask written by hand; query heads 0 and 1 share KV head 0."""
     mask = np.asarray(head_mask(recorded_mask(), 0, num_heads=4)).astype(int)
     assert mask.shape == (1, 4, 4, 4)
     first = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
@@ -102,7 +102,7 @@ def test_a_mask_for_every_query_head():
 
 @pytest.mark.slow
 def test_other_attentions_take_the_mask():
-    """jax.nn, flax.nnx and Equinox give what `attend` gives."""
+    """Attention of jax.nn, flax.nnx and Equinox under `head_mask` equals `attend`."""
     mask = recorded_mask()
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))  # [batch, tokens, heads, head_dim]
     heads = head_mask(mask, 0, num_heads=2)

@@ -1,4 +1,4 @@
-"""The log of completions: what the files hold, what a terminal shows, and the shadow masks beside them."""
+"""Log of completions: its files, its table on a terminal, and the saved shadow masks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trajectory(responses: list[list[int]], prompts: list[list[int]], mask=None) 
 
 
 def samples(texts: list[str], advantages: bool = True) -> Samples:
-    """One completion a text, of at most four bytes; those of three bytes or fewer end by themselves."""
+    """One completion per text of at most four bytes; shorter texts end with EOS."""
     responses = [list(text.encode()) + [EOS] * (len(text.encode()) < RESPONSE) for text in texts]
     rewards = np.arange(len(texts), dtype=np.float32) / 2
     return Samples(
@@ -76,17 +76,17 @@ def test_a_file_of_completions(tmp_path):
     }
 
 
-def test_reward_functions_have_columns_of_their_own(tmp_path):
-    of = samples(["a", "b"], advantages=False)
+def test_each_reward_function_has_a_column(tmp_path):
+    base = samples(["a", "b"], advantages=False)
     parts = {"format": np.array([1.0, np.nan]), "reward": np.array([0.0, 2.0])}
     log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0, masks=0)
-    log(0, of._replace(reward_parts=parts))
+    log(0, base._replace(reward_parts=parts))
     table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()
     assert list(table)[3:6] == ["reward", "rewards/format", "rewards/reward"] and "advantage" not in table
     assert table["rewards/reward"] == [0.0, 2.0] and np.isnan(table["rewards/format"][1])
 
 
-def test_half_a_character_is_kept_from_utf8(tmp_path):
+def test_a_lone_surrogate_is_replaced(tmp_path):
     log = CompletionsLog(tmp_path, TOKENIZER, table_rows=1, file=io.StringIO())
     log(0, samples(["a"])._replace(completions=["x\ud800"]))
     table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet")
@@ -108,7 +108,7 @@ def test_a_disk_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
         ({"masks": -1}, "expected table_rows and masks >= 0; got 2"),
     ],
 )
-def test_values_that_do_not_fit(tmp_path, options, message):
+def test_negative_options_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         CompletionsLog(tmp_path, TOKENIZER, **options)
 
@@ -118,14 +118,14 @@ def test_values_that_do_not_fit(tmp_path, options, message):
 EVIL = "a\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \x9b2J\u202eabc\r\x00\x7f"
 
 
-def test_what_a_model_writes_never_acts():
+def test_control_characters_become_visible():
     shown = visible(EVIL + "\n")
     assert shown == "a␛[31mred␛]0;title␇ [bold]x[/bold] \\u009b2J\\u202eabc␍␀\\u007f\n"
     assert visible("日本語 👩‍🚀 é") == "日本語 👩‍🚀 é"
     assert one_line("a\nb" + "c" * 600).startswith("a⏎bc") and len(one_line("c" * 600)) == 500
 
 
-def test_the_table_shows_text_as_text():
+def test_the_table_prints_escapes_and_markup_as_text():
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -184,7 +184,7 @@ def test_masks_read_back(tmp_path):
         load_masks(tmp_path / "other.npz")
 
 
-def test_pieces_of_text_put_together_are_the_text():
+def test_token_pieces_join_to_the_text():
     text = "añ日👩 b"
     ids = list(text.encode())
     pieces = token_pieces(TOKENIZER, ids)
@@ -193,7 +193,7 @@ def test_pieces_of_text_put_together_are_the_text():
 
 
 def test_conversations(tmp_path):
-    """Turns and answers in columns of their own, in one text on a terminal; the mask knows which tokens were read."""
+    """Turns and answers are columns of the file and one text on a terminal; the mask knows the turn of each token."""
     said = Conversation("AB", ["y", "n"], ["!"], [0.5, 1.0], ending="done")
     one = samples(["y!n"])._replace(conversations=(said,))
     sampled = jnp.array([[True, False, True, True]])

@@ -1,4 +1,4 @@
-"""What stops a run: a learner that is not the sampler any more, and updates that are not finite."""
+"""Guards that stop a run: sampler–learner mismatch and updates that are not finite."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from smd_jax.train.samples import Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
 
-# --- gradients that are no numbers
+# --- gradients that are not finite
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_gradients_that_are_no_numbers_change_nothing_but_the_step(bad):
+def test_gradients_that_are_not_finite_change_only_the_step(bad):
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = init_state({"w": jnp.ones(3), "b": jnp.ones(2)}, optimizer, jax.random.key(0))
     state, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)})
@@ -56,13 +56,13 @@ def test_gradients_that_are_no_numbers_change_nothing_but_the_step(bad):
     after, metrics = take_step(state, optimizer, {"w": jnp.array([1.0, bad, 1.0]), "b": jnp.ones(2)})
     assert metrics["update/skipped"] == 1
     assert_bitwise_equal(after, state.replace(step=state.step + 1))
-    # Finite gradients of a loss that is not.
+    # A loss that is not finite, with finite gradients.
     after, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)}, is_finite=jnp.isfinite(bad))
     assert metrics["update/skipped"] == 1
     assert_bitwise_equal(after.params, state.params)
 
 
-def test_where_nothing_counts_momentum_moves_nothing_and_nothing_is_called_skipped():
+def test_a_step_without_learning_signal_ignores_momentum_and_is_not_skipped():
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = init_state({"w": jnp.ones(3)}, optimizer, jax.random.key(0))
     state, _ = take_step(state, optimizer, {"w": jnp.ones(3)})
@@ -71,14 +71,14 @@ def test_where_nothing_counts_momentum_moves_nothing_and_nothing_is_called_skipp
     assert_bitwise_equal(after, state.replace(step=state.step + 1))
 
 
-def test_numbers_too_large_to_square_are_left_out():
+def test_gradients_whose_norm_overflows_are_skipped():
     optimizer = optax.sgd(1.0)
     state = init_state({"w": jnp.ones(2)}, optimizer, jax.random.key(0))
     after, metrics = take_step(state, optimizer, {"w": jnp.full(2, 1e30)})
     assert metrics["update/skipped"] == 1 and after.params["w"].tolist() == [1.0, 1.0]
 
 
-# --- the bound
+# --- the bound on the mismatch
 
 
 def shape_of(dtype: Any, layers: int) -> ModelShape:
@@ -97,14 +97,14 @@ def test_bounds_by_dtype_and_depth():
             MismatchGuard(bound)
 
 
-def test_matrix_products_of_few_bits_have_the_bound_of_few_bits(monkeypatch):
+def test_low_precision_matmuls_have_the_bound_of_bfloat16(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert default_bound(shape_of("float32", 3)) == default_bound(shape_of("bfloat16", 3))
     with jax.default_matmul_precision("highest"):
         assert default_bound(shape_of("float32", 3)) == pytest.approx(5.6e-4)
 
 
-# --- where they part
+# --- the first difference of sampler and learner
 
 MODEL = Decoder(tiny_model_config(max_positions=32, num_layers=2))
 
@@ -142,7 +142,7 @@ def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
     [({}, 0, 0), ({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2}, 1, 0), ({"data": 2, "sequence": 2}, 1, 1)],
 )
 def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer, head):
-    """Of a mask that is one query late in one head; also where weights and columns are split."""
+    """The mask evicts one query late in one head; also with sharded weights and columns."""
     params, trajectory = sampled
     wrong = with_mask(trajectory, lambda x: one_late(x, layer, head))
     delta = np.where(trajectory.response_mask, REPLAY(params, wrong) - trajectory.logprobs, 0.0)
@@ -155,7 +155,7 @@ def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer,
         found = first_difference(wrong, REPLAY(split, wrong), 1e-4)
         assert found is not None
         said = find_wrong_head(MODEL, split, wrong, found)
-    # The 8 columns of the prompt have as much padding as the row's number.
+    # Row r begins with r columns of padding; prompts have 8 columns.
     assert found == (row, first, 8 + first - row, pytest.approx(delta[row, first], abs=1e-5))
     assert str(found) == f"first at row {row}, position {8 + first - row} ({found.nats:+.3g} nats)"
     left = re.fullmatch(
@@ -164,7 +164,7 @@ def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer,
     assert left is not None and float(left[1]) < 1e-5, said
 
 
-def test_other_parameters_are_no_wrong_head(sampled):
+def test_changed_parameters_do_not_blame_a_head(sampled):
     params, trajectory = sampled
     moved = jax.tree.map(lambda x: x * 1.5, params)
     found = first_difference(trajectory, REPLAY(moved, trajectory), 1e-4)
@@ -204,7 +204,7 @@ def infinite_from(first: int, last: int) -> Callable[[int, Samples], Samples]:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_is_left_out_and_said(tmp_path, capsys):
+def test_updates_that_are_not_finite_are_skipped_and_reported(tmp_path, capsys):
     state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(steps=4, checkpoint_every=1), tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert [line.split(":")[1] for line in said] == [" rollout 1", " rollout 2"]
@@ -218,7 +218,7 @@ def test_a_loss_that_is_no_number_is_left_out_and_said(tmp_path, capsys):
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state.params))
 
 
-def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
+def test_too_many_skipped_updates_stop_the_run_and_save_the_rollout(tmp_path):
     loop = tampered(infinite_from(1, 9), max_skipped=2)
     with pytest.raises(
         RefusedRolloutError, match="rollout 2: expected a finite loss .*; got loss nan .* 2 rollouts"
@@ -231,13 +231,13 @@ def test_too_many_in_a_row_stop_the_run_with_the_rollout(tmp_path):
         about = file.metadata()
     assert len(json.loads(about["completions"])) == 8 and "got loss nan" in about["why"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    # What made the numbers infinite is mended: the run goes on.
+    # With finite rewards the run resumes.
     state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(steps=4), tmp_path, resume=True)
     assert int(state.step) == 4
 
 
 def without_evictions(index: int, samples: Samples) -> Samples:
-    """From rollout 1 on the recorded mask of the second head is wrong."""
+    """From rollout 1 on, the mask of the second head lacks its evictions."""
     if index == 0:
         return samples
     return samples._replace(trajectory=with_mask(samples.trajectory, lambda x: never_evicted(x, 0, 1)))
@@ -245,7 +245,7 @@ def without_evictions(index: int, samples: Samples) -> Samples:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [{}, {"minibatches": 2}, {"num_iterations": 2}])
-def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
+def test_a_sampler_learner_mismatch_stops_the_run(tmp_path, steps):
     loop = tampered(without_evictions, config=replace(CONFIG, **steps))
     state, metrics = loop.step(new_state())
     assert loop.max_difference == pytest.approx(5.2e-4)
@@ -253,7 +253,7 @@ def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
     before = jax.tree.map(np.array, state.params)
     kept = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RefusedRolloutError) as caught:
-        # The parameters that a refused step leaves, which it gives to nobody.
+        # A refused step raises, so its parameters are captured here.
         patch.setattr(
             Tampered,
             "_check_rollout",
@@ -268,7 +268,7 @@ def test_a_learner_that_is_not_the_sampler_stops_the_run(tmp_path, steps):
     assert re.search(r"first at row \d, position \d+ \(", said)
 
 
-def test_an_objective_that_a_refused_rollout_does_not_have_hides_no_refusal(tmp_path):
+def test_a_missing_objective_metric_does_not_hide_the_refusal(tmp_path):
     loop = tampered(lambda index, samples: without_evictions(1, samples), config=replace(CONFIG, minibatches=2))
     with pytest.raises(RefusedRolloutError, match="expected sampler and learner within"):
         train(loop, new_state(), RunConfig(steps=2, objective=Objective("entropy")), tmp_path)
@@ -276,7 +276,7 @@ def test_an_objective_that_a_refused_rollout_does_not_have_hides_no_refusal(tmp_
     assert "entropy" not in read_metrics(tmp_path / "metrics.jsonl")[0]
 
 
-def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():
+def test_no_bound_for_a_dense_learner_or_without_a_guard():
     assert tampered(without_evictions).max_difference is not None
     assert tampered(without_evictions, guard=None).max_difference is None
     naive = replace(CONFIG, update=replace(CONFIG.update, visibility="dense", correction=Naive()))
@@ -284,10 +284,10 @@ def test_a_dense_learner_promises_nothing_and_a_guard_can_be_left_out():
 
 
 @pytest.mark.slow
-def test_the_file_is_where_the_run_is(tmp_path: Path):
+def test_a_refused_rollout_is_saved_in_the_run_directory(tmp_path: Path):
     with pytest.raises(RefusedRolloutError) as caught:
         train(tampered(without_evictions), new_state(), RunConfig(steps=3), tmp_path)
-    # Saved, too, without any interval: rollout 0 was learnt from, and rollout 1 left out.
+    # The state is saved even without checkpoint_every: rollout 0 took its step, rollout 1 was skipped.
     assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; resume continues the run"]
     kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED).state
     one = train(new_loop(), new_state(), RunConfig(steps=1), tmp_path / "one")

@@ -1,4 +1,4 @@
-"""What training does with a completion that a reward function fails on: it is left out, and the run goes on."""
+"""Training leaves out completions on which a reward function failed, and continues."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_loop, new_state, optimizer
 
-# Of the first group the third has no reward, of the second all but one, of the last all.
+# Four groups of four; without a reward are one completion of the first, three of the second, all of the last.
 NAN = float("nan")
 REWARDS = np.array([1, 3, NAN, 5, NAN, 2, NAN, NAN, 7, 7, 1, 1, NAN, NAN, NAN, NAN], np.float32)
-THERE = jnp.asarray(~np.isnan(REWARDS))
+REWARDED = jnp.asarray(~np.isnan(REWARDS))
 
 
 # --- the arithmetic, by hand
@@ -40,57 +40,56 @@ THERE = jnp.asarray(~np.isnan(REWARDS))
         (leave_one_out, [1 - 4, 3 - 3, 0, 5 - 2], [7 - 3, 7 - 3, 1 - 5, 1 - 5]),
     ],
 )
-def test_the_others_are_compared_among_themselves(estimator, first, third):
-    advantages = estimator(jnp.asarray(REWARDS), 4, rewarded_rows=THERE)
+def test_advantages_compare_rewarded_completions(estimator, first, third):
+    advantages = estimator(jnp.asarray(REWARDS), 4, rewarded_rows=REWARDED)
     expected = [*first, 0, 0, 0, 0, *third, 0, 0, 0, 0]
     np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-6)
-    # A group of three by itself: the first, without the one that failed.
+    # Equals a group of the three completions with a reward.
     np.testing.assert_allclose(advantages[jnp.array([0, 1, 3])], estimator(jnp.array([1.0, 3, 5]), 3), rtol=1e-6)
 
 
-def test_the_deviation_of_what_is_left_of_a_batch():
+def test_the_batch_deviation_of_rewarded_completions():
     # 1 3 5 2 7 7 1 1: mean 27/8, squares 139 - 27²/8 over 7.
     deviation = np.sqrt((139 - 27**2 / 8) / 7) + EPSILON
-    advantages = group_relative(jnp.asarray(REWARDS), 4, "batch", THERE)
+    advantages = group_relative(jnp.asarray(REWARDS), 4, "batch", REWARDED)
     expected = np.array([-2, 0, 0, 2, 0, 0, 0, 0, 3, 3, -3, -3, 0, 0, 0, 0]) / deviation
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_where_all_have_a_reward_nothing_changes(scale):
+def test_rewarded_rows_without_failures_change_nothing(scale):
     rewards = jnp.asarray(np.random.default_rng(0).normal(size=24), jnp.float32)
-    all_there = jnp.ones(24, bool)
+    all_rewarded = jnp.ones(24, bool)
     np.testing.assert_allclose(
-        group_relative(rewards, 6, scale, all_there), group_relative(rewards, 6, scale), rtol=1e-5, atol=1e-6
+        group_relative(rewards, 6, scale, all_rewarded), group_relative(rewards, 6, scale), rtol=1e-5, atol=1e-6
     )
-    np.testing.assert_allclose(leave_one_out(rewards, 6, all_there), leave_one_out(rewards, 6), rtol=1e-5, atol=1e-6)
-    assert (groups_with_signal(rewards, 6, all_there) == groups_with_signal(rewards, 6)).all()
-    assert_bitwise_equal(best_worst(rewards, 6, all_there), best_worst(rewards, 6))
-    with_rows, without = reward_metrics(rewards, 6, all_there), reward_metrics(rewards, 6)
+    np.testing.assert_allclose(leave_one_out(rewards, 6, all_rewarded), leave_one_out(rewards, 6), rtol=1e-5, atol=1e-6)
+    assert (groups_with_signal(rewards, 6, all_rewarded) == groups_with_signal(rewards, 6)).all()
+    assert_bitwise_equal(best_worst(rewards, 6, all_rewarded), best_worst(rewards, 6))
+    with_rows, without = reward_metrics(rewards, 6, all_rewarded), reward_metrics(rewards, 6)
     assert with_rows.keys() == without.keys()
     for name, value in without.items():
         np.testing.assert_allclose(with_rows[name], value, rtol=1e-5, err_msg=name)
 
 
 def test_signal_and_pairs():
-    assert groups_with_signal(jnp.asarray(REWARDS), 4, THERE).tolist() == [True, False, True, False]
-    pairs = best_worst(jnp.asarray(REWARDS), 4, THERE)
+    assert groups_with_signal(jnp.asarray(REWARDS), 4, REWARDED).tolist() == [True, False, True, False]
+    pairs = best_worst(jnp.asarray(REWARDS), 4, REWARDED)
     assert pairs.signal.tolist() == [True, False, True, False]
     assert (int(pairs.chosen[0]), int(pairs.rejected[0])) == (3, 0)
     assert (int(pairs.chosen[2]), int(pairs.rejected[2])) == (8, 11)
 
 
-def test_metrics_of_what_is_left():
-    got = {name: float(value) for name, value in reward_metrics(jnp.asarray(REWARDS), 4, THERE).items()}
+def test_reward_metrics_of_rewarded_completions():
+    got = {name: float(value) for name, value in reward_metrics(jnp.asarray(REWARDS), 4, REWARDED).items()}
     assert got["reward"] == pytest.approx(27 / 8)
     assert got["reward_std"] == pytest.approx(np.sqrt((139 - 27**2 / 8) / 7))
-    # 2, none for the single one, √12; the group that has lost all of its completions is none.
+    # 2, 0 for the single reward, √12; the last group has no rewards and does not count.
     assert got["reward_std_within_group"] == pytest.approx((2 + 0 + np.sqrt(12)) / 3)
     assert got["frac_reward_zero_std"] == 0.5, "two of the four give no gradient"
 
 
 def test_metrics_of_one_function():
-
     def of(*part):
         got = part_metrics("f", np.array(part, np.float32))
         return float(got["rewards/f/mean"]), float(got["rewards/f/std"])
@@ -104,7 +103,7 @@ def test_metrics_of_one_function():
 
 
 def raising_on(texts):
-    """The task's reward, which raises where one of the texts is in it."""
+    """The task's reward, but raises if one of the texts is a completion."""
 
     def moody(prompts, completions, **columns):
         if not texts.isdisjoint(completions):
@@ -116,7 +115,7 @@ def raising_on(texts):
 
 @functools.cache
 def drawn():
-    """What the first rollout draws, and the number of a completion whose text no other has."""
+    """Samples of the first rollout, and the row of a completion whose text is unique."""
     samples = new_loop().collect(new_state(), 0)
     texts = samples.completions
     return samples, next(row for row, text in enumerate(texts) if texts.count(text) == 1)
@@ -150,8 +149,8 @@ def test_two_steps_with_a_row_that_raises():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
-def test_the_update_is_that_of_the_others():
-    """Against a batch made by hand: a group of three where one has failed."""
+def test_the_update_ignores_the_failed_completion():
+    """Equals the update on advantages by hand, in a group of three without the failed completion."""
     samples, row = drawn()
     failed = samples.rewards.copy()
     failed[row] = np.nan
@@ -172,8 +171,8 @@ def test_the_update_is_that_of_the_others():
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-def test_a_plain_task_is_as_it_was():
-    """No rows are left out, and nothing of its own is logged."""
+def test_a_task_reward_without_failures():
+    """No rows are left out, and no metrics per reward function are logged."""
     samples, _ = drawn()
     assert samples.counted_rows is None and samples.rewarded_rows is None and samples.reward_parts == {}
     rewards = TASK.reward(
@@ -199,10 +198,10 @@ def test_several_functions_in_a_loop():
     np.testing.assert_allclose(got.rewards, samples.rewards + 0.5 * lengths, rtol=1e-6)
     assert got.metrics["rewards/longest/mean"] == pytest.approx(lengths.mean())
     assert got.metrics["rewards/longest/std"] == pytest.approx(lengths.std(ddof=1))
-    assert got.counted_rows is None, "no other program than that of one reward"
+    assert got.counted_rows is None, "without failures no other program is compiled"
 
 
-def test_too_many_end_the_run():
+def test_too_many_failures_end_the_run():
     samples, _ = drawn()
     loop = loop_of(raising_on(set(samples.completions)))
     with (
@@ -212,7 +211,7 @@ def test_too_many_end_the_run():
         loop.step(new_state())
 
 
-def test_a_reward_that_asks_for_too_much_is_refused_before_anything_is_sampled():
+def test_a_reward_with_an_unknown_parameter_is_refused_before_sampling():
     def greedy(completions, trainer_state):
         return [0.0]
 
@@ -220,8 +219,8 @@ def test_a_reward_that_asks_for_too_much_is_refused_before_anything_is_sampled()
         loop_of(greedy)
 
 
-class FieldsOfTheirOwn:
-    """Every second row has an answer, the others tests."""
+class AlternatingFields:
+    """Odd rows have an answer, even rows have tests."""
 
     def __len__(self) -> int:
         return 8
@@ -234,7 +233,7 @@ class FieldsOfTheirOwn:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_with_fields_of_their_own(seed):
+def test_rows_with_different_fields(seed):
     seen = []
 
     def by_tests(completions, tests):
@@ -242,28 +241,28 @@ def test_rows_with_fields_of_their_own(seed):
         return [None if one is None else 1.0 for one in tests]
 
     def by_answer(completions, answer, **columns):
-        assert columns.keys() == {"prompts", "completion_ids", "tests"}, "also where no row of a batch has any"
+        assert columns.keys() == {"prompts", "completion_ids", "tests"}, "also if no row of the batch has tests"
         return [None if one is None else 2.0 for one in answer]
 
     rewards = Rewards((by_tests, by_answer), seconds=None)
     config = dataclasses.replace(CONFIG, seed=seed)
-    loop = GRPOLoop(MODEL, FieldsOfTheirOwn(), TOKENIZER, optimizer(), config, rewards=rewards)
+    loop = GRPOLoop(MODEL, AlternatingFields(), TOKENIZER, optimizer(), config, rewards=rewards)
     for index in range(2):
         rewarded = loop.collect(new_state(), index)
         assert rewarded.rewards.tolist() == [2.0 if "answer" in row else 1.0 for row in rewarded.task_rows]
     assert {type(one) for tests in seen for one in tests} == {str, type(None)}
-    # A batch without any.
+    # A batch without tests.
     graded = rewards.grade(["12="], ["1"], [[1]], {"answer": ["12"]})
     assert graded.rewards.tolist() == [2.0] and seen[-1] == [None]
 
 
-def test_dynamic_sampling_keeps_groups_with_what_is_left():
+def test_dynamic_sampling_judges_groups_by_their_rewards():
     def rollout(*rewards):
         array = np.array(rewards, np.float32)
         metrics = drawn()[0].metrics | {"rewards/failed": jnp.float32(np.isnan(array).sum())}
         return drawn()[0]._replace(rewards=array, reward_parts={"f": array + 10}, metrics=metrics)
 
-    # In the first rollout the second group has lost what made it unequal.
+    # The rewards that the second group of the first rollout has left are equal.
     got = select_groups(
         [rollout(1, NAN, 0, 1, 2, 2, NAN, 2), rollout(0, 0, 0, 0, NAN, NAN, 3, 4)], group_size=4, groups=2
     )
@@ -272,4 +271,4 @@ def test_dynamic_sampling_keeps_groups_with_what_is_left():
     assert got.counted_rows is not None
     np.testing.assert_array_equal(got.counted_rows, ~np.isnan(got.rewards))
     np.testing.assert_array_equal(got.reward_parts["f"], got.rewards + 10)
-    assert float(got.metrics["rewards/failed"]) == 4, "of all that was drawn"
+    assert float(got.metrics["rewards/failed"]) == 4, "failures of all sampled completions"

@@ -1,4 +1,4 @@
-"""Several tokens may end a response: in the sampler, in the learner's sets, and where commands take them from."""
+"""Several tokens may end a response: in the sampler, in the drawable tokens, and in the commands."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ENDING = RolloutConfig(40, budget=8, buffer=4, eos_token_id=(3, 1), pad_token_id
 PROMPTS = left_padded([6, 2, 5, 6, 1, 4], 6, 16)
 
 
-def of_config(folder: Path, **values: object) -> Path:
-    """A folder with a generation_config.json as checkpoints on the Hub have it."""
+def with_generation_config(folder: Path, **values: object) -> Path:
+    """Writes a generation_config.json like those on the Hub, and returns the folder."""
     text = {"bos_token_id": 256, "do_sample": True, "temperature": 0.7, "transformers_version": "4.37.0", **values}
     (folder / "generation_config.json").write_text(json.dumps(text))
     return folder
@@ -39,14 +39,14 @@ def of_config(folder: Path, **values: object) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [False, True])
-def test_each_of_them_ends_a_response(engine: bool):
-    """One of them pads, too, as in checkpoints whose list has the padding token."""
+def test_each_end_token_ends_a_response(engine: bool):
+    """One of the end tokens is also the padding token, as in some checkpoints."""
     model, params, key = Decoder(TINY), make_params(TINY), jax.random.key(2)
     if engine:
         ended = Engine(model, Knorm(), ENDING, 3).run(params, PROMPTS, key).trajectory
     else:
         ended = rollout(model, params, PROMPTS, key, policy=Knorm(), config=ENDING)
-    # Without ends the same rows draw the same tokens, and go on.
+    # Without end tokens the same rows sample the same tokens, and continue.
     endless = rollout(model, params, PROMPTS, key, policy=Knorm(), config=replace(ENDING, eos_token_id=None))
     lasts = set()
     for row in range(6):
@@ -60,7 +60,7 @@ def test_each_of_them_ends_a_response(engine: bool):
     assert lasts == {1, 3}, "choose another key: rows should end with either"
 
 
-def test_none_comes_before_the_minimum():
+def test_no_end_token_before_the_minimum_length():
     logits = jnp.zeros((2, 4))
     got = forbid(logits, (1, 3), jnp.array([False, True]))
     np.testing.assert_array_equal(got, [[0, 0, 0, 0], [0, -np.inf, 0, -np.inf]])
@@ -71,7 +71,7 @@ def test_none_comes_before_the_minimum():
     assert not np.isin(ended.response[:, :9], (1, 3)).any() and ended.terminated.any()
 
 
-def test_ids_that_cannot_be():
+def test_invalid_end_token_ids():
     with pytest.raises(ValueError, match=r"expected eos_token_id as one id, several, or None without any; got \(\)"):
         replace(ENDING, eos_token_id=())
     with pytest.raises(ValueError, match="expected eos_token_id from 0 to 15, the model's vocabulary; got 16"):
@@ -80,17 +80,17 @@ def test_ids_that_cannot_be():
 
 
 @pytest.mark.parametrize(
-    ("there", "ends"), [(258, (258,)), (256, (256, 258)), ([258, 256], (256, 258)), ([], (258,)), (None, (258,))]
+    ("config_ids", "ends"), [(258, (258,)), (256, (256, 258)), ([258, 256], (256, 258)), ([], (258,)), (None, (258,))]
 )
-def test_the_union_of_both_files(there: object, ends: tuple[int, ...], tmp_path: Path):
-    assert end_token_ids(of_config(tmp_path, eos_token_id=there), byte_tokenizer(), ()) == ends
+def test_end_tokens_of_generation_config_and_tokenizer(config_ids: object, ends: tuple[int, ...], tmp_path: Path):
+    assert end_token_ids(with_generation_config(tmp_path, eos_token_id=config_ids), byte_tokenizer(), ()) == ends
     assert end_token_ids(tmp_path, byte_tokenizer(), ("<|im_start|>",)) == (257,)
 
 
-def test_files_and_names_that_cannot_be(tmp_path: Path):
+def test_default_named_and_invalid_end_tokens(tmp_path: Path):
     tokenizer = byte_tokenizer()
     assert end_token_ids(tmp_path, tokenizer, ()) == (258,)
-    assert end_token_ids(of_config(tmp_path), tokenizer, ()) == (258,)
+    assert end_token_ids(with_generation_config(tmp_path), tokenizer, ()) == (258,)
     assert shown_tokens(tokenizer, (256, 258)) == "<|endoftext|> (256), <|im_end|> (258)"
     with pytest.raises(
         UserError, match=r"as tokens of the tokenizer, whose special tokens are .*im_end.*; got \['</s>'"
@@ -100,12 +100,12 @@ def test_files_and_names_that_cannot_be(tmp_path: Path):
         with pytest.raises(
             ValueError, match="expected eos_token_id in .*generation_config.json as an id, or a list of"
         ):
-            end_token_ids(of_config(tmp_path, eos_token_id=wrong), tokenizer, ())
+            end_token_ids(with_generation_config(tmp_path, eos_token_id=wrong), tokenizer, ())
 
 
-def test_the_plan_names_them_and_special_stops_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_prints_end_tokens_and_special_stops_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_random_checkpoint(tmp_path / "model", config=tiny_model_config(num_layers=1, max_positions=2048))
-    of_config(tmp_path / "model", eos_token_id=[258, 256])
+    with_generation_config(tmp_path / "model", eos_token_id=[258, 256])
     words = ["grpo", "--model", f"{tmp_path}/model", "--dataset", "reasoning_gym:basic_arithmetic", "--dataset-size"]
     words += ["20", "--budget", "96", "--output-dir", f"{tmp_path}/run", "--dry-run"]
     main(words)

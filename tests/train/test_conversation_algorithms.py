@@ -1,4 +1,4 @@
-"""PPO and online DPO on conversations: values and pairs of the tokens that the policy sampled."""
+"""PPO and online DPO on conversations: only the tokens that the policy sampled count."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def critic_values(params: Any, policy_params: Any, trajectory: Any) -> jax.Array
 
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_ppo_against_the_definition(credit: str):
-    """GAE by hand over the sampled tokens alone: what was read is no step, and has no advantage."""
+    """Advantages equal GAE by hand over the sampled tokens; the environment's tokens have advantage 0."""
     loop = new_loop(PPO, credit=credit)
     params = ppo_params(0.3)
     samples = loop.sample(params, jax.random.key(0), 0)
@@ -67,18 +67,18 @@ def test_ppo_against_the_definition(credit: str):
     for row in range(8):
         columns = np.flatnonzero(sampled[row])
         reward = np.zeros(len(columns))
-        given = samples.conversations[row].rewards
+        turn_rewards = samples.conversations[row].rewards
         if credit == "trajectory":
-            reward[-1] = sum(given)
+            reward[-1] = sum(turn_rewards)
         else:
-            ends = [np.flatnonzero(turns[row, columns] == turn)[-1] for turn in range(1, len(given) + 1)]
-            reward[ends] = given
-        later_value = later = 0.0
-        for place in range(len(columns) - 1, -1, -1):
-            value = critic[row, columns[place]]
-            later = reward[place] + 0.9 * later_value - value + 0.9 * 0.8 * later
-            later_value = value
-            np.testing.assert_allclose(np.asarray(batch.advantages)[row, columns[place]], later, atol=1e-4)
+            ends = [np.flatnonzero(turns[row, columns] == turn)[-1] for turn in range(1, len(turn_rewards) + 1)]
+            reward[ends] = turn_rewards
+        next_value = advantage = 0.0
+        for step in range(len(columns) - 1, -1, -1):
+            value = critic[row, columns[step]]
+            advantage = reward[step] + 0.9 * next_value - value + 0.9 * 0.8 * advantage
+            next_value = value
+            np.testing.assert_allclose(np.asarray(batch.advantages)[row, columns[step]], advantage, atol=1e-4)
         assert not np.asarray(batch.advantages)[row, ~sampled[row]].any()
 
 
@@ -92,7 +92,7 @@ def test_a_step_of_ppo():
 
 
 def test_a_step_of_online_dpo():
-    """The pair is the best and the worst conversation, compared on the sampled tokens alone."""
+    """Pairs the best and the worst conversation; log-probabilities of unsampled tokens do not change the update."""
     loop = new_loop(DPO)
     params = random_params(single.MODEL.config)
 
@@ -108,9 +108,9 @@ def test_a_step_of_online_dpo():
     assert samples.rewards[np.asarray(pairs.rejected)].tolist() == rewards.min(axis=1).tolist()
     state, metrics = loop.learn(new_state(), samples)
     assert float(metrics["sampling/sampling_logp_difference/max"]) <= 2e-5 and float(metrics["grad_norm"]) > 0
-    read = ~np.asarray(samples.trajectory.response_mask)
-    other = samples.trajectory.replace(logprobs=jnp.where(read, -7.0, samples.trajectory.logprobs))
-    same, _ = loop.learn(new_state(), samples._replace(trajectory=other))
+    unsampled = ~np.asarray(samples.trajectory.response_mask)
+    changed = samples.trajectory.replace(logprobs=jnp.where(unsampled, -7.0, samples.trajectory.logprobs))
+    same, _ = loop.learn(new_state(), samples._replace(trajectory=changed))
     jax.tree.map(np.testing.assert_array_equal, state.params, same.params)
 
 

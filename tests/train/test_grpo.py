@@ -436,7 +436,7 @@ def test_an_easy_reward_rises():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 1}, "expected group_size >= 2, because .* less the mean of its group; got 1"),
+        ({"group_size": 1}, "expected group_size >= 2, because .* minus the mean of its group; got 1"),
         ({"group_size": 1, "scale_rewards": "none"}, "expected group_size >= 2.*; got 1"),
         (
             {"update": UpdateConfig(value=ValueConfig())},

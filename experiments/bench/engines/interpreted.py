@@ -1,6 +1,6 @@
-"""Runs GPU kernels on a CPU for rehearsals: parameters and gaps of JAX's interpreter.
+"""Settings and patches of JAX's interpreter of GPU kernels, which rehearses the benchmarks on a CPU.
 
-The interpreter is private to JAX (`jax._src`) and may move; on a GPU this file is not imported.
+The interpreter is private to JAX (`jax._src`) and may move, so runs on a GPU do not import this file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def parameters() -> InterpretGPUParams:
 
 
 def decode_parameters(slots: int) -> InterpretGPUParams:
-    """Reads beyond the slots give zeros, as TMA does; without such reads unwritten memory is NaN."""
+    """Reads past the last slot give zeros, as with TMA. If no block needs them, they raise, and unset memory is NaN."""
     ragged = slots % DecodeSizes().keys
     return InterpretGPUParams(
         out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
@@ -41,16 +41,16 @@ class Transposed:
         self.ref[...] = value.T
 
 
-def teach() -> None:
-    """Patches the kernels for the rest of this process: layouts and products of transposed operands."""
+def patch_kernels() -> None:
+    """Patches what the interpreter lacks, for the rest of this process: layout casts and transposed operands."""
     multiply = plgpu.wgmma
 
     def wgmma(acc: Any, a: Any, b: Any) -> None:
-        def copied(a_copy: Any, b_copy: Any) -> None:
+        def multiply_copies(a_copy: Any, b_copy: Any) -> None:
             a_copy[...], b_copy[...] = a[...], b[...]
             multiply(acc, a_copy, b_copy)
 
-        pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
+        pl.run_scoped(multiply_copies, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
 
     plgpu.wgmma = wgmma
     plgpu.layout_cast = lambda x, layout: x

@@ -51,7 +51,7 @@ class Case:
     """A kernel and its inputs.
 
     Attributes:
-      tolerances: of each part of the result, in order.
+      tolerances: largest relative difference of each part of the result, in order.
       run, expected: functions of `inputs()`; the second takes float32.
     """
 
@@ -78,7 +78,7 @@ def compare(case: Case, got: Any, again: Any, expected: Any) -> Row:
     same_bits = True
     for name, x, y, z in zip(case.tolerances, got, again, expected, strict=True):
         x, y, z = (np.asarray(a, np.float32) for a in (x, y, z))
-        # If rows see nothing, the log of their denominator is infinite, and must be in both.
+        # Rows that see no key have an infinite log-denominator, which must be in both.
         finite = np.isfinite(z)
         unlike = not np.array_equal(x[~finite], z[~finite])
         scale = np.abs(z[finite]).max(initial=0.0) or 1.0
@@ -168,7 +168,7 @@ def window(kv_heads: int, tokens: int, segments: Segments, padding: int) -> Any:
     return jnp.asarray(evicted_at)
 
 
-def any_step(kv_heads: int, tokens: int, padding: int) -> Any:
+def random_evictions(kv_heads: int, tokens: int, padding: int) -> Any:
     """`evicted_at` with random lifetimes."""
     rng = np.random.default_rng(2)
     evicted_at = np.arange(tokens) + rng.integers(1, tokens, (2, kv_heads, tokens))
@@ -188,12 +188,12 @@ def masked(q: Any, k: Any, v: Any, evicted_at: Any) -> Any:
 def attention_case(
     name: str, kernel: BlockKernel, heads: tuple[int, int], tokens: int, head_dim: int, segments: Segments | None
 ) -> Case:
-    """Attention over segments, or with random intervals without segments."""
+    """Segment attention; if `segments` is None, interval attention with random lifetimes of keys."""
     dtype = "bfloat16"
     padding = tokens // 5
     if segments is None:
         attend = partial(interval_attention, kernel=kernel)
-        evicted_at = partial(any_step, heads[1], tokens, padding)
+        evicted_at = partial(random_evictions, heads[1], tokens, padding)
     else:
         attend = partial(segment_attention, segments=segments, kernel=kernel)
         evicted_at = partial(window, heads[1], tokens, segments, padding)

@@ -2,7 +2,7 @@
 
 `DecodingPress` around `KnormPress`: after every `buffer` steps each layer and KV head keeps the `budget` keys of
 smallest norm. No hidden states are buffered, the fastest setting; kvpress' documentation allows it for presses that do
-not need them. The cache is measured at the end, within one step of its largest size.
+not need them. `cache_bytes` is measured after the last step, within one step of its maximum.
 """
 
 import common

@@ -83,7 +83,7 @@ def correctness(rehearse: bool) -> Iterator[Job]:
     if rehearse:
         import interpreted
 
-        interpreted.teach()
+        interpreted.patch_kernels()
     import kernel_checks
 
     for case in kernel_checks.rehearsed() if rehearse else kernel_checks.cases():
@@ -153,7 +153,7 @@ def decode(rehearse: bool) -> Iterator[Job]:
     if rehearse:
         import interpreted
 
-        interpreted.teach()
+        interpreted.patch_kernels()
         parameters = interpreted.decode_parameters(TINY_CACHE.slots)
         kernels["mosaic_gpu"] = partial(decode_gpu.decode_attention, interpret=parameters)
     for cache in (TINY_CACHE,) if rehearse else CACHES:

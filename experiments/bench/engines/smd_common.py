@@ -37,7 +37,7 @@ def model_config(max_tokens: int) -> smd.ModelConfig:
 def random_batch(
     config: smd.ModelConfig, tokens: np.ndarray, prompt: int, budget: int | None, buffer: int | None
 ) -> TrainBatch:
-    """A batch of these tokens without padding; with a budget, under the mask of a random eviction policy."""
+    """Builds a batch of `tokens` `[rows, columns]` without padding; with a budget, random evictions give the mask."""
     rows, columns = tokens.shape
     valid = jnp.ones(tokens.shape, bool)
     mask = dense_mask(valid)

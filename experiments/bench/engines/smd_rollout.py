@@ -1,6 +1,6 @@
 """Sampling with smd_jax's engine. Started by `bench/rollout.py`.
 
-The difference of sampler and learner is measured after the timing, on four rows of the last turn.
+The largest sampler–learner difference is measured after the timing, on four rows of the last turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sampling:
         self.model = smd.Decoder(model_config(args.prompt + args.new_tokens))
         self.params = random_params(self.model.config)
         self.policy = POLICIES[args.policy]
-        # Groups as long as a segment: the longest that there can be, and the smallest table of key ranges.
+        # The longest possible group, a segment, needs the smallest table of key ranges.
         quant = None if args.bits is None else smd.QuantConfig(bits=args.bits, group=args.buffer)
         self.config = smd.RolloutConfig(args.new_tokens, args.budget, args.buffer, quant=quant)
         tokens = np.asarray(generation.prompts(args.batch, args.prompt, common.VOCABULARY), np.int32)
@@ -62,7 +62,7 @@ class Sampling:
         return sum(x.size for x in jax.tree.leaves(self.params))
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the program of a segment, and of its keys and values by the formula."""
+        """Bytes of the cache, measured and by the formula, and of the segment program's temporaries."""
         found = smd.memory.segment_memory(self.engine, self.params, self.args.prompt)
         c = self.model.config
         args = self.args
@@ -85,7 +85,7 @@ def main() -> None:
     assert trajectory is not None
     row = generation.row(name(args), args, clock.seconds, sampling.marks)
     row |= {"budget": args.budget, "buffer": args.buffer} if sampling.policy.evicts else {}
-    # Peak memory first: what follows is not in it.
+    # Before the checks below, which would raise the peak memory.
     measured = clock.measured(sampling.parameters, ["smd_jax", "jax", "jaxlib", "flax"])
     row |= sampling.memory()
     row["max_abs_dlogp"] = max_difference(sampling.model, sampling.params, trajectory, CHECKED)
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def name(args: SimpleNamespace) -> str:
-    """As in the rows of `bench/rollout.py`."""
+    """The engine's name in the rows of `bench/rollout.py`."""
     policy = "ours" if args.policy == "knorm" else f"ours-{args.policy}"
     return policy if args.bits is None else f"{policy}-{args.bits}bit"
 

@@ -34,7 +34,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of the samples."""
+    """Sizes of the model and of the rollout."""
 
     model: smd.ModelConfig
     batches: tuple[int, ...]
@@ -81,7 +81,7 @@ def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, wei
 
 
 def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandwidth: float) -> Row:
-    """Time of a step of `rows` rows, and the share of the roofline."""
+    """Time of a decoding step of `rows` rows, and its share of the roofline; `bandwidth` in bytes per second."""
     policy = POLICIES[name]
     new_tokens = sizes.segments * sizes.buffer
     config = smd.RolloutConfig(max_new_tokens=new_tokens, budget=sizes.budget, buffer=sizes.buffer)

@@ -1,6 +1,6 @@
 """A GRPO update in plain torch: transformers' Qwen2 with scaled dot product attention, and ten lines of loss.
 
-The leanest thing that a user would write: logits of the completion only, no entropy, no metrics, fused AdamW.
+The shortest loop that a user would write: logits of the completion only, no entropy, no metrics, fused AdamW.
 """
 
 import common
@@ -31,7 +31,7 @@ def qwen2_config(max_tokens: int) -> Qwen2Config:
 
 
 def policy_loss(model: Qwen2ForCausalLM, tokens: torch.Tensor, advantages: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Mean over tokens of the clipped surrogate."""
+    """Negative mean over tokens of the clipped surrogate."""
     response = tokens[:, prompt:]
     logits = model(tokens, logits_to_keep=response.shape[1] + 1).logits[:, :-1]
     logprobs = logits.gather(-1, response[..., None])[..., 0] - logits.logsumexp(-1)

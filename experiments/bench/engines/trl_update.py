@@ -1,8 +1,7 @@
-"""A GRPO update of TRL: GRPOTrainer.train() with everything but its generation, as its defaults have it.
+"""A GRPO update of TRL: GRPOTrainer.train() with its defaults, without generation.
 
 The trainer's own loop runs: gradient accumulation, its loss ("dapo"), clipping of the gradient's norm, fused AdamW,
-metrics. Only `_generate_and_score_completions` is replaced, by one that hands over random completions.
-No KL (the default).
+metrics, no KL. Only `_generate_and_score_completions` is replaced; it returns random completions.
 Settings other than the defaults: no gradient checkpointing, float32, a constant learning rate, nothing logged or saved.
 """
 
@@ -22,7 +21,7 @@ from trl_settings import grpo_config  # noqa: E402
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A vocabulary of numbers; the trainer asks for a tokenizer, and nothing here is text."""
+    """A vocabulary of numbers: the trainer requires a tokenizer, but nothing here is text."""
     words = {str(number): number for number in range(common.VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, unk_token="0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -30,7 +29,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Trainer(GRPOTrainer):
-    """GRPOTrainer whose completions are there already."""
+    """GRPOTrainer with precomputed completions."""
 
     def _generate_and_score_completions(self, inputs: list) -> dict:
         return dict(self.completions)
@@ -50,7 +49,7 @@ class Timer(TrainerCallback):
 
 
 def random_completions(sequences: int, prompt: int, response: int) -> dict:
-    """What the trainer's own generation would return."""
+    """Random completions in the format that the trainer's own generation returns."""
     tokens = torch.randint(1, common.VOCABULARY, (sequences, prompt + response))
     mask = torch.ones_like(tokens)
     return {

@@ -28,10 +28,10 @@ class Reward:
     """Grades by the share of even characters, and records when it was last called."""
 
     def __init__(self) -> None:
-        self.asked = 0.0
+        self.called_at = 0.0
 
     def __call__(self, completions: Sequence[str]) -> list[float]:
-        self.asked = time.perf_counter()
+        self.called_at = time.perf_counter()
         return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in completions]
 
 
@@ -47,7 +47,7 @@ class StepClock(common.Clock):
         """Stops the clock, after the results of a step are ready."""
         self.end()
         if self.seconds:
-            self.rollouts.append(self.reward.asked - self.start)
+            self.rollouts.append(self.reward.called_at - self.start)
 
     def report_steps(self, engine: str, parameters: int, packages: list[str], more: dict | None = None) -> None:
         """Prints the result as one JSON object."""
