@@ -25,9 +25,9 @@ from smd_jax.commands.command_line import parse, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, tokenizer_to_export
+from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
-from smd_jax.eviction.learned import LearnedGate
 from smd_jax.message.gate import drop_gate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
@@ -90,10 +90,10 @@ def run(args: Args) -> None:
             raise UserError(f"expected a run with --lora-r for --format peft; got {args.run}, which has no adapters")
         save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.export_dtype)
     elif args.format == "gate":
-        policy = eviction_policy(trained.sampler)
-        if not (isinstance(policy, LearnedGate) and policy.weights.has_parameters):
+        gate = trained_gate(eviction_policy(trained.sampler))
+        if gate is None:
             raise UserError(f"expected a run with --eviction gate for --format gate; got {args.run}, which has no gate")
-        save_gate(args.out, params, policy.weights)
+        save_gate(args.out, params, gate)
     else:
         params = drop_gate(params)
         merged = merge_lora(params) if has_lora(params) else params

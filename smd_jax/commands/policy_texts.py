@@ -20,7 +20,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.triattention import TriAttention
-from smd_jax.message.gate import AttentionGate, LinearGate
+from smd_jax.message.gate import AttentionGate, Gate, LinearGate
 from smd_jax.tasks.functions import import_object
 from smd_jax.text.near_names import did_you_mean
 from smd_jax.train.decoding import Decode
@@ -131,6 +131,11 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
     if sinks and policy.gate is not None:
         raise ValueError(f"expected --sinks 0 with {policy}, because its draws would not be recorded; got {sinks}")
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy
+
+
+def trained_gate(policy: EvictionPolicy) -> Gate | None:
+    """The policy's gate, if it has parameters."""
+    return policy.weights if isinstance(policy, LearnedGate) and policy.weights.has_parameters else None
 
 
 def parse_decode(text: str, sinks: int = 0) -> Decode:

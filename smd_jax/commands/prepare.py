@@ -18,6 +18,7 @@ from smd_jax.commands.environment_source import check_environment, environment_c
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.limits import check_context, check_devices, check_prompt_tokens, evicts_keys
 from smd_jax.commands.model_source import OpenedModel, open_model, tokenizer_to_export
+from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.task_source import Data, load_data, rewards_of
 from smd_jax.config import ModelConfig
 from smd_jax.devices.processes import is_first
@@ -296,6 +297,9 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
         return None
     config, evaluation = loop.config, args.evaluation
     decodes = [decoding(text, args.sampler, config.policy, config.rollout) for text in evaluation.eval_decode]
+    for decode in decodes:
+        if trained_gate(decode.policy) is not None and trained_gate(config.policy) is None:
+            raise ValueError(f"expected --eviction gate with --eval-decode {decode.name}, whose gate must be trained")
     if evaluation.eval_temperature is not None:
         sampling = replace(config.rollout.sampling, temperature=evaluation.eval_temperature)
         decodes = [replace(decode, sampling=sampling) for decode in decodes]

@@ -32,11 +32,11 @@ from smd_jax.commands.launch import check_same_command, check_same_plan, check_s
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
 from smd_jax.commands.places import lock_directory, with_absolute_paths
+from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import disk_errors_named, stored_bytes
-from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner.state import TrainState
 from smd_jax.learner.trained import trained_params
 from smd_jax.memory.compiled import param_shapes
@@ -364,9 +364,9 @@ def export_or_explain(ready: Prepared, params: Params) -> None:
 
 def export(ready: Prepared, params: Params, directory: Path) -> None:
     """Writes the trained model in Hugging Face's format with merged adapters, the adapters in PEFT's, and the gate."""
-    policy, opened = ready.loop.config.policy, ready.model
-    if isinstance(policy, LearnedGate) and policy.weights.has_parameters:
-        save_gate(directory / "gate", params, policy.weights)
+    gate, opened = trained_gate(ready.loop.config.policy), ready.model
+    if gate is not None:
+        save_gate(directory / "gate", params, gate)
         print(f"gate of evictions: {directory / 'gate'}")
         params = drop_gate(params)
     if has_lora(params):

@@ -48,7 +48,7 @@ class DatasetTask:
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
         """Calls the reward function; an async one returns an awaitable."""
         arguments = {**columns, "prompts": prompts, "completions": completions}
-        function = own_reward(self)
+        function = given_reward(self)
         accepted = accepted_names(function_name(function), function, arguments)
         return function(**{name: arguments[name] for name in accepted})
 
@@ -60,6 +60,17 @@ def first_rows(task: Task, count: int) -> Task:
     return task if count >= len(task) else SelectedRows(task, np.arange(count))
 
 
+def given_reward(task: DatasetTask) -> RewardFunction:
+    """`task.reward_function`.
+
+    Raises:
+      ValueError: it is None.
+    """
+    if task.reward_function is None:
+        raise ValueError("expected a reward function, because this data defines none; got None")
+    return task.reward_function
+
+
 def own_reward(task: Task) -> RewardFunction:
     """The reward function of a task, without its rows.
 
@@ -69,9 +80,7 @@ def own_reward(task: Task) -> RewardFunction:
     match task:
         case SelectedRows():
             return own_reward(task.task)
-        case DatasetTask():
-            if task.reward_function is None:
-                raise ValueError("expected a reward function, because this data defines none; got None")
-            return task.reward_function
+        case DatasetTask() if type(task).reward is DatasetTask.reward:  # not of a subclass that grades by itself
+            return given_reward(task)
         case _:
             return task.reward

@@ -103,6 +103,7 @@ class Count:
             "EvictionPolicy or an object of one; got the subclasses [], without it",
         ),
         ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got another object of this name"),
+        ("--eval-steps 1 --eval-decode gate:6", "expected --eviction gate with --eval-decode gate-6"),
         ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
         ("--eviction gate --distill none --pyramid", "expected no --pyramid with 'gate'"),
         ("--eviction gate --distill none --correction tis", "expected visibility 'shadow' with an eviction_coef"),

@@ -30,6 +30,7 @@ from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
+from smd_jax.losses.surrogates import Clip, SurrogateInputs, SurrogateTerms
 from smd_jax.message.masks import ShadowMask
 from tests import tiny_update
 from tests.bigram_update import (
@@ -50,6 +51,14 @@ NOISE = np.random.default_rng(4).normal(size=(ROWS, LENGTH)).astype(np.float32)
 DENSE = {c.traits: (name, c) for name, c in reversed(CORRECTIONS.items()) if not isinstance(c, Shadow)}
 DENSE = dict(DENSE.values()) | {name: CORRECTIONS[name] for name in ("sequence rejection", "IcePop")}
 DENSE["geometric rejection and token TIS"] = CORRECTIONS["geometric rejection and token TIS"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfClip(Clip):
+    """A subclass that does more than clip."""
+
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        return dataclasses.replace(super().terms(inputs), objective=0.5 * super().terms(inputs).objective)
 
 
 @functools.cache
@@ -270,6 +279,7 @@ def test_what_is_rejected_late_weighs_nothing():
         ({"policy_coef": -1.0}, "expected policy_coef > 0"),
         ({"correction": DPPOTV(), "loss": cispo()}, "expected the plain token ratio.*DPPOTV"),
         ({"correction": DPPOTV(), "loss": LossConfig(ratio_level="geometric")}, "plain token ratio"),
+        ({"correction": DPPOTV(), "loss": LossConfig(surrogate=HalfClip())}, "plain token ratio.*HalfClip"),
         ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smd_jax.tasks.dataset_task import DatasetTask, first_rows
+from smd_jax.tasks.dataset_task import DatasetTask, first_rows, own_reward
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.task import (
@@ -43,6 +43,20 @@ def test_the_prompt_column_and_the_others():
     assert task[0] == {"prompt": "1+1?", "answer": "2", "level": 3}
     assert isinstance(task, Task)
     assert task.reward(["1+1?"], ["abc"], answer=["2"]) == [3.0]
+
+
+class Shorter(DatasetTask):
+    """A task that grades by itself."""
+
+    def reward(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [value - 0.5 for value in super().reward(prompts, completions, **columns)]
+
+
+def test_the_reward_method_of_a_subclass_grades():
+    rows = [{"prompt": "1+1?", "answer": "2"}] * 2
+    asked = {"prompts": ["1+1?"], "completions": ["abc"], "answer": ["2"]}
+    assert own_reward(DatasetTask(rows, lengths_of_completions))(**asked) == [3.0]
+    assert own_reward(first_rows(Shorter(rows, lengths_of_completions), 1))(**asked) == [2.5]
 
 
 def test_messages_with_fields_that_other_rows_have():
