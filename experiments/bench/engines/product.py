@@ -1,7 +1,7 @@
 """The yardstick of `bench/rollout.py` and `update.py`: the rate of bare matrix products of the model's shapes.
 
 One XLA program computes the products of a pass, layer by layer; with `backward` also those of the gradients. A turn
-repeats it for about FLOPS_OF_A_TURN. Turns alternate with those of the engines, because a machine's rate varies over time.
+repeats it for about FLOPS_OF_A_TURN. Turns alternate with those of the engines: a machine's rate varies over time.
 """
 
 from __future__ import annotations
