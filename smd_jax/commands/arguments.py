@@ -128,7 +128,7 @@ class SamplingArgs:
     eviction: Basic[str] = "snapkv"
     budget: Basic[int] = 512  # keys kept per layer and KV head
     buffer: Basic[int] = 128  # tokens between two compressions
-    sinks: int = 4  # first keys that are always kept (attention sinks); also in --eval-decode
+    sinks: int = 4  # first keys that are always kept; also in --eval-decode, except that a trained gate keeps its own
     pyramid: bool = False  # larger budgets in the lower layers, the same on average
     prefill_chunk: int | None = None  # prompt tokens read at once; None: all
     quant_bits: Literal[8, 4, 2] | None = None  # bits of a quantised KV cache; None: full precision

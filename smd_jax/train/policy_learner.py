@@ -183,7 +183,8 @@ class PolicyLearner:
         """Takes the optimizer steps of one rollout.
 
         A minibatch in which no row counts does not change the parameters, although momentum and weight decay would.
-        With distillation every token counts. A rollout beyond `max_difference` gets no step; `Loop.step` refuses it.
+        With distillation every token counts; for terms of one's own, `Term.learns` decides. A rollout beyond
+        `max_difference` gets no step; `Loop.step` refuses it.
         """
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which donates these parameters.
@@ -192,11 +193,11 @@ class PolicyLearner:
             return state, before
         update = self.update if self.config.update.pack_columns is None else self.packed_update
         index = int(state.step) // self.config.steps_per_rollout
+        needs_rows = self.config.update.distill is None and not self.config.update.terms
         steps = []
         for part in minibatches(batch, state, self.config, self.mesh, counted_rows):
             # The update itself finds minibatches that are empty for other reasons.
-            counted = part.counted_rows if self.config.update.distill is None else None
-            if counted is not None and not bool(counted.any()):
+            if needs_rows and part.counted_rows is not None and not bool(part.counted_rows.any()):
                 state = self.skip(state)
                 continue
             state, metrics = update(state, part)

@@ -17,11 +17,13 @@ from smd_jax.eviction.policies import H2O, Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.terms import Minibatch, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
+from smd_jax.losses.weighting import TokenMean
 from smd_jax.message.masks import Mask
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
@@ -320,6 +322,30 @@ def test_a_teacher_needs_no_signal():
     state, metrics = loop.learn(new_state(), nothing)
     assert metrics["distill"] > 0 and metrics["grad_norm"] > 0 and np.isfinite(metrics["loss"])
     assert metrics["loss"] == pytest.approx(float(metrics["distill"]), rel=1e-5)
+    moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), before, jax.device_get(state.params))
+    assert max(jax.tree.leaves(moved)) > 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood(Term):
+    """A term of one's own that needs no reward: the mean log-probability of all response tokens."""
+
+    def prepare(self, minibatch: Minibatch) -> jax.Array:
+        return TokenMean().weights(minibatch.trajectory.response_mask)
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        return TermOutputs(-jnp.sum(inputs.prepared * inputs.logprobs))
+
+    def learns(self, results: TermResults) -> jax.Array:
+        return (results.prepared > 0).any()
+
+
+@pytest.mark.slow
+def test_a_term_of_ones_own_says_whether_it_needs_signal():
+    loop = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0, update=UpdateConfig(terms=(Likelihood(),))))
+    samples = loop.collect(new_state(), 0)
+    before = jax.device_get(new_state().params)
+    state, _ = loop.learn(new_state(), samples._replace(counted_rows=np.zeros(8, bool)))
     moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), before, jax.device_get(state.params))
     assert max(jax.tree.leaves(moved)) > 1e-4
 
