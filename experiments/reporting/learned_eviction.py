@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from lib.files import Row
-from reporting.page import difference, mean_of, p_value, plain, rate_words, reported, rewards_by_rate, table
+from reporting.page import difference, mean_of, number, p_value, plain, rate_words, reported, rewards_by_rate, table
 
 SEEDS = tuple(range(10, 18))
 CHOICE = ("sparse", "sparse_greedy")  # their mean on the pilot seeds chooses a rate
@@ -59,7 +59,8 @@ def section(rows: Sequence[Row]) -> str:
         return ""
     rival = best_attention(rows)
     gate, other = ways[GATE], ways[rival]
-    lead, p = plain(difference(gate, other, DECIDED)), p_value(gate, other, DECIDED)
+    lead, p = difference(gate, other, DECIDED), p_value(gate, other, DECIDED)
+    low, high = number(lead.mean - lead.half), number(lead.mean + lead.half)
     drawn = plain(difference(gate, other, "sparse"))
     start = mean(row["dense_greedy_before"] for row in gate)
     lines = [
@@ -81,7 +82,8 @@ full cache ({start:.3f} greedily), 240 rollouts, {len(SEEDS)} seeds, one rate pe
 
 {table(["evictions by", "rate", "budget", "greedy", "decided", "full cache, greedy"], lines)}
 
-*Primary contrast*: the gate minus {MEANING[rival]}, the better attention arm of the pilot, decided: {lead}
-(p = {p:.1g}). With draws, at temperature 1: {drawn}.{untrained} The paper draws the kept keys and
-trains models of other sizes on other tasks; here evicted keys are drawn.
+*Primary contrast*: the gate minus {MEANING[rival]}, the better attention arm of the pilot, decided: {plain(lead)}
+(p = {p:.1g}). The plan predicted more than 0.03, refuted by an upper limit below it: the interval is {low} to {high}.
+With draws, at temperature 1: {drawn}.{untrained} The paper draws the kept keys and trains
+models of other sizes on other tasks; here evicted keys are drawn.
 """

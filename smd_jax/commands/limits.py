@@ -28,7 +28,16 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str
         "--lr-scheduler-type linear or cosine",
     ),
     (("overlong_cache",), lambda values: "overlong" in values["reward"], "--reward overlong"),
-    (("max_turns", "max_turn_length"), lambda values: values["environment"] is not None, "--environment"),
+    (
+        ("max_turns", "max_turn_length", "environment_timeout", "turn_credit"),
+        lambda values: values["environment"] is not None,
+        "--environment",
+    ),
+    (("context_length", "summary_request", "summary_heading"), lambda values: values["contexts"] > 1, "--contexts"),
+    (("sinks", "pyramid"), lambda values: values["eviction"] != "dense", "an --eviction policy"),
+    # A file may hold a policy with a gate.
+    (("gate_speed",), lambda values: "gate" in values["eviction"] or ".py" in values["eviction"], "--eviction gate"),
+    (("distill_coef",), lambda values: values["distill"] != "none", "--distill"),
 )
 AXES = "--data-parallel * --fsdp * --tensor (* --sequence of smd-train)"
 

@@ -498,7 +498,8 @@ class Decoder(nn.Module):
 
         def converted(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             # Unconverted leaves stay the same object, which `smd_jax.sampler.params` checks.
-            unchanged = path[-1].key in ("scale", "sinks") or leaf.dtype == self.config.dtype
+            name = getattr(path[-1], "key", None)  # a user's gate may hold a list
+            unchanged = name in ("scale", "sinks") or leaf.dtype == self.config.dtype
             return leaf if unchanged else leaf.astype(self.config.dtype)
 
         return stack_params(jax.tree_util.tree_map_with_path(converted, params), self.shape.layer_runs)

@@ -303,16 +303,20 @@ def test_ctrl_c_before_the_run_has_begun(
 def test_options_that_the_run_does_not_read():
     words = ["grpo", "--model", "m", "--dataset", "d"]
     changed = ["--lora-alpha", "8", "--use-rslora", "--kl-estimator", "k1", "--ref-model-sync-steps", "3"]
-    changed += ["--min-lr-rate", "0.1", "--overlong-cache", "9", "--max-turns", "3"]
+    changed += ["--min-lr-rate", "0.1", "--overlong-cache", "9", "--max-turns", "3", "--summary-heading", "So far:"]
+    changed += ["--gate-speed", "3"]
     switches = ["--lora-r", "4", "--beta", "0.1", "--sync-ref-model", "--lr-scheduler-type", "linear"]
-    switches += ["--reward", "overlong", "--environment", "retry"]
+    switches += ["--reward", "overlong", "--environment", "retry", "--contexts", "2", "--eviction", "gate"]
     needed = ("--lora-r", "--beta", "--sync-ref-model", "--lr-scheduler-type", "--reward overlong", "--environment")
+    needed += ("--contexts", "--eviction gate")
     found = unread_options(parse([*words, *changed])[1])
     assert found[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
     for line, flag in zip(found, needed, strict=True):
         assert f": no effect without {flag}" in line
     assert unread_options(parse(words)[1]) == unread_options(parse([*words, *changed, *switches])[1]) == []
     assert unread_options(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
+    dense = ["--eviction", "dense", "--sinks", "2", "--distill", "none", "--distill-coef", "0.2"]
+    assert [line.split(":")[0] for line in unread_options(parse([*words, *dense])[1])] == ["--sinks", "--distill-coef"]
 
 
 def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):
