@@ -69,9 +69,9 @@ def section(rows: Sequence[Row]) -> str:
         if (found := ways.get(way))
     ]
     rules = {way[0]: mean_of(found, "sparse_greedy").mean for way, found in ways.items() if way[1] == "untrained"}
-    best_rule = max(rules, key=lambda rule: rules[rule], default="")
-    untrained = (
-        f" The best of {len(rules)} rules without training, {best_rule}, has {rules[best_rule]:.3f}." if rules else ""
+    best = max(rules, key=lambda rule: rules[rule], default="")
+    fixed = (
+        f" The best of {len(rules)} rules without training, {best}, has {rules[best]:.3f}." if len(rules) > 1 else ""
     )
     return f"""## Learned eviction beside the model's own attention
 
@@ -83,7 +83,8 @@ full cache ({start:.3f} greedily), 240 rollouts, {len(SEEDS)} seeds, one rate pe
 {table(["evictions by", "rate", "budget", "greedy", "decided", "full cache, greedy"], lines)}
 
 *Primary contrast*: the gate minus {MEANING[rival]}, the better attention arm of the pilot, decided: {plain(lead)}
-(p = {p:.1g}). The plan predicted more than 0.03, refuted by an upper limit below it: the interval is {low} to {high}.
-With draws, at temperature 1: {drawn}.{untrained} The paper draws the kept keys and trains
-models of other sizes on other tasks; here evicted keys are drawn.
+(p = {p:.1g}). The plan predicted more than 0.03; an upper limit below that would refute it. The interval is {low} to
+{high}. The lower temperature is the better one, and lower ones were not tried. With draws, at temperature 1:
+{drawn}.{fixed} The paper draws the kept keys and trains models of other sizes on other tasks; here evicted keys are
+drawn.
 """
