@@ -25,7 +25,8 @@ from reporting.room import first_cell, other_cells
 
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
-FILES = ("room", "dose.json", "wall.json", "collapse.json", "agents.json", "learned_eviction.json")  # of rows
+FILES = ("room", "dose.json", "wall.json", "collapse.json", "agents.json")
+FILES += ("learned_eviction.json", "smollm2.json")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +40,14 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
     """
     folder = job.folder(runs)
     loop = make_loop(job, base)
-    before = kept(job, base, runs) or {"commits": [], "evicted_share": None}
+    before = kept(job, base, runs) or {"commits": [], "evicted_share": None, "cpu_seconds": 0.0}
+    began = time.process_time()
     origin = origin | {"commits": list(dict.fromkeys([*before["commits"], origin["commit"]]))}
 
     def keep(more: Row) -> None:
         row = identity(job, loop) | {"settings": fingerprint(job.settings(base))}
-        keep_row(job, base, runs, row | progress(folder / "train") | more | origin)
+        spent = {"cpu_seconds": round(before["cpu_seconds"] + time.process_time() - began, 1)}
+        keep_row(job, base, runs, row | progress(folder / "train") | more | spent | origin)
 
     state = initial_state(job, base, loop)
     share = before["evicted_share"]
@@ -95,7 +98,7 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
         update=replace(job.arm.update, microbatch_size=sizes.microbatch, rows_per_prompt=sizes.group),
         seed=job.seed,
     )
-    optimizer = OptimizerConfig(learning_rate=job.learning_rate, warmup_steps=sizes.warmup)
+    optimizer = OptimizerConfig(learning_rate=sizes.learning_rate, warmup_steps=sizes.warmup)
     # Microbatches are small enough to keep all activations.
     model = smd.Decoder(base.config)
     return smd.GRPOLoop(model, task, base.tokenizer, make_optimizer(optimizer, max(job.rollouts, 1)), config)
@@ -123,7 +126,7 @@ def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -
     row: Row = {}
     for result in Evaluator(loop.model, job.held_out, base.tokenizer, config).run(loop.policy_params(state.params)):
         row[result.name] = number(result.reward)
-        row[f"{result.name}_interval"] = [number(end) for end in result.interval]
+        row[f"{result.name}_rewards"] = result.rewards[:, 0].astype(int).tolist()  # one of each question
         row[f"{result.name}_length"] = number(float(result.lengths.mean()))
     return row
 
@@ -151,13 +154,12 @@ def identity(job: Job, loop: smd.GRPOLoop) -> Row:
         "buffer": sizes.buffer,
         "length": width + sizes.response,
         "prompt_width": width,
-        "learning_rate": job.learning_rate if job.arm.trains else None,
+        "learning_rate": sizes.learning_rate if job.arm.trains else None,
         "lora_rank": sizes.rank,
         "rollouts": job.rollouts,
         "prompts": sizes.prompts,
         "group": sizes.group,
         "evaluation_rows": len(job.held_out),
-        "pilot": job.pilot,
     }
 
 

@@ -1,4 +1,4 @@
-"""A run of the study on a real model: arm, rate, seed, sizes."""
+"""A run of the study on a real model: arm, seed, sizes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import smd_jax as smd
 from lib.arms import Arm
 from lib.files import Row, read_kept, settings_text, write_kept
 from real.task import DigitSums, Split
-from smd_jax.eviction.policies import TOVA, EvictionPolicy, SnapKV
+from smd_jax.eviction.policies import RKV, EvictionPolicy, SnapKV
 from smd_jax.eviction.wrappers import Protect
 
-Rule = Literal["snapkv", "tova-heads"]
-RULES: dict[Rule, EvictionPolicy] = {"snapkv": SnapKV(), "tova-heads": TOVA(shared=False)}
+Rule = Literal["snapkv", "r-kv"]
+RULES: dict[Rule, EvictionPolicy] = {"snapkv": SnapKV(), "r-kv": RKV()}
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Sizes:
 
     Attributes:
       terms, shots: of the task.
+      learning_rate: of all arms.
       warmup: rollouts over which the learning rate rises.
       chunk: rollouts between two checkpoints.
       microbatch: rows of one forward and backward pass; whole groups, which share their prompt.
@@ -34,7 +35,8 @@ class Sizes:
     response: int = 64
     budget: int = 128
     buffer: int = 16
-    rollouts: int = 12
+    rollouts: int = 16
+    learning_rate: float = 3e-4
     prompts: int = 4
     group: int = 8
     microbatch: int = 8
@@ -42,8 +44,7 @@ class Sizes:
     chunk: int = 4
     rank: int = 16
     training_rows: int = 700
-    evaluation_rows: int = 96
-    validation_rows: int = 48
+    evaluation_rows: int = 144
 
 
 SIZES = Sizes()
@@ -67,14 +68,11 @@ class Job:
     """One run.
 
     Attributes:
-      pilot: whether it chooses the learning rate, on validation rows.
       rule: eviction policy of the sampler. `settings` contains it as `policy`.
     """
 
     arm: Arm
-    learning_rate: float
     seed: int
-    pilot: bool = False
     sizes: Sizes = SIZES
     rule: Rule = field(default="snapkv", repr=False)
 
@@ -91,9 +89,6 @@ class Job:
 
     @property
     def held_out(self) -> DigitSums:
-        """The rows of the evaluation: validation rows for a pilot."""
-        if self.pilot:
-            return self.rows("validation", self.sizes.validation_rows)
         return self.rows("evaluation", self.sizes.evaluation_rows)
 
     @property
@@ -106,9 +101,7 @@ class Job:
         return settings_text((self, self.policy, base.config))
 
     def folder(self, runs: Path) -> Path:
-        of_seed = f"{'pilot-' if self.pilot else ''}seed-{self.seed}"
-        rate = [f"lr-{self.learning_rate:g}"] if self.arm.trains else []
-        return runs.joinpath(self.training.label, self.rule, self.arm.name, *rate, of_seed)
+        return runs.joinpath(self.training.label, self.rule, self.arm.name, f"seed-{self.seed}")
 
 
 def kept(job: Job, base: Base, runs: Path) -> Row | None:

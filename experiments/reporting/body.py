@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from lib.files import Row
-from reporting import collapse, dose, learned_eviction, reruns, room, tools, wall
+from reporting import collapse, dose, learned_eviction, real_model, reruns, room, tools, wall
 from reporting.page import hours, table
 
 Rows = dict[str, list[Row]]
@@ -21,6 +22,7 @@ def text(rows: Rows, planned: Rows) -> str:
         collapse.section(rows["collapse.json"]),
         tools.section(rows["agents.json"]),
         learned_eviction.section(rows["learned_eviction.json"]),
+        real_model.section(rows["smollm2.json"]),
         OLDER_STUDIES,
         commands(rows),
     )
@@ -50,9 +52,10 @@ SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 
 def commands(rows: Rows) -> str:
     names = {"room": "room and time", "dose.json": "lead by mismatch", "wall.json": "the memory wall"}
     names |= {"collapse.json": "collapse", "agents.json": "turns with a tool"}
-    names |= {"learned_eviction.json": "learned eviction"}
+    names |= {"learned_eviction.json": "learned eviction", "smollm2.json": "real model"}
+    scripts = {"smollm2.json": "real_model"}  # others have the name of their script
     lines = [
-        [names[file], f"`python experiments/{file.removesuffix('.json')}.py`", links(file, found), hours(found)]
+        [names[file], f"`python experiments/{scripts.get(file, Path(file).stem)}.py`", links(file, found), hours(found)]
         for file, found in rows.items()
         if found
     ]

@@ -20,7 +20,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.named import POLICIES
 from smd_jax.eviction.triattention import TriAttention
-from smd_jax.message.gate import AttentionGate, Gate, LinearGate
+from smd_jax.message.gate import Gate
 from smd_jax.tasks.functions import import_object
 from smd_jax.text.near_names import did_you_mean
 from smd_jax.train.decoding import Decode
@@ -121,13 +121,9 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
         # Sinks are left out of its normalisation.
         return dataclasses.replace(policy, sinks=max(policy.sinks, sinks))
     if isinstance(policy, LearnedGate):
-        gate = policy.weights
-        if isinstance(gate, LinearGate | AttentionGate):
-            # In the gate, because the learner must know which keys no draw evicts.
-            return dataclasses.replace(policy, weights=dataclasses.replace(gate, sinks=max(gate.sinks, sinks)))
-        if sinks > gate.protected:
-            raise ValueError(f"expected --sinks 0 with {gate}, which itself says what it protects; got {sinks}")
-        return policy
+        # In the gate, because the learner must know which keys no draw evicts.
+        gate = dataclasses.replace(policy.weights, sinks=max(policy.weights.sinks, sinks))
+        return dataclasses.replace(policy, weights=gate)
     if sinks and policy.gate is not None:
         raise ValueError(f"expected --sinks 0 with {policy}, because its draws would not be recorded; got {sinks}")
     return wrappers.Protect(policy, sinks=sinks) if sinks else policy

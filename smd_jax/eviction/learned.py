@@ -54,7 +54,7 @@ class LearnedGate(EvictionPolicy):
 
     def protected(self, budget: int) -> int:
         del budget
-        return self.weights.protected
+        return self.weights.sinks
 
     def parameters(self, params: Any, layer: int) -> Any:
         return gate_parameters(params, self.weights, layer)
@@ -71,4 +71,4 @@ def gate_logits(gate: Gate, view: CacheView) -> Scores:
     """The gate's worth of each cached key."""
     queries = view.statistic(NEWEST_QUERY)
     newest = view.newest[:, None]
-    return gate.logits(view.parameters, view.keys, view.values, view.positions, newest, queries)[:, :, 0]
+    return gate.worth(view.parameters, view.keys, view.values, view.positions, newest, queries)[:, :, 0]

@@ -33,14 +33,22 @@ class Gate:
 
     Attributes:
       has_parameters: whether the gate has parameters of its own.
+      sinks: number of first keys of a sequence that are never evicted. Pretrained models need them (arXiv:2309.17453),
+        also before the gate has learned it.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+      ValueError: if `sinks` is negative.
     """
 
     has_parameters: ClassVar[bool] = True
 
-    @property
-    def protected(self) -> int:
-        """Number of keys that are never evicted; the budget must hold them."""
-        return 0
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.sinks < 0:
+            raise ValueError(f"expected sinks >= 0; got {self.sinks}")
 
     def init(self, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Any:
         """Initial parameters of one layer, a mapping of arrays."""
@@ -70,6 +78,19 @@ class Gate:
           queries: the newest query at each compression, after RoPE.
         """
 
+    def worth(
+        self,
+        parameters: Any,
+        keys: Float[Array, "batch kv_heads keys head_dim"],
+        values: Float[Array, "batch kv_heads keys head_dim"],
+        positions: Int[Array, "batch heads_or_one keys"],
+        newest: Int[Array, "batch compressions"],
+        queries: Float[Array, "batch heads compressions head_dim"],
+    ) -> Float[Array, "batch kv_heads compressions keys"]:
+        """The `logits`, with `KEPT` for the sinks: what sampler and learner draw by."""
+        logits = self.logits(parameters, keys, values, positions, newest, queries)
+        return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
+
 
 @dataclass(frozen=True)
 class LinearGate(Gate):
@@ -78,26 +99,7 @@ class LinearGate(Gate):
         logit = a(x) + b(x) log(1 + age)        x = (key, value, 1, log(1 + position)), age = newest - position
 
     `a` and `b` are linear, per KV head, and start at zero: all keys have the same worth, as in `Random`.
-
-    Attributes:
-      sinks: number of first keys of a sequence that are never evicted. Pretrained models need them (arXiv:2309.17453),
-        also before the gate has learned it.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if `sinks` is negative.
     """
-
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        if self.sinks < 0:
-            raise ValueError(f"expected sinks >= 0; got {self.sinks}")
-
-    @property
-    def protected(self) -> int:
-        return self.sinks
 
     def init(self, kv_heads: int, head_dim: int, dtype: DTypeLike) -> dict[str, Array]:
         return {"kernel": jnp.zeros((kv_heads, 2 * head_dim + 2, 2), dtype)}
@@ -120,8 +122,7 @@ class LinearGate(Gate):
         # A small product per key. Accelerators multiply float32 in fewer bits by default.
         worth = jnp.einsum("bhsf,hfo->bhso", jnp.concatenate(features, axis=-1), kernel, precision="highest")
         ages = _log1p(newest[:, None, :, None] - positions[:, :, None], wide)
-        logits = worth[:, :, None, :, 0] + worth[:, :, None, :, 1] * ages
-        return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
+        return worth[:, :, None, :, 0] + worth[:, :, None, :, 1] * ages
 
 
 @dataclass(frozen=True)
@@ -137,28 +138,19 @@ class AttentionGate(Gate):
 
     Attributes:
       temperature: a lower one makes the evictions less random.
-      sinks: number of first keys of a sequence that are never evicted.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: for a temperature that is not positive and finite, or negative `sinks`.
+      ValueError: for a temperature that is not positive and finite.
     """
 
     has_parameters: ClassVar[bool] = False
 
     temperature: float = 1.0
-    sinks: int = 0
 
     def __post_init__(self) -> None:
-        check_types(self)
+        super().__post_init__()
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"expected a positive, finite temperature; got {self.temperature}")
-        if self.sinks < 0:
-            raise ValueError(f"expected sinks >= 0; got {self.sinks}")
-
-    @property
-    def protected(self) -> int:
-        return self.sinks
 
     def logits(
         self,
@@ -175,8 +167,7 @@ class AttentionGate(Gate):
         grouped = queries.astype(wide).reshape(batch, kv_heads, -1, *queries.shape[2:])
         # The mean of products is the product with the mean query.
         products = jnp.einsum("bhcd,bhsd->bhcs", grouped.mean(axis=2), keys.astype(wide), precision="highest")
-        logits = products / (math.sqrt(head_dim) * self.temperature)
-        return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
+        return products / (math.sqrt(head_dim) * self.temperature)
 
 
 def _log1p(count: Int[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:

@@ -15,11 +15,12 @@ import pytest
 
 import real_model
 from lib.arms import arms_of
-from lib.files import Row, read_rows, write_text
+from lib.files import Row, read_rows, write_rows, write_text
 from real.execute import execute
 from real.job import Base, Job, Sizes, is_finished, keep_row, kept
 from real.task import SPLITS, TRIED, DigitSums, digits_of, exact
-from real_model import ARMS, PILOT_SEED, Study
+from real_model import ARMS, Study
+from reporting import real_model as reporting
 from smd_jax.message.masks import NEVER
 from smd_jax.metrics import evicted_share
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
@@ -43,10 +44,10 @@ TINY = Sizes(
     rank=2,
     training_rows=20,
     evaluation_rows=2,
-    validation_rows=2,
+    learning_rate=1e-2,
 )
 ORIGIN = {"commit": "0000000", "command": "a command"}
-CLOCKS = ("step_time", "commit", "commits", "command")
+CLOCKS = ("step_time", "cpu_seconds", "commit", "commits", "command")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +93,13 @@ def test_what_cannot_be_says_what_there_is(tmp_path: Path):
         _ = DigitSums("evaluation", 400).expressions
     with pytest.raises(ValueError, match="expected terms and at most so many shots"):
         DigitSums("train", 5, terms=7)
-    with pytest.raises(ValueError, match=r"expected arms from \['untrained', 'full-cache'.*got \['sparse-rl'\]"):
+    with pytest.raises(ValueError, match=r"expected arms from \['untrained', 'naive'.*got \['sparse-rl'\]"):
         real_model.arms_asked_for(["sparse-rl"])
-    with pytest.raises(ValueError, match="expected seeds other than that of the pilot, 100; got"):
-        make_study(tmp_path, seeds=(0, PILOT_SEED))
+    rows = [{"finished": True, "commits": [commit]} for commit in ("0000000", "1111111+")]
+    write_rows(tmp_path / "rows.json", rows)
+    with pytest.raises(ValueError, match=r"expected rows of clean commits; got 1 others, \[\['1111111\+'\]\]"):
+        real_model.add_rows(tmp_path / "rows.json", tmp_path / "all.json")
+    assert not (tmp_path / "all.json").exists()
 
 
 def test_the_share_of_evicted_keys_is_that_of_the_last_query():
@@ -109,42 +113,23 @@ def test_the_share_of_evicted_keys_is_that_of_the_last_query():
 
 
 def make_study(folder: Path, **options: Any) -> Study:
-    settings = {"arms": ARMS, "seeds": (0, 1), "rates": (1e-4, 3e-4)} | options
-    return Study(base=BASE, runs=folder / "runs", results=folder / "rows.json", sizes=TINY, **settings)
+    settings = {"arms": ARMS, "seeds": (0, 1)} | options
+    return Study(base=BASE, runs=folder / "runs", sizes=TINY, **settings)
 
 
-def keep(study: Study, job: Job, **row: Any) -> None:
-    keep_row(job, BASE, study.runs, row)
-
-
-def test_every_arm_has_a_rate_of_its_own_and_seeds_come_one_by_one(tmp_path: Path):
-    study = make_study(tmp_path)
-    assert [job.arm.name for job in study.reported()] == ["untrained"], "the others wait for their pilots"
-    pilot = study.pilot()
+def test_seeds_come_one_by_one_and_the_untrained_model_once(tmp_path: Path):
     names = [arm.name for arm in ARMS]
-    assert [job.arm.name for job in pilot] == [name for name in names[1:] for _ in range(2)]
-    low, high = study.pilot_of(ARMS[1])
-    keep(study, low, finished=True, sparse_greedy=0.5, dense_greedy=0.4)
-    keep(study, high, finished=False, sparse_greedy=0.9, dense_greedy=0.9)
-    assert study.rate(ARMS[1]) is None
-    keep(study, high, finished=True, sparse_greedy=0.3, dense_greedy=0.7)
-    assert study.rate(ARMS[1]) == 3e-4 and study.rate(ARMS[2]) is None
-    assert [job.arm.name for job in study.reported()] == [*names[:2], names[1]]
-    for job in pilot[2:]:
-        keep(study, job, finished=True, sparse_greedy=0.5, dense_greedy=0.5)
-    jobs = study.reported()
+    jobs = make_study(tmp_path).jobs()
     assert [(job.seed, job.arm.name) for job in jobs] == [(0, n) for n in names] + [(1, n) for n in names[1:]]
-    assert [job.learning_rate for job in jobs if job.seed == 1] == [3e-4, 1e-4, 1e-4, 1e-4, 1e-4]
-    assert {job.held_out.split for job in jobs} == {"evaluation"} and low.held_out.split == "validation"
 
 
 def test_rows_of_one_rule_are_not_those_of_another(tmp_path: Path):
     study = make_study(tmp_path)
-    job, other = study.pilot()[0], replace(study, rule="tova-heads").pilot()[0]
+    job, other = study.jobs()[1], replace(study, rule="r-kv").jobs()[1]
     assert job.settings(BASE) != other.settings(BASE) and job.folder(tmp_path) != other.folder(tmp_path)
-    keep(study, job, finished=True)
+    keep_row(job, BASE, study.runs, {"finished": True})
     assert is_finished(job, BASE, study.runs) and not is_finished(other, BASE, study.runs)
-    assert "--rule tova-heads" in real_model.command(other)
+    assert "--rule r-kv" in real_model.command(other)
 
 
 def stops_after(looks: int) -> Any:
@@ -159,7 +144,7 @@ def numbers(row: Row) -> Row:
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path):
-    job = Job(arms_of(("naive",))[0], 1e-2, 0, False, TINY)
+    job = Job(arms_of(("naive",))[0], 0, TINY)
     never = stops_after(100)
     assert execute(job, BASE, tmp_path / "whole", ORIGIN, never)
     assert not execute(job, BASE, tmp_path / "parts", ORIGIN, stops_after(1))
@@ -173,29 +158,52 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path):
     assert whole["done"] == 2 and whole["mismatch_kl"] > 1e-6, "a dense learner is another policy"
     assert whole["evicted_share"] > 1 / 3 and {"sparse", "dense", "sparse_greedy", "dense_greedy"} <= whole.keys()
     with pytest.raises(ValueError, match="expected in .* a run of the present settings"):
-        kept(Job(job.arm, 1e-2, 0, False, Sizes()), BASE, _moved(job, tmp_path))
+        kept(Job(job.arm, 0, Sizes()), BASE, _moved(job, tmp_path))
 
 
 def _moved(job: Job, folder: Path) -> Path:
     """Where another job of the same name finds the row of this one."""
-    other = Job(job.arm, job.learning_rate, job.seed, False, Sizes())
+    other = Job(job.arm, job.seed, Sizes())
     text = (job.folder(folder / "whole") / "run.json").read_text()
     write_text(other.folder(folder / "moved") / "run.json", text)
     return folder / "moved"
 
 
 def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    study = make_study(tmp_path, arms=arms_of(("untrained",)), rates=(1e-4,))
+    study = make_study(tmp_path, arms=arms_of(("untrained",)))
     study.run()
     (row,) = read_rows(study.results)
     assert row["arm"] == "untrained" and row["finished"] and row["done"] == 0 and row["task"] == "digit-sums-2"
     command = "python experiments/real_model.py --rule snapkv --arms untrained --runs runs/again --seeds 0"
-    assert row["command"].startswith(command)
+    assert row["command"] == command
+    for name in ("dense", "dense_greedy", "sparse", "sparse_greedy"):
+        assert len(row[f"{name}_rewards"]) == 2 and np.mean(row[f"{name}_rewards"]) == row[name]
     monkeypatch.setattr(real_model, "execute", None)  # would be called
     study.run()
-    replace(study, runs=tmp_path / "another machine").run()
-    assert read_rows(study.results) == [row]
-    other = row | {"arm": "another"}
-    real_model.write_rows(study.results, [row | {"sparse": -1}, other])
+    other, unfinished = row | {"arm": "another"}, row | {"arm": "unfinished", "finished": False}
+    write_rows(study.results, [row | {"sparse": -1}, other, unfinished])
     study.collect()
-    assert read_rows(study.results) == [other, row]
+    assert read_rows(study.results) == [other, unfinished, row]
+    clean = [kept | {"commits": ["0000000"]} for kept in (other, unfinished, row)]
+    write_rows(study.results, clean)
+    reported = tmp_path / "all.json"
+    write_rows(reported, [row | {"sparse": -1}])
+    real_model.add_rows(study.results, reported)
+    assert read_rows(reported) == [clean[0], clean[2]]
+
+
+def test_the_interval_has_the_error_of_seeds_and_of_questions():
+    # Every question has one sign, so all seeds agree: only the questions vary.
+    signs = np.repeat([1, 0, -1], (60, 20, 20))
+    rows = {"shadow": [], "naive": []}
+    for seed in range(8):
+        ours, theirs = (signs > 0).astype(int), (signs < 0).astype(int)
+        rows["shadow"].append({"seed": seed, "sparse_rewards": ours.tolist()})
+        rows["naive"].append({"seed": seed, "sparse_rewards": theirs.tolist()})
+    found = reporting.lead(rows["shadow"], rows["naive"], "sparse")
+    error = signs.std() / 10
+    assert found.mean == pytest.approx(0.4) and found.low == pytest.approx(0.4 - 1.96 * error, abs=0.02)
+    assert found.high == pytest.approx(0.4 + 1.96 * error, abs=0.02)
+    # Seeds that differ widen it.
+    rows["shadow"][0]["sparse_rewards"] = [0] * 100
+    assert reporting.lead(rows["shadow"], rows["naive"], "sparse").low < 0.4 - 0.075 - 1.96 * error

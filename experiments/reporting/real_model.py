@@ -1,0 +1,93 @@
+"""The study of the real model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lib.files import Row
+from reporting.page import mean_of, number, of_arms, p_value, plain, table
+
+SEEDS = tuple(range(10, 18))
+ARMS = ("untrained", "naive", "tis", "shadow", "mixed-50")
+KINDS = ("sparse", "sparse_greedy", "dense", "dense_greedy")
+DRAWS = 10_000  # of the bootstrap
+NAMES = {"snapkv": "SnapKV", "r-kv": "R-KV"}
+Arms = dict[str, list[Row]]
+
+
+class Lead(NamedTuple):
+    """A mean difference with the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{number(self.mean)} ({number(self.low)} to {number(self.high)})"
+
+
+def lead(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Lead:
+    """Mean difference of the rewards with a two-way bootstrap: seeds and questions are drawn again, each with
+    replacement."""
+    rewards = [{row["seed"]: np.array(row[f"{kind}_rewards"], float) for row in rows} for rows in (ours, theirs)]
+    seeds = sorted(rewards[0].keys() & rewards[1].keys())
+    differences = np.stack([rewards[0][seed] - rewards[1][seed] for seed in seeds])  # [seeds, questions]
+    generator = np.random.default_rng(0)
+    shares = [generator.multinomial(size, np.full(size, 1 / size), DRAWS) / size for size in differences.shape]
+    drawn = np.einsum("ds,sq,dq->d", shares[0], differences, shares[1], optimize=True)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Lead(float(differences.mean()), float(low), float(high))
+
+
+def complete(rows: Sequence[Row]) -> Arms:
+    """The arms with all seeds, and the untrained model."""
+    found = of_arms(rows)
+    return {
+        arm: found[arm]
+        for arm in ARMS
+        if arm in found and (arm == "untrained" or {row["seed"] for row in found[arm]} == set(SEEDS))
+    }
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Empty until the arms of a primary contrast are complete."""
+    by_rule = {rule: complete([row for row in rows if row["policy"] == rule]) for rule in NAMES}
+    parts = [part(NAMES[rule], arms) for rule, arms in by_rule.items() if {"naive", "shadow"} <= arms.keys()]
+    if not parts:
+        return ""
+    one = next(row for row in rows if row["arm"] == "shadow")
+    text = "\n\n".join(parts)
+    return f"""## A real model
+
+SmolLM2-135M-Instruct adds three numbers step by step. The prompt has about 161 tokens, the response up to
+{one["length"] - one["prompt_width"]}; the budget is {one["budget"]} + {one["buffer"]} keys.
+{one["rollouts"]} rollouts of {one["prompts"]} x {one["group"]} responses, LoRA of rank {one["lora_rank"]}, rate 3e-4
+for all arms, {len(SEEDS)} seeds. {one["evaluation_rows"]} questions, the same for all runs, so intervals are from a
+two-way bootstrap over seeds and questions.
+
+{text}
+"""
+
+
+def part(rule: str, arms: Arms) -> str:
+    lines = [[arm, *(f"{mean_of(found, kind).mean:.3f}" for kind in KINDS)] for arm, found in arms.items()]
+    main = lead(arms["shadow"], arms["naive"], "sparse")
+    p = p_value(arms["shadow"], arms["naive"], "sparse")
+    verdict = "An upper limit below 0.03 refutes the prediction: it is refuted." if main.high < 0.03 else ""
+    others = [
+        f"{arm} minus {rival} {lead(arms[arm], arms[rival], kind)} {words}"
+        for arm, rival in (("shadow", "naive"), ("shadow", "tis"), ("mixed-50", "naive"), ("mixed-50", "tis"))
+        if {arm, rival} <= arms.keys()
+        for kind, words in (("sparse", "at temperature 1"), ("sparse_greedy", "greedily"))
+        if (arm, rival, kind) != ("shadow", "naive", "sparse")
+    ]
+    mismatch = plain(mean_of([row for row in arms["naive"]], "mismatch_kl"))
+    return f"""{rule} (the dense learner of naive is {mismatch} nats per token away from the sampler):
+
+{table(["arm", "budget", "greedy", "full cache", "greedy"], lines)}
+
+*Primary contrast*: shadow masks minus naive under the budget at temperature 1: {main} (p = {p:.1g}, paired t over
+seeds). {verdict} Under the budget, not corrected for several comparisons: {"; ".join(others)}."""
