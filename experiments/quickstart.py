@@ -109,7 +109,7 @@ def command(args: Args, seed: int) -> list[str]:
     words = ["grpo", "--preset", "sorting", "--model", str(args.model(seed)), "--output-dir", str(args.run(seed))]
     words += ["--seed", str(seed), "--max-steps", str(args.steps), "--eval-decode", "h2o:18+2", "dense"]
     none = args.correction == "none"
-    words += ["--correction", "naive", "--distill", "none"] if none else ["--distill", "anchor"]
+    words += ["--correction", "naive", "--distill", "none"] if none else []
     return [*words, "--resume"] if args.resume else words
 
 

@@ -368,6 +368,11 @@ class ModelConfig(WrittenRepr):
                 f"expected layers of experts with a boolean for each of {self.num_layers} layers; got "
                 f"{len(self.experts.layers)}"
             )
+        if self.experts is not None and (self.activation == "relu2" or not self.gated_mlp):
+            raise ValueError(
+                "expected activation 'silu' or 'gelu_tanh' and gated_mlp with experts, which have a gate; got "
+                f"{self.activation!r} and {self.gated_mlp}"
+            )
 
     def _check_multipliers(self) -> None:
         _check_positive(self, "rope_theta", "embedding_multiplier", "residual_multiplier", "logits_divisor")

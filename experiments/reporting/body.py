@@ -32,8 +32,10 @@ def text(rows: Rows, planned: Rows) -> str:
 def other_cells(cells: Sequence[room.RoomCell]) -> str:
     return f"""## Other cells
 
-The first page's study on other tasks, policies and budgets, by the same rules. A task's rates were chosen in its first
-cell. Differences are greedy under the budget, except in the last column.
+The first page's study on other tasks, policies and budgets, by the same rules. *copy-8*: eight digits, each copied
+and followed by the running sum modulo 10. *tova-heads*: TOVA with a choice of each KV head. *snapkv*: the four newest
+queries, without pooling. A task's rates were chosen in its first cell. Differences are greedy under the budget,
+except in the last column.
 
 {room.cells_table(cells)}
 

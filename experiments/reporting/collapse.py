@@ -76,6 +76,9 @@ def section(rows: Sequence[Row]) -> str:
         return ""
     counts = [primary[arm].collapsed for arm in ("bypass", "shadow")]
     _, p = fisher_exact([[count, len(SEEDS) - count] for count in counts])
+    verdict = "No difference is established." if p > 0.05 else "They differ."
+    others = [cell for cell in cells if cell.arm != "shadow"]
+    dense, below = [row for cell in others for row in cell.rows], sum(cell.below_threshold for cell in others)
     return f"""## Collapse
 
 Does a learner that ignores the eviction collapse, as the papers report? Two learners have that name. The ratio of
@@ -88,8 +91,9 @@ the mean of the last three evaluations, minus the start.
 
 *Primary contrast*: at {rate_words(PRIMARY[1])} under SnapKV {counts[0]} of {len(SEEDS)} runs of bypass and {counts[1]}
 of {len(SEEDS)} of shadow masks collapse (p = {p:.2g}, Fisher's exact test); the plan predicted that bypass collapses
-and naive does not. Sparrow's threshold, an agreement of learner and sampler below {THRESHOLD} (5th percentile over
-tokens), is meant to predict a collapse. Of {PLANNED} planned lines of the table {len(cells)} are in.
+and naive does not. {verdict} Sparrow's threshold, an agreement of learner and sampler below {THRESHOLD} (5th percentile
+over tokens), is meant to predict a collapse. Of {len(dense)} runs of dense learners in the table {below} cross it and
+{sum(cell.collapsed for cell in others)} collapse. Of {PLANNED} planned lines of the table {len(cells)} are in.
 """
 
 

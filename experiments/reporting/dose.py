@@ -82,8 +82,9 @@ def section(rows: Sequence[Row]) -> str:
     evicting = [cell for cell in cells if mean(cell.mismatch.values()) > ROUNDING]
     return f"""## Lead by mismatch
 
-*Mismatch* is `mismatch_kl`, the KL from the sampler to the dense learner in nats per token, mean over the TIS runs. It
-can be measured before any training. Budgets from nearly all keys to a third, {tasks}, {len(SEEDS)} seeds, starts and
+*Mismatch* is `mismatch_kl`, the KL from the sampler to the dense learner in nats per token, mean over all rollouts of
+the TIS runs. It depends on the learner; the first rollout gives its value before training, which is not in the table.
+Budgets from nearly all keys to a third, {tasks}, {len(SEEDS)} seeds, starts and
 rates of the first page. The rival is the better of naive and TIS in the reported seeds, which favours it. Greedy,
 under the budget:
 

@@ -61,6 +61,8 @@ def section(rows: Sequence[Row]) -> str:
     gate, other = ways[GATE], ways[rival]
     lead, p = difference(gate, other, DECIDED), p_value(gate, other, DECIDED)
     low, high = number(lead.mean - lead.half), number(lead.mean + lead.half)
+    inside = lead.mean - lead.half < 0.03 < lead.mean + lead.half
+    undecided = ", so whether it is more than 0.03 is undecided" if inside else ""
     drawn = plain(difference(gate, other, "sparse"))
     start = mean(row["dense_greedy_before"] for row in gate)
     lines = [
@@ -82,9 +84,9 @@ full cache ({start:.3f} greedily), 240 rollouts, {len(SEEDS)} seeds, one rate pe
 
 {table(["evictions by", "rate", "budget", "greedy", "decided", "full cache, greedy"], lines)}
 
-*Primary contrast*: the gate minus {MEANING[rival]}, the better attention arm of the pilot, decided: {plain(lead)}
-(p = {p:.1g}). The plan predicted more than 0.03; an upper limit below that would refute it. The interval is {low} to
-{high}. The lower temperature is the better one, and lower ones were not tried. With draws, at temperature 1:
-{drawn}.{fixed} The paper draws the kept keys and trains models of other sizes on other tasks; here evicted keys are
-drawn.
+*Primary contrast*: the gate minus {MEANING[rival]}, the better attention arm of the pilot, decided: {plain(lead)} (p
+= {p:.1g}). The plan predicted more than 0.03; an upper limit below that would refute it. The interval is {low} to
+{high}{undecided}. The lower temperature is the better one, and lower ones were not tried. With draws, at temperature
+1: {drawn}.{fixed} The paper draws the kept keys and trains models of other sizes on other tasks; here evicted keys
+are drawn.
 """

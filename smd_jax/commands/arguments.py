@@ -23,7 +23,7 @@ AttentionName = Literal["auto", "portable"]
 TemplateName = Literal["auto", "none"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
-Distillation = Literal["auto", "none", "forward", "reverse", "published", "anchor", "ema"]
+Distillation = Literal["none", "forward", "reverse", "published", "anchor", "ema"]
 
 RETRY = "retry"  # value of --environment
 
@@ -86,7 +86,7 @@ class RewardArgs:
     reward_weights: tuple[float, ...] = ()  # one for each reward; 1 by default
     reward_timeout: float | None = 60.0  # seconds for one call; None: no limit, called in the main process
     max_failed_rewards: float = 0.25  # largest share of completions without a reward; more stop the command
-    overlong_cache: int | None = None  # last tokens over which `overlong` rises; None: a fifth of the length limit
+    overlong_cache: int | None = None  # tokens before the length limit over which `overlong` falls; None: a fifth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class SamplingArgs:
     eviction: Basic[str] = "snapkv"
     budget: Basic[int] = 512  # keys kept per layer and KV head
     buffer: Basic[int] = 128  # tokens between two compressions
-    sinks: int = 4  # first keys that are always kept; also in --eval-decode, except that a trained gate keeps its own
+    sinks: int = 4  # first keys that are always kept, also in --eval-decode; a trained gate keeps its own number
     pyramid: bool = False  # larger budgets in the lower layers, the same on average
     prefill_chunk: int | None = None  # prompt tokens read at once; None: all
     quant_bits: Literal[8, 4, 2] | None = None  # bits of a quantised KV cache; None: full precision
@@ -167,13 +167,13 @@ class DeviceArgs(ComputeArgs):
 class LossArgs:
     """The loss, and the correction for the difference between sampler and learner."""
 
-    correction: Basic[CorrectionName] = "shadow"  # shadow: replay the evictions; the others correct a dense learner
-    dense_share: float = 0.0  # share of the policy loss that a dense TIS learner gets; shadow gets the rest
-    distill: Distillation = "auto"  # auto: anchor, a frozen dense teacher, if correction is shadow and keys are evicted
+    correction: Basic[CorrectionName] = "shadow"  # shadow: replay the evictions; all others train a dense learner
+    dense_share: float = 0.0  # share of the policy loss for a dense learner with TIS, cut at 2
+    distill: Distillation = "none"  # teacher of a distillation beside the reward; anchor: the frozen start, dense
     distill_coef: float = 0.1  # weight of the distillation in the loss
     loss_type: Basic[LossName] = "grpo"  # with its paper's token weighting and bounds
     epsilon: float | None = None  # lower bound of the ratio's clipping; None: the paper's
-    epsilon_high: float | None = None  # upper bound, over 1 (TRL's cispo takes the bound itself); None: the paper's
+    epsilon_high: float | None = None  # the upper bound less 1 (TRL's cispo: the bound itself); None: the paper's
     entropy_coef: float = 0.0  # weight of the entropy bonus
     top_entropy_quantile: float = 1.0  # share of the tokens, those with the highest entropy, that are trained on
     minibatches: int = 1  # optimizer steps per pass over a rollout

@@ -21,7 +21,7 @@ from smd_jax.eviction.learned import LearnedGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync
-from smd_jax.losses.distillation import Direction, DistillConfig
+from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import LOSSES
 from smd_jax.losses.policy import LossConfig
 from smd_jax.message.gate import LinearGate
@@ -89,17 +89,14 @@ def update_config(
     policy: EvictionPolicy,
     microbatch: int | None,
     completions: int,
-    evicts: bool,
 ) -> UpdateConfig:
     """The update of GRPO, RLOO and PPO, without a critic.
 
     Args:
       policy: the sampler's policy; a gate is trained.
       completions: completions per prompt.
-      evicts: whether this run evicts any key.
     """
-    direction = distillation(loss, reference, evicts)
-    distill = None if direction is None else DistillConfig(direction=direction, coef=loss.distill_coef)
+    distill = None if loss.distill == "none" else DistillConfig(direction=loss.distill, coef=loss.distill_coef)
     # A microbatch may hold fewer rows than a prompt has: as many of a prompt's rows as are always in one microbatch.
     rows_per_prompt = math.gcd(completions, microbatch or completions) if loss.share_prompts else 1
     if loss.share_prompts and rows_per_prompt == 1:
@@ -124,20 +121,6 @@ def update_config(
         rows_per_prompt=rows_per_prompt,
         eviction_coef=0.0 if policy.gate is None else 1.0,
     )
-
-
-def distillation(loss: LossArgs, reference: ReferenceArgs, evicts: bool) -> Direction | None:
-    """The direction of distillation.
-
-    The default is the frozen dense teacher, which won in our study. Without evictions it sees the same keys as the
-    policy and would only hold the policy to its start, so the default is then none.
-    """
-    if loss.distill == "none":
-        return None
-    if loss.distill == "auto":
-        # A reference that is synced with the policy is no anchor.
-        return "anchor" if loss.correction == "shadow" and evicts and not reference.sync_ref_model else None
-    return loss.distill
 
 
 def loss_config(args: LossArgs, reference: ReferenceArgs) -> LossConfig:

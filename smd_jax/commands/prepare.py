@@ -16,7 +16,7 @@ from smd_jax.commands.choices import decoder, decoding, eviction_policy, rollout
 from smd_jax.commands.config_file import read_options
 from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.limits import check_context, check_devices, check_prompt_tokens, evicts_keys
+from smd_jax.commands.limits import check_context, check_devices, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, tokenizer_to_export
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.task_source import Data, load_data, rewards_of
@@ -217,8 +217,7 @@ def make_loop(args: Common, model: Decoder, data: Data, opened: OpenedModel) -> 
             f"got {type(args).__name__}"
         )
     rollout = rollout_config(args.sampler, opened.ends, pad_token_id(opened.tokenizer))
-    evicts = evicts_keys(policy, rollout, model.shape.num_layers, data.width)
-    kind, config = loop_config(args, policy, rollout, data.width, evicts)
+    kind, config = loop_config(args, policy, rollout, data.width)
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.task, args.data)
     rewards = None if environment is not None else rewards_of(args, data.task, args.data.dataset)
     return kind(
@@ -235,14 +234,11 @@ def make_loop(args: Common, model: Decoder, data: Data, opened: OpenedModel) -> 
     )
 
 
-def loop_config(
-    args: Common, policy: EvictionPolicy, rollout: RolloutConfig, width: int, evicts: bool
-) -> tuple[Any, LoopConfig]:
+def loop_config(args: Common, policy: EvictionPolicy, rollout: RolloutConfig, width: int) -> tuple[Any, LoopConfig]:
     """Returns the class of the loop and its configuration.
 
     Args:
       width: tokens of the longest prompt.
-      evicts: whether this run evicts any key.
     """
     sampler, device = args.sampler, args.device
     options: dict[str, Any] = {
@@ -262,7 +258,7 @@ def loop_config(
         return OnlineDPOLoop, OnlineDPOConfig(**options, update=update, missing_eos_penalty=penalty)
     if not isinstance(args, Grpo | Rloo | Ppo):
         raise TypeError(f"expected the arguments of an algorithm; got {type(args).__name__}")
-    update = update_config(args.loss, args.reference, policy, device.microbatch, sampler.num_generations, evicts)
+    update = update_config(args.loss, args.reference, policy, device.microbatch, sampler.num_generations)
     options |= {"minibatches": args.loss.minibatches, "num_iterations": args.loss.num_iterations, "update": update}
     match args:
         case Grpo(group=group):

@@ -40,7 +40,8 @@ def window_scores(view: CacheView, window: NewestQueries) -> Float[Array, "batch
 
 
 def window_weights(view: CacheView, window: NewestQueries) -> Float[Array, "batch kv_heads group window slots"]:
-    """Attention of the newest queries: causal, and nothing for queries before the sequence's start."""
+    """Attention of the newest queries: causal, and nothing for queries before the sequence's start. Soft caps and
+    learnt sinks of the model are left out, as in the papers of these policies."""
     query = window_positions(view, window)[:, None, :, None]
     # A query before the start has a negative position, below that of every live key, so it sees nothing.
     mask = view.valid[:, :, None, :] & (view.positions[:, :, None, :] <= query)

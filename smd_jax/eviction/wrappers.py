@@ -121,6 +121,7 @@ class OnTokens(_Wrapper):
 
     Raises:
       TypeError: for a value that the type of its field does not allow.
+      ValueError: if the inner policy has spans of its own.
     """
 
     inner: EvictionPolicy = field(default_factory=Dense, kw_only=True)
@@ -128,6 +129,8 @@ class OnTokens(_Wrapper):
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.inner.spans is not None:
+            raise ValueError(f"expected an inner policy without spans, because a cache has one kind; got {self.inner}")
 
     @property
     def evicts(self) -> bool:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs
+from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs
 from smd_jax.typed_fields import check_types
 
 
@@ -41,15 +41,6 @@ class BalanceTerm(Term):
     @property
     def needs(self) -> Needs:
         return Needs(router=True)
-
-    def check(self, setup: LearnerSetup) -> None:
-        if any(term.needs.evictions for term in setup.terms):
-            raise ValueError("expected no eviction_coef with a BalanceTerm, because one pass gives only one of both")
-        if setup.pack_columns is not None:
-            raise ValueError(
-                f"expected pack_columns None with a BalanceTerm, which counts every token of a row; got "
-                f"{setup.pack_columns}"
-            )
 
     def coefficient(self, step: Array) -> float:
         return self.coef

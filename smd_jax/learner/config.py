@@ -109,6 +109,12 @@ class UpdateConfig:
                 "their probabilities are known only under the sampler's mask; and no pack_columns; got "
                 f"{self.visibility!r} and {self.pack_columns}"
             )
+        if self.needs.router and (self.needs.evictions or self.pack_columns is not None):
+            raise ValueError(
+                "expected no eviction_coef and no pack_columns with a term that needs the router's logits, such as "
+                "BalanceTerm: they come from a pass over whole rows that gives nothing else; got eviction_coef "
+                f"{self.eviction_coef} and pack_columns {self.pack_columns}"
+            )
         self._check_sizes()
 
     def _check_sizes(self) -> None:

@@ -74,9 +74,11 @@ def make_packed_update(
 
     Raises:
       TypeError: as `make_update`.
-      ValueError: for shared beginnings with sliding windows shorter than a row.
+      ValueError: for a config without `pack_columns`, and shared beginnings with sliding windows shorter than a row.
     """
     check_parts(model, optimizer, config, UpdateConfig)
+    if config.pack_columns is None:
+        raise ValueError("expected pack_columns, or make_update; got None")
     share = share_beginnings or config.rows_per_prompt > 1
     if share:
         check_windows(model.shape, config)

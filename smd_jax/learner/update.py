@@ -51,8 +51,11 @@ def make_update(
 
     Raises:
       TypeError: for a model without the five members, and an optimizer or a config of another class.
+      ValueError: for a config with `pack_columns`, which `make_packed_update` takes.
     """
     check_parts(model, optimizer, config, UpdateConfig)
+    if config.pack_columns is not None:
+        raise ValueError(f"expected pack_columns None, or make_packed_update; got {config.pack_columns}")
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         # Checks of structure and static fields, which run at trace time.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from smd_jax.devices.processes import on_host
 from smd_jax.learner.forward import replay
 from smd_jax.learner.mismatch_guard import Difference
-from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 
@@ -43,8 +43,6 @@ def find_wrong_head(model: LanguageModel, params: Params, trajectory: Trajectory
       params: the parameters that sampled the trajectory.
     """
     one = jax.tree.map(lambda x: on_host(x[difference.row : difference.row + 1]), trajectory)
-    if not isinstance(one.mask, ShadowMask):
-        return "no head is named, because the mask is not a ShadowMask"
     shape = model.shape
     sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])
     candidates = list(_masks_of_common_bugs(np.broadcast_to(one.mask.evicted_at, sides)[0]))
@@ -93,7 +91,6 @@ def _logprobs_under(
     column: Int[Array, ""] | int,
 ) -> Float[Array, " masks"]:
     """log p of one row's token at a response column, under each of the masks."""
-    assert isinstance(one.mask, ShadowMask)
     rows = jax.tree.map(lambda x: jnp.repeat(x, len(evicted_at), axis=0), one)
     # Changed masks do not respect the segments.
     return replay(model, params, rows, rows.mask.replace(evicted_at=evicted_at, segments=())).logprobs[:, column]

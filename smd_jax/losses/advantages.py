@@ -70,19 +70,22 @@ def turn_relative(
     rewards: Float[Array, "batch turns"],
     answered: Bool[Array, "batch turns"],
     group_size: int,
+    scale: Scale = "group",
     rewarded_rows: Bool[Array, " batch"] | None = None,
 ) -> Float[Array, "batch turns"]:
     """Advantages of every turn of a conversation: GRPO with process supervision (arXiv:2402.03300 section 4.1.3).
 
-        A_k = sum over j >= k of (r_j - mean) / std        mean, std: of the rewards of all turns of the group
+        A_k = sum over j >= k of (r_j - mean) / std        mean: of the rewards of all turns of the group
 
     Args:
       rewards: `[batch, turns]` of each turn, the `group_size` conversations of a prompt contiguous.
       answered: false for turns that a conversation does not have.
+      scale: std as in `group_relative`, over turns.
 
     Raises:
       ValueError: as `group_relative`.
     """
+    check_choice("scale_rewards", scale, get_args(Scale))
     first = grouped(rewards[:, 0], group_size)  # checks the batch
     rewarded = grouped_rows(rewarded_rows, first)
     counted = answered.reshape(*first.shape, -1)
@@ -90,11 +93,14 @@ def turn_relative(
         counted = counted & rewarded[..., None]
     groups = rewards.reshape(counted.shape)
     together = {"axis": (1, 2), "keepdims": True, "where": counted}
-    centred = jnp.where(counted, groups - groups.mean(**together), 0.0)
-    normalised = centred / (groups.std(ddof=1, **together) + EPSILON)
+    scaled = groups - groups.mean(**together)
+    if scale == "group":
+        scaled = scaled / (groups.std(ddof=1, **together) + EPSILON)
+    if scale == "batch":
+        scaled = scaled / (groups.std(ddof=1, where=counted) + EPSILON)
     # A group with one reward has no deviation, and nothing to compare with.
-    normalised = jnp.where(counted & (counted.sum((1, 2), keepdims=True) > 1), normalised, 0.0)
-    return jnp.cumsum(normalised[..., ::-1], axis=-1)[..., ::-1].reshape(rewards.shape)
+    scaled = jnp.where(counted & (counted.sum((1, 2), keepdims=True) > 1), scaled, 0.0)
+    return jnp.cumsum(scaled[..., ::-1], axis=-1)[..., ::-1].reshape(rewards.shape)
 
 
 def groups_with_signal(

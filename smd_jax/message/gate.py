@@ -131,10 +131,11 @@ class AttentionGate(Gate):
 
         logit = mean over the query heads of a KV head of  q · k / sqrt(head_dim) / temperature
 
-    q is the newest query. At temperature 1 and with one query head per KV head, a logit is the logarithm of the key's
-    attention weight plus a constant of the query, which draws do not depend on. The eviction term trains the model's
-    queries and keys, so the model learns what to forget with the weights by which it attends, as in Neural Garbage
-    Collection (arXiv:2604.18002). That paper draws the kept keys; `LearnedGate` draws the evicted ones.
+    q is the newest query. At temperature 1, with one query head per KV head and without a soft cap, a logit is the
+    logarithm of the key's attention weight plus a constant of the query, which draws do not depend on. The eviction
+    term trains the model's queries and keys, so the model learns what to forget with the weights by which it attends,
+    as in Neural Garbage Collection (arXiv:2604.18002). That paper draws the kept keys; `LearnedGate` draws the evicted
+    ones.
 
     Attributes:
       temperature: a lower one makes the evictions less random.

@@ -86,8 +86,13 @@ def conversation_sampler(
     A policy that never evicts gets a budget for every token, because rows that wait would waste the slots of a ring.
 
     Raises:
-      ValueError: a quantised cache, and what Sampler raises.
+      ValueError: a quantised cache, a policy that draws evictions to be trained, and what Sampler raises.
     """
+    if policy.gate is not None:
+        raise ValueError(
+            f"expected a policy whose draws are not trained, such as LearnedGate(greedy=True), in a conversation, "
+            f"which records no draws; got {policy}"
+        )
     if config.quant is not None:
         raise ValueError(f"expected quant None in a conversation, whose segments differ in length; got {config.quant}")
     if not policy.evicts:

@@ -28,6 +28,9 @@ class ConversationRows:
       begin: begins the conversations of a slice, as many as there are rows.
       count: number of conversations. rows: of the cache; divide `count`.
 
+    Raises:
+      ValueError: more conversations than rows on several devices.
+
     Attributes:
       state: of the conversations in the cache, on the device.
       seats: `[rows]` number of each one's conversation.
@@ -42,6 +45,13 @@ class ConversationRows:
             others = begin(slice(first, first + rows))
             self._parked |= {first + row: _to_host(_take(others, jnp.int32(row))) for row in range(rows)}
         self.state = begin(slice(0, rows))
+        devices = self.state.read.devices()
+        if self._parked and len(devices) > 1:
+            raise ValueError(
+                f"expected decode_rows None on several devices, because conversations move between rows; got {rows} "
+                f"on {len(devices)} devices"
+            )
+        self._device = next(iter(devices))
 
     @property
     def parked(self) -> list[int]:
@@ -51,19 +61,19 @@ class ConversationRows:
     def exchange(self, seat: int, conversation: int) -> None:
         """A parked conversation takes a row, whose own is parked."""
         self._parked[int(self.seats[seat])] = _to_host(_take(self.state, jnp.int32(seat)))
-        (device,) = self.state.read.devices()
-        row = jax.device_put(self._parked.pop(conversation), device)
+        row = jax.device_put(self._parked.pop(conversation), self._device)
         self.state = _put(self.state, row, jnp.int32(seat))
         self.seats[seat] = conversation
         self.moved += 1
 
     def records(self) -> Conversations:
-        """All conversations in their order, without caches."""
+        """All conversations in their order, without caches, on the device of the cache."""
         if not self._parked:
             return _without_cache(self.state)
         here = {int(number): _to_host(_take(self.state, jnp.int32(row))) for row, number in enumerate(self.seats)}
         parts = [_without_cache(row) for _, row in sorted((here | self._parked).items())]
-        return jax.tree.map(lambda *x: jnp.concatenate(x) if x[0].ndim else x[0], *parts)
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x) if x[0].ndim else x[0], *parts)
+        return jax.device_put(joined, self._device)
 
 
 def _to_host(row: Conversations) -> Conversations:

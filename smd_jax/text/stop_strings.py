@@ -72,15 +72,10 @@ def check_stop_table(table: StopTable, vocab_size: int) -> None:
         )
 
 
-def start(batch: int) -> Int[Array, " batch"]:
-    """The initial state of a batch, int32."""
-    return jnp.zeros((batch,), jnp.int32)
-
-
 def advance(
     table: StopTable, state: Int[Array, " batch"], token: Int[Array, " batch"]
 ) -> tuple[Int[Array, " batch"], Bool[Array, " batch"]]:
-    """Advances by one token per row.
+    """Advances by one token per row. The initial state is 0.
 
     Returns:
       The new state, int32, and whether the response has a whole stop string.

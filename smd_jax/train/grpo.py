@@ -105,8 +105,8 @@ class GRPOLoop(Loop):
     """The static parts of a GRPO or RLOO run; see Loop.
 
     Raises:
-      ValueError: credit 'turn' with kl_in_reward or RLOO; compaction with rows_per_prompt > 1 but without pack_columns;
-        and what Loop raises.
+      ValueError: credit 'turn' with an option that knows only the rewards of responses; compaction with
+        rows_per_prompt > 1 but without pack_columns; and what Loop raises.
     """
 
     config: GRPOConfig
@@ -114,16 +114,32 @@ class GRPOLoop(Loop):
     def __post_init__(self) -> None:
         super().__post_init__()
         update = self.config.update
-        if self._credits_turns and (update.kl_in_reward or self.config.advantages != "group_relative"):
-            raise ValueError(
-                "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
-                f"rewards of turns; got {self.config.advantages!r} and kl_in_reward {update.kl_in_reward}"
-            )
+        if self._credits_turns:
+            self._check_turns()
         compacts = self.environment is not None and self.environment.compaction is not None
         if compacts and update.rows_per_prompt > 1 and update.pack_columns is None:
             raise ValueError(
                 "expected pack_columns with rows_per_prompt and compaction, because the contexts of a conversation "
                 f"have different prompts, which only packed rows share; got rows_per_prompt {update.rows_per_prompt}"
+            )
+
+    def _check_turns(self) -> None:
+        config, update = self.config, self.config.update
+        if update.kl_in_reward or config.advantages != "group_relative":
+            raise ValueError(
+                "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
+                f"rewards of turns; got {config.advantages!r} and kl_in_reward {update.kl_in_reward}"
+            )
+        if update.loss.ratio_level != "token" or update.correction.traits.judges_responses:
+            raise ValueError(
+                "expected ratio_level 'token' and a correction of tokens with credit 'turn', because what judges a "
+                f"whole response has one advantage for all its turns; got {update.loss.ratio_level!r} and "
+                f"{update.correction}"
+            )
+        if config.dynamic_sampling is not None:
+            raise ValueError(
+                "expected dynamic_sampling None with credit 'turn', because a group with equal sums of rewards may "
+                f"differ in its turns; got {config.dynamic_sampling}"
             )
 
     @cached_property
@@ -153,7 +169,8 @@ class GRPOLoop(Loop):
     def _turn_advantages(self, samples: Samples, rewarded_rows: Array | None) -> Array:
         """Returns the advantage of each response token, `[batch, R]`: that of its turn."""
         rewards, answered = turn_rewards(samples.conversations, samples.trajectory)
-        per_turn = turn_relative(jnp.asarray(rewards), jnp.asarray(answered), self.config.group_size, rewarded_rows)
+        config, of_turns = self.config, (jnp.asarray(rewards), jnp.asarray(answered))
+        per_turn = turn_relative(*of_turns, config.group_size, config.scale_rewards, rewarded_rows)
         return tokens_of_turns(per_turn, samples.trajectory)
 
     def learner_batch(

@@ -33,7 +33,7 @@ TASK = ["reasoning_gym:distractor_sort"]
 PARAMETERS = ["num_digits=3", "num_distractors=4"]
 TRAIN = ["--dataset", *TASK, "--dataset-parameters", *PARAMETERS, "--dataset-size", "20", "--reward-timeout", "None"]
 TRAIN += ["--num-prompts", "2", "--num-generations", "4", "--max-completion-length", "6", "--budget", "6"]
-TRAIN += ["--buffer", "2", "--eviction", "gate", "--sinks", "1", "--distill", "none"]
+TRAIN += ["--buffer", "2", "--eviction", "gate", "--sinks", "1"]
 
 
 def parameters(config: Any, sinks: int = 0) -> dict[str, Any]:

@@ -127,13 +127,12 @@ def test_losses_and_corrections():
     assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
     given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
     assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
-    distill = update_config(LossArgs(), reference, SnapKV(), None, 8, evicts=True).distill
-    assert distill is not None and distill.direction == "anchor"
-    # Without evictions a teacher would see no more than the policy does, and cost a pass and a copy of the weights.
-    assert update_config(LossArgs(), reference, Dense(), None, 8, evicts=False).distill is None
-    assert update_config(LossArgs(correction="tis"), reference, SnapKV(), 2, 8, evicts=True).visibility == "dense"
+    assert update_config(LossArgs(), reference, SnapKV(), None, 8).distill is None
+    distill = update_config(LossArgs(distill="anchor", distill_coef=0.2), reference, SnapKV(), None, 8).distill
+    assert distill == smd.DistillConfig(direction="anchor", coef=0.2)
+    assert update_config(LossArgs(correction="tis"), reference, SnapKV(), 2, 8).visibility == "dense"
     for microbatch, rows in ((None, 8), (16, 8), (12, 4)):
-        shared = update_config(LossArgs(share_prompts=True), reference, Dense(), microbatch, 8, evicts=False)
+        shared = update_config(LossArgs(share_prompts=True), reference, Dense(), microbatch, 8)
         assert shared.rows_per_prompt == rows
 
 

@@ -94,8 +94,7 @@ def test_a_run_from_a_directory_to_a_directory(
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["rloo", "ppo", "online-dpo"])
 def test_the_other_algorithms_take_a_step(algorithm: str, train_words: Words, tmp_path: Path):
-    more = [] if algorithm == "online-dpo" else ["--distill", "none"]
-    main(train_words(*more, algorithm=algorithm))
+    main(train_words(algorithm=algorithm))
     assert steps_of(tmp_path / "run") == [0]
 
 
@@ -167,8 +166,7 @@ def test_a_plan_says_whether_keys_are_evicted(train_words: Words, capsys: pytest
     for more, nothing, teacher in (
         (["--budget", "500"], True, "none"),
         (["--budget", "500", "--distill", "anchor"], True, "anchor, with a weight of 0.1 in the loss"),
-        ([], False, "anchor, with a weight of 0.1 in the loss"),
-        (["--correction", "tis"], False, "none"),
+        ([], False, "none"),
     ):
         main(train_words(*more, "--dry-run"))
         output = capsys.readouterr()
@@ -293,7 +291,7 @@ def files(train_words: Words, model: Path, tmp_path: Path) -> list[str]:
     shutil.copytree(model, here / "model")
     write_lines(here / "rows.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
     (here / "my.rewards.py").write_text(REWARD)  # the dot belongs to the name
-    words = [word for word in train_words("--distill", "none") if word not in SORT[2:]]
+    words = [word for word in train_words() if word not in SORT[2:]]
     words += ["--model", f"{here}/model", "--dataset", f"{here}/rows.jsonl"]
     return [*words, "--reward", f"{here}/my.rewards.py:reward"]
 

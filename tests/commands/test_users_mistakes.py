@@ -105,9 +105,9 @@ class Count:
         ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got another object of this name"),
         ("--eval-steps 1 --eval-decode gate:6", "expected --eviction gate with --eval-decode gate-6"),
         ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
-        ("--eviction gate --distill none --pyramid", "expected no --pyramid with 'gate'"),
-        ("--eviction gate --distill none --correction tis", "expected visibility 'shadow' with an eviction_coef"),
-        ("--eviction gate --distill none --gate-speed 0", "expected a finite gate_speed > 0"),
+        ("--eviction gate --pyramid", "expected no --pyramid with 'gate'"),
+        ("--eviction gate --correction tis", "expected visibility 'shadow' with an eviction_coef"),
+        ("--eviction gate --gate-speed 0", "expected a finite gate_speed > 0"),
         # environments
         ("--environment FOLDER/own.py:Count", "expected --max-prompt-length with --environment"),
         ("--environment FOLDER/own.py:Count --reward format", "expected no --reward with --environment"),
@@ -202,8 +202,8 @@ def test_a_command_line_without_an_algorithm(given: list[str], capsys: pytest.Ca
 
 @pytest.mark.parametrize("algorithm", ["ppo", "online-dpo"])
 def test_only_grpo_and_rloo_train_a_gate(algorithm: str, train_words: Words, capsys: pytest.CaptureFixture[str]):
-    more = ["--eviction", "gate", *(["--distill", "none"] if algorithm == "ppo" else [])]
-    assert "expected grpo or rloo with --eviction gate" in error_of(train_words(*more, algorithm=algorithm), capsys)
+    words = train_words("--eviction", "gate", algorithm=algorithm)
+    assert "expected grpo or rloo with --eviction gate" in error_of(words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_logits_that_are_not_finite(
         tensors | {"model.norm.weight": np.full_like(tensors["model.norm.weight"], 3e38)},
         tmp_path / "model" / "model.safetensors",
     )
-    words = train_words("--model", f"{tmp_path}/model", "--distill", "none")
+    words = train_words("--model", f"{tmp_path}/model")
     assert "expected finite logits in the sampler; got NaN or infinity in" in error_of(words, capsys)
 
 
@@ -315,7 +315,7 @@ def test_options_that_the_run_does_not_read():
         assert f": no effect without {flag}" in line
     assert unread_options(parse(words)[1]) == unread_options(parse([*words, *changed, *switches])[1]) == []
     assert unread_options(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
-    dense = ["--eviction", "dense", "--sinks", "2", "--distill", "none", "--distill-coef", "0.2"]
+    dense = ["--eviction", "dense", "--sinks", "2", "--distill-coef", "0.2"]
     assert [line.split(":")[0] for line in unread_options(parse([*words, *dense])[1])] == ["--sinks", "--distill-coef"]
 
 

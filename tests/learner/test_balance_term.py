@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from smd_jax.learner.balance_term import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import Replay, Visibility, response_hidden_and_router
 from smd_jax.learner.state import TrainBatch, init_state
-from smd_jax.learner.terms import Minibatch
+from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs
 from smd_jax.learner.update import make_update
 from smd_jax.message.tree import Branch, to_trajectory
 from smd_jax.model.decoder import Decoder
@@ -72,13 +72,26 @@ def test_weights_of_more_tokens_than_a_root_of_32_bits():
     np.testing.assert_allclose(weights, np.broadcast_to(6 / (6 * 4096 * 2) * chosen, (6, 6)), rtol=1e-6)
 
 
+@dataclass(frozen=True)
+class ReadsRouter(Term):
+    """A user's own term; it need not know what cannot go with it."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(router=True)
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        raise AssertionError("not reached")
+
+
 def test_what_has_no_input():
     trajectory = to_trajectory([Branch([1, 2, 3], [False, False, True])])
     with pytest.raises(ValueError, match="expected a trajectory with recorded routing"):
         response_hidden_and_router(Decoder(CONFIG), params_of(CONFIG), trajectory, trajectory.mask)
-    with pytest.raises(ValueError, match="expected no eviction_coef with a BalanceTerm"):
-        UpdateConfig(eviction_coef=0.1, terms=(BalanceTerm(6),))
-    with pytest.raises(ValueError, match="expected pack_columns None with a BalanceTerm, .*; got 24"):
-        UpdateConfig(microbatch_size=2, pack_columns=24, terms=(BalanceTerm(6),))
+    for own in (BalanceTerm(6), ReadsRouter()):
+        with pytest.raises(ValueError, match=r"expected no eviction_coef .* got eviction_coef 0\.1 and"):
+            UpdateConfig(eviction_coef=0.1, terms=(own,))
+        with pytest.raises(ValueError, match=r"expected no eviction_coef and no pack_columns .* pack_columns 24"):
+            UpdateConfig(microbatch_size=2, pack_columns=24, terms=(own,))
     with pytest.raises(ValueError, match="expected a finite coef >= 0; got -1.0"):
         replace(BalanceTerm(6), coef=-1.0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from smd_jax.corrections.importance import TIS
@@ -225,6 +226,14 @@ def test_rows_longer_than_the_context():
 def test_choices_that_do_not_go_together(options, message):
     with pytest.raises(ValueError, match=message):
         UpdateConfig(**options)
+
+
+def test_each_step_takes_its_own_configuration():
+    packed = UpdateConfig(microbatch_size=2, pack_columns=24)
+    with pytest.raises(ValueError, match="expected pack_columns None, or make_packed_update; got 24"):
+        make_update(MODEL, optax.sgd(0.1), packed)
+    with pytest.raises(ValueError, match="expected pack_columns, or make_update; got None"):
+        make_packed_update(MODEL, optax.sgd(0.1), UpdateConfig())
 
 
 def test_rollouts_that_cannot_be_packed():

@@ -95,11 +95,14 @@ def test_turns_by_hand():
     """Group one has rewards 0, 2 | 1: mean 1, deviation 1. In group two one conversation alone has a reward."""
     rewards = jnp.array([[0.0, 2.0], [1.0, 9.0], [4.0, 9.0], [9.0, 9.0]])
     answered = jnp.array([[True, True], [True, False], [True, False], [True, False]])
-    found = turn_relative(rewards, answered, 2, jnp.array([True, True, True, False]))
-    of_one = 1 / (1 + EPSILON)
-    np.testing.assert_allclose(found, [[0, of_one], [0, 0], [0, 0], [0, 0]], atol=1e-6)
+    rewarded = jnp.array([True, True, True, False])
+    # All four rewards, 0, 2, 1 and 4, have a variance of 35 / 12.
+    for scale, deviation in (("group", 1 + EPSILON), ("batch", (35 / 12) ** 0.5 + EPSILON), ("none", 1)):
+        found = turn_relative(rewards, answered, 2, scale, rewarded)
+        np.testing.assert_allclose(found, [[0, 1 / deviation], [0, 0], [0, 0], [0, 0]], atol=1e-6)
 
 
-def test_a_group_of_single_turns_is_group_relative_without_turns():
-    one = turn_relative(REWARDS[:, None], jnp.ones((8, 1), bool), 4)
-    np.testing.assert_allclose(one[:, 0], group_relative(REWARDS, 4), rtol=1e-6)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_of_single_turns_is_group_relative_without_turns(scale):
+    one = turn_relative(REWARDS[:, None], jnp.ones((8, 1), bool), 4, scale)
+    np.testing.assert_allclose(one[:, 0], group_relative(REWARDS, 4, scale), rtol=1e-6)

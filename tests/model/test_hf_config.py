@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
-from smd_jax.config import LinearRope, ModelConfig, YarnRope
+from smd_jax.config import Experts, LinearRope, ModelConfig, YarnRope
 from smd_jax.model import hf_config
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.families import FAMILIES
@@ -300,3 +300,6 @@ def test_what_no_decoder_is():
         replace(GEMMA3, sliding_windows=())
     with pytest.raises(ValueError, match="expected a finite query_pre_attn_scalar > 0; got 0.0"):
         replace(GEMMA3, query_pre_attn_scalar=0.0)
+    for wrong in ({"activation": "relu2"}, {"gated_mlp": False}):
+        with pytest.raises(ValueError, match="expected activation 'silu' or 'gelu_tanh' and gated_mlp with experts"):
+            replace(PLAIN, experts=Experts(count=4, per_token=2, intermediate_size=8), **wrong)

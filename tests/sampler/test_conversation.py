@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from smd_jax.certify.record import arrays_of
+from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.learner.forward import replay
@@ -249,6 +251,11 @@ def test_refused(changes: dict[str, Any], expected: str):
         talk("SnapKV", Scripted(), dataclasses.replace(CONFIG, **changes))
 
 
+def test_draws_that_no_record_holds_are_refused():
+    with pytest.raises(ValueError, match="which records no draws; got LearnedGate"):
+        talk(LearnedGate(), Scripted())
+
+
 def test_a_conversation_is_no_record_to_certify():
     with pytest.raises(ValueError, match="expected responses of sampled tokens only; got a conversation"):
         arrays_of(usual("SnapKV")[0].trajectory)
@@ -268,6 +275,40 @@ def test_conversations_that_wait_give_their_rows_away(name: str):
     np.testing.assert_array_equal(given.trajectory.mask.evicted_at, kept.trajectory.mask.evicted_at)
     all_rows = talk(name, Scripted(**waits))
     assert given.stats.utilisation > all_rows.stats.utilisation
+
+
+def test_parked_conversations_come_back_to_the_device_of_the_others():
+    """The host parks them on its first device; the model is on the second, as on an accelerator."""
+    device = jax.devices()[1]
+    given = converse(
+        Decoder(SHAPE),
+        *jax.device_put((make_params(SHAPE), left_padded(LENGTHS, WIDTH, VOCAB), jax.random.key(3)), device),
+        Scripted(delay=lambda row, turn: 2 + row % 2),
+        policy=POLICIES["SnapKV"],
+        config=CONFIG,
+        conversation=TALK,
+        decode_rows=2,
+    )
+    assert given.stats.moved and given.trajectory.tokens.devices() == {device}
+
+
+def test_conversations_do_not_move_between_devices():
+    mesh = make_mesh(2, 1, 1)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="expected decode_rows None .*; got 2 on 2 devices"),
+    ):
+        converse(
+            Decoder(SHAPE),
+            shard_tree(make_params(SHAPE), mesh),
+            shard_batch(left_padded(LENGTHS, WIDTH, VOCAB), mesh),
+            jax.random.key(3),
+            Scripted(),
+            policy=POLICIES["SnapKV"],
+            config=CONFIG,
+            conversation=TALK,
+            decode_rows=2,
+        )
 
 
 def test_rows_that_do_not_divide_the_conversations_are_refused():

@@ -169,5 +169,7 @@ def test_refusals():
         Sampler(MODEL, OnTokens(TokenSpans(open=3, close=8)), SIZES, WIDTH)
     with pytest.raises(ValueError, match="expected a policy without draws"):
         Sampler(MODEL, OnTokens(FOLD, inner=LearnedGate()), SIZES, WIDTH)
+    with pytest.raises(ValueError, match="expected an inner policy without spans"):
+        OnTokens(FOLD, inner=Protect(OnTokens(TokenSpans(open=5, close=6), inner=Knorm()), sinks=1))
     with pytest.raises(ValueError, match="expected quant None with token spans"):
         Sampler(MODEL, OnTokens(FOLD, inner=Dense()), replace(SIZES, quant=QuantConfig(bits=8, group=6)), WIDTH)

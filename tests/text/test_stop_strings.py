@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text import StopTable, compile_stop_strings
-from smd_jax.text.stop_strings import advance, start
+from smd_jax.text.stop_strings import advance
 from tests.stop_tokenizers import SENTENCEPIECE, reload, sentencepiece_tokenizer, trained_tokenizer
 
 BYTES = byte_tokenizer()
@@ -37,7 +37,7 @@ def stopped_after(table: StopTable, tokens: jax.Array) -> jax.Array:
     def step(state: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         return advance(table, state, token)
 
-    return jax.lax.scan(step, start(len(tokens)), tokens.T)[1].T
+    return jax.lax.scan(step, jnp.zeros(len(tokens), jnp.int32), tokens.T)[1].T
 
 
 def stop_lengths(tokenizer: PreTrainedTokenizerFast, strings: Sequence[str], rows: list[list[int]]) -> list[int | None]:
@@ -166,7 +166,7 @@ def test_states_are_counted_in_the_smallest_integers(length: int, dtype: jnp.dty
 
 def test_rows_are_read_each_by_itself():
     table = compile_stop_strings(BYTES, ["ab", "c"], VOCAB)
-    state, stopped = advance(table, start(3), jnp.array(list(b"abc")))
+    state, stopped = advance(table, jnp.zeros(3, jnp.int32), jnp.array(list(b"abc")))
     assert state.tolist() == [1, 0, 2] and stopped.tolist() == [False, False, True]
     state, stopped = advance(table, state, jnp.array(list(b"bbb")))
     assert stopped.tolist() == [True, False, True]

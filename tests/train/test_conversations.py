@@ -15,11 +15,14 @@ import optax
 import pyarrow.parquet
 import pytest
 
+from smd_jax.corrections.trust_region import OPSM
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.environments.processes import EnvironmentsHere
+from smd_jax.eviction.learned import LearnedGate
 from smd_jax.eviction.policies import Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
+from smd_jax.losses.named import gspo
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.monitor.completions import CompletionsLog
@@ -205,8 +208,9 @@ def test_packed_rows_learn_the_same(compaction: TextCompaction | None, policy: A
         assert float(other["update/shared"]) > 0.05
 
 
-def test_each_turn_has_its_own_advantage():
-    loop = new_loop(credit="turn")
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_each_turn_has_its_own_advantage(scale: str):
+    loop = new_loop(credit="turn", changes={"scale_rewards": scale})
     samples = sampled()
     _, metrics = loop.learn(new_state(), samples)
     assert float(metrics["grad_norm"]) > 0
@@ -217,7 +221,8 @@ def test_each_turn_has_its_own_advantage():
         counts = [int(turns[first + i].max()) for i in range(4)]
         rewards = [list(each.rewards) + [0.0] * (n - len(each.rewards)) for each, n in zip(group, counts, strict=True)]
         together = np.concatenate(rewards)
-        normalised = [(np.array(x) - together.mean()) / (together.std(ddof=1) + 1e-4) for x in rewards]
+        deviation = together.std(ddof=1) + 1e-4 if scale == "group" else 1.0
+        normalised = [(np.array(x) - together.mean()) / deviation for x in rewards]
         for i in range(4):
             expected = np.array([0.0, *(normalised[i][k:].sum() for k in range(counts[i]))])
             np.testing.assert_allclose(found[first + i], expected[turns[first + i]], rtol=1e-4, atol=1e-5)
@@ -263,6 +268,15 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
         (TextCompaction(after_tokens=47), {}, {}, "below max_new_tokens 48 together"),
         (COMPACTION, {}, {"credit": "turn"}, "expected credit 'trajectory' with compaction"),
         (COMPACTION, {"update": UpdateConfig(rows_per_prompt=2)}, {}, "expected pack_columns with rows_per_prompt"),
+        (
+            None,
+            {"update": UpdateConfig(loss=gspo())},
+            {"credit": "turn"},
+            "expected ratio_level .* 'geometric'",
+        ),
+        (None, {"update": UpdateConfig(correction=OPSM())}, {"credit": "turn"}, "a correction of tokens .* OPSM"),
+        (None, {"dynamic_sampling": 1}, {"credit": "turn"}, "expected dynamic_sampling None with credit 'turn'.*got 1"),
+        (None, {"policy": LearnedGate()}, {}, "in a conversation, which records no draws; got LearnedGate"),
     ],
 )
 def test_refused(compaction: Any, changes: dict[str, Any], options: dict[str, Any], message: str):
