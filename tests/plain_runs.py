@@ -1,8 +1,8 @@
-"""Runs of the plain loop: how tests begin them, evaluate in them, end them, and read what they wrote."""
+"""Runs of the plain loop: how tests begin them, evaluate in them, log them, end them, and read what they wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,23 @@ class Evaluations:
     def __call__(self, state: Any) -> dict[str, float]:
         self.asked.append(int(state.step))
         return {DENSE: self.values[int(state.step)]}
+
+
+class Recorder:
+    """A logger that keeps what it is given, and raises at one step and once it is closed."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+        self.fails_at = fails_at
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.closed or step == self.fails_at:
+            raise RuntimeError("no network\x1b[2J")
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 class DiedError(BaseException):

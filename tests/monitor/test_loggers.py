@@ -19,23 +19,7 @@ from smd_jax.monitor.loggers import Loggers, dashboard_name
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.metrics_log import MEMORY_METRICS
 from smd_jax.monitor.tensorboard import TensorBoardLogger, messages
-
-
-class Recorder:
-    """Keeps what it is given, and raises at one step."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.closed = 0
-        self.fails_at = fails_at
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self.fails_at:
-            raise RuntimeError("no network\x1b[2J")
-        self.rows.append((step, dict(metrics)))
-
-    def close(self) -> None:
-        self.closed += 1
+from tests.plain_runs import Recorder
 
 
 def test_all_loggers_get_all_rows_in_order():

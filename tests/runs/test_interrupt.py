@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from breaking.disks import files_end_at
-from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
-from smd_jax.runs import checkpoint
-from smd_jax.runs.run import train
-from smd_jax.runs.run_config import RunConfig
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import PlainLoop, new_state
-
-DENSE = "eval/dense/reward"
-
-
-def start(directory: Path, steps: int, loop: PlainLoop | None = None, state: Any = None, **options: Any):
-    """`train` on the plain loop; `options` are train's."""
-    run = RunConfig(steps=steps, evaluate_every=2 if "evaluate" in options else 0)
-    return train(loop or PlainLoop(), new_state() if state is None else state, run, directory, **options)
-
-
-def rows(directory: Path) -> list[dict[str, Any]]:
-    """But for what depends on the machine."""
-    found = read_metrics(directory / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if name not in MACHINE_METRICS} for row in found]
-
-
-def saved(directory: Path) -> list[int]:
-    return checkpoint.all_steps(directory / "checkpoints")
+from tests.plain_runs import DENSE, rows, saved, start
 
 
 def raises_at(last: int) -> Callable[[int], None]:
@@ -64,7 +42,7 @@ def test_an_evaluation_that_fails_loses_no_rollout(tmp_path):
         return {DENSE: {0: 0.4, 2: 0.5}[int(state.step)]}
 
     with pytest.raises(KeyError) as caught:
-        start(tmp_path, 6, evaluate=evaluate)
+        start(tmp_path, 6, evaluate_every=2, evaluate=evaluate)
     assert saved(tmp_path) == [4]
     assert "saved after 4 of 6 rollouts" in caught.value.__notes__[0]
     assert len(rows(tmp_path)) == 4
@@ -99,7 +77,7 @@ def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
 @pytest.mark.usefixtures("collected")
 def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
     with files_end_at(3000), pytest.raises(OSError, match="checkpoint 2 in .*") as caught:
-        train(PlainLoop(), new_state(size=100_000), RunConfig(steps=6, checkpoint_every=2), tmp_path)
+        start(tmp_path, 6, state=new_state(size=100_000), checkpoint_every=2)
     assert re.match("the last [23] rollouts could not be saved: checkpoint [23] in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
 
@@ -108,6 +86,6 @@ def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
 @pytest.mark.usefixtures("collected")
 def test_an_error_beside_a_save_that_fails_says_what_is_lost(tmp_path):
     with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
-        train(PlainLoop(begins=raises_at(2)), new_state(size=100_000), RunConfig(steps=6, checkpoint_every=2), tmp_path)
+        start(tmp_path, 6, PlainLoop(begins=raises_at(2)), new_state(size=100_000), checkpoint_every=2)
     assert re.match("the last 2 rollouts could not be saved: checkpoint 2 in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from smd_jax.runs import checkpoint
 from smd_jax.runs.run_folder import check_directory
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import CONFIG, PlainLoop, new_state
-from tests.plain_runs import DENSE, DiedError, Evaluations, dies_at, never, rows, saved, start
+from tests.plain_runs import DENSE, DiedError, Evaluations, Recorder, dies_at, never, rows, saved, start
 
 
 def test_rows_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -24,39 +23,22 @@ def test_rows_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "toy 5/5 reward" in capsys.readouterr().out
 
 
-class Recorder:
-    """A logger that remembers, or raises."""
-
-    def __init__(self, broken: bool = False) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.broken = broken
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.broken:
-            raise OSError("no such host")
-        self.rows.append({"step": step, **metrics})
-
-    def close(self) -> None:
-        self.rows.append({})
-
-
 def test_loggers_get_every_row_and_none_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     sound = Recorder()
-    start(tmp_path, 3, loggers=[Recorder(broken=True), sound])
-    *written, closed = sound.rows
+    start(tmp_path, 3, loggers=[Recorder(fails_at=1), sound])
     # Loggers count finished rollouts; rows are numbered from 0.
-    assert [row | {"step": row["step"] - 1} for row in written] == read_metrics(tmp_path / "metrics.jsonl")
-    assert len(written) == 3 and closed == {}
-    assert all({"memory/host_bytes"} <= row.keys() for row in written)
+    assert [row | {"step": step - 1} for step, row in sound.rows] == read_metrics(tmp_path / "metrics.jsonl")
+    assert len(sound.rows) == 3 and sound.closed == 1
+    assert all({"memory/host_bytes"} <= row.keys() for _, row in sound.rows)
     assert "Recorder failed and gets no more metrics of this run" in capsys.readouterr().err
 
 
 def test_loggers_get_the_evaluation_before_training(tmp_path: Path):
     logger = Recorder()
     start(tmp_path, 2, evaluate_every=1, evaluate=Evaluations({0: 0.5, 1: 0.25, 2: 1.0}), loggers=[logger])
-    evaluations = [(row["step"], row[DENSE]) for row in logger.rows if DENSE in row]
+    evaluations = [(step, row[DENSE]) for step, row in logger.rows if DENSE in row]
     assert evaluations == [(0, 0.5), (1, 0.25), (2, 1.0)]
-    assert [row["step"] for row in logger.rows[:-1]] == [0, 1, 1, 2, 2], "a rollout, then its evaluation"
+    assert [step for step, _ in logger.rows] == [0, 1, 1, 2, 2], "a rollout, then its evaluation"
 
 
 def test_rows_after_the_last_checkpoint_are_written_again(tmp_path: Path):
