@@ -18,7 +18,6 @@ from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import hf_config_from_model, model_config_from_hf, model_type_of
 from smd_jax.model.weights import load_checkpoint, read_config
 from tests.families import FAMILY_CONFIGS, GEMMA3, PLAIN, sizes_of
-from tests.model.test_weights import every_config
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -79,11 +78,6 @@ GEMMA = {
     "sliding_window_pattern": 6,
     "vocab_size": 262144,
 }
-
-
-@every_config
-def test_round_trip(config: ModelConfig):
-    assert model_config_from_hf(hf_config_from_model(config, "bfloat16")) == config
 
 
 def test_defaults_are_those_of_transformers():
