@@ -5,21 +5,19 @@
 
 import json
 from dataclasses import replace
-from itertools import cycle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.entropy import high_entropy_tokens, weighted_entropy
 from smd_jax.losses.named import cispo, luspo, sapo
 from smd_jax.losses.policy import LossConfig, LossInputs, mask_truncated_completions, policy_loss, surrogate_metrics
 from smd_jax.losses.weighting import FixedLength, TokenMean
 from smd_jax.ratios import Level
 from tests import paths
-from tests.loss_cases import CONFIGS, EVERY_LOSS, LOSSES, NAMES, loss_and_gradient, loss_of
+from tests.loss_cases import EVERY_LOSS, LOSSES, NAMES, loss_and_gradient, loss_of
 
 GOLDEN = json.loads((paths.GOLDEN / "losses.json").read_text(encoding="utf-8"))
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "geometric"}  # TRL's names and ours
@@ -184,31 +182,3 @@ def test_padding_changes_nothing(config):
     one, other = loss_and_gradient(inputs, config), loss_and_gradient(wide, config)
     np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
     np.testing.assert_allclose(other[1], padded(one[1], 0.0), rtol=1e-6)
-
-
-SCALES = ("group", "batch", "none")
-# Quick: every loss with one scale, every scale with several losses.
-QUICK = tuple(zip(CONFIGS, cycle(SCALES), strict=False))
-
-
-@pytest.mark.parametrize(
-    ("config", "scale"),
-    [
-        pytest.param(config, scale, marks=() if (name, scale) in QUICK else pytest.mark.slow)
-        for name, config in CONFIGS.items()
-        for scale in SCALES
-    ],
-)
-def test_the_layout_of_groups_changes_nothing(config, scale):
-    """Groups in another order, and completions in another order within theirs."""
-    order = jnp.array([3, 2, 0, 1])
-    rewards = jnp.array([0.0, 1.0, 0.25, 0.5])
-
-    def layout(rows) -> LossInputs:
-        inputs = jax.tree.map(lambda x: x[rows], hard_inputs(config))
-        weights = config.weighting.weights(TRL_MASK[rows])
-        return inputs.replace(advantages=group_relative(rewards[rows], 2, scale), weights=weights)
-
-    one, other = loss_and_gradient(layout(jnp.arange(4)), config), loss_and_gradient(layout(order), config)
-    np.testing.assert_allclose(other[0], one[0], rtol=1e-5)
-    np.testing.assert_allclose(other[1], one[1][order], rtol=1e-5)
