@@ -19,7 +19,6 @@ from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.sampling import forbid
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from tests.command_errors import error_of
@@ -35,29 +34,6 @@ def with_generation_config(folder: Path, **values: object) -> Path:
     text = {"bos_token_id": 256, "do_sample": True, "temperature": 0.7, "transformers_version": "4.37.0", **values}
     (folder / "generation_config.json").write_text(json.dumps(text))
     return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [False, True])
-def test_each_end_token_ends_a_response(engine: bool):
-    """One of the end tokens is also the padding token, as in some checkpoints."""
-    model, params, key = Decoder(TINY), make_params(TINY), jax.random.key(2)
-    if engine:
-        ended = Engine(model, Knorm(), ENDING, 3).run(params, PROMPTS, key).trajectory
-    else:
-        ended = rollout(model, params, PROMPTS, key, policy=Knorm(), config=ENDING)
-    # Without end tokens the same rows sample the same tokens, and continue.
-    endless = rollout(model, params, PROMPTS, key, policy=Knorm(), config=replace(ENDING, eos_token_id=None))
-    lasts = set()
-    for row in range(6):
-        tokens = np.asarray(endless.response[row])
-        (ends,) = np.nonzero((tokens == 3) | (tokens == 1))
-        length = ends[0] + 1 if len(ends) else 40
-        np.testing.assert_array_equal(ended.response[row, :length], tokens[:length])
-        assert ended.response_mask[row].tolist() == [True] * length + [False] * (40 - length)
-        assert bool(ended.terminated[row]) == bool(len(ends))
-        lasts |= {int(tokens[length - 1])} if len(ends) else set()
-    assert lasts == {1, 3}, "choose another key: rows should end with either"
 
 
 def test_no_end_token_before_the_minimum_length():
