@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,11 +12,11 @@ import optax
 import pytest
 
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message import tree
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Params
 from smd_jax.sampler.compaction import (
     COMPACTED,
     Compacted,
@@ -24,6 +24,7 @@ from smd_jax.sampler.compaction import (
     CompactionConfig,
     converse_compacting,
 )
+from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, Reply, converse
 from tests.sampler.test_conversation import CONFIG, SHAPE, Scripted, gap
 from tests.tiny_update import rows_of
@@ -34,35 +35,28 @@ PROMPTS = [[12, 13, 14, 15, 16], [12, 13, 14, 15, 16], [20, 21, 22]]
 COMPACTION = CompactionConfig(contexts=3, after_tokens=20, ask=(55, 56), heading=(57,))
 
 
-@cache
-def compacted(name: str = "SnapKV") -> Compacted:
-    respondent = CompactingRespondent(
-        Scripted(ending=lambda row, turn: "done" if turn == 5 else None),
-        COMPACTION,
-        PROMPTS,
-        WIDTH,
-    )
+def compact(model: Decoder, params: Params, policy: str, config: RolloutConfig, seed: int) -> Compacted:
+    """Conversations of up to six turns over `PROMPTS`, in contexts of `COMPACTION`."""
+    ending = Scripted(ending=lambda row, turn: "done" if turn == 5 else None)
+    talk = ConversationConfig(turns=8, turn_tokens=30)
 
     def sample(prompts: Any, keys: Any, respondent: Any, active: np.ndarray) -> Any:
-        return converse(
-            Decoder(SHAPE),
-            make_params(SHAPE),
-            prompts,
-            keys,
-            respondent,
-            policy=POLICIES[name],
-            config=CONFIG,
-            conversation=ConversationConfig(turns=8, turn_tokens=30),
-            active=active,
-        )
+        arguments: Any = {"policy": POLICIES[policy], "config": config, "conversation": talk, "active": active}
+        return converse(model, params, prompts, keys, respondent, **arguments)
 
-    return converse_compacting(sample, respondent, jax.random.key(2), 0)
+    respondent = CompactingRespondent(ending, COMPACTION, PROMPTS, WIDTH)
+    return converse_compacting(sample, respondent, jax.random.key(seed), 0)
 
 
-def branches(name: str = "SnapKV") -> list[tree.Branch]:
+@cache
+def compacted() -> Compacted:
+    return compact(Decoder(SHAPE), make_params(SHAPE), "SnapKV", CONFIG, seed=2)
+
+
+def branches() -> list[tree.Branch]:
     """The contexts, without padding."""
-    trajectory, found = compacted(name).trajectory, []
-    for row in np.flatnonzero(compacted(name).present):
+    trajectory, found = compacted().trajectory, []
+    for row in np.flatnonzero(compacted().present):
         valid = np.asarray(trajectory.valid[row])
         sampled = np.concatenate([np.zeros(WIDTH, bool), np.asarray(trajectory.response_mask[row])])
         logprobs = np.concatenate([np.zeros(WIDTH), np.asarray(trajectory.logprobs[row])])
@@ -89,28 +83,6 @@ def test_each_context_is_exact_and_begins_with_prompt_and_summary():
         assert before[np.flatnonzero(~sampled)[-2:]].tolist() == [55, 56]
         assert tokens[begins - 1] == 57 and tokens[begins : begins + len(summary)] == summary
         assert not np.asarray(said[index].sampled)[: begins + len(summary)].any()
-
-
-def trained(make: Any, config: UpdateConfig, name: str) -> tuple[Any, dict[str, float]]:
-    result = compacted(name)
-    model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
-    state = init_state(jax.tree.map(jnp.copy, make_params(SHAPE)), optimizer, jax.random.key(0))
-    advantages = jnp.linspace(-1, 1, len(result.present))
-    batch = TrainBatch(result.trajectory, advantages, None, jnp.asarray(result.present))
-    state, metrics = make(model, optimizer, config)(state, batch)
-    return state.params, {name: float(value) for name, value in metrics.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "shares"), [("Dense", True), ("SnapKV", False)])
-def test_contexts_train_as_one_tree(name: str, shares: bool):
-    """The update that reads shared beginnings once is that of separate rows. Keys of a prompt that branches evict at
-    different times are not shared."""
-    rows, metrics = trained(make_update, UpdateConfig(), name)
-    packed = UpdateConfig(microbatch_size=2, pack_columns=160)
-    whole, shared = trained(partial(make_packed_update, share_beginnings=True), packed, name)
-    assert (shared["update/shared"] > 0.02) == shares and np.isclose(shared["loss"], metrics["loss"], atol=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), rows, whole)
 
 
 @pytest.mark.slow

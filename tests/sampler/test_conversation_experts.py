@@ -19,10 +19,10 @@ from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.sampler.compaction import CompactingRespondent, converse_compacting
-from smd_jax.sampler.conversation_loop import ConversationConfig, converse
+from smd_jax.sampler.compaction import Compacted
+from smd_jax.sampler.conversation_loop import converse
 from smd_jax.testing import random_params
-from tests.sampler.test_compaction import COMPACTION, PROMPTS
+from tests.sampler.test_compaction import compact
 from tests.sampler.test_conversation import CONFIG, LENGTHS, SHAPE, TALK, VOCAB, Scripted
 from tests.tiny_update import RECORD
 from tests.under_test import POLICIES, left_padded
@@ -53,7 +53,7 @@ def gap(trajectory: Trajectory) -> np.ndarray:
     return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "SnapKV" else pytest.mark.slow) for x in POLICIES])
+@pytest.mark.parametrize("name", ["SnapKV", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Dense", "H2O"))])
 def test_exact_over_turns(name: str):
     trajectory = conversed(name)
     assert (np.asarray(trajectory.turns()).max(axis=1) >= 3).sum() >= 2
@@ -84,17 +84,8 @@ def test_what_is_recorded(decode_rows: int | None):
 
 
 @cache
-def compacted(policy: str) -> Any:
-    respondent = CompactingRespondent(
-        Scripted(ending=lambda row, turn: "done" if turn == 5 else None), COMPACTION, PROMPTS, 48
-    )
-    talk = ConversationConfig(turns=8, turn_tokens=30)
-
-    def sample(prompts: Any, keys: Any, respondent: Any, active: np.ndarray) -> Any:
-        arguments: Any = {"policy": POLICIES[policy], "config": SIZES, "conversation": talk, "active": active}
-        return converse(MODEL, params(), prompts, keys, respondent, **arguments)
-
-    return converse_compacting(sample, respondent, jax.random.key(7), 0)
+def compacted(policy: str) -> Compacted:
+    return compact(MODEL, params(), policy, SIZES, seed=7)
 
 
 def stepped(policy: str, make: Any, config: UpdateConfig) -> tuple[Any, dict[str, Any]]:
