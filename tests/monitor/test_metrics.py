@@ -176,21 +176,6 @@ def test_a_new_run_never_overwrites_an_older_one(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_resuming_drops_the_rows_that_will_come_again(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        for step in range(6):
-            writer.write(step, {"reward": step / 10})
-    with MetricsWriter(path, next_step=3) as writer:
-        writer.write(3, {"reward": 9.0})
-    assert read_metrics(path) == [
-        {"step": 0, "reward": 0.0},
-        {"step": 1, "reward": 0.1},
-        {"step": 2, "reward": 0.2},
-        {"step": 3, "reward": 9.0},
-    ]
-
-
 @pytest.mark.parametrize("line", ['{"step": 1, "rew', "[1, 2]", '{"reward": 0.5}', '{"step": 1.0}', ""])
 def test_a_broken_line_in_the_middle_is_an_error_and_nothing_is_lost(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
