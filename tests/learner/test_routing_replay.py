@@ -67,8 +67,9 @@ def test_what_is_recorded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_replay_is_exact_under_every_policy(policy: str):
+@pytest.mark.parametrize("policy", ["StreamingLLM", "SnapKV", "Pyramid of H2O"])
+def test_the_replay_is_exact(policy: str):
+    """By position, by recent queries, with budgets of its own. (H2O: below.)"""
     assert gap(CONFIG, sampled(CONFIG, policy)).max() <= 2e-5
 
 

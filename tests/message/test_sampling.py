@@ -240,17 +240,17 @@ def test_frequencies(config: SamplingConfig):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("kind", "config"),
     [
-        SamplingConfig(),
-        SamplingConfig(temperature=0.9, top_k=50),
-        SamplingConfig(temperature=0.9, top_k=50, top_p=0.9, min_p=0.01),
-        SamplingConfig(top_p=0.9),
-        SamplingConfig(temperature=0.7, min_p=0.02),
+        ("flat", SamplingConfig()),
+        ("extreme", SamplingConfig()),
+        ("wide", SamplingConfig(temperature=0.9, top_k=50)),
+        ("extreme", SamplingConfig(temperature=0.9, top_k=50, top_p=0.9, min_p=0.01)),
+        ("flat", SamplingConfig(top_p=0.9)),
+        ("extreme", SamplingConfig(temperature=0.7, min_p=0.02)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["flat", "wide", "extreme"])
 def test_large_vocabularies(kind: str, config: SamplingConfig):
     """As many tokens as Qwen2 has, which are no whole number of blocks; 0 and the number before 1 among the draws."""
     vocab, rng = 151_936 - 7, np.random.default_rng(2)
