@@ -101,8 +101,9 @@ def fresh_state(reference: bool) -> tuple[TrainState, TrainState]:
 @pytest.mark.slow
 @pytest.mark.parametrize("distill", [None, DistillConfig(direction="forward")])
 def test_empty_responses_move_nothing(distill: DistillConfig | None):
-    """Neither does weight decay; and it is no skipped update."""
-    update = make_update(MODEL, optax.adamw(1e-2, weight_decay=0.1), UpdateConfig(distill=distill))
+    """Neither do weight decay and an entropy bonus; and it is no skipped update."""
+    config = UpdateConfig(distill=distill, entropy_coef=0.1)
+    update = make_update(MODEL, optax.adamw(1e-2, weight_decay=0.1), config)
     before, taken = fresh_state(reference=False)
     after, metrics = update(taken, TrainBatch(empty(), batch().advantages, None))
     assert not moved(before, after) and after.step == 1 and metrics["update/skipped"] == 0
