@@ -1,6 +1,5 @@
-"""A reference that follows the policy: by hand, in updates, in a loop that resumes bitwise, and as a teacher."""
+"""A reference that follows the policy: by hand, in updates, and as a teacher."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -18,11 +17,9 @@ from smd_jax.learner.storage import stored
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.runs import checkpoint
 from smd_jax.testing import count_compilations
 from tests import bigram_update, tiny_update
 from tests.bitwise import assert_bitwise_equal
-from tests.toy_loop import CONFIG, new_loop, new_state, run, warm_params
 
 KEY = jax.random.key(0)
 KL = LossConfig(beta=0.1)
@@ -139,27 +136,6 @@ def test_a_sharded_reference_stays_where_it_was():
     assert all(x.sharding.is_equivalent_to(was, x.ndim) for x, was in zip(leaves, before, strict=True))
     assert not any(x.sharding.is_fully_replicated for x in leaves)
     assert all(x.is_deleted() for x in jax.tree.leaves(state.reference))
-
-
-# --- in a run
-
-
-@pytest.mark.slow
-def test_a_run_resumes_bitwise(tmp_path):
-    """Between two mixtures: a reference restored as the frozen one, or a count begun anew, would be another."""
-    config = UpdateConfig(loss=KL, reference_sync=ReferenceSync(0.5, 3))
-    loop = new_loop(dataclasses.replace(CONFIG, update=config, minibatches=2))
-
-    def start():
-        return new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
-
-    whole, _ = run(loop, start(), 3)
-    half, _ = run(loop, start(), 2)
-    moved = jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), half.reference, warm_params()))
-    assert max(moved) > 0
-    checkpoint.save(tmp_path, 2, half, config=loop.config)
-    restored = checkpoint.restore(tmp_path, start(), config=loop.config).state
-    assert_bitwise_equal(run(loop, restored, 1)[0], whole)
 
 
 # --- what makes no sense

@@ -46,10 +46,11 @@ CONFIG = Config()
 
 
 def initial_state() -> dict[str, Any]:
-    """Parameters of two dtypes, optimizer state, step, typed keys of two implementations."""
+    """Parameters of two dtypes, a reference, optimizer state, step, typed keys of two implementations."""
     params = {"w": jax.random.normal(jax.random.key(0), (8, 4)), "b": jnp.full((4,), 1 / 3, jnp.bfloat16)}
     return {
         "params": params,
+        "reference": jax.tree.map(lambda x: x + 1, params),
         "opt_state": OPTIMIZER.init(params),
         "step": jnp.int32(0),
         "key": jax.random.key(7),

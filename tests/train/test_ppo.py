@@ -22,9 +22,8 @@ from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
 from smd_jax.monitor.metrics_log import METRICS
-from smd_jax.runs import checkpoint
 from smd_jax.tasks.task import Task
-from smd_jax.testing import count_compilations, random_params
+from smd_jax.testing import count_compilations
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
 from tests.bitwise import assert_bitwise_equal
@@ -296,21 +295,6 @@ def test_a_mesh_gives_the_same_step():
     for name in ("loss", "reward", "grad_norm", "loss/value_avg", "critic/returns/mean"):
         np.testing.assert_allclose(many[1][0][name], one[1][0][name], rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(many[0].params[VALUE_HEAD]["bias"], one[0].params[VALUE_HEAD]["bias"], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_bitwise_with_its_critic(tmp_path):
-    whole, rows = run(new_loop(TWICE), new_state(), 4)
-    half, first = run(new_loop(TWICE), new_state(), 2)
-    checkpoint.save(tmp_path, 2, half, config=TWICE)
-    like = init_state(
-        add_value_head(random_params(LOOP_MODEL.config), LOOP_MODEL.config), optimizer(), jax.random.key(9)
-    )
-    restored = checkpoint.restore(tmp_path, like, config=TWICE)
-    assert_bitwise_equal(restored.state.params[VALUE_HEAD], half.params[VALUE_HEAD])
-    resumed, second = run(new_loop(TWICE), restored.state, 2)
-    assert first + second == rows
-    assert_bitwise_equal(resumed, whole)
 
 
 # --- bad input
