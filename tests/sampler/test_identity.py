@@ -19,7 +19,6 @@ import pytest
 
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.wrappers import Pyramid
 from smd_jax.learner.forward import replay
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.sampling import SamplingConfig
@@ -31,7 +30,6 @@ from tests.under_test import (
     POLICIES,
     POLISHED,
     SHAPES,
-    eviction_times,
     left_padded,
     make_params,
     polished_rollout,
@@ -43,7 +41,6 @@ KEY = 143
 # One of 768 tokens: some rows end early, others never.
 SMALL = RolloutConfig(RESPONSE, budget=16, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
 ODD = dataclasses.replace(SMALL, budget=11, buffer=5)
-LONG = dataclasses.replace(SMALL, budget=WIDTH + RESPONSE, buffer=7)
 
 BY_POSITION = {"Recent", "StreamingLLM", "Protect of StreamingLLM"}
 SELECTIVE = set(POLICIES) - {"Dense"} - BY_POSITION  # their masks differ between layers
@@ -111,27 +108,7 @@ def test_budget_far_below_the_length(name: str, shape: str, config: RolloutConfi
         assert gap(run, mask).max() > 1e-2, f"the learner does not notice that the mask is {kind}"
 
 
-# What a policy would choose does not matter, because nothing has to go; but from Pyramid's last layer. (That others
-# sample what Dense does, tests/sampler/test_rollout.py shows.)
-ROOMY = ["H2O", "Pyramid"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROOMY)
-def test_budget_above_the_length(name: str):
-    run = roll(SHAPES["MHA"], POLICIES[name], LONG)
-    assert gap(run).max() <= 2e-5
-    if not isinstance(POLICIES[name], Pyramid):  # whose last layer has less than the budget
-        recorded, valid = eviction_times(run[-1]), np.asarray(run[-1].valid)
-        expected = np.where(valid, NEVER, 0)
-        # Nothing but itself sees a row's last token, which was drawn but never read.
-        last = valid.shape[1] - 1 - np.argmax(valid[:, ::-1], axis=1)
-        short = np.flatnonzero(last < valid.shape[1] - 1)
-        expected[short, last[short]] = last[short] + 1
-        np.testing.assert_array_equal(recorded, np.broadcast_to(expected[:, None, None], recorded.shape))
-
-
-KEEPING = [case for case in FAR_BELOW if POLICIES[case[0]].evicts] + [("H2O", "MHA", LONG), ("Pyramid", "MHA", LONG)]
+KEEPING = [case for case in FAR_BELOW if POLICIES[case[0]].evicts]
 # By position, by attention, with budgets of its own; and in both shapes.
 QUICK = {"StreamingLLM", "H2O", "Pyramid of H2O"}
 
