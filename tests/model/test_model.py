@@ -13,18 +13,18 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from smd_jax.config import check_model_sizes
+from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.message.masks import NEVER, Mask, ShadowMask, dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from tests import numpy_decoder
+from tests.families import FAMILY_CONFIGS
 from tests.under_test import SHAPES, left_padded, make_params
 
 BATCH, T = 3, 9
 CONFIGS = {name: replace(shape, vocab_size=40, num_layers=2) for name, shape in SHAPES.items()}
-# Biases start at zero and norms at one; moved, so that leaving them out shows.
-BOTH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 @cache
@@ -98,21 +98,6 @@ def test_logits_against_numpy(heads: str, kind: str):
     for b in range(BATCH):
         expected = numpy_decoder.logits(params_of(config), config, np.asarray(batch.tokens)[b], where[b], mask[b])
         np.testing.assert_allclose(got[b], expected, atol=2e-5)
-
-
-@pytest.mark.slow
-@BOTH
-@pytest.mark.parametrize("impl", ["reference", "xla"])
-def test_both_forms_of_a_mask_are_the_same(config: Any, impl: Any):
-    """Logits and the gradients of all parameters."""
-    model = Decoder(config, impl=impl)
-    compact = ShadowMask(jnp.array(evicted_at(config)))
-    np.testing.assert_allclose(logits(model, compact), logits(model, compact.to_boolean()), rtol=1e-6, atol=1e-6)
-    one, other = gradients(params_of(config), model, compact), gradients(params_of(config), model, compact.to_boolean())
-    assert_trees_close(one, other, relative=1e-5)
-    dense = gradients(params_of(config), model, dense_mask(prompts().valid))
-    with pytest.raises(AssertionError):
-        assert_trees_close(one, dense, relative=1e-2)
 
 
 def test_gradients_of_any_booleans():
@@ -237,6 +222,19 @@ def test_too_many_tokens():
     config = replace(CONFIGS["GQA"], max_positions=T - 1)
     with pytest.raises(ValueError, match=f"at most {T - 1} tokens .*; got {T}"):
         apply(params_of(CONFIGS["GQA"]), Decoder(config), dense_mask(prompts().valid), prompts())
+
+
+def test_a_decoder_over_eight_devices():
+    """Biases are added once, whatever is split."""
+    config = replace(FAMILY_CONFIGS["qwen3-bias-window"], mlp_bias=True, num_layers=1, sliding_windows=(8,))
+    params, batch = params_of(config), left_padded([12, 12, 5, 3], 12, 96)
+    mask = dense_mask(batch.valid)
+    expected = apply_jitted(params, Decoder(config), mask, batch)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        found = apply_jitted(shard_tree(params, mesh), Decoder(config), mask, batch)
+    there = np.asarray(batch.valid)
+    np.testing.assert_allclose(np.asarray(found)[there], np.asarray(expected)[there], atol=2e-5)
 
 
 # --- precision, windows, and what is refused
