@@ -132,10 +132,10 @@ def test_experts_are_read(checkpoint: Path):
 
 
 def test_parts_are_read_onto_a_mesh(checkpoint: Path):
-    """Of 64 columns, four devices read 16 each: half a group."""
+    """Of 64 columns, four devices read 16 each: half a group. Each converts its part."""
     mesh = make_mesh(data=1, fsdp=4, tensor=2)
-    _, found = load_checkpoint(checkpoint, mesh=mesh)
-    _, whole = load_checkpoint(checkpoint)
+    _, found = load_checkpoint(checkpoint, dtype=jnp.bfloat16, mesh=mesh)
+    _, whole = load_checkpoint(checkpoint, dtype=jnp.bfloat16)
     part = found["layers_0"]["mlp"]["experts"]["gate_proj"].addressable_shards[0].data
     assert part.shape == (2, 16, WIDTH)
     assert_bitwise_equal(found, shard_tree(whole, mesh))
