@@ -76,9 +76,7 @@ def make_packed_update(
       TypeError: as `make_update`.
       ValueError: for a config without `pack_columns`, and shared beginnings with sliding windows shorter than a row.
     """
-    check_parts(model, optimizer, config, UpdateConfig)
-    if config.pack_columns is None:
-        raise ValueError("expected pack_columns, or make_update; got None")
+    _check(model, optimizer, config)
     share = share_beginnings or config.rows_per_prompt > 1
     if share:
         check_windows(model.shape, config)
@@ -135,6 +133,12 @@ def make_packed_update(
         return state, metrics
 
     return update
+
+
+def _check(model: LanguageModel, optimizer: optax.GradientTransformation, config: UpdateConfig) -> None:
+    check_parts(model, optimizer, config, UpdateConfig)
+    if config.pack_columns is None:
+        raise ValueError("expected pack_columns, or make_update; got None")
 
 
 def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: bool = False) -> Packs:
