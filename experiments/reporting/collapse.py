@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from scipy.stats import fisher_exact
 
@@ -75,7 +76,7 @@ def section(rows: Sequence[Row]) -> str:
     if not {"bypass", "shadow"} <= primary.keys():
         return ""
     counts = [primary[arm].collapsed for arm in ("bypass", "shadow")]
-    _, p = fisher_exact([[count, len(SEEDS) - count] for count in counts])
+    p: Any = fisher_exact([[count, len(SEEDS) - count] for count in counts])[1]  # scipy's stubs do not know the type
     verdict = "No difference is established." if p > 0.05 else "They differ."
     others = [cell for cell in cells if cell.arm != "shadow"]
     dense, below = [row for cell in others for row in cell.rows], sum(cell.below_threshold for cell in others)

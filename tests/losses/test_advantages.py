@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out, turn_relative
+from smd_jax.losses.advantages import EPSILON, Scale, group_relative, groups_with_signal, leave_one_out, turn_relative
 from smd_jax.losses.pairs import best_worst
 from tests import paths
 
@@ -97,7 +97,8 @@ def test_turns_by_hand():
     answered = jnp.array([[True, True], [True, False], [True, False], [True, False]])
     rewarded = jnp.array([True, True, True, False])
     # All four rewards, 0, 2, 1 and 4, have a variance of 35 / 12.
-    for scale, deviation in (("group", 1 + EPSILON), ("batch", (35 / 12) ** 0.5 + EPSILON), ("none", 1)):
+    deviations: dict[Scale, float] = {"group": 1 + EPSILON, "batch": (35 / 12) ** 0.5 + EPSILON, "none": 1}
+    for scale, deviation in deviations.items():
         found = turn_relative(rewards, answered, 2, scale, rewarded)
         np.testing.assert_allclose(found, [[0, 1 / deviation], [0, 0], [0, 0], [0, 0]], atol=1e-6)
 

@@ -280,9 +280,14 @@ def test_conversations_that_wait_give_their_rows_away(name: str):
 def test_parked_conversations_come_back_to_the_device_of_the_others():
     """The host parks them on its first device; the model is on the second, as on an accelerator."""
     device = jax.devices()[1]
+    params, prompts, key = jax.device_put(
+        (make_params(SHAPE), left_padded(LENGTHS, WIDTH, VOCAB), jax.random.key(3)), device
+    )
     given = converse(
         Decoder(SHAPE),
-        *jax.device_put((make_params(SHAPE), left_padded(LENGTHS, WIDTH, VOCAB), jax.random.key(3)), device),
+        params,
+        prompts,
+        key,
         Scripted(delay=lambda row, turn: 2 + row % 2),
         policy=POLICIES["SnapKV"],
         config=CONFIG,
