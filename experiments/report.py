@@ -55,7 +55,7 @@ def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     """Path -> text of both pages."""
     planned = reruns.without(rows)
     room = first_cell(planned["room"])
-    report = front.page(room, other_cells(planned["room"])) + "\n" + body.text(rows, planned)
+    report = front.page(room, other_cells(planned["room"]), rows["smollm2.json"]) + "\n" + body.text(rows, planned)
     return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(planned, room))}
 
 

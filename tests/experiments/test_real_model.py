@@ -192,6 +192,20 @@ def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, mon
     assert read_rows(reported) == [clean[0], clean[2]]
 
 
+def test_nothing_is_reported_before_all_seeds_are_in():
+    sizes = {"policy": "snapkv", "budget": 128, "buffer": 16, "length": 227, "prompt_width": 163, "rollouts": 16}
+    sizes |= {"prompts": 4, "group": 8, "lora_rank": 16, "evaluation_rows": 4, "mismatch_kl": 0.14}
+    rows: list[Row] = []
+    for seed in range(10, 18):
+        for arm, right in (("naive", [1, 0, 0, seed % 2]), ("shadow", [1, 1, 1, 0])):
+            rewards = {f"{kind}_rewards": right for kind in reporting.KINDS}
+            rows.append(sizes | rewards | dict.fromkeys(reporting.KINDS, np.mean(right)) | {"arm": arm, "seed": seed})
+    assert reporting.section(rows[:-1]) == "" and "older runs" in reporting.bullet(rows[:-1])
+    said = reporting.section(rows)
+    assert "| shadow | 0.750 |" in said and "at temperature 1: +0.375 (" in said and "is refuted." not in said
+    assert "minus\n  naive +0.375 (" in reporting.bullet(rows)
+
+
 def test_the_interval_has_the_error_of_seeds_and_of_questions():
     # Every question has one sign, so all seeds agree: only the questions vary.
     signs = np.repeat([1, 0, -1], (60, 20, 20))
