@@ -9,7 +9,7 @@ Command    make smollm2                                               the model,
            python experiments/real_model.py --arms naive shadow       the arms of the primary contrast
            python experiments/real_model.py --rule r-kv               another eviction policy
            python experiments/real_model.py --rows-from FILE          adds the rows that a clean clone made
-Cost       about ten minutes per run on one core of an AMD EPYC (family 26, model 2).
+Cost       nine minutes per run on one core of an AMD EPYC (family 26, model 2), of which the evaluation takes four.
            Processes with other --arms and the same --runs may run together; --collect then writes the rows of all.
 Result     runs/real_model/rows.json, a row per run; an unfinished run has its curve so far. The rows of the report are
            in experiments/results/smollm2.json.
