@@ -22,7 +22,7 @@ Sampler    SnapKV (or R-KV) with four sinks, 128 keys and a buffer of 16. `evict
 Chosen     Prompt and budget, before any training, on 24 sums that are not evaluated: right answers at temperature 1
            are 0.42 with the full cache, 0.08 with 128 keys, none with 64.
 Learner    GRPO, 4 prompts x 8 completions, one step per rollout; LoRA of rank 16 on all projections; AdamW, constant
-           rate of 3e-4 after 5 steps for all arms: an older study with other seeds chose it for every one of them.
+           rate of 3e-4 after 5 steps for all arms: an older study with other seeds chose it for naive, TIS and shadow.
 Order      The untrained model, all arms of seed 10, then of seed 11, and so on. A checkpoint every 4 rollouts.
 """
 
@@ -39,7 +39,7 @@ import tyro
 import smd_jax as smd
 from lib.arms import Arm, arms_of
 from lib.command import stopping
-from lib.files import RESULTS, ROOT, Row, read_rows, write_rows
+from lib.files import RESULTS, ROOT, Row, merged, read_rows, write_rows
 from lib.provenance import is_clean, provenance
 from real.execute import execute
 from real.job import SIZES, Base, Job, Rule, Sizes, is_finished, kept
@@ -126,8 +126,7 @@ def merge(path: Path, rows: Sequence[Row]) -> None:
     def key(row: Row) -> tuple[object, ...]:
         return tuple(row[name] for name in ("task", "policy", "budget", "buffer", "seed", "arm"))
 
-    new = {key(row) for row in rows}
-    write_rows(path, sorted([row for row in read_rows(path) if key(row) not in new] + list(rows), key=key))
+    write_rows(path, merged(path, rows, key))
 
 
 def add_rows(source: Path, results: Path = REPORTED) -> None:

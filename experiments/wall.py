@@ -41,6 +41,7 @@ from lib.files import (
     ROOT,
     Row,
     fingerprint,
+    merged,
     number,
     read_kept,
     read_rows,
@@ -232,8 +233,7 @@ def merge(results: Path, rows: list[Row]) -> None:
     def key(row: Row) -> tuple[object, ...]:
         return tuple(row[name] for name in ("length", "way", "pilot", "learning_rate", "seed", "seconds"))
 
-    new = {key(row): row for row in rows}
-    write_rows(results, sorted(({key(row): row for row in read_rows(results)} | new).values(), key=key))
+    write_rows(results, merged(results, rows, key))
 
 
 def main(args: Args) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,12 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         return
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
     write_text(path, f"[\n{lines}\n]\n")
+
+
+def merged(path: Path, rows: Sequence[Row], key: Callable[[Row], Any]) -> list[Row]:
+    """The rows of a file with these added, in the order of `key`; of two rows with one key the new one stays."""
+    new = {key(row) for row in rows}
+    return sorted([row for row in read_rows(path) if key(row) not in new] + list(rows), key=key)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from lib.arms import Arm
-from lib.files import Row, fingerprint, read_rows, write_rows
+from lib.files import Row, fingerprint, merged, read_rows, write_rows
 from lib.problems import Problem
 from lib.runs import Job, Sizes, finished, keep, kept_row
 from lib.samplers import Sampler
@@ -231,10 +231,9 @@ def merge_rows(results: Path, rows: Sequence[Row]) -> None:
     Raises:
       ValueError: if arms of one cell and seed began from different starts. The file is not changed.
     """
-    new = {_key(row) for row in rows}
-    merged = [row for row in read_rows(results) if _key(row) not in new] + list(rows)
-    check_one_start(merged)
-    write_rows(results, sorted(merged, key=_key))
+    all_rows = merged(results, rows, _key)
+    check_one_start(all_rows)
+    write_rows(results, all_rows)
 
 
 def _key(row: Row) -> tuple[object, ...]:

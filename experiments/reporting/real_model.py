@@ -105,7 +105,7 @@ def part(rule: str, arms: Arms) -> str:
         for kind, words in (("sparse", "at temperature 1"), ("sparse_greedy", "greedily"))
         if (arm, rival, kind) != ("shadow", "naive", "sparse")
     ]
-    mismatch = plain(mean_of([row for row in arms["naive"]], "mismatch_kl"))
+    mismatch = plain(mean_of(arms["naive"], "mismatch_kl"))
     return f"""{rule} (the dense learner of naive is {mismatch} nats per token away from the sampler):
 
 {table(["arm", "budget", "greedy", "full cache", "greedy"], lines)}

@@ -44,7 +44,7 @@ from smd_jax.commands.errors import UserError, as_user_errors, plain_warnings, r
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
-from smd_jax.commands.policy_texts import named_policy, trained_gate
+from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
 from smd_jax.commands.task_source import has_held_out_rows, rewards_of, task_choice, task_of
 from smd_jax.devices.sharding import make_mesh
@@ -269,7 +269,7 @@ def with_trained(policy: EvictionPolicy, gate: LinearGate | None) -> EvictionPol
     Raises:
       UserError: no trained gate.
     """
-    if not isinstance(policy, LearnedGate) or trained_gate(policy) is None:
+    if not (isinstance(policy, LearnedGate) and policy.weights.has_parameters):
         return policy
     if gate is None:
         raise UserError("expected --gate, a directory with a trained gate, with --eviction gate; got none")

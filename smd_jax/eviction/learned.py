@@ -71,4 +71,5 @@ def gate_logits(gate: Gate, view: CacheView) -> Scores:
     """The gate's worth of each cached key."""
     queries = view.statistic(NEWEST_QUERY)
     newest = view.newest[:, None]
-    return gate.worth(view.parameters, view.keys, view.values, view.positions, newest, queries)[:, :, 0]
+    logits = gate.logits(view.parameters, view.keys, view.values, view.positions, newest, queries)
+    return gate.keep_sinks(logits, view.positions)[:, :, 0]

@@ -72,7 +72,8 @@ class GatedAttend:
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch kv_heads compressions tokens"]]:
         out = self.attention.attend(q, k, v, layer.mask, sinks)
         queries = jnp.take(q, layer.boundaries - 1, axis=2)
-        return out, self.gate.worth(layer.parameters, k, v, layer.positions, layer.newest, queries)
+        logits = self.gate.logits(layer.parameters, k, v, layer.positions, layer.newest, queries)
+        return out, self.gate.keep_sinks(logits, layer.positions)
 
 
 def recorded_draws(trajectory: Trajectory) -> tuple[ShadowMask, EvictionDraws]:

@@ -40,12 +40,7 @@ def group_relative(
     groups = grouped(rewards, group_size)
     rewarded = grouped_rows(rewarded_rows, groups)
     centred = groups - groups.mean(1, keepdims=True, where=rewarded)
-    if scale == "group":
-        centred = centred / (groups.std(1, ddof=1, keepdims=True, where=rewarded) + EPSILON)
-    if scale == "batch":
-        # The deviation of the rewards, not of `centred`: groups may have different means.
-        centred = centred / (groups.std(ddof=1, where=rewarded) + EPSILON)
-    return _among_others(centred, rewarded).reshape(-1)
+    return _among_others(_scaled(centred, groups, scale, rewarded), rewarded).reshape(-1)
 
 
 def leave_one_out(
@@ -92,12 +87,8 @@ def turn_relative(
     if rewarded is not None:
         counted = counted & rewarded[..., None]
     groups = rewards.reshape(counted.shape)
-    together = {"axis": (1, 2), "keepdims": True, "where": counted}
-    scaled = groups - groups.mean(**together)
-    if scale == "group":
-        scaled = scaled / (groups.std(ddof=1, **together) + EPSILON)
-    if scale == "batch":
-        scaled = scaled / (groups.std(ddof=1, where=counted) + EPSILON)
+    centred = groups - groups.mean((1, 2), keepdims=True, where=counted)
+    scaled = _scaled(centred, groups, scale, counted)
     # A group with one reward has no deviation, and nothing to compare with.
     scaled = jnp.where(counted & (counted.sum((1, 2), keepdims=True) > 1), scaled, 0.0)
     return jnp.cumsum(scaled[..., ::-1], axis=-1)[..., ::-1].reshape(rewards.shape)
@@ -144,6 +135,20 @@ def grouped_rows(
         return None
     check_shape("rewarded_rows", rewarded_rows, (groups.size,))
     return rewarded_rows.reshape(groups.shape)
+
+
+def _scaled(
+    centred: Float[Array, "groups group_size *turns"],
+    rewards: Float[Array, "groups group_size *turns"],
+    scale: Scale,
+    counted: Bool[Array, "groups group_size *turns"] | None,
+) -> Float[Array, "groups group_size *turns"]:
+    """Divides by the deviation of the counted rewards of a group, or of all groups."""
+    if scale == "none":
+        return centred
+    # The deviation of the rewards, not of `centred`: groups may have different means.
+    axes = None if scale == "batch" else tuple(range(1, rewards.ndim))
+    return centred / (rewards.std(axes, ddof=1, keepdims=True, where=counted) + EPSILON)
 
 
 def _among_others(

@@ -78,17 +78,12 @@ class Gate:
           queries: the newest query at each compression, after RoPE.
         """
 
-    def worth(
+    def keep_sinks(
         self,
-        parameters: Any,
-        keys: Float[Array, "batch kv_heads keys head_dim"],
-        values: Float[Array, "batch kv_heads keys head_dim"],
+        logits: Float[Array, "batch kv_heads compressions keys"],
         positions: Int[Array, "batch heads_or_one keys"],
-        newest: Int[Array, "batch compressions"],
-        queries: Float[Array, "batch heads compressions head_dim"],
     ) -> Float[Array, "batch kv_heads compressions keys"]:
-        """The `logits`, with `KEPT` for the sinks: what sampler and learner draw by."""
-        logits = self.logits(parameters, keys, values, positions, newest, queries)
+        """The logits that sampler and learner draw by: `KEPT` for the sinks."""
         return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
 
 

@@ -176,7 +176,8 @@ def test_a_sinks_logit_has_no_gradient():
     queries = jnp.ones((1, config.num_heads, 1, config.head_dim))
 
     def logits(kernel: Any) -> jax.Array:
-        return gate.worth(kernel, keys, keys, jnp.arange(5)[None, None], jnp.full((1, 1), 4), queries)
+        positions = jnp.arange(5)[None, None]
+        return gate.keep_sinks(gate.logits(kernel, keys, keys, positions, jnp.full((1, 1), 4), queries), positions)
 
     assert (logits(kernel)[..., :2] == KEPT).all() and (logits(kernel)[..., 2:] < 1000).all()
     slope = jax.grad(lambda kernel: logits(kernel)[..., :2].sum())(kernel)["kernel"]

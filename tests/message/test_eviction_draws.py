@@ -361,7 +361,8 @@ def test_fresh_gate_is_indifferent():
 def test_sinks_of_a_gate_without_parameters():
     keys = jnp.ones((1, 1, 3, 4))
     positions, queries = jnp.arange(3).reshape(1, 1, 3), -jnp.ones((1, 2, 1, 4))
-    logits = AttentionGate(sinks=1).worth((), keys, keys, positions, jnp.asarray([[2]]), queries)
+    gate = AttentionGate(sinks=1)
+    logits = gate.keep_sinks(gate.logits((), keys, keys, positions, jnp.asarray([[2]]), queries), positions)
     np.testing.assert_array_equal(logits, [[[[KEPT, -2.0, -2.0]]]])
     params = make_params(MODEL.config)
     added = add_gate(params, AttentionGate(), num_layers=2, num_kv_heads=2, head_dim=8)
