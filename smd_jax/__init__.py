@@ -1,4 +1,4 @@
-"""Shadow Mask Distillation: RL post-training with a KV cache of fixed size, sampler and learner exactly one policy.
+"""Shadow Mask Distillation: RL post-training with a KV cache of fixed size, sampler and learner one policy.
 
 The public API in the order you use it: prompts -> rollout (cache + eviction policy) -> Trajectory -> rewards ->
 advantages -> update. The rest lives in subpackages: `smd.eviction.H2O`, `smd.corrections.TIS`, ….

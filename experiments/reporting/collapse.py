@@ -82,8 +82,8 @@ def section(rows: Sequence[Row]) -> str:
     dense, below = [row for cell in others for row in cell.rows], sum(cell.below_threshold for cell in others)
     return f"""## Collapse
 
-Does a learner that ignores the eviction collapse, as the papers report? Two learners have that name. The ratio of
-*naive* is taken to the dense learner's own old log-probabilities, that of *bypass* to the sampler's. sorting-12 with 11
+Does a learner that ignores the eviction collapse, as the papers report? Papers mean two learners. *naive* takes the
+ratio to the dense learner's own old log-probabilities, *bypass* to the sampler's. The task is sorting-12 with 11
 + 2 of 26 keys, 500 rollouts, {len(SEEDS)} seeds, starts of the first page. A run has *collapsed* when its greedy reward
 under the budget is below half of the start's in three evaluations in a row. The last columns are greedy rewards:
 the mean of the last three evaluations, minus the start.
@@ -92,9 +92,10 @@ the mean of the last three evaluations, minus the start.
 
 *Primary contrast*: at {rate_words(PRIMARY[1])} under SnapKV {counts[0]} of {len(SEEDS)} runs of bypass and {counts[1]}
 of {len(SEEDS)} of shadow masks collapse (p = {p:.2g}, Fisher's exact test); the plan predicted that bypass collapses
-and naive does not. {verdict} Sparrow's threshold, an agreement of learner and sampler below {THRESHOLD} (5th percentile
-over tokens), is meant to predict a collapse. Of {len(dense)} runs of dense learners in the table {below} cross it and
-{sum(cell.collapsed for cell in others)} collapse. Of {PLANNED} planned lines of the table {len(cells)} are in.
+and naive does not. {verdict} *Agreement* is the ratio of a token's probabilities under learner and sampler, the
+smaller to the larger. Sparrow predicts a collapse where its 5th percentile over tokens falls below {THRESHOLD}.
+{below} of {len(dense)} runs of dense learners cross it, {sum(cell.collapsed for cell in others)} collapse.
+The table has {len(cells)} of {PLANNED} planned lines.
 """
 
 

@@ -27,6 +27,8 @@ GPU_SIZES = BlockSizes(rows_dkv=64, blocks=256)
 TPU_SIZES = BlockSizes(rows=512, keys=512, rows_dq=512, keys_dq=512, rows_dkv=512, keys_dkv=512)
 
 SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is for barriers, reductions and alignment
+# Each range of values has its own sums in registers, and the kernel dequantises the channels of a byte at once.
+MOST_PARTS = 8
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a TPU program gets by default; the rest is for spills
 GPU_GROUP = 8  # columns of scores^T in the decode kernel, the narrowest wgmma tile: the most query heads per KV head
 TPU_LANES = 128  # length of TPU tiles along the last axis of an array
@@ -146,9 +148,8 @@ def why_not_decode_codes(
         memory = "shared memory"
         most = SMEM_BYTES
         needed = _codes_smem_bytes(codes, precise, GPU_DECODE_SIZES)
-        # The kernel dequantises one row of a plane at once: its channels must belong to one part.
-        if codes.head_dim // codes.parts % (BYTE // codes.bits):
-            return f"expected ranges of values for at least {BYTE // codes.bits} channels; got {codes.parts} ranges"
+        if codes.parts > MOST_PARTS:
+            return f"expected at most {MOST_PARTS} ranges of values per token; got {codes.parts}"
     else:
         memory = "VMEM"
         most = VMEM_BYTES

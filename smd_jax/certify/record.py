@@ -21,6 +21,7 @@ from smd_jax.message.foreign import evicted_by_row
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import RoutingShape
+from smd_jax.model.routing import NOT_RECORDED
 
 REQUIRED = ("tokens", "prompt_lengths", "lengths", "logprobs")
 OPTIONAL = (
@@ -136,8 +137,13 @@ def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
     """The arrays of a trajectory of this library, without its padding.
 
     Raises:
-      ValueError: tokens of a response that were not sampled, such as a tool's answer, which a record cannot hold.
+      ValueError: what a record cannot hold: tokens of a response that were not sampled, such as a tool's answer; a
+        quantised cache; a minimum length; packed rows.
     """
+    if trajectory.packing is not None:
+        raise ValueError("expected one sequence in a row; got packed rows")
+    if trajectory.mask.quantized is not None:
+        raise ValueError("expected a cache in full precision; got a quantised one, which a record cannot hold")
     valid = np.asarray(trajectory.valid)
     if (np.asarray(trajectory.columns_after_prompt()) != np.asarray(trajectory.lengths())).any():
         raise ValueError("expected responses of sampled tokens only; got a conversation, with tokens that were read")
@@ -160,11 +166,20 @@ def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
         "evicted_at": np.clip(evicted_at, 0, columns + 1),
         "temperature": np.float32(trajectory.temperature),
     }
+    if trajectory.routing is not None:
+        routing = np.take_along_axis(np.asarray(trajectory.routing), places[:, :, None, None], axis=1)
+        arrays["routing"] = np.where(inside[:, :, None, None], routing, NOT_RECORDED)
     return {name: np.asarray(array) for name, array in arrays.items()} | _support_of(trajectory)
 
 
 def _support_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    if trajectory.drawable is None or trajectory.drawable.sets is None:
+    if trajectory.drawable is None:
+        return {}
+    if trajectory.drawable.min_new_tokens and trajectory.drawable.eos_token_id is not None:
+        raise ValueError(
+            f"expected min_new_tokens 0; got {trajectory.drawable.min_new_tokens}, which a record cannot hold"
+        )
+    if trajectory.drawable.sets is None:
         return {}
     inside = np.asarray(trajectory.response_mask)
     sets = np.asarray(trajectory.drawable.sets)

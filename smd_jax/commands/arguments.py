@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
+from smd_jax.runs.run_config import Objective
+
 T = TypeVar("T")
 BASIC = "basic"
 Basic = Annotated[T, BASIC]
@@ -109,6 +111,15 @@ class EvaluationArgs(EvaluationRows):
     eval_split: str | None = None  # as --split
     eval_temperature: float | None = None  # 0: greedy; None: --temperature
     metric_for_best_model: str | None = None  # keep the checkpoint with the best value, such as eval/dense/reward
+    greater_is_better: bool | None = None  # of that metric; None: no if its name ends in "loss", as in transformers
+
+    @property
+    def objective(self) -> Objective | None:
+        """What the best checkpoint is best at; None without such a metric."""
+        metric, greater = self.metric_for_best_model, self.greater_is_better
+        if metric is None:
+            return None
+        return Objective(metric, maximize=not metric.endswith("loss") if greater is None else greater)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
-from smd_jax.commands.task_source import has_held_out_rows, rewards_of, task_choice, task_of
+from smd_jax.commands.task_source import has_held_out_rows, names_held_out_rows, rewards_of, task_choice, task_of
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
@@ -194,7 +195,7 @@ def check_exported(args: Args) -> None:
     if directory is not None and model == directory / "model" and not model.is_dir():
         raise UserError(
             f"expected a trained model in {model}, which a run writes when it ends; got none. Export the newest "
-            f"checkpoint with: smd-export {directory} --out {model}"
+            f"checkpoint with: {shlex.join(['smd-export', str(directory), '--out', str(model)])}"
         )
 
 
@@ -234,7 +235,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
     data, sampler, command, tokenizer = args.data, args.sampler, args.command, opened.tokenizer
     seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
     choice = task_choice(data, seed)
-    whole: Any = task_of(replace(choice, held_out=data.split is None and has_held_out_rows(data.dataset)))
+    whole: Any = task_of(replace(choice, held_out=names_held_out_rows(data.dataset, data.split)))
     task = first_rows(whole, args.evaluation.eval_rows)
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, whole, data)
     if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts

@@ -39,7 +39,6 @@ from smd_jax.model.weights import check_export, load_checkpoint, read_config, sa
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
 from smd_jax.runs.checkpoint.reading import restore_part
 from smd_jax.runs.frozen_base import params_with_base, params_without_base
-from smd_jax.runs.run_config import Objective
 from smd_jax.runs.run_folder import CHECKPOINTS
 from smd_jax.runs.run_log import best_rollout
 
@@ -127,8 +126,7 @@ def trained_model(args: Args, trained: Common, directory: Path, config: ModelCon
 
 def best_step(run: Path, trained: Common) -> int:
     """The checkpoint with the best value of the run's objective."""
-    metric = trained.evaluation.metric_for_best_model
-    best = None if metric is None else best_rollout(run, Objective(metric))
+    best = best_rollout(run, trained.evaluation.objective)
     if best is None:
         raise UserError(f"expected a run with --metric-for-best-model for --best; got {run}, which has no such value")
     return best.done

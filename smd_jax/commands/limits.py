@@ -10,6 +10,7 @@ from smd_jax.commands.errors import UserError
 from smd_jax.config import MAX_SEED, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.sampler.config import RolloutConfig, plan
+from smd_jax.tasks.build import PROCEDURAL
 from smd_jax.tasks.task import Task, prompt_text
 from smd_jax.text.prompts import Tokenizer, unreachable_tokens
 from smd_jax.train.loop import Loop
@@ -19,6 +20,11 @@ AT_LEAST_ONE = ("save_total_limit", "max_skipped_updates", "eval_rows", "decode_
 AT_LEAST_ONE += ("max_prompt_length", "data_parallel", "fsdp", "tensor", "sequence")
 # Options, whether the run reads them, and the flag that they need.
 READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        ("dataset_size",),
+        lambda values: PROCEDURAL in values["dataset"] + (values["eval_dataset"] or ""),
+        f"--dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
+    ),
     (("lora_alpha", "lora_target_modules", "use_rslora"), lambda values: values["lora_r"] is not None, "--lora-r"),
     (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda values: values["beta"] > 0, "--beta"),
     (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda values: values["sync_ref_model"], "--sync-ref-model"),
@@ -38,6 +44,19 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str
     # A file may hold a policy with a gate.
     (("gate_speed",), lambda values: "gate" in values["eviction"] or ".py" in values["eviction"], "--eviction gate"),
     (("distill_coef",), lambda values: values["distill"] != "none", "--distill"),
+    (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda values: values["optim"] == "adamw", "--optim adamw"),
+    (("print_completions",), lambda values: values["completions_steps"] > 0, "--completions-steps"),
+    (
+        ("reward_weights", "reward_timeout"),
+        lambda values: values["environment"] is None,
+        "--reward, which an environment replaces",
+    ),
+    (
+        ("eval_dataset", "eval_source", "eval_split", "eval_rows", "eval_seed", "eval_decode", "eval_temperature"),
+        lambda values: values["eval_steps"] > 0,
+        "--eval-steps, except on a later smd-eval --run",
+    ),
+    (("greater_is_better",), lambda values: values["metric_for_best_model"] is not None, "--metric-for-best-model"),
 )
 AXES = "--data-parallel * --fsdp * --tensor (* --sequence of smd-train)"
 

@@ -138,6 +138,14 @@ def has_held_out_rows(name: str) -> bool:
     return name in PRESETS or name.startswith(PROCEDURAL)
 
 
+def names_held_out_rows(name: str, split: str | None) -> bool:
+    """Whether these are the held-out rows of a task: without a split, or with a preset's held-out split or a part of
+    it, such as test[:100]. A preset may have them from another source than its training rows."""
+    if split is None or name not in PRESETS:
+        return split is None and has_held_out_rows(name)
+    return split.partition("[")[0] == PRESETS[name].held_out.split
+
+
 def rewards_of(args: Any, task: Any, name: str) -> Rewards:
     """The reward functions of --reward, or the task's own reward, with the time and failure limits of the flags.
 

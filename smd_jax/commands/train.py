@@ -63,7 +63,7 @@ from smd_jax.runs.checkpoint.errors import (
 )
 from smd_jax.runs.checkpoint.reading import check_config
 from smd_jax.runs.run import train
-from smd_jax.runs.run_config import Objective, RunConfig
+from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress, check_room
 from smd_jax.runs.run_log import NoSuchMetricError
 from smd_jax.runs.settings import split_fields, split_settings
@@ -215,14 +215,13 @@ def run_config(args: Common) -> RunConfig:
     name = evaluation.metric_for_best_model
     if name is not None and name.startswith("eval/") and not evaluation.eval_steps:
         raise UserError(f"expected --eval-steps with --metric-for-best-model {name}, a metric of evaluations; got 0")
-    objective = None if name is None else Objective(name)
     run = args.run
     return RunConfig(
         steps=run.max_steps,
         checkpoint_every=run.save_steps,
         evaluate_every=evaluation.eval_steps,
         keep=run.save_total_limit,
-        objective=objective,
+        objective=evaluation.objective,
     )
 
 
@@ -356,7 +355,9 @@ def export_or_explain(ready: Prepared, params: Params) -> None:
     try:
         export(ready, params, directory)
     except (OSError, ValueError) as error:
-        again = shlex.join(["smd-export", str(directory), "--out", "MODEL"])
+        again = shlex.join(
+            ["smd-export", str(directory), "--out", "MODEL", "--export-dtype", ready.args.run.export_dtype]
+        )
         raise UserError(
             f"The run is complete, and its checkpoints are saved. Its export failed: {error}\nTo repeat it: {again}"
         ) from error
@@ -370,7 +371,8 @@ def export(ready: Prepared, params: Params, directory: Path) -> None:
         print(f"gate of evictions: {directory / 'gate'}")
         params = drop_gate(params)
     if has_lora(params):
-        save_peft(directory / "adapter", params, opened.config, base_model=ready.args.model.model)
+        dtype = ready.args.run.export_dtype
+        save_peft(directory / "adapter", params, opened.config, base_model=ready.args.model.model, dtype=dtype)
         print(f"adapters: {directory / 'adapter'}")
         params = merge_lora(params)
     save_checkpoint(

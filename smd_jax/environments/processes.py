@@ -23,6 +23,9 @@ from smd_jax.tasks.reward_callers import START_SECONDS, pickled_function
 from smd_jax.tasks.task import Row
 from smd_jax.text.child_process import ChildEndedError, ChildProcess, pickled_value
 
+# Of an answer: JSON writes a character in up to 12 bytes.
+LONGEST_BYTES = 12 * environment_process.LONGEST + 4096
+
 
 class UnloadableEnvironmentError(RuntimeError):
     """An environment that this process can import and its own process cannot."""
@@ -188,7 +191,7 @@ class EnvironmentsInProcesses:
     def _answer(self, each: _Process) -> Answer:
         if each.failure is None:
             try:
-                return answer_of(json.loads(each.connection.recv_bytes(8 * environment_process.LONGEST)))
+                return answer_of(json.loads(each.connection.recv_bytes(LONGEST_BYTES)))
             except (EOFError, OSError):
                 self._end(each)
             except ValueError as error:  # the environment itself wrote into the connection

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smd_jax.tasks.reward_calls import when_ready
-from smd_jax.tasks.task import Row, Task, batch_columns, completion_of, question_of
+from smd_jax.tasks.task import Prompt, Row, Task, batch_columns, completion_of
 
 
 @dataclass
@@ -27,10 +27,10 @@ class RetryEnvironment:
     right: float = 1.0
     hint: str = "That is not right. Try again."
 
-    def reset(self, row: Row) -> str:
-        """The row's question."""
+    def reset(self, row: Row) -> Prompt:
+        """The row's prompt."""
         self._row, self._left = row, self.attempts
-        return question_of(row["prompt"])
+        return row["prompt"]
 
     def step(self, text: str) -> Any:
         """The reward of the answer that ends the conversation; 0 before. Awaitable if the task grades so."""

@@ -57,14 +57,17 @@ class DrawableTokens(struct.PyTreeNode):
 
         Raises:
           ValueError: a wrong number of rows or offsets, an empty set, a set without the sampled token, an id outside
-            the vocabulary. The message names the row and the token.
+            the vocabulary, with the row and the token; a response_width below the longest response.
         """
         if len(support) != len(responses):
             raise ValueError(f"expected the sampling support of {len(responses)} rows; got {len(support)}")
         by_row = [
             split_support(*sets, responses[row], vocab_size, f" of row {row}") for row, sets in enumerate(support)
         ]
-        width = max(map(len, by_row)) if response_width is None else response_width
+        longest = max(map(len, by_row))
+        width = longest if response_width is None else response_width
+        if width < longest:
+            raise ValueError(f"expected response_width of at least {longest}, the longest response; got {width}")
         most = max(len(ids) for sets in by_row for ids in sets)
         if vocab_size is not None and 4 * most > packed_size(vocab_size, 1):
             bits = np.zeros((len(by_row), width, vocab_size), bool)

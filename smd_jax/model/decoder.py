@@ -44,6 +44,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.config import Activation, ModelConfig, check_choice
 from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_embedding
+from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
 from smd_jax.model.layer_runs import carry_layers, equal_runs, run_layers, run_of, state_kind
@@ -494,12 +495,13 @@ class Decoder(nn.Module):
     @nn.nowrap
     def compute_params(self, params: Mapping[str, Any]) -> Params:
         """Casts all operands of matrix products to the compute dtype. Scales of norms and sinks are unchanged, because
-        they are used in float32."""
+        they are used in float32. So is a gate of evictions, which sampler and learner must read alike."""
 
         def converted(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             # Unconverted leaves stay the same object, which `smd_jax.sampler.params` checks.
             name = getattr(path[-1], "key", None)  # a user's gate may hold a list
-            unchanged = name in ("scale", "sinks") or leaf.dtype == self.config.dtype
+            of_gate = getattr(path[0], "key", None) == EVICTION_GATE
+            unchanged = name in ("scale", "sinks") or of_gate or leaf.dtype == self.config.dtype
             return leaf if unchanged else leaf.astype(self.config.dtype)
 
         return stack_params(jax.tree_util.tree_map_with_path(converted, params), self.shape.layer_runs)

@@ -48,6 +48,11 @@ def dashboard_name(name: str) -> str:
     return name if name.startswith("eval/") else f"train/{name}"
 
 
+def is_evaluation(metrics: Mapping[str, float]) -> bool:
+    """Whether a row is that of an evaluation, and not of a rollout."""
+    return bool(metrics) and all(name.startswith("eval/") for name in metrics)
+
+
 def check_installed(package: str, extra: str, what: str) -> None:
     """Raises MissingExtraError if a logger's package is not installed, without importing it.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from smd_jax.monitor.loggers import check_installed, dashboard_name
+from smd_jax.monitor.loggers import check_installed, dashboard_name, is_evaluation
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -46,7 +46,8 @@ class TensorBoardLogger:
         from tensorboardX.summary import scalar
 
         if self._writer is None:
-            self._writer = self._begin(step)
+            # The training row of an evaluation that the run before left out is in its file, and stays valid.
+            self._writer = self._begin(step + is_evaluation(metrics))
         now = time.time()
         for name, value in metrics.items():
             summary = scalar(dashboard_name(name), value)

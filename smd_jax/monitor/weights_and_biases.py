@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from smd_jax.disk import replaced
-from smd_jax.monitor.loggers import check_installed, dashboard_name
+from smd_jax.monitor.loggers import check_installed, dashboard_name, is_evaluation
 
 Mode = Literal["online", "offline"]
 
@@ -23,8 +23,9 @@ def check_wandb() -> None:
 class WandbLogger:
     """Logs to Weights & Biases, or with "offline" only into `directory/wandb`, for a later `wandb sync`.
 
-    `directory/wandb.json` holds the run's id and its next step. A resumed run continues under the same id and skips the
-    steps that were logged before: repeated steps are bitwise equal.
+    `directory/wandb.json` holds the run's id and its next steps. A resumed run continues under the same id and skips
+    the steps that were logged before: repeated steps are bitwise equal. Weights & Biases takes no row of an earlier
+    step, so an evaluation that the run before left out appears one step later.
 
     Args:
       directory: of the run.
@@ -58,6 +59,8 @@ class WandbLogger:
         known = json.loads(self._file.read_text()) if resume and self._file.is_file() else {}
         self._id: str = known.get("id", secrets.token_hex(4))
         self._first_step: int = known.get("next_step", 0)
+        self._first_evaluation: int = known.get("next_evaluation", self._first_step)
+        self._next_step, self._next_evaluation = self._first_step, self._first_evaluation
         self._run = wandb.init(
             project=project or os.environ.get("WANDB_PROJECT") or "smd_jax",
             name=name,
@@ -71,16 +74,24 @@ class WandbLogger:
             # Not captured: standard output has frames of the progress bar.
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._save_next_step(self._first_step)
+        self._save()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step >= self._first_step:
-            self._run.log({dashboard_name(name): value for name, value in metrics.items()}, step=step)
-            self._save_next_step(step + 1)
+        of_evaluation = is_evaluation(metrics)
+        if step < (self._first_evaluation if of_evaluation else self._first_step):
+            return
+        named = {dashboard_name(name): value for name, value in metrics.items()}
+        self._run.log(named, step=max(step, self._first_step))
+        if of_evaluation:
+            self._next_evaluation = step + 1
+        else:
+            self._next_step = step + 1
+        self._save()
 
     def close(self) -> None:
         self._run.finish()
 
-    def _save_next_step(self, next_step: int) -> None:
+    def _save(self) -> None:
+        known = {"id": self._id, "next_step": self._next_step, "next_evaluation": self._next_evaluation}
         with replaced(self._file) as temporary:
-            temporary.write_text(json.dumps({"id": self._id, "next_step": next_step}) + "\n")
+            temporary.write_text(json.dumps(known) + "\n")

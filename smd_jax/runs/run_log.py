@@ -58,8 +58,9 @@ class RunLog:
             if is_first():
                 paths = directory / METRICS_FILE, directory / EVALUATIONS_FILE
                 with disk_errors_named(paths[0]):
-                    # Rollouts are numbered from 0, and evaluations by the rollouts before them.
-                    self._files = MetricsWriter(paths[0], start), MetricsWriter(paths[1], start + 1)
+                    # Rollouts are numbered from 0, and evaluations by the rollouts before them. Without a checkpoint
+                    # the settings were not compared, and the start is evaluated again.
+                    self._files = MetricsWriter(paths[0], start), MetricsWriter(paths[1], start + 1 if start else 0)
                 self._best = best_rollout(directory, objective)
                 for row in read_metrics(paths[1]):
                     self._note_evaluation(row["step"], row)
@@ -135,8 +136,11 @@ def best_rollout(directory: Path, objective: Objective | None) -> Best | None:
 
 
 def better(best: Best | None, objective: Objective | None, done: int, metrics: Metrics) -> Best | None:
-    """The best value of the objective after one more row of metrics, of `done` finished rollouts."""
-    value = None if objective is None else metrics.get(objective.metric)
+    """The best value of the objective after one more row of metrics, of `done` finished rollouts.
+
+    The start has no checkpoint and is never the best.
+    """
+    value = None if objective is None or not done else metrics.get(objective.metric)
     if objective is None or value is None or not objective.is_better(value, None if best is None else best.value):
         return best
     return Best(value, done)

@@ -43,6 +43,8 @@ class CompactionConfig:
       ask: tokens that the policy reads before it writes the summary; with a chat template those of
         `Dialogue.answer("Summarise …", last)`.
       heading: tokens between the prompt and the summary in the next context.
+      end_token: the end of a turn that `ask` and the answers continue. A conversation whose turn or summary ends with
+        another token is cut off instead of compacted. None: any.
 
     Raises:
       ValueError: fewer than two contexts, no `ask`.
@@ -52,6 +54,7 @@ class CompactionConfig:
     after_tokens: int
     ask: tuple[int, ...]
     heading: tuple[int, ...] = ()
+    end_token: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -84,6 +87,7 @@ class CompactingRespondent:
         self._context = 1
         self._lengths, self._turns = np.zeros((2, len(self.prompts)), np.int64)
         self._answers: dict[int, list[int]] = {}  # unread answers of conversations that write a summary
+        self._last: dict[int, int] = {}  # of the newest turn
         self._summarised: list[tuple[int, Reply]] = []
 
     def begin_context(self, number: int) -> None:
@@ -94,29 +98,42 @@ class CompactingRespondent:
 
     def send(self, row: int, tokens: list[int]) -> None:
         self._lengths[row] += len(tokens)
+        self._last[row] = tokens[-1]
         if row not in self._answers:
             self._turns[row] += 1
             self.inner.send(row, tokens)
             return
         prompt = [*self.prompts[row], *self.config.heading, *tokens, *self._answers.pop(row)]
-        fits = len(prompt) <= self.prompt_width
-        if fits:
+        if len(prompt) > self.prompt_width:
+            reply = Reply([], f"summary: expected a prompt of at most {self.prompt_width} tokens", cut=True)
+        elif (wrong := self._wrong_end(row)) is not None:
+            reply = wrong
+        else:
             self.next_prompts[row] = prompt
-        reason = COMPACTED if fits else f"summary: expected a prompt of at most {self.prompt_width} tokens"
-        self._summarised.append((row, Reply([], reason)))
+            reply = Reply([], COMPACTED)
+        self._summarised.append((row, reply))
 
     def receive(self, wait: bool) -> list[tuple[int, Reply]]:
         replies, self._summarised = self._summarised, []
         for row, reply in self.inner.receive(wait and not replies):
             if reply.ending is None and self._turns[row] == self.turns:
-                reply = Reply([], TURNS)
+                reply = Reply([], TURNS, cut=True)
             full = self._lengths[row] + len(reply.tokens) > self.config.after_tokens
             if reply.ending is None and full and self._context < self.config.contexts:
-                self._answers[row] = reply.tokens
-                reply = Reply(list(self.config.ask))
+                wrong = self._wrong_end(row)
+                if wrong is None:
+                    self._answers[row] = reply.tokens
+                reply = Reply(list(self.config.ask)) if wrong is None else wrong
             self._lengths[row] += len(reply.tokens)
             replies.append((row, reply))
         return replies
+
+    def _wrong_end(self, row: int) -> Reply | None:
+        """Cuts off a conversation whose newest turn has another end than `ask` and the answers continue."""
+        end, last = self.config.end_token, self._last[row]
+        if end is None or last == end:
+            return None
+        return Reply([], f"summary: expected a turn that ends with token {end}; got {last}", cut=True)
 
 
 class Compacted(NamedTuple):

@@ -74,12 +74,14 @@ class Reply(NamedTuple):
     """A respondent's answer to a turn.
 
     Attributes:
-      tokens: read by the policy before its next turn, unless the conversation ends.
+      tokens: read by the policy before its next turn, at least one, unless the conversation ends.
       ending: why the conversation ends; None: it continues.
+      cut: whether a limit ends it, so that `terminated` is false.
     """
 
     tokens: list[int]
     ending: str | None = None
+    cut: bool = False
 
 
 @runtime_checkable
@@ -118,7 +120,7 @@ class Conversed(NamedTuple):
     """Conversations that have ended.
 
     Attributes:
-      trajectory: a row each; `terminated` where the respondent ended it.
+      trajectory: a row each; `terminated` where the respondent ended it, and did not cut it off.
       endings: why each ended: `TURNS`, `LENGTH`, `ROOM`, or what the respondent said.
     """
 
@@ -155,7 +157,7 @@ def converse(
     Raises:
       TypeError: a model, policy, config or prompts of another class, as `rollout`.
       ValueError: decode_rows that do not divide the conversations, neither `config.eos_token_id` nor `stop`, a
-        quantised cache, and what `rollout` raises.
+        quantised cache, an answer without tokens or with ids outside the vocabulary, and what `rollout` raises.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
     check_sampler(model, policy, config)
@@ -180,6 +182,19 @@ def converse(
     return loop.result()
 
 
+def check_answer(row: int, tokens: list[int], vocab_size: int) -> None:
+    """Raises ValueError for an answer without tokens, after which two turns would look like one, and for ids outside
+    the vocabulary, whose embeddings are not finite."""
+    if not tokens:
+        raise ValueError(f"expected an answer of at least one token, or an ending; got none in conversation {row}")
+    outside = [token for token in tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"expected ids of an answer from 0 to {vocab_size - 1}, the model's vocabulary; got {outside[0]} in "
+            f"conversation {row}"
+        )
+
+
 class _Loop:
     """The host's view of a batch of conversations.
 
@@ -191,7 +206,7 @@ class _Loop:
       live: `[rows]` rows that sample.
       last: `[rows]` last token of the turn.
       unread: tokens of an answer that a row has not read yet, the last token of its turn first.
-      endings: why rows ended; None for those that continue.
+      endings: why rows ended; None for those that continue. terminated: `[rows]` rows that no limit ended.
       rows: of the cache; its state is donated to every program that changes it. Elsewhere here a row is a conversation.
     """
 
@@ -223,6 +238,7 @@ class _Loop:
         self.live = active.copy()
         self.unread: dict[int, list[int]] = {}
         self.endings: list[str | None] = [None if each else ABSENT for each in active.tolist()]
+        self.terminated = np.zeros(rows, bool)
         self.steps = self.sampled = self.read = self.segments = self.chunks = 0
         self.waited = 0.0
         keys = row_keys(key, rows)
@@ -250,10 +266,8 @@ class _Loop:
 
     def result(self) -> Conversed:
         """The conversations; the state must not be used afterwards."""
-        own = {TURNS, LENGTH, ROOM, ABSENT}
         endings = [str(ending) for ending in self.endings]
-        terminated = jnp.asarray([ending not in own for ending in endings])
-        trajectory = to_trajectory(self.sampler, self.prompts, self.rows.records(), terminated)
+        trajectory = to_trajectory(self.sampler, self.prompts, self.rows.records(), jnp.asarray(self.terminated))
         check_finite(trajectory.logprobs)
         steps = max(self.steps * len(self.rows.seats), 1)
         stats = ConversationStats(
@@ -276,11 +290,13 @@ class _Loop:
         for row, reply in replies:
             if reply.ending is not None:
                 self.endings[row] = reply.ending
+                self.terminated[row] = not reply.cut
             elif self.turn[row] >= self.conversation.turns:
                 self.endings[row] = TURNS
             elif self.drawn[row] + len(reply.tokens) >= self.sampler.config.max_new_tokens:
                 self.endings[row] = ROOM
             else:
+                check_answer(row, reply.tokens, self.sampler.model.shape.vocab_size)
                 self.unread[row] = [int(self.last[row]), *reply.tokens]
 
     def _give_rows_away(self) -> None:

@@ -54,6 +54,8 @@ class EnvironmentRespondent:
     Args:
       rows: of a task, one for each prompt; `group_size` conversations begin from each.
       prompt_width: tokens of a prompt at most.
+      vocab_size: of the model; None: ids are not checked. A tokenizer can have tokens that its model lacks, and a text
+        with one of them is a failure.
 
     Attributes:
       conversations: so far, the `group_size` of a row adjacent.
@@ -68,10 +70,13 @@ class EnvironmentRespondent:
         rows: Sequence[Row],
         group_size: int,
         prompt_width: int,
+        *,
+        vocab_size: int | None = None,
     ) -> None:
         self._environments = environments
         self._dialogue = dialogue
         self._tokenizer = tokenizer
+        self._vocab_size = math.inf if vocab_size is None else vocab_size
         self._last_token: dict[int, str] = {}
         self._failed_before: list[int] = []
         answers = environments.reset([row for row in rows for _ in range(group_size)])
@@ -112,11 +117,11 @@ class EnvironmentRespondent:
             text = self._dialogue.prompt(content, tools)
         except TemplateError as error:
             return Conversation("", failure=Failure("template", str(error)[:300]))
-        length = len(self._dialogue.prompt_tokens(text))
-        if not 0 < length <= width:
-            message = f"expected a prompt of 1 to {width} tokens; got {length}"
+        tokens = self._dialogue.prompt_tokens(text)
+        if not 0 < len(tokens) <= width:
+            message = f"expected a prompt of 1 to {width} tokens; got {len(tokens)}"
             return Conversation(text, failure=Failure("prompt", message))
-        return Conversation(text)
+        return Conversation(text, failure=self._outside(tokens))
 
     def _reply(self, row: int, answer: Answer) -> Reply:
         conversation = self.conversations[row]
@@ -135,8 +140,21 @@ class EnvironmentRespondent:
         if not tokens:  # without any, two turns would look like one
             conversation.failure = Failure("no answer", "expected a text of at least one token; got an empty one")
             return self._failed(row)
+        conversation.failure = self._outside(tokens)
+        if conversation.failure is not None:
+            return self._failed(row)
         conversation.answers.append(text)
         return Reply(tokens)
+
+    def _outside(self, tokens: list[int]) -> Failure | None:
+        """The failure of a text with a token that the model does not have."""
+        outside = [token for token in tokens if token >= self._vocab_size]
+        if not outside:
+            return None
+        text = self._text(outside[:1], skip_special_tokens=False)
+        return Failure(
+            "vocabulary", f"expected tokens below {self._vocab_size}, the model's; got {outside[0]}, {text!r}"
+        )
 
     def _failed(self, row: int) -> Reply:
         failure = self.conversations[row].failure

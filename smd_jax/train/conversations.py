@@ -132,6 +132,11 @@ class ConversationRollouts(Rollouts):
         if config.eos_token_id is None and not self.stop_strings:
             raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
         compaction = self._compaction(config)
+        if compaction is not None and compaction.end_token is not None and self.stop_strings:
+            raise ValueError(
+                f"expected compaction without stop_strings, because the request for a summary continues turns that end "
+                f"with token {compaction.end_token}; got {list(self.stop_strings)}"
+            )
         if compaction is not None and compaction.after_tokens + len(compaction.ask) >= config.max_new_tokens:
             raise ValueError(
                 f"expected after_tokens and ask of the compaction below max_new_tokens {config.max_new_tokens} "
@@ -145,18 +150,28 @@ class ConversationRollouts(Rollouts):
         return Dialogue(self.tokenizer, self.environment.template_variables)
 
     def _compaction(self, config: RolloutConfig) -> CompactionConfig | None:
-        """The compaction in tokens, for turns that end with the first end token; None: one context."""
+        """The compaction in tokens; None: one context.
+
+        A chat template closes the turn before an answer, unless the turn's own end token did: then only turns with that
+        end are continued.
+        """
         wanted, ends = self.environment.compaction, config.eos_token_id
         if wanted is None:
             return None
-        first = [] if ends is None else [ends] if isinstance(ends, int) else [ends[0]]
-        last = self.tokenizer.decode(first, skip_special_tokens=False)
-        assert isinstance(last, str)
+        ask, end_token = self.dialogue.answer(wanted.ask, ""), None
+        for end in () if ends is None else (ends,) if isinstance(ends, int) else ends:
+            last = self.tokenizer.decode([end], skip_special_tokens=False)
+            assert isinstance(last, str)
+            after = self.dialogue.answer(wanted.ask, last)
+            if after != ask:
+                ask, end_token = after, end
+                break
         return CompactionConfig(
             contexts=wanted.contexts,
             after_tokens=wanted.after_tokens,
-            ask=tuple(self.dialogue.answer_tokens(self.dialogue.answer(wanted.ask, last))),
+            ask=tuple(self.dialogue.answer_tokens(ask)),
             heading=tuple(self.dialogue.answer_tokens(wanted.heading)),
+            end_token=end_token,
         )
 
     def sample(
@@ -172,7 +187,13 @@ class ConversationRollouts(Rollouts):
         began = time.perf_counter()
         environment, compaction = self.environment, self._compaction(config)
         respondent = EnvironmentRespondent(
-            environment.environments, self.dialogue, self.tokenizer, rows, group_size, self.prompt_width
+            environment.environments,
+            self.dialogue,
+            self.tokenizer,
+            rows,
+            group_size,
+            self.prompt_width,
+            vocab_size=self.model.shape.vocab_size,
         )
         limits = environment.conversation
         if compaction is not None:  # a context may hold all turns and a summary

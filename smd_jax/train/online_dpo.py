@@ -125,8 +125,8 @@ class PairLearner:
         return state, over_steps(steps, before)
 
     def before_any_step(self, params: Params, batch: PairBatch) -> Metrics:
-        """SAMPLER_LEARNER_METRICS of all pairs; {} where the first step sees all of them and has them itself."""
-        if self.config.minibatches == 1:
+        """SAMPLER_LEARNER_METRICS of all pairs; {} where the only step sees all of them and has them itself."""
+        if self.config.steps_per_rollout == 1:
             return {}
         return compare_pairs(batch, self.replay(params, batch.chosen), self.replay(params, batch.rejected))
 

@@ -19,7 +19,9 @@ from smd_jax.certify.record import Record, arrays_of, check_record, load_record,
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.certify import main
 from smd_jax.config import Experts
+from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.masks import NEVER
+from smd_jax.message.quantization import QuantConfig
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
 
 CONFIG = tiny_model_config(num_layers=3)
@@ -184,6 +186,31 @@ def test_expert_routing_is_replayed(arrays):
     assert verdict.cause is not None and verdict.cause.cause == "expert routing"
     with pytest.raises(ValueError, match="routing: expected a model with experts; got Decoder without any"):
         certify(Models(MODEL, params), recorded)
+
+
+@pytest.mark.slow
+def test_the_arrays_of_a_rollout_have_its_experts():
+    model, params = smd.Decoder(MIXED), wide_params(MIXED)
+    sizes = smd.RolloutConfig(max_new_tokens=12, budget=12, buffer=4)
+    tokens = jnp.arange(20).reshape(2, 10)
+    prompts = smd.PromptBatch(tokens, jnp.asarray(np.arange(10) >= np.array([[0], [3]])))
+    trajectory = smd.rollout(model, params, prompts, jax.random.key(1), policy=smd.eviction.TOVA(), config=sizes)
+    given = arrays_of(trajectory)
+    record = check_record(given, MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, model.shape.routing)
+    assert record.routing is not None and (record.routing[1, 0] == np.asarray(trajectory.routing)[1, 3]).all()
+    assert certify(Models(model, params), record).is_one_policy
+
+
+def test_what_a_record_cannot_hold_is_refused(params):
+    trajectory = rolled_out(params)
+    shortest = DrawableTokens(None, min_new_tokens=4, eos_token_id=7)
+    with pytest.raises(ValueError, match="expected min_new_tokens 0; got 4"):
+        arrays_of(trajectory.replace(drawable=shortest))
+    sizes = smd.RolloutConfig(max_new_tokens=4, budget=8, buffer=4, quant=QuantConfig(bits=4, group=4))
+    prompts = smd.PromptBatch(jnp.arange(8)[None] + 10, jnp.ones((1, 8), bool))
+    quantised = smd.rollout(MODEL, params, prompts, jax.random.key(1), policy=smd.eviction.Recent(), config=sizes)
+    with pytest.raises(ValueError, match="expected a cache in full precision"):
+        arrays_of(quantised)
 
 
 def test_bad_routing_is_refused(arrays):

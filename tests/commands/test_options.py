@@ -29,13 +29,14 @@ from smd_jax.commands.limits import check_devices, evicts_keys
 from smd_jax.commands.model_source import OpenedModel
 from smd_jax.commands.places import with_absolute_paths
 from smd_jax.commands.prepare import learning_rate, prepare
-from smd_jax.commands.task_source import held_out_choice, rewards_of, task_choice
+from smd_jax.commands.task_source import held_out_choice, names_held_out_rows, rewards_of, task_choice
 from smd_jax.commands.train import loggers, main
 from smd_jax.eviction.policies import H2O, Dense, SnapKV
 from smd_jax.eviction.wrappers import Pyramid
 from smd_jax.metrics import evicted_share
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import read_config
+from smd_jax.runs.run_config import Objective
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.tasks.build import TaskChoice, build_task
@@ -252,6 +253,18 @@ def test_an_evaluation_is_the_one_of_the_run(train_words: Words, model: Path, tm
 def test_rows_of_an_evaluation_are_those_that_the_run_names(more: str, dataset: str, source: Any, split: Any):
     rows = evaluation_rows(parse(["grpo", "--model", "somewhere", *more.split()])[1])
     assert (rows.dataset, rows.dataset_source, rows.split) == (dataset, source, split)
+
+
+def test_the_held_out_split_of_a_preset_names_its_held_out_source():
+    """MATH's held-out rows come from another source than its training rows."""
+    assert names_held_out_rows("math", None) and names_held_out_rows("math", "test[:100]")
+    assert not names_held_out_rows("math", "train[:100]") and not names_held_out_rows("rows.jsonl", None)
+
+
+def test_a_metric_that_should_fall():
+    for words, maximize in (("reward", True), ("loss", False), ("kl --greater-is-better False", False)):
+        given = ["grpo", "--model", "m", "--dataset", "d", "--metric-for-best-model", *words.split()]
+        assert parse(given)[1].evaluation.objective == Objective(words.split()[0], maximize=maximize)
 
 
 def test_held_out_rows_of_another_task_are_graded_by_it(train_words: Words):

@@ -296,19 +296,23 @@ def test_options_that_the_run_does_not_read():
     words = ["grpo", "--model", "m", "--dataset", "d"]
     changed = ["--lora-alpha", "8", "--use-rslora", "--kl-estimator", "k1", "--ref-model-sync-steps", "3"]
     changed += ["--min-lr-rate", "0.1", "--overlong-cache", "9", "--max-turns", "3", "--summary-heading", "So far:"]
-    changed += ["--gate-speed", "3"]
+    changed += ["--gate-speed", "3", "--eval-split", "test", "--greater-is-better", "False"]
     switches = ["--lora-r", "4", "--beta", "0.1", "--sync-ref-model", "--lr-scheduler-type", "linear"]
     switches += ["--reward", "overlong", "--environment", "retry", "--contexts", "2", "--eviction", "gate"]
+    switches += ["--eval-steps", "1", "--metric-for-best-model", "reward"]
     needed = ("--lora-r", "--beta", "--sync-ref-model", "--lr-scheduler-type", "--reward overlong", "--environment")
-    needed += ("--contexts", "--eviction gate")
+    needed += ("--contexts", "--eviction gate", "--eval-steps", "--metric-for-best-model")
     found = unread_options(parse([*words, *changed])[1])
     assert found[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
     for line, flag in zip(found, needed, strict=True):
         assert f": no effect without {flag}" in line
     assert unread_options(parse(words)[1]) == unread_options(parse([*words, *changed, *switches])[1]) == []
     assert unread_options(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
-    dense = ["--eviction", "dense", "--sinks", "2", "--distill-coef", "0.2"]
-    assert [line.split(":")[0] for line in unread_options(parse([*words, *dense])[1])] == ["--sinks", "--distill-coef"]
+    off = ["--eviction", "dense", "--sinks", "2", "--optim", "adafactor", "--adam-beta1", "0.8"]
+    off += ["--dataset-size", "9", "--completions-steps", "0", "--print-completions", "1"]
+    off += ["--environment", "retry", "--reward-timeout", "9"]
+    found = [line.split(":")[0] for line in unread_options(parse([*words, *off])[1])]
+    assert found == ["--dataset-size", "--sinks", "--adam-beta1", "--print-completions", "--reward-timeout"]
 
 
 def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):

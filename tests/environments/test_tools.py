@@ -154,7 +154,8 @@ def test_retry_grades_by_the_task():
     assert environment.reset(task[1]) == task[1]["prompt"]
     assert environment.step("no idea") == (environment.hint, 0.0, False)
     assert environment.step(task[1]["answer"]) == (environment.hint, 1.0, True)
-    environment.reset(task[1])
+    messages = [{"role": "system", "content": "A number only."}, {"role": "user", "content": task[1]["prompt"]}]
+    assert environment.reset({**task[1], "prompt": messages}) == messages, "the policy reads all of them"
     environment.step("no")
     text, reward, done = environment.step("no")
     assert done and reward < 1

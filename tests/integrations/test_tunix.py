@@ -280,6 +280,18 @@ def test_rollout_keeps_the_order_of_prompts_and_draws_anew():
     assert rollout.generate(prompts, LENGTHS).text == again[0]
 
 
+def test_parts_with_groups_of_different_sizes_join_under_a_gate():
+    gate = smd.eviction.LearnedGate(smd.eviction.AttentionGate())
+    tokenizer = TokenizerAdapter(byte_tokenizer(chat=False))
+    engine = SmdRollout(
+        Actor(MODEL, sharp_params()), tokenizer, one_device_mesh(), LENGTHS, policy=gate, budget=6, buffer=4
+    )
+    engine.start_record(0)
+    for prompts in (["a", "a", "bc", "bc"], ["d"] * 4):
+        engine.generate(prompts, LENGTHS)
+    assert engine.take_record().tokens.shape == (8, 36)
+
+
 def test_version_outside_of_the_tested_range_is_refused():
     check_version("0.1.7")
     for version in ("0.1.6", "0.2.0"):

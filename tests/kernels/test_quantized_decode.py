@@ -227,7 +227,7 @@ def test_lowers_on_any_machine(impl: Any, platform: str, target: str):
     ("mosaic_gpu", {"slots": 25}, jnp.bfloat16, "slots of codes in multiples of 8; got 25"),
     ("mosaic_gpu", {"precise": 9}, jnp.bfloat16, "slots in full precision in multiples of 8; got 9"),
     ("mosaic_gpu", {"heads": 18}, jnp.bfloat16, "at most 8 query heads per KV head; got 9"),
-    ("mosaic_gpu", {"parts": 64}, jnp.bfloat16, "ranges of values for at least 2 channels; got 64 ranges"),
+    ("mosaic_gpu", {"parts": 16}, jnp.bfloat16, "at most 8 ranges of values per token; got 16"),
     ("mosaic_gpu", {"groups": 900}, jnp.bfloat16, "24 + 8 slots of 64 and 900 groups of keys need"),
     ("mosaic_tpu", {}, jnp.float32, None),
     ("mosaic_tpu", {}, jnp.float16, "bfloat16 or float32; got float16"),

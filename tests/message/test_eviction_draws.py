@@ -76,6 +76,16 @@ def with_gate(config: ModelConfig) -> dict[str, Any]:
     return {**params, EVICTION_GATE: gate}
 
 
+def test_sampler_and_learner_read_a_gate_in_one_precision():
+    config = dataclasses.replace(SHAPES["GQA"], dtype="bfloat16")
+    params = with_gate(config)
+    read = Decoder(config).compute_params(params)
+    same = jax.tree.map(
+        lambda x, y: x.dtype == y.dtype and bool((x == y).all()), read[EVICTION_GATE], params[EVICTION_GATE]
+    )
+    assert all(jax.tree.leaves(same)) and any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(read))
+
+
 @cache
 def roll(case: str, gate: str = "linear") -> tuple[Decoder, Any, Trajectory]:
     shape, config = CASES[case]

@@ -95,3 +95,9 @@ def test_a_foreign_record_with_support_is_exact(sampling):
 def test_bad_support_is_refused(support, said):
     with pytest.raises(ValueError, match=said):
         DrawableTokens.from_csr(support, [[1, 2]], vocab_size=100)
+
+
+def test_a_width_below_the_longest_response_is_refused():
+    for vocab_size in (None, 100):
+        with pytest.raises(ValueError, match="response_width of at least 2, the longest response; got 1"):
+            DrawableTokens.from_csr([([1, 2], [0, 1, 2])], [[1, 2]], response_width=1, vocab_size=vocab_size)

@@ -105,6 +105,16 @@ def test_tensorboard_shows_every_step_once(tmp_path):
     assert found.keys() == {"train/reward", "eval/sparse"}
 
 
+def test_tensorboard_keeps_the_rollout_of_an_evaluation_that_a_resume_makes_up(tmp_path):
+    for rows in ([(1, {"reward": 0.25}), (2, {"reward": 0.5})], [(2, {"eval/sparse": 1.0}), (3, {"reward": 0.75})]):
+        logger = TensorBoardLogger(tmp_path)
+        for step, row in rows:
+            logger.write(step, row)
+        logger.close()
+    found = shown(tmp_path / "tensorboard")
+    assert found == {"train/reward": [(1, 0.25), (2, 0.5), (3, 0.75)], "eval/sparse": [(2, 1.0)]}
+
+
 def test_tensorboard_rows_are_there_while_the_run_goes_on(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     logger.write(0, {"reward": 0.25, "kl": float("nan")})
@@ -150,7 +160,8 @@ directory, resume = sys.argv[1], sys.argv[2] == "resume"
 with Loggers([WandbLogger(directory, config={"seed": 1}, mode="offline", resume=resume)]) as loggers:
     for step in range(1, 5) if resume else range(3):
         loggers.write(step, {"reward": step / 4})
-        loggers.write(step, {"eval/sparse": 1.0})
+        if step % 2 == 0 and (resume or step < 2):  # a stop leaves that of step 2 to the resume
+            loggers.write(step, {"eval/sparse": step / 8})
 """
 
 
@@ -167,7 +178,7 @@ def test_weights_and_biases_offline(tmp_path):
     assert files and {file.stem for file in files} == {f"run-{ids[0]['id']}"}
     rows = [row for file in files for row in wandb_history(file)]
     assert [(row["_step"], row["train/reward"]) for row in rows] == [(step, step / 4) for step in range(5)]
-    assert all(row["eval/sparse"] == 1.0 for row in rows)
+    assert [row.get("eval/sparse") for row in rows] == [0.0, None, None, 0.25, 0.5]
 
 
 # --- memory

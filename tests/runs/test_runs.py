@@ -47,6 +47,15 @@ class DyingEvaluations(Evaluations):
         return found
 
 
+def test_without_a_checkpoint_the_start_is_evaluated_again(tmp_path):
+    """No settings are compared then, so it may be another model."""
+    with pytest.raises(DiedError):
+        start(tmp_path, 4, PlainLoop(begins=dies_at(1)), evaluate_every=2, evaluate=Evaluations(CURVE))
+    other = {step: value + 1 for step, value in CURVE.items()}
+    start(tmp_path, 4, resume=True, evaluate_every=2, evaluate=Evaluations(other))
+    assert rows(tmp_path, "evaluations.jsonl") == [{"step": step, DENSE: other[step]} for step in (0, 2, 4)]
+
+
 @pytest.mark.parametrize("last", [4, 9])
 def test_a_run_that_dies_in_an_evaluation_makes_it_again_and_loses_no_rollout(tmp_path, last):
     options: dict[str, Any] = {"evaluate_every": 2, "checkpoint_every": 4}
@@ -87,11 +96,11 @@ def test_a_resumed_run_does_not_evaluate_its_start_again(tmp_path):
 
     evaluate = Evaluations(CURVE)
     options: dict[str, Any] = {"evaluate_every": 2, "evaluate": evaluate, "checkpoint_every": 4, "resume": True}
-    for number in (1, 7):
+    for number in (5, 7):
         with pytest.raises(DiedError):
             start(tmp_path / "parts", 9, PlainLoop(begins=dies_at(number)), **options)
     start(tmp_path / "parts", 9, **options)
-    # Stopped after 1 and after 7 rollouts; saved after 4.
+    # Stopped after 5 and after 7 rollouts; saved after 4.
     assert evaluate.asked == [0, 2, 4, 6, 6, 8, 9]
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert rows(tmp_path / "parts", name) == rows(tmp_path / "whole", name)
@@ -142,6 +151,7 @@ def test_the_best_of_an_objective_by_hand():
             best = better(better(best, objective, done, {"x": value}), objective, done, {"another": 9.0})
             seen.append(0 if best is None else best.done)
         assert seen == expected
+        assert better(None, objective, 0, {"x": 0.5}) is None, "the start has no checkpoint"
 
 
 def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
@@ -165,6 +175,10 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     options |= {"checkpoint_every": 0, "keep": 1}
     start(tmp_path / "once", 7, **options)
     assert saved(tmp_path / "once") == [2, 7]
+    # Of a run that only gets worse, it is the best after the start.
+    options["evaluate"] = Evaluations({0: 0.9, 2: 0.5, 4: 0.3, 6: 0.4})
+    start(tmp_path / "worse", 6, **options)
+    assert saved(tmp_path / "worse") == [2, 6]
 
 
 def test_an_objective_that_is_no_metric(tmp_path):

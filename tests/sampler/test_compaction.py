@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -115,12 +116,14 @@ def test_a_summary_that_does_not_fit_ends_the_conversation():
     respondent.send(0, [30] * 18)
     respondent.receive(wait=True)
     respondent.send(0, [32] * WIDTH)
-    assert respondent.receive(wait=True) == [(0, Reply([], "summary: expected a prompt of at most 48 tokens"))]
+    assert respondent.receive(wait=True) == [
+        (0, Reply([], "summary: expected a prompt of at most 48 tokens", cut=True))
+    ]
     assert respondent.next_prompts == {}
 
 
 def test_summaries_are_no_turns():
-    """Three turns in all, however many contexts they are in; then the conversation ends, and was not cut off."""
+    """Three turns in all, however many contexts they are in; then the conversation is cut off."""
     respondent = CompactingRespondent(Scripted(), COMPACTION, PROMPTS, WIDTH, turns=3)
     replies = dict[int, Any]()
     respondent.begin_context(1)
@@ -132,4 +135,16 @@ def test_summaries_are_no_turns():
         assert respondent.receive(wait=True) == [(0, Reply([], COMPACTED))]
         respondent.begin_context(2)
     respondent.send(0, [33, 7])
-    assert respondent.receive(wait=True) == [(0, Reply([], TURNS))]
+    assert respondent.receive(wait=True) == [(0, Reply([], TURNS, cut=True))]
+
+
+def test_only_turns_with_the_end_that_the_request_continues_are_compacted():
+    respondent = CompactingRespondent(Scripted(), replace(COMPACTION, end_token=7), PROMPTS, WIDTH)
+    respondent.begin_context(1)
+    for row, last in ((0, 7), (1, 8)):
+        respondent.send(row, [30] * 18 + [last])
+    cut = Reply([], "summary: expected a turn that ends with token 7; got 8", cut=True)
+    (_, asked), (_, other) = respondent.receive(wait=True)
+    assert asked.tokens == [55, 56] and other == cut
+    respondent.send(0, [32, 8])  # the summary, which an answer follows
+    assert respondent.receive(wait=True) == [(0, cut)] and respondent.next_prompts == {}

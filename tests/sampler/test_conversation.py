@@ -132,6 +132,37 @@ def test_exact_over_turns(name: str):
     mask.with_segments(mask.segments)  # raises where more keys are visible than the learner's attention gathers
 
 
+def test_an_ending_named_as_a_limit_is_no_limit():
+    respondent = Scripted(ending=lambda row, turn: second_row_ends(row, turn) and LENGTH)
+    conversed = talk("SnapKV", respondent)
+    assert conversed.endings[1] == LENGTH and bool(conversed.trajectory.terminated[1])
+    assert np.asarray(conversed.trajectory.terminated).sum() == 1
+
+
+class Answers(Scripted):
+    """Gives the same answer to every turn."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def reply(self, row: int, turn: int) -> Reply:
+        return Reply(self.tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([], "expected an answer of at least one token, or an ending; got none in conversation"),
+        ([11, VOCAB], f"expected ids of an answer from 0 to {VOCAB - 1}, the model's vocabulary; got {VOCAB} in"),
+        ([-1], "got -1 in conversation"),
+    ],
+)
+def test_answers_that_the_model_cannot_read_are_refused(tokens: list[int], said: str):
+    with pytest.raises(ValueError, match=said):
+        talk("SnapKV", Answers(tokens))
+
+
 def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
     conversed, respondent = usual("SnapKV")
     trajectory = conversed.trajectory

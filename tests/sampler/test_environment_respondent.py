@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from smd_jax.environments.dialogue import Dialogue
-from smd_jax.environments.processes import open_environments
+from smd_jax.environments.processes import EnvironmentsHere, open_environments
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, converse
+from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, Reply, converse
 from smd_jax.sampler.environment_respondent import DONE, EnvironmentRespondent
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 
@@ -113,3 +113,27 @@ def test_conversations_of_a_row_share_their_prompt(talked: tuple[Any, Any]):
     (_, _, first), (_, ending, second) = of_kind(talked, "another prompt")
     assert first.failure is None and first.prompt != second.prompt
     assert ending.startswith("reset: expected the same prompt") and np.isnan(second.reward)
+
+
+class Zed:
+    """Begins with what its row says, and answers with a letter whose id is 122."""
+
+    def reset(self, row: dict[str, Any]) -> str:
+        return row["prompt"]
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "z", 1.0, False
+
+
+def test_a_token_that_the_model_lacks_is_a_failure_of_its_conversation():
+    """As of a tokenizer with image tokens that the embedding does not have."""
+    given: Any = EnvironmentsHere(Zed), Dialogue(TOKENIZER), TOKENIZER, [{"prompt": "abc"}, {"prompt": "xyz"}]
+    respondent = EnvironmentRespondent(*given, group_size=1, prompt_width=16, vocab_size=122)
+    said = "vocabulary: expected tokens below 122, the model's; got 122, 'z'"
+    assert str(respondent.conversations[1].failure) == said and np.asarray(respondent.prompts.valid)[1].sum() == 1
+    for row in (0, 1):
+        respondent.send(row, [97])
+    assert dict(respondent.receive(wait=True)) | dict(respondent.receive(wait=False)) == {
+        row: Reply([], said) for row in (0, 1)
+    }
+    assert np.isnan([each.reward for each in respondent.conversations]).all()

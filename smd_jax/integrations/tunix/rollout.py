@@ -94,7 +94,8 @@ class SmdRollout(base_rollout.BaseRollout):
         if self._records is None:
             self._step += 1
         else:
-            self._records.append(trajectory)
+            # Tunix trains no evictions, and draws of groups of different sizes cannot be joined.
+            self._records.append(trajectory.replace(evictions=None))
         return self._output(trajectory)
 
     def start_record(self, step: int) -> None:
