@@ -10,26 +10,26 @@ from typing import Any, NamedTuple
 
 import jax
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from tokenizers import Tokenizer as FileTokenizer
 
 from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.task_source import parameters_of
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.hf_config import LARGEST
-from smd_jax.model.stored_tensors import read_json
+from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, shard_names
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
 from smd_jax.model.weights import read_config
 from smd_jax.tasks.reward_calls import Caught
-from smd_jax.text.hugging_face import AutoTokenizer, snapshot_download
+from smd_jax.text.hugging_face import AutoTokenizer, PreTrainedTokenizerFast, snapshot_download
 from smd_jax.text.near_names import nearest_file
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.text.stop_strings import stop_table
 from smd_jax.text.visible_text import one_line, visible
 
+PARTS = ("normalizer", "pre_tokenizer", "decoder")  # of a tokenizer.json, which choose the ids of a text
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# All files but the weights, and the weights in the names that transformers reads.
-FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-WEIGHTS = ["model.safetensors", "model-*.safetensors"]
+FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # all but the weights
 
 
 class OpenedModel(NamedTuple):
@@ -89,7 +89,11 @@ def model_directory(name: str, revision: str | None = None) -> Path:
     Raises:
       UserError: neither a directory with a config.json nor a model on the Hub; a revision of a local directory.
     """
-    directory = local_directory(name, "--model", revision, [*FILES, *WEIGHTS])
+    directory = local_directory(name, "--model", revision, FILES)
+    if not Path(name).is_dir():  # then its weights, as transformers chooses them
+        index = directory / INDEX_FILE
+        weights = shard_names(index) if index.is_file() else [SINGLE_FILE]
+        directory = local_directory(name, "--model", revision, [*FILES, *weights])
     if not (directory / "config.json").is_file():
         names = sorted(file.name for file in directory.iterdir())[:8]
         raise UserError(f"--model: expected a checkpoint directory with a config.json; got {directory} with {names}")
@@ -154,6 +158,8 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     with Caught() as caught:
         # Explicit: without it transformers asks at the terminal.
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        if not splits_as_file(tokenizer, directory / "tokenizer.json"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         tokenizer.encode("a", add_special_tokens=True)  # some open, and cannot be used
     if tokenizer is None or caught.error is not None:
         raise UserError(
@@ -168,6 +174,23 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
         # Any token will do: a mask marks the padding, not its id.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def splits_as_file(tokenizer: Any, file: Path) -> bool:
+    """Whether a tokenizer normalises, splits and decodes text as its tokenizer.json says.
+
+    transformers 5 rebuilds some classes, such as GPT2Tokenizer, from the vocabulary and the merges alone, and drops a
+    splitting of digits, for example. With mistral-common installed it takes another implementation.
+    """
+    if not file.is_file():
+        return True
+    own, given = getattr(tokenizer, "backend_tokenizer", None), FileTokenizer.from_file(str(file))
+    return own is not None and all(_state(own, part) == _state(given, part) for part in PARTS)
+
+
+def _state(tokenizer: FileTokenizer, part: str) -> bytes | None:
+    found = getattr(tokenizer, part)
+    return None if found is None else found.__getstate__()
 
 
 def _check_template_kwargs(tokenizer: Any, given: Sequence[str]) -> None:

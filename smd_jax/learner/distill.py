@@ -30,7 +30,7 @@ class Agreement(struct.PyTreeNode):
     """Agreement of teacher and student at the rows of a step.
 
     Attributes:
-      overlap: 1 - TV of their next-token distributions, exact over the vocabulary, without gradient.
+      overlap: 1 - TV of their next-token distributions, exact over the drawable tokens, without gradient.
       inside: whether the position is a response token.
     """
 

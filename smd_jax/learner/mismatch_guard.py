@@ -52,6 +52,11 @@ class MismatchGuard:
         return default_bound(shape) if self.bound is None else self.bound
 
 
+def is_beyond(difference: float, bound: float | None) -> bool:
+    """Whether a difference exceeds the bound; NaN always does. None: no bound."""
+    return bound is not None and not difference <= bound
+
+
 def default_bound(shape: ModelShape) -> float:
     """Ten times the largest difference caused by rounding, in nats."""
     dtype = shape.dtype

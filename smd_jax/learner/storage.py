@@ -31,9 +31,18 @@ PARAMS = np.uint32(2**32 - 1)
 REFERENCE = np.uint32(2**32 - 2)
 
 
+VECTORS = ("bias", "scale", "sinks")  # ends of names
+
+
+def is_vector(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+    """Whether a leaf of the parameters is a norm, a bias or sinks, also stacked by layers or experts."""
+    name = jax.tree_util.keystr(path[-1:], simple=True) if path else ""
+    return leaf.ndim <= 1 or name.endswith(VECTORS)
+
+
 def stored(params: Params, dtype: DTypeLike) -> Params:
-    """Casts matrices to another dtype. Vectors (norms and biases) keep theirs, because they are small."""
-    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
+    """Casts matrices to another dtype. Vectors (norms, biases, sinks) keep theirs, because they are small."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if is_vector(path, x) else x.astype(dtype), params)
 
 
 def widened(tree: Any) -> Any:

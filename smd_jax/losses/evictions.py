@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.ratios import bounded_exp
 from smd_jax.shapes import check_shape
 
 EPSILON = 0.2  # of the clipping, that of PPO and of `Clip` for tokens
@@ -42,7 +43,7 @@ def eviction_loss(
     inside = (weights > 0)[:, None, None]
     # Masked before any arithmetic: a NaN times a weight of 0 is NaN.
     log_ratio = jnp.where(inside, logprobs, 0.0) - jax.lax.stop_gradient(jnp.where(inside, sampler_logprobs, 0.0))
-    ratio = jnp.exp(log_ratio)
+    ratio = bounded_exp(log_ratio)  # a product over up to `buffer` draws
     gain = jnp.where(inside, advantages[:, None, None, None], 0.0)
     surrogate = jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - EPSILON, 1 + EPSILON) * gain)
     return -jnp.sum(weights[:, None, None] * surrogate)

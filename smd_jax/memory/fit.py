@@ -42,8 +42,11 @@ def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemo
       state: of the run, or its shapes (`jax.ShapeDtypeStruct`).
 
     Raises:
-      ValueError: if one row a device, or a size that is set, does not fit; names what to lower.
+      ValueError: if one row a device, or a size that is set, does not fit; names what to lower. An environment, whose
+        conversations run other programs than those that are measured.
     """
+    if loop.environment is not None:
+        raise ValueError("expected single completions, whose programs are measured; got an environment: set the sizes")
     held = tree_bytes(state, loop.mesh)
     _check_held(held, memory_bytes)
     loop, update = _fit_microbatch(loop, state, memory_bytes)

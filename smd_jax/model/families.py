@@ -59,8 +59,7 @@ FAMILIES: dict[str, Family] = {
         windows="some",
         only={
             "hidden_activation": ("gelu_pytorch_tanh",),
-            "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
+            "attn_logit_softcapping": (None,),  # transformers does not apply it
             "use_bidirectional_attention": (False,),
         },
     ),

@@ -114,7 +114,7 @@ def _parsed(content: Mapping[str, Any]) -> Any:
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     supported: dict[str, tuple[Any, ...]] = {**family.only}
     if not family.experts:
-        supported |= dict.fromkeys(_EXPERT_COUNT, (None,))
+        supported |= dict.fromkeys(_EXPERT_COUNT, (None, 0))
     for key in ("attention_bias", "mlp_bias"):
         # Qwen2 has fixed biases and does not read the key.
         if key not in family.biases.values() and "qkv_bias" not in family.always:
@@ -144,15 +144,17 @@ def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName)
         if type(size := getattr(hf, key, None)) is int and size > LARGEST:
             raise ValueError(f"expected {key} of at most {LARGEST}; got {shown(size)}")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    # transformers keeps keys that its class does not have, and its models do not read them.
+    known = _defaults(hf.model_type)
     keys = {**_SIZES, **_SCALES, **family.biases}
-    fields = {name: getattr(hf, key) for name, key in keys.items() if hasattr(hf, key)}
+    fields = {name: getattr(hf, key) for name, key in keys.items() if key in known}
     fields = {name: float(x) if name in _SCALES and type(x) is int else x for name, x in fields.items()}
     if fields.get("query_pre_attn_scalar") == head_dim:
         fields["query_pre_attn_scalar"] = None  # scores are divided by sqrt(head_dim)
     windows = _read_windows(hf, content, family)
     rope = _read_rope(hf, family)
     rotated = int(head_dim * rope.rotated)
-    rope_layers = tuple(map(bool, getattr(hf, "no_rope_layers", ())))
+    rope_layers = tuple(map(bool, hf.no_rope_layers)) if "no_rope_layers" in known else ()
     return ModelConfig(
         **{**fields, **family.always},
         head_dim=head_dim,
@@ -187,6 +189,8 @@ def _read_rope(hf: Any, family: Family) -> _Rope:
     rotated = rope.get("partial_rotary_factor", 1.0)
     if rotated != 1 and not family.partial_rope:
         raise ValueError(f"{hf.model_type} with partial_rotary_factor={rotated} is not supported; only 1.0 is")
+    if family.query_beta and not isinstance(scaling, YarnRope):
+        raise ValueError(f"expected rope_type 'yarn' in rope_parameters of {hf.model_type}; got {shown(rope)}")
     if by_kind is None:
         return _Rope(theta, scaling, None, rotated)
     if read_scaling(by_kind[SLIDING], hf.max_position_embeddings) is not None:
@@ -223,15 +227,16 @@ def _read_windows(hf: Any, content: Mapping[str, Any], family: Family) -> tuple[
 
 
 def _read_experts(hf: Any) -> Experts:
-    step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or []
+    known = {key: getattr(hf, key) for key in _defaults(hf.model_type)}
+    step, dense = known.get("decoder_sparse_step", 1), known.get("mlp_only_layers") or []
     layers = tuple((layer + 1) % step == 0 and layer not in dense for layer in range(hf.num_hidden_layers))
-    clamp = getattr(hf, "swiglu_limit", None)  # gpt-oss'
+    clamp = known.get("swiglu_limit")  # gpt-oss'
     return Experts(
         count=hf.num_local_experts,
         per_token=hf.num_experts_per_tok,
-        intermediate_size=getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        intermediate_size=known.get("moe_intermediate_size", hf.intermediate_size),
         layers=() if all(layers) else layers,
-        normalised=getattr(hf, "norm_topk_prob", True),
+        normalised=known.get("norm_topk_prob", True),
         bias=clamp is not None,
         clamp=clamp,
         balance_coef=hf.router_aux_loss_coef,
@@ -381,8 +386,14 @@ def _rope_to_hf(config: ModelConfig, model_type: str) -> dict[str, Any]:
             # transformers truncates the product, which rounding may have made one less.
             share = (config.rotary_dim + 0.5) / config.head_dim
         keys["partial_rotary_factor"] = new["partial_rotary_factor"] = share
-    if isinstance(config.rope_scaling, LongRope):
-        keys["original_max_position_embeddings"] = config.rope_scaling.original_max_positions
+    scaling = config.rope_scaling
+    if isinstance(scaling, LongRope):
+        keys["original_max_position_embeddings"] = scaling.original_max_positions
+        own_factor = _written_positions(config) / scaling.original_max_positions
+        if FAMILIES[model_type].layout == "fused" and scaling.attention_factor is None and scaling.factor == own_factor:
+            # The Phi-3 of transformers 4 takes these three keys and derives the rest.
+            factors = {key: rope[key] for key in ("short_factor", "long_factor")}
+            keys["rope_scaling"] = {"type": "longrope", **factors}
     if FULL not in _defaults(model_type)["rope_parameters"]:
         return {**keys, "rope_parameters": new}
     theta = config.rope_theta if config.local_rope_theta is None else config.local_rope_theta

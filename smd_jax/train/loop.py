@@ -10,6 +10,7 @@ continues bitwise.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +37,7 @@ from smd_jax.devices.sharding import (
     tree_shardings,
 )
 from smd_jax.learner.forward import ReplayFunction
-from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, first_difference
+from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, first_difference, is_beyond
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.wrong_head import find_wrong_head
 from smd_jax.message.trajectory import Trajectory
@@ -192,8 +193,8 @@ class Loop:
     ) -> tuple[TrainState, dict[str, float]]:
         """Samples one rollout and takes its optimizer steps.
 
-        Metrics are numbers on the host. SAMPLER_LEARNER_METRICS cover all tokens of the rollout, before the first
-        optimizer step; the others are means over the optimizer steps, see `over_steps`.
+        Metrics are numbers on the host. SAMPLER_LEARNER_METRICS cover all counted tokens of the rollout, before the
+        first optimizer step; the others are means over the optimizer steps, see `over_steps`.
 
         Args:
           follows: whether another step certainly follows this one; called once the rollout is over. It decides whether
@@ -315,8 +316,9 @@ class Loop:
         Args:
           params: those that sampled it, if no step was taken. state: after the rollout.
         """
-        bound = self.max_difference
-        if bound is not None and metrics.get(DIFFERENCE, 0.0) > bound:
+        bound, found = self.max_difference, metrics.get(DIFFERENCE, 0.0)
+        # A single step that meets a NaN skips its update, and says so.
+        if bound is not None and is_beyond(found, bound) and not (math.isnan(found) and "update/skipped" in metrics):
             # Metrics are the same in all processes, so all of them come here.
             with jax.set_mesh(self.mesh):
                 logprobs = self.learner.replay(params, samples.trajectory)

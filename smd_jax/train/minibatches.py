@@ -8,7 +8,7 @@ that the longest response needs, rounded up to one of a few widths; each width i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from smd_jax.devices.sharding import shard_batch
 from smd_jax.learner.state import Metrics, TrainState
@@ -112,7 +113,8 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
         empty, those of the first step are taken, which must have seen the whole rollout.
 
     Returns:
-      Minima and maxima of correction weights over the steps; means over the steps of everything else.
+      Minima and maxima of correction weights over the steps; the difference of evictions at the first step, before the
+      gate moves; means over the steps of everything else.
     """
     if not steps:
         return {}
@@ -123,6 +125,10 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
 
 @jax.jit
 def _of_steps(steps: Sequence[Metrics]) -> Metrics:
-    reductions = {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
+    reductions: dict[str, Callable[[Array], Array]] = {
+        "rollout_corr/rollout_is_min": jnp.min,
+        "rollout_corr/rollout_is_max": jnp.max,
+        "evictions/logp_difference/max": lambda values: values[0],
+    }
     stacked = jax.tree.map(lambda *values: jnp.stack(values), *steps)
     return {name: reductions.get(name, jnp.mean)(values) for name, values in stacked.items()}

@@ -24,7 +24,7 @@ from smd_jax.devices.sharding import check_rows, sequence_ways
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.learner.forward import ReplayFunction, make_replay
-from smd_jax.learner.mismatch_guard import DIFFERENCE
+from smd_jax.learner.mismatch_guard import DIFFERENCE, is_beyond
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.step import check_sync
 from smd_jax.losses.advantages import check_group_size
@@ -116,7 +116,7 @@ class PairLearner:
     def take_steps(self, state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout; none beyond `max_difference`, which `Loop.step` refuses."""
         before = self.before_any_step(state.params, batch)
-        if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
+        if before and is_beyond(float(before[DIFFERENCE]), self.max_difference):
             return state, before
         steps = []
         for part in minibatches(batch, state, self.config, self.mesh):

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from smd_jax.config import check_choice
+from smd_jax.learner.storage import is_vector
 from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.protocol import Params
 from smd_jax.typed_fields import check_types
@@ -36,8 +37,6 @@ MomentumName = Literal["float32", "bfloat16"]
 # Adafactor, as in the paper and in transformers.
 BLOCK_RMS = 1.0  # largest root mean square of a matrix update
 LEAST_FACTORED = 128  # smallest sides of a matrix whose second moment is factored
-
-UNDECAYED = ("bias", "scale")  # names of leaves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +184,5 @@ def _direction(config: OptimizerConfig) -> tuple[optax.GradientTransformation, .
 
 
 def decayed(params: Params) -> Any:
-    """The leaves that decay: matrices not called bias or scale."""
-
-    def decays(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-        name = jax.tree_util.keystr(path[-1:], simple=True) if path else ""
-        return leaf.ndim > 1 and name not in UNDECAYED
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    """The leaves that decay: matrices, and no norms, biases or sinks."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: not is_vector(path, leaf), params)

@@ -21,7 +21,7 @@ from smd_jax.learner.config import (
     uses_sampler_logprobs_as_old,
 )
 from smd_jax.learner.forward import ReplayFunction, make_replay
-from smd_jax.learner.mismatch_guard import DIFFERENCE
+from smd_jax.learner.mismatch_guard import DIFFERENCE, is_beyond
 from smd_jax.learner.packed import check_windows, make_packed_update
 from smd_jax.learner.packs import rows_at_once
 from smd_jax.learner.prepare import counted_tokens
@@ -189,7 +189,7 @@ class PolicyLearner:
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
         # Before the first update, which donates these parameters.
         before = self.before_any_step(state.params if state.sampler_params is None else state.sampler_params, batch)
-        if before and self.max_difference is not None and float(before[DIFFERENCE]) > self.max_difference:
+        if before and is_beyond(float(before[DIFFERENCE]), self.max_difference):
             return state, before
         update = self.update if self.config.update.pack_columns is None else self.packed_update
         index = int(state.step) // self.config.steps_per_rollout

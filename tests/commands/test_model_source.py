@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
 
 from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
@@ -18,11 +19,13 @@ from smd_jax.commands.model_source import (
     load_tokenizer,
     model_directory,
     open_model,
+    splits_as_file,
     tokenizer_to_export,
 )
 from smd_jax.commands.train import main
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from smd_jax.text.hugging_face import AutoTokenizer
 from tests.command_errors import error_of
 from tests.commands.conftest import Words
 
@@ -46,6 +49,7 @@ def edit(file: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
             ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "consolidated.safetensors"],
             ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
         ),
+        (["a.safetensors", "b.safetensors", "c.safetensors"], ["a.safetensors", "b.safetensors"]),
         (["pytorch_model.bin"], []),
     ],
 )
@@ -59,11 +63,28 @@ def test_only_the_weights_that_are_read_are_fetched(
         return str(tmp_path)
 
     (tmp_path / "config.json").write_text("{}")
+    if len(fetched) > 1:
+        weight_map = {f"tensor {number}": shard for number, shard in enumerate(fetched)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", download)
     assert model_directory("owner/name", "main") == tmp_path
     texts = ["tokenizer.json", "additional_chat_templates/tools.jinja", "model.safetensors.index.json"]
     found = [file for file in [*texts, *there] if any(fnmatch(file, pattern) for pattern in asked)]
     assert found == [*texts, *fetched]
+
+
+def test_a_tokenizer_splits_text_as_its_file_says(model: Path):
+    """transformers 5 rebuilds this class from vocabulary and merges, without the digits of SmolLM2's file."""
+    file = Tokenizer.from_file(str(model / "tokenizer.json"))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    file.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    file.save(str(model / "tokenizer.json"))
+    edit(model / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    edit(model / "config.json", model_type="llama")
+    loaded = load_tokenizer(model)
+    assert splits_as_file(loaded, model / "tokenizer.json")
+    assert not splits_as_file(AutoTokenizer.from_pretrained(model), model / "tokenizer.json"), "or nothing was tested"
+    assert loaded.encode("x   512") == file.encode("x   512").ids and loaded.chat_template is not None
 
 
 def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path):

@@ -163,9 +163,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3_cap": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 6,
+            "layer_types": [SLIDING, FULL],
+        },
+    ),
 }
 # Gemma's norms multiply by one more than what is stored.
-ZERO_CENTRED = ("gemma", "gemma2")
+ZERO_CENTRED = ("gemma", "gemma2", "gemma3_cap")
 
 
 def model_of(name: str) -> PreTrainedModel:

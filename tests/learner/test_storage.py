@@ -87,8 +87,9 @@ def test_other_dtypes_are_left_alone():
 
 
 def test_matrices_are_stored_narrow_and_vectors_are_not():
-    narrow = stored({"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3)}, jnp.bfloat16)
-    assert narrow["kernel"].dtype == jnp.bfloat16 and narrow["scale"].dtype == jnp.float32
+    narrow = stored({"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3), "up_bias": jnp.ones((2, 3))}, jnp.bfloat16)
+    assert narrow["kernel"].dtype == jnp.bfloat16
+    assert narrow["scale"].dtype == narrow["up_bias"].dtype == jnp.float32, "a bias of each expert, too"
 
 
 def test_a_step_is_a_wide_one_that_is_rounded():

@@ -357,6 +357,12 @@ def test_loss_by_hand():
     bad = jnp.asarray([0.0, jnp.nan]).reshape(2, 1, 1, 1)
     loss, slope = jax.value_and_grad(eviction_loss)(logprobs + bad, bad, jnp.asarray([1.0, jnp.nan]), weights)
     assert float(loss) == pytest.approx(-1.2 / 8) and np.isfinite(slope).all()
+    # A compression of many draws may have moved by more nats than float32 can exponentiate.
+    far = jnp.full((2, 1, 1, 1), 100.0)
+    weights = eviction_weights(jnp.ones((2, 1), bool), jnp.ones((2, 4), bool))
+    for advantage in (1.0, 0.0, -1.0):
+        loss, slope = jax.value_and_grad(eviction_loss)(far, -far, jnp.full(2, advantage), weights)
+        assert np.isfinite(loss) and np.isfinite(slope).all()
 
 
 def test_fresh_gate_is_indifferent():

@@ -85,6 +85,13 @@ def test_defaults_are_those_of_transformers():
     assert model_config_from_hf(SMALL | {"model_type": "qwen3", "num_key_value_heads": 2}).head_dim == 128
 
 
+def test_keys_that_a_class_does_not_have_are_not_read():
+    """transformers keeps them on the configuration, and its models ignore them."""
+    foreign: dict[str, Any] = {"logits_scaling": 8.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 4}
+    foreign |= {"no_rope_layers": None, "embedding_multiplier": None, "num_experts": 0}
+    assert model_config_from_hf(SMALL | foreign) == model_config_from_hf(SMALL)
+
+
 def test_mistral():
     config = model_config_from_hf(MISTRAL)
     sizes = sizes_of(32000, 4096, 14336, 32, 32, 8, 128, 32768)
@@ -117,6 +124,7 @@ def test_gemma3():
         tie_embeddings=True,
         sliding_windows=(*((512,) * 5 + (None,)) * 4, 512, 512),
     )
+    assert model_config_from_hf(GEMMA | {"final_logit_softcapping": 30.0}) == replace(config, logit_softcap=30.0)
     assert Decoder(config).shape.window(5) is None and Decoder(config).shape.window(25) == 512
     # Its keys as transformers 5 writes them; 27B divides scores by another number than head_dim.
     linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
@@ -229,7 +237,11 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("llama", {"hidden_size": 30}, r"hidden size \(30\) is not a multiple"),
         ("llama", {"num_hidden_layers": 100_000}, "expected num_hidden_layers from 1 to 4096; got 100000"),
         ("llama", {"num_key_value_heads": 3}, "num_heads to be a multiple of num_kv_heads; got 4 and 3"),
-        ("llama", {"num_local_experts": 8}, "num_local_experts=8 is not supported; only num_local_experts=None is"),
+        (
+            "llama",
+            {"num_local_experts": 8},
+            "num_local_experts=8 is not supported; only num_local_experts=None or",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only hidden_act='silu' is"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} .*; only .*=None is"),
@@ -242,7 +254,11 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("qwen2", {"layer_types": [SLIDING, FULL]}, "needs a sliding_window that is in use; got .*use_sliding.*=None"),
         ("qwen2", {"layer_types": ["chunked_attention", FULL]}, r"full_attention or sliding_attention; got \['chunked"),
         ("qwen3", {"mlp_bias": True}, "qwen3 with mlp_bias=True is not supported; only mlp_bias=False is"),
-        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}},
+            "expected rope_type 'yarn'",
+        ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma3_text", {"rope_parameters": {FULL: YARN, SLIDING: YARN}}, "plain RoPE in layers with a sliding window"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "expected a finite attention_softcap > 0; got 0"),

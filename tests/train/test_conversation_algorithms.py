@@ -114,9 +114,10 @@ def test_a_step_of_online_dpo():
     jax.tree.map(np.testing.assert_array_equal, state.params, same.params)
     # With two steps on a rollout, too, the guard looks before the first.
     twice = new_loop(dataclasses.replace(DPO, num_iterations=2))
-    wrong = samples.trajectory.replace(logprobs=samples.trajectory.logprobs + 1.0)
-    state, metrics = twice.learn(new_state(), samples._replace(trajectory=wrong))
-    assert int(state.step) == 0 and float(metrics["sampling/sampling_logp_difference/max"]) > 0.9
+    for difference in (1.0, np.nan):
+        wrong = samples.trajectory.replace(logprobs=samples.trajectory.logprobs + difference)
+        state, metrics = twice.learn(new_state(), samples._replace(trajectory=wrong))
+        assert int(state.step) == 0 and not float(metrics["sampling/sampling_logp_difference/max"]) < 0.9
 
 
 COMPACTION = TextCompaction(after_tokens=20, ask="?")

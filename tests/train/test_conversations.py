@@ -23,6 +23,7 @@ from smd_jax.eviction.policies import Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.named import gspo
+from smd_jax.memory.fit import fit_loop
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.monitor.completions import CompletionsLog
@@ -145,6 +146,13 @@ def test_a_rollout_is_exact_and_learnt_from(compaction: TextCompaction | None):
         assert 1 < row["conversations/turns"] <= 4 and row["conversations/read_tokens"] > 3
         assert row["rollout/tokens"] == 8 * row["completions/mean_length"] and row["rollout/evicted_share"] > 0
         assert compaction is None or 1.5 < row["conversations/contexts"] <= 3
+
+
+def test_memory_is_not_measured_with_an_environment():
+    with pytest.raises(
+        ValueError, match="expected single completions, whose programs are measured; got an environment"
+    ):
+        fit_loop(new_loop(None), new_state(), 2**40)
 
 
 @one_and_several

@@ -76,6 +76,10 @@ def test_what_decays():
         *(f"layers_0/attention/{name}_proj/kernel" for name in "qkvo"),
         *(f"layers_0/mlp/{name}_proj/kernel" for name in ("gate", "up", "down")),
     }
+    # Biases of experts and stacked norms are matrices of vectors.
+    stacked = {"experts": {"gate_bias": jnp.ones((2, 3)), "gate": jnp.ones((2, 3, 3))}, "scale": jnp.ones((2, 3))}
+    stacked["sinks"] = jnp.ones((2, 4))
+    assert decayed(stacked) == {"experts": {"gate_bias": False, "gate": True}, "scale": False, "sinks": False}
 
 
 @pytest.mark.parametrize(
