@@ -28,7 +28,6 @@ from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
 from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
 from smd_jax.certify.record import Record, arrays_of, check_record
 from smd_jax.certify.verdict import Models, certify
-from smd_jax.text.hugging_face import AutoTokenizer
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROWS = 4  # prompts of a record
@@ -71,7 +70,7 @@ class Injected:
 def main(args: Args) -> None:
     config, params = smd.load_checkpoint(args.model)
     model = smd.Decoder(dataclasses.replace(config, dtype="float32"))
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    tokenizer = smd.text.open_tokenizer(args.model)
     low = smd.Decoder(dataclasses.replace(config, dtype="bfloat16"))
     models = Models(model, params, (low, params), "bfloat16")
     facts = prompt_facts(tokenizer)

@@ -82,11 +82,11 @@ def section(rows: Sequence[Row]) -> str:
     dense, below = [row for cell in others for row in cell.rows], sum(cell.below_threshold for cell in others)
     return f"""## Collapse
 
-Does a learner that ignores the eviction collapse, as the papers report? Papers mean two learners. *naive* takes the
-ratio to the dense learner's own old log-probabilities, *bypass* to the sampler's. The task is sorting-12 with 11
-+ 2 of 26 keys, 500 rollouts, {len(SEEDS)} seeds, starts of the first page. A run has *collapsed* when its greedy reward
-under the budget is below half of the start's in three evaluations in a row. The last columns are greedy rewards:
-the mean of the last three evaluations, minus the start.
+Does a learner that ignores the eviction collapse, as the papers report? The papers use two such learners. *naive*
+takes the ratio to the dense learner's own old log-probabilities, *bypass* to the sampler's. The task is
+sorting-12 with 11 + 2 of 26 keys, 500 rollouts, {len(SEEDS)} seeds, starts of the first page. A run has *collapsed*
+when its greedy reward under the budget is below half of the start's in three evaluations in a row. The last columns
+are greedy rewards: the mean of the last three evaluations, minus the start.
 
 {cells_table(cells)}
 

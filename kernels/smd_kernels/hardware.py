@@ -27,7 +27,7 @@ GPU_SIZES = BlockSizes(rows_dkv=64, blocks=256)
 TPU_SIZES = BlockSizes(rows=512, keys=512, rows_dq=512, keys_dq=512, rows_dkv=512, keys_dkv=512)
 
 SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is for barriers, reductions and alignment
-# Each range of values has its own sums in registers, and the kernel dequantises the channels of a byte at once.
+# Each range of values has its own sums in registers.
 MOST_PARTS = 8
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a TPU program gets by default; the rest is for spills
 GPU_GROUP = 8  # columns of scores^T in the decode kernel, the narrowest wgmma tile: the most query heads per KV head

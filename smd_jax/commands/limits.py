@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smd_jax.commands.errors import UserError
@@ -47,17 +47,13 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str
     (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda values: values["optim"] == "adamw", "--optim adamw"),
     (("print_completions",), lambda values: values["completions_steps"] > 0, "--completions-steps"),
     (
-        ("reward_weights", "reward_timeout"),
-        lambda values: values["environment"] is None,
-        "--reward, which an environment replaces",
-    ),
-    (
         ("eval_dataset", "eval_source", "eval_split", "eval_rows", "eval_seed", "eval_decode", "eval_temperature"),
         lambda values: values["eval_steps"] > 0,
-        "--eval-steps, except on a later smd-eval --run",
+        "--eval-steps; only a later smd-eval --run reads it",
     ),
     (("greater_is_better",), lambda values: values["metric_for_best_model"] is not None, "--metric-for-best-model"),
 )
+OF_REWARDS = ("reward_weights", "reward_timeout")  # which an environment replaces
 AXES = "--data-parallel * --fsdp * --tensor (* --sequence of smd-train)"
 
 
@@ -88,11 +84,17 @@ def unread_options(args: Any) -> list[str]:
     values = {name: value for group in groups for name, value in vars(group).items()}
     defaults = {field.name: field.default for group in groups for field in dataclasses.fields(group)}
     found = list[str]()
-    for options, is_on, needed in READ_WITH:
+
+    def flags(options: Sequence[str]) -> str:
+        """Those that were changed."""
         changed = [name for name in options if name in values and values[name] != defaults[name]]
-        if changed and not is_on(values):
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-            found.append(f"{flags}: no effect without {needed}")
+        return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+
+    for options, is_on, needed in READ_WITH:
+        if (changed := flags(options)) and not is_on(values):
+            found.append(f"{changed}: no effect without {needed}")
+    if values.get("environment") is not None and (changed := flags(OF_REWARDS)):
+        found.append(f"{changed}: no effect with --environment, which gives the rewards")
     return found
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from tokenizers import Tokenizer as FileTokenizer
 
 from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
@@ -21,13 +20,13 @@ from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, sha
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
 from smd_jax.model.weights import read_config
 from smd_jax.tasks.reward_calls import Caught
-from smd_jax.text.hugging_face import AutoTokenizer, PreTrainedTokenizerFast, snapshot_download
+from smd_jax.text.hugging_face import snapshot_download
 from smd_jax.text.near_names import nearest_file
 from smd_jax.text.prompts import eos_token_id, pad_token_id
 from smd_jax.text.stop_strings import stop_table
+from smd_jax.text.tokenizer_file import open_tokenizer
 from smd_jax.text.visible_text import one_line, visible
 
-PARTS = ("normalizer", "pre_tokenizer", "decoder")  # of a tokenizer.json, which choose the ids of a text
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # all but the weights
 
@@ -156,10 +155,7 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     tokenizer = None
     # transformers and tokenizers raise any type of exception for files that they cannot parse, even plain Exception.
     with Caught() as caught:
-        # Explicit: without it transformers asks at the terminal.
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        if not splits_as_file(tokenizer, directory / "tokenizer.json"):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        tokenizer = open_tokenizer(directory)
         tokenizer.encode("a", add_special_tokens=True)  # some open, and cannot be used
     if tokenizer is None or caught.error is not None:
         raise UserError(
@@ -174,23 +170,6 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
         # Any token will do: a mask marks the padding, not its id.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
-
-
-def splits_as_file(tokenizer: Any, file: Path) -> bool:
-    """Whether a tokenizer normalises, splits and decodes text as its tokenizer.json says.
-
-    transformers 5 rebuilds some classes, such as GPT2Tokenizer, from the vocabulary and the merges alone, and drops a
-    splitting of digits, for example. With mistral-common installed it takes another implementation.
-    """
-    if not file.is_file():
-        return True
-    own, given = getattr(tokenizer, "backend_tokenizer", None), FileTokenizer.from_file(str(file))
-    return own is not None and all(_state(own, part) == _state(given, part) for part in PARTS)
-
-
-def _state(tokenizer: FileTokenizer, part: str) -> bytes | None:
-    found = getattr(tokenizer, part)
-    return None if found is None else found.__getstate__()
 
 
 def _check_template_kwargs(tokenizer: Any, given: Sequence[str]) -> None:

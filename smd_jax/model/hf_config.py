@@ -167,7 +167,7 @@ def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName)
         rotary_dim=None if rotated == head_dim else rotated,
         sliding_windows=windows,
         dtype=dtype,
-        experts=_read_experts(hf) if family.experts else None,
+        experts=_read_experts(hf, family) if family.experts else None,
     )
 
 
@@ -226,11 +226,11 @@ def _read_windows(hf: Any, content: Mapping[str, Any], family: Family) -> tuple[
     return tuple(window if kind == SLIDING else None for kind in kinds) if SLIDING in kinds else ()
 
 
-def _read_experts(hf: Any) -> Experts:
+def _read_experts(hf: Any, family: Family) -> Experts:
     known = {key: getattr(hf, key) for key in _defaults(hf.model_type)}
     step, dense = known.get("decoder_sparse_step", 1), known.get("mlp_only_layers") or []
     layers = tuple((layer + 1) % step == 0 and layer not in dense for layer in range(hf.num_hidden_layers))
-    clamp = known.get("swiglu_limit")  # gpt-oss'
+    clamp = hf.swiglu_limit if family.layout == "gpt_oss" else None
     return Experts(
         count=hf.num_local_experts,
         per_token=hf.num_experts_per_tok,

@@ -47,7 +47,7 @@ class TensorBoardLogger:
 
         if self._writer is None:
             # The training row of an evaluation that the run before left out is in its file, and stays valid.
-            self._writer = self._begin(step + is_evaluation(metrics))
+            self._writer = self._begin(step + (step > 0 and is_evaluation(metrics)))
         now = time.time()
         for name, value in metrics.items():
             summary = scalar(dashboard_name(name), value)

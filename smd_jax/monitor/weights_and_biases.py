@@ -25,7 +25,8 @@ class WandbLogger:
 
     `directory/wandb.json` holds the run's id and its next steps. A resumed run continues under the same id and skips
     the steps that were logged before: repeated steps are bitwise equal. Weights & Biases takes no row of an earlier
-    step, so an evaluation that the run before left out appears one step later.
+    step, so an evaluation that the run before left out appears one step later,
+    unless that step has one, too.
 
     Args:
       directory: of the run.

@@ -10,3 +10,4 @@ from smd_jax.text.prompts import decode_completions as decode_completions
 from smd_jax.text.prompts import repeat_prompts as repeat_prompts
 from smd_jax.text.stop_strings import StopTable as StopTable
 from smd_jax.text.stop_strings import compile_stop_strings as compile_stop_strings
+from smd_jax.text.tokenizer_file import open_tokenizer as open_tokenizer

@@ -134,8 +134,8 @@ class ConversationRollouts(Rollouts):
         compaction = self._compaction(config)
         if compaction is not None and compaction.end_token is not None and self.stop_strings:
             raise ValueError(
-                f"expected compaction without stop_strings, because the request for a summary continues turns that end "
-                f"with token {compaction.end_token}; got {list(self.stop_strings)}"
+                "expected compaction (--contexts) without stop_strings (--stop), because the request for a summary "
+                f"continues turns that end with token {compaction.end_token}; got {list(self.stop_strings)}"
             )
         if compaction is not None and compaction.after_tokens + len(compaction.ask) >= config.max_new_tokens:
             raise ValueError(

@@ -325,8 +325,10 @@ class Loop:
                 difference = first_difference(samples.trajectory, logprobs, bound)
                 where = None
                 if difference is not None:
-                    policy = self.policy_params(params)
-                    where = f"{difference}; {find_wrong_head(self.model, policy, samples.trajectory, difference)}"
+                    where = str(difference)
+                    if math.isfinite(difference.nats):  # no mask explains a NaN
+                        policy = self.policy_params(params)
+                        where += f"; {find_wrong_head(self.model, policy, samples.trajectory, difference)}"
             raise mismatch_error(index, samples, metrics, state, bound, where)
         skipped = metrics.get("update/skipped", 0.0) > 0
         self._counters.skipped_in_a_row = self._counters.skipped_in_a_row + 1 if skipped else 0

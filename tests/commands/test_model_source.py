@@ -19,13 +19,13 @@ from smd_jax.commands.model_source import (
     load_tokenizer,
     model_directory,
     open_model,
-    splits_as_file,
     tokenizer_to_export,
 )
 from smd_jax.commands.train import main
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
 from smd_jax.text.hugging_face import AutoTokenizer
+from smd_jax.text.tokenizer_file import splits_as_file
 from tests.command_errors import error_of
 from tests.commands.conftest import Words
 
@@ -85,6 +85,18 @@ def test_a_tokenizer_splits_text_as_its_file_says(model: Path):
     assert splits_as_file(loaded, model / "tokenizer.json")
     assert not splits_as_file(AutoTokenizer.from_pretrained(model), model / "tokenizer.json"), "or nothing was tested"
     assert loaded.encode("x   512") == file.encode("x   512").ids and loaded.chat_template is not None
+
+
+def test_a_class_that_splits_as_its_file_stays(model: Path):
+    own = AutoTokenizer.from_pretrained(model)
+    own.save_pretrained(model)
+    content = (model / "tokenizer.json").read_text()
+    assert type(own).__name__ == "Qwen2Tokenizer" and type(load_tokenizer(model)) is type(own)
+    # Of offsets, and written or left out by version: no ids depend on it.
+    assert content.count('"trim_offsets": true') == 2, "in the pre-tokenizer and the decoder"
+    for other in ('"trim_offsets": false', '"trim_offsets": true'):
+        (model / "tokenizer.json").write_text(content.replace('"trim_offsets": true', other))
+        assert type(load_tokenizer(model)) is type(own)
 
 
 def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path):

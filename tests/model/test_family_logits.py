@@ -6,6 +6,7 @@ The checkpoints and logits under golden/hf are made by golden/make_family_logits
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,9 @@ def test_an_export_is_the_same_model(name: str, tmp_path: Path):
     again, weights = load_checkpoint(tmp_path)
     assert again == config
     assert_bitwise_equal(weights, params)
+    if name == "phi3_long":  # the keys that the Phi-3 of transformers 4 accepts
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written["rope_scaling"].keys() == {"type", "short_factor", "long_factor"} and written["rope_theta"]
 
 
 def with_adapters(name: str) -> Any:

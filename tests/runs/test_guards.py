@@ -268,6 +268,19 @@ def test_a_sampler_learner_mismatch_stops_the_run(tmp_path, steps):
     assert re.search(r"first at row \d, position \d+ \(", said)
 
 
+def not_a_number(index: int, samples: Samples) -> Samples:
+    logprobs = samples.trajectory.logprobs.at[2, 0].set(jnp.nan)
+    return samples._replace(trajectory=samples.trajectory.replace(logprobs=logprobs))
+
+
+def test_a_nan_before_several_steps_is_refused():
+    """No step could be skipped for it, and no mask explains it."""
+    loop = tampered(not_a_number, config=replace(CONFIG, minibatches=2))
+    state = new_state()
+    with pytest.raises(RefusedRolloutError, match=r"got nan, first at row 2, position \d+ \(\+?nan nats\)$"):
+        loop.step(state)
+
+
 def test_a_missing_objective_metric_does_not_hide_the_refusal(tmp_path):
     loop = tampered(lambda index, samples: without_evictions(1, samples), config=replace(CONFIG, minibatches=2))
     with pytest.raises(RefusedRolloutError, match="expected sampler and learner within"):
