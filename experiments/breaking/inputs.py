@@ -208,7 +208,7 @@ KINDS: dict[str, Fault] = {
         data("zeros.csv.xz", lzma.compress(ZEROS, preset=0), "to unpack to at most"),
         data("digits.jsonl", '{"prompt": ' + "9" * 100_000 + "}\n", "expected"),
         data("folder/README.md", CARD.format(LAUGHS * 3), "expected"),
-        data("folder/README.md", CARD.format("a: " + "[" * 5000), "expected data that can be read"),
+        data("folder/README.md", CARD.format("a: " + "[" * 5000), "expected YAML of at most 50 levels"),
     ),
     "data of another kind than its name": one_error(
         data("rows.csv", b"PAR1" + bytes(100), "got a parquet file"),
@@ -219,7 +219,7 @@ KINDS: dict[str, Fault] = {
         data("rows.jsonl.gz", gzip.compress(ROW.encode() * 100)[:-20], "expected"),
     ),
     "config.json that asks for more than the weights hold": one_error(
-        model_config("q_proj.weight: expected [8589934592", head_dim=2**31),
+        model_config("expected head_dim of at most 2147483647; got 2147483648", head_dim=2**31),
         model_config("expected [", head_dim=2**30),
         model_config("`num_hidden_layers` (100000)", num_hidden_layers=100_000),
         model_config("embed_tokens.weight: expected [2147483647", vocab_size=2**31 - 1),
@@ -229,7 +229,7 @@ KINDS: dict[str, Fault] = {
         model_config("num_hidden_layers", num_hidden_layers="2"),
         model_config("num_hidden_layers", num_hidden_layers=True),
         model_config("expected hidden_size", hidden_size=-1),
-        model_config("norm_eps=nan", rms_norm_eps=float("nan")),
+        model_config("expected a finite norm_eps >= 0; got nan", rms_norm_eps=float("nan")),
         model_config("rms_norm_eps", rms_norm_eps="small"),
         model_file("config.json", '{"model_type": "qwen2", "hidden_size": 1e400}', "expected"),
         model_file("config.json", "[]", "config.json must hold a JSON object"),
