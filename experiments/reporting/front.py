@@ -21,7 +21,8 @@ def page(cell: RoomCell, others: Sequence[RoomCell], smollm2: Sequence[Row]) -> 
       others: further cells of the study.
       smollm2: rows of the study of the real model.
     """
-    missing = "" if real_model.is_complete(smollm2) else ", eight seeds of the real model"
+    more = real_model.missing(smollm2)
+    missing = f", {more}" if more else ""
     return f"""# Is replaying the sampler's masks worth it?
 
 **Question.** A sampler that evicts keys from its cache is not the policy that an ordinary learner trains. The learner

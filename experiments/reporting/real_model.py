@@ -63,6 +63,16 @@ def is_complete(rows: Sequence[Row]) -> bool:
     return "snapkv" in of_rules(rows)
 
 
+def missing(rows: Sequence[Row]) -> str:
+    """The planned arms that are not complete, for the first page."""
+    if not is_complete(rows):
+        return "eight seeds of the real model"
+    found = of_rules(rows)
+    arms = [arm for arm in ("tis", "mixed-50") if arm not in found["snapkv"]]
+    parts = [*arms, *(NAMES[rule] for rule in NAMES if rule not in found)]
+    return f"and on the real model {', '.join(parts)}" if parts else ""
+
+
 def bullet(rows: Sequence[Row]) -> str:
     """The line of the first page."""
     if not is_complete(rows):
@@ -70,8 +80,9 @@ def bullet(rows: Sequence[Row]) -> str:
   over TIS by seed are +0.35, +0.34, +0.39, −0.02 (the last is the pilot seed): not established."""
     arms = of_rules(rows)["snapkv"]
     main, full = (lead(arms["shadow"], arms["naive"], kind) for kind in ("sparse", "dense"))
+    verdict = "" if main.low > 0 else ": no lead is established"
     return f"""* *Real model.* [SmolLM2](#a-real-model) under SnapKV, eight seeds, temperature 1: shadow masks minus
-  naive {main} under the budget, the planned contrast, and {full} with the full cache."""
+  naive {main} under the budget, the planned contrast, and {full} with the full cache{verdict}."""
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -97,7 +108,12 @@ def part(rule: str, arms: Arms) -> str:
     lines = [[arm, *(f"{mean_of(found, kind).mean:.3f}" for kind in KINDS)] for arm, found in arms.items()]
     main = lead(arms["shadow"], arms["naive"], "sparse")
     p = p_value(arms["shadow"], arms["naive"], "sparse")
-    verdict = "An upper limit below 0.03 refutes the prediction: it is refuted." if main.high < 0.03 else ""
+    if main.high < 0.03:
+        verdict = "The prediction is refuted: the upper limit is below 0.03."
+    elif main.low > 0:
+        verdict = "The lead is established."
+    else:
+        verdict = "No lead is established, and the prediction is not refuted."
     others = [
         f"{arm} minus {rival} {lead(arms[arm], arms[rival], kind)} {words}"
         for arm, rival in (("shadow", "naive"), ("shadow", "tis"), ("mixed-50", "naive"), ("mixed-50", "tis"))
@@ -105,7 +121,7 @@ def part(rule: str, arms: Arms) -> str:
         for kind, words in (("sparse", "at temperature 1"), ("sparse_greedy", "greedily"))
         if (arm, rival, kind) != ("shadow", "naive", "sparse")
     ]
-    mismatch = plain(mean_of(arms["naive"], "mismatch_kl"))
+    mismatch = plain(mean_of(arms["naive"], "mismatch_kl")).removeprefix("+")
     return f"""{rule} (the dense learner of naive is {mismatch} nats per token away from the sampler):
 
 {table(["arm", "budget", "greedy", "full cache", "greedy"], lines)}
