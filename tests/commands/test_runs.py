@@ -211,7 +211,8 @@ def test_a_revision_is_what_the_hub_is_asked_for(
     words = train_words("--model", "owner/name", "--model-revision", "v1", "--tokenizer", "owner/tokens")
     words += ["--tokenizer-revision", "abc123", "--dry-run"]
     main(words)
-    assert asked == [("owner/name", "v1"), ("owner/tokens", "abc123")]
+    # The model first without its weights, whose names are then known.
+    assert asked == [("owner/name", "v1"), ("owner/name", "v1"), ("owner/tokens", "abc123")]
     said = error_of([*words, "--model-revision", "gone"], capsys)
     assert "at --model-revision gone, which is no directory here and could not be downloaded: no such revision" in said
 
