@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from smd_jax.commands.errors import UserError
@@ -18,42 +18,67 @@ from smd_jax.train.loop import Loop
 LARGEST = 2**24  # no size or count is larger; JAX's shapes and counters are int32
 AT_LEAST_ONE = ("save_total_limit", "max_skipped_updates", "eval_rows", "decode_rows", "dataset_size")
 AT_LEAST_ONE += ("max_prompt_length", "data_parallel", "fsdp", "tensor", "sequence")
-# Options, whether the run reads them, and the flag that they need.
+# Options, whether the run reads them, and when they have no effect.
 READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
         ("dataset_size",),
         lambda values: PROCEDURAL in values["dataset"] + (values["eval_dataset"] or ""),
-        f"--dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
+        f"without --dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
     ),
-    (("lora_alpha", "lora_target_modules", "use_rslora"), lambda values: values["lora_r"] is not None, "--lora-r"),
-    (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda values: values["beta"] > 0, "--beta"),
-    (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda values: values["sync_ref_model"], "--sync-ref-model"),
+    (
+        ("lora_alpha", "lora_target_modules", "use_rslora"),
+        lambda values: values["lora_r"] is not None,
+        "without --lora-r",
+    ),
+    (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda values: values["beta"] > 0, "without --beta"),
+    (
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        lambda values: values["sync_ref_model"],
+        "without --sync-ref-model",
+    ),
     (
         ("min_lr_rate",),
         lambda values: values["lr_scheduler_type"] != "constant",
-        "--lr-scheduler-type linear or cosine",
+        "without --lr-scheduler-type linear or cosine",
     ),
-    (("overlong_cache",), lambda values: "overlong" in values["reward"], "--reward overlong"),
+    (("overlong_cache",), lambda values: "overlong" in values["reward"], "without --reward overlong"),
     (
         ("max_turns", "max_turn_length", "environment_timeout", "turn_credit"),
         lambda values: values["environment"] is not None,
-        "--environment",
+        "without --environment",
     ),
-    (("context_length", "summary_request", "summary_heading"), lambda values: values["contexts"] > 1, "--contexts"),
-    (("sinks", "pyramid"), lambda values: values["eviction"] != "dense", "an --eviction policy"),
+    (
+        ("context_length", "summary_request", "summary_heading"),
+        lambda values: values["contexts"] > 1,
+        "without --contexts",
+    ),
+    (("sinks", "pyramid"), lambda values: values["eviction"] != "dense", "without an --eviction policy"),
     # A file may hold a policy with a gate.
-    (("gate_speed",), lambda values: "gate" in values["eviction"] or ".py" in values["eviction"], "--eviction gate"),
-    (("distill_coef",), lambda values: values["distill"] != "none", "--distill"),
-    (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda values: values["optim"] == "adamw", "--optim adamw"),
-    (("print_completions",), lambda values: values["completions_steps"] > 0, "--completions-steps"),
+    (
+        ("gate_speed",),
+        lambda values: "gate" in values["eviction"] or ".py" in values["eviction"],
+        "without --eviction gate",
+    ),
+    (("distill_coef",), lambda values: values["distill"] != "none", "without --distill"),
+    (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda values: values["optim"] == "adamw", "without --optim adamw"),
+    (("print_completions",), lambda values: values["completions_steps"] > 0, "without --completions-steps"),
     (
         ("eval_dataset", "eval_source", "eval_split", "eval_rows", "eval_seed", "eval_decode", "eval_temperature"),
         lambda values: values["eval_steps"] > 0,
-        "--eval-steps; only a later smd-eval --run reads it",
+        "without --eval-steps; only a later smd-eval --run reads it",
     ),
-    (("greater_is_better",), lambda values: values["metric_for_best_model"] is not None, "--metric-for-best-model"),
+    (
+        ("greater_is_better",),
+        lambda values: values["metric_for_best_model"] is not None,
+        "without --metric-for-best-model",
+    ),
+    # An environment replaces the rewards.
+    (
+        ("reward_weights", "reward_timeout"),
+        lambda values: values["environment"] is None,
+        "with --environment, which gives the rewards",
+    ),
 )
-OF_REWARDS = ("reward_weights", "reward_timeout")  # which an environment replaces
 AXES = "--data-parallel * --fsdp * --tensor (* --sequence of smd-train)"
 
 
@@ -84,17 +109,11 @@ def unread_options(args: Any) -> list[str]:
     values = {name: value for group in groups for name, value in vars(group).items()}
     defaults = {field.name: field.default for group in groups for field in dataclasses.fields(group)}
     found = list[str]()
-
-    def flags(options: Sequence[str]) -> str:
-        """Those that were changed."""
+    for options, is_on, when in READ_WITH:
         changed = [name for name in options if name in values and values[name] != defaults[name]]
-        return ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-
-    for options, is_on, needed in READ_WITH:
-        if (changed := flags(options)) and not is_on(values):
-            found.append(f"{changed}: no effect without {needed}")
-    if values.get("environment") is not None and (changed := flags(OF_REWARDS)):
-        found.append(f"{changed}: no effect with --environment, which gives the rewards")
+        if changed and not is_on(values):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+            found.append(f"{flags}: no effect {when}")
     return found
 
 
