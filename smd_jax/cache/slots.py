@@ -267,7 +267,7 @@ def settle(cache: LayerCache, written: Int[Array, " batch"], buffer: int) -> Lay
 def select(
     scores: Float[Array, "batch kv_heads slots"], valid: Bool[Array, "batch kv_heads slots"], budget: int
 ) -> tuple[Int[Array, "batch kv_heads budget"], Int[Array, "batch kv_heads rest"]]:
-    """The `budget` best slots and all others, both in ascending order. Ties keep the older key.
+    """The `budget` best slots and all others, both in ascending order. Ties keep the older key; NaN ranks lowest.
 
     Searches only for the evicted slots, because they are few. The new index of each slot follows from the number of
     evicted slots to its left, in linear time and memory:
@@ -282,8 +282,9 @@ def select(
 
 def _select(budget: int, scores: Array, valid: Array) -> tuple[Array, Array]:
     slots = valid.shape[-1]
-    # Only empty slots score -inf, so the worst key still ranks above them.
-    ranked = jnp.where(valid, jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
+    # Only empty slots score -inf, so the worst key still ranks above them. fmax, because top_k ranks NaN above
+    # infinity: a key with a NaN score would stay forever and displace protected keys.
+    ranked = jnp.where(valid, jnp.fmax(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
     # top_k takes the first of equal values; searched from the right, these are the newest.
     _, from_right = jax.lax.top_k(-ranked[..., ::-1], slots - budget)
     # Converts indices from the right back to slots.

@@ -111,7 +111,7 @@ class EvictionPolicy:
         return (budget,) * num_layers
 
     def score(self, view: CacheView) -> Scores:
-        """`[batch, kv_heads, slots]`, higher = keep. Values at empty slots are ignored."""
+        """`[batch, kv_heads, slots]`, higher = keep. NaN ranks lowest. Values at empty slots are ignored."""
         raise TypeError(f"{type(self).__name__} has no score: it never evicts, or its class must define one")
 
 

@@ -200,6 +200,7 @@ def test_a_turned_cache_is_one_that_was_made_later():
 # One life: a prompt, then steps that write a key and compress when the buffer is full.
 BATCH, HEADS, BUDGET, BUFFER, PROMPT, T = 2, 2, 4, 3, 6, 24
 SLOTS = BUDGET + BUFFER
+SCORES = (-np.inf, np.nan, -2, -1, 0, 1, 2, np.inf)
 
 
 @jax.jit
@@ -223,9 +224,10 @@ class Lists:
         self.evicted_at = np.full((BATCH, HEADS, T), NEVER)
 
     def compress(self, score_of: np.ndarray, now: int) -> None:
-        """Keeps the best by score, of equals the older."""
+        """Keeps the best by score, of equals the older; NaN is the lowest score."""
+        lowest = np.where(np.isnan(score_of), -np.inf, score_of)
         for (b, h), columns in self.columns.items():
-            best = sorted(columns, key=lambda c, b=b, h=h: (-score_of[b, h, c], c))[:BUDGET]
+            best = sorted(columns, key=lambda c, b=b, h=h: (-lowest[b, h, c], c))[:BUDGET]
             for column in set(columns) - set(best):
                 self.evicted_at[b, h, column] = now
             self.columns[b, h] = sorted(best)
@@ -249,7 +251,7 @@ def check(cache: LayerCache, evicted_at: Any, lists: Lists, live: np.ndarray) ->
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.data())
 def test_any_life(seed: int, starts: list[int], data: st.DataObject):
-    """Scores are small integers, so that there are many ties; the highest stand at empty slots."""
+    """Scores are few numbers, so that there are many ties, some infinite or NaN; the highest stand at empty slots."""
     rng = np.random.default_rng(seed)
     ends = [data.draw(st.integers(PROMPT, T)) for _ in range(BATCH)]
     lists, columns = Lists(starts), np.full((BATCH, HEADS, SLOTS), EMPTY)
@@ -261,7 +263,7 @@ def test_any_life(seed: int, starts: list[int], data: st.DataObject):
     evicted_at = jnp.full((BATCH, HEADS, T), NEVER, jnp.int32)
 
     def compress(now: int) -> tuple[LayerCache, jax.Array]:
-        score_of = rng.integers(-3, 3, (BATCH, HEADS, T)).astype(np.float32)
+        score_of = rng.choice(np.array(SCORES, np.float32), (BATCH, HEADS, T))
         lists.compress(score_of, now)
         held = np.asarray(cache.columns)
         by_slot = np.take_along_axis(score_of, np.maximum(held, 0), axis=-1)
