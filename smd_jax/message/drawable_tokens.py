@@ -70,11 +70,14 @@ class DrawableTokens(struct.PyTreeNode):
             raise ValueError(f"expected response_width of at least {longest}, the longest response; got {width}")
         most = max(len(ids) for sets in by_row for ids in sets)
         if vocab_size is not None and 4 * most > packed_size(vocab_size, 1):
-            bits = np.zeros((len(by_row), width, vocab_size), bool)
+            bits = np.zeros((len(by_row), width, packed_size(vocab_size, 1)), np.uint8)
             for row, sets in enumerate(by_row):
                 for column, ids in enumerate(sets):
-                    bits[row, column, ids] = True
-            return cls(jnp.asarray(np.packbits(bits, axis=-1, bitorder="little")))
+                    # One token at a time: the booleans of all tokens would take eight times the memory of the bits.
+                    inside = np.zeros(vocab_size, bool)
+                    inside[ids] = True
+                    bits[row, column] = np.packbits(inside, bitorder="little")
+            return cls(jnp.asarray(bits))
         found = np.full((len(by_row), width, most), -1, np.int32)
         for row, sets in enumerate(by_row):
             for column, ids in enumerate(sets):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,24 @@ def test_a_foreign_record_with_support_is_exact(sampling):
 def test_bad_support_is_refused(support, said):
     with pytest.raises(ValueError, match=said):
         DrawableTokens.from_csr(support, [[1, 2]], vocab_size=100)
+
+
+def test_bits_are_packed_token_by_token():
+    """The booleans of all tokens at once would take 4 MB; the bits take 0.5 MB."""
+    vocab, tokens, most = 20_000, 200, 700
+    support = [(np.tile(np.arange(most), 4), most * np.arange(5))]
+
+    def packed() -> DrawableTokens:
+        return DrawableTokens.from_csr(support, [[0] * 4], response_width=tokens, vocab_size=vocab)
+
+    packed()  # the first call also fills caches
+    tracemalloc.start()
+    try:
+        drawable = packed()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert drawable.sets is not None and drawable.sets.shape == (1, tokens, vocab // 8) and peak < 2e6
 
 
 def test_a_width_below_the_longest_response_is_refused():
