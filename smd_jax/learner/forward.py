@@ -58,7 +58,7 @@ def response_hidden(
 ) -> Float[Array, "batch R hidden"]:
     """Hidden states that predict the response tokens: those of columns P-1 … T-2."""
     packing = trajectory.packing
-    longest = None if packing is None else packing.longest
+    longest = trajectory.longest if packing is None else packing.longest
     check_expert_count(model.shape, trajectory.expert_count)
     hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask, longest, trajectory.routing)
     if packing is not None:
@@ -79,7 +79,9 @@ def response_hidden_and_router(
     if trajectory.routing is None:
         raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
     check_expert_count(model.shape, trajectory.expert_count)
-    hidden, router = hidden_and_router(model, params, trajectory.tokens, trajectory.positions, mask, trajectory.routing)
+    hidden, router = hidden_and_router(
+        model, params, trajectory.tokens, trajectory.positions, mask, trajectory.routing, trajectory.longest
+    )
     return hidden[:, trajectory.prompt_width - 1 : -1], router
 
 

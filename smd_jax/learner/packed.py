@@ -235,7 +235,7 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         jnp.asarray(places.responses != ABSENT),
         None if places.distinct is None else jnp.asarray(places.distinct),
         None if places.same is None else jnp.asarray(places.same),
-        trajectory.tokens.shape[1],
+        trajectory.tokens.shape[1] if trajectory.longest is None else trajectory.longest,
     )
     return Trajectory(
         tokens=_take(trajectory.tokens, places.tokens),

@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from smd_jax.message.foreign_tokens import Ints, whole_numbers
+from smd_jax.message.foreign_tokens import Ints, check_sampled, whole_numbers
 from smd_jax.message.quantization import packed_size, unpack
 from smd_jax.message.sampling import among, is_one_of
 from smd_jax.pytrees import any_leaves
@@ -42,6 +42,7 @@ class DrawableTokens(struct.PyTreeNode):
         cls,
         support: Sequence[tuple[Ints, Ints]],
         responses: Sequence[Ints],
+        sampled: Sequence[Sequence[bool] | np.ndarray] | None = None,
         *,
         response_width: int | None = None,
         vocab_size: int | None = None,
@@ -51,7 +52,8 @@ class DrawableTokens(struct.PyTreeNode):
         Args:
           support: `(token_ids, offsets)` of each row; response token t could be any of
             `token_ids[offsets[t]:offsets[t + 1]]`.
-          responses: the sampled ids of each row.
+          responses: the response ids of each row.
+          sampled: which response tokens the policy sampled; the others have no set. None: all.
           response_width: columns R; None: as the longest row needs.
           vocab_size: vocabulary size; if given, ids are checked, and large sets are stored as bits.
 
@@ -61,14 +63,16 @@ class DrawableTokens(struct.PyTreeNode):
         """
         if len(support) != len(responses):
             raise ValueError(f"expected the sampling support of {len(responses)} rows; got {len(support)}")
+        flags = check_sampled(sampled, responses)
         by_row = [
-            split_support(*sets, responses[row], vocab_size, f" of row {row}") for row, sets in enumerate(support)
+            split_support(*sets, responses[row], vocab_size, f" of row {row}", None if flags is None else flags[row])
+            for row, sets in enumerate(support)
         ]
         longest = max(map(len, by_row))
         width = longest if response_width is None else response_width
         if width < longest:
             raise ValueError(f"expected response_width of at least {longest}, the longest response; got {width}")
-        most = max(len(ids) for sets in by_row for ids in sets)
+        most = max(1, *(len(ids) for sets in by_row for ids in sets))
         if vocab_size is not None and 4 * most > packed_size(vocab_size, 1):
             bits = np.zeros((len(by_row), width, packed_size(vocab_size, 1)), np.uint8)
             for row, sets in enumerate(by_row):
@@ -127,13 +131,16 @@ def _to_boolean(sets: Array, vocab: int) -> Bool[Array, "batch columns vocab"]:
     return unpack(sets, 1, vocab) == 1
 
 
-def split_support(ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None, where: str) -> list[np.ndarray]:
-    """The set of every sampled token from compressed rows, checked.
+def split_support(
+    ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None, where: str, sampled: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """The set of every token from compressed rows, checked.
 
     Args:
       ids, offsets: token t could be any of `ids[offsets[t]:offsets[t + 1]]`.
-      tokens: the sampled tokens.
+      tokens: the response tokens.
       where: suffix of "sampling support" in messages.
+      sampled: which of them were sampled; the sets of the others may be empty and are left out. None: all.
 
     Raises:
       ValueError: see `DrawableTokens.from_csr`.
@@ -141,7 +148,8 @@ def split_support(ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None
     ids = whole_numbers(ids, f"token ids of the sampling support{where}")
     offsets = whole_numbers(offsets, f"offsets of the sampling support{where}")
     count = len(tokens)
-    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+    sampled = np.ones(count, bool) if sampled is None else sampled
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < sampled).any():
         raise ValueError(
             f"expected {count + 1} rising offsets from 0 to {len(ids)} in the sampling support{where}, one more than "
             f"response tokens; got {np.array2string(offsets, threshold=8)}"
@@ -149,9 +157,9 @@ def split_support(ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     for place in np.flatnonzero((ids < 0) | (ids >= most))[:1]:
         raise ValueError(f"expected ids from 0 to {most - 1} in the sampling support{where}; got {ids[place]}")
-    sets = np.split(ids, offsets[1:-1])
+    sets = [found if counts else found[:0] for found, counts in zip(np.split(ids, offsets[1:-1]), sampled, strict=True)]
     for place, (token, drawable) in enumerate(zip(tokens, sets, strict=True)):
-        if int(token) not in drawable:
+        if sampled[place] and int(token) not in drawable:
             raise ValueError(
                 f"expected the sampled token {int(token)} in its sampling support{where}; it is missing (response "
                 f"token {place})"

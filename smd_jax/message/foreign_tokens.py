@@ -25,6 +25,7 @@ class PaddedRows(NamedTuple):
       logprobs: `[batch, R]` float32, 0 after the end of a row.
       start: `[batch]` column of each row's position 0.
       lengths: `[batch]` tokens of each row.
+      sampled: `[batch, R]` which response tokens the policy sampled; None: all.
     """
 
     tokens: np.ndarray
@@ -32,6 +33,7 @@ class PaddedRows(NamedTuple):
     logprobs: np.ndarray
     start: np.ndarray
     lengths: np.ndarray
+    sampled: np.ndarray | None
 
 
 def unpad(padded: np.ndarray, valid: np.ndarray) -> list[np.ndarray]:
@@ -60,17 +62,45 @@ def check_terminated(terminated: Sequence[bool] | np.ndarray, rows: int) -> np.n
     return ended
 
 
+def check_sampled(
+    sampled: Sequence[Sequence[bool] | np.ndarray] | None, responses: Sequence[Ints]
+) -> list[np.ndarray] | None:
+    """The booleans as arrays. Raises ValueError unless there is one for each response token."""
+    if sampled is None:
+        return None
+    if len(sampled) != len(responses):
+        raise ValueError(f"expected sampled of {len(responses)} rows; got {len(sampled)}")
+    found = [np.asarray(row) for row in sampled]
+    for index, (row, response) in enumerate(zip(found, responses, strict=True)):
+        if row.shape != (len(response),) or row.dtype != bool:
+            raise ValueError(
+                f"expected a boolean for each of the {len(response)} response tokens of row {index} in sampled; got an "
+                f"array of shape {row.shape} and {row.dtype}"
+            )
+    return found
+
+
+def check_longest(longest: int | None, lengths: np.ndarray) -> None:
+    """Raises ValueError for a row of more than `longest` tokens."""
+    if longest is not None and lengths.max() > longest:
+        row = int(np.argmax(lengths))
+        raise ValueError(f"expected longest of at least {lengths[row]}, the tokens of row {row}; got {longest}")
+
+
 def pad_tokens(
     prompts: Sequence[Ints],
     responses: Sequence[Ints],
     logprobs: Sequence[Floats],
-    *,
+    sampled: Sequence[Sequence[bool] | np.ndarray] | None,
     vocab_size: int | None,
-    prompt_width: int | None,
-    response_width: int | None,
+    widths: tuple[int | None, int | None],
     pad_token_id: int,
 ) -> PaddedRows:
-    """Pads prompts on the left and responses on the right; see `Trajectory.from_records`."""
+    """Pads prompts on the left and responses on the right; see `Trajectory.from_records`.
+
+    Args:
+      widths: of prompts and responses.
+    """
     if not len(prompts) == len(responses) == len(logprobs) or not len(prompts):
         raise ValueError(
             "expected as many prompts, responses and rows of log-probabilities, and at least one; got "
@@ -79,20 +109,24 @@ def pad_tokens(
     most = MOST_IDS if vocab_size is None else vocab_size
     asked = [_tokens(row, index, "prompt", most) for index, row in enumerate(prompts)]
     drawn = [_tokens(row, index, "response", most) for index, row in enumerate(responses)]
-    known = [_logprobs(row, index, len(drawn[index])) for index, row in enumerate(logprobs)]
+    flags = check_sampled(sampled, drawn)
+    every = [np.ones(len(response), bool) for response in drawn] if flags is None else flags
+    known = [_logprobs(row, index, every[index]) for index, row in enumerate(logprobs)]
     _check_ids(np.array([pad_token_id]), most, "pad_token_id")
-    before = _width("prompt_width", prompt_width, asked)
-    after = _width("response_width", response_width, drawn)
+    before = _width("prompt_width", widths[0], asked)
+    after = _width("response_width", widths[1], drawn)
     tokens = np.full((len(asked), before + after), pad_token_id, np.int32)
     valid = np.zeros(tokens.shape, bool)
     padded = np.zeros((len(asked), after), np.float32)
+    counted = np.zeros(padded.shape, bool)
     for row, (prompt, response, of_response) in enumerate(zip(asked, drawn, known, strict=True)):
         columns = slice(before - len(prompt), before + len(response))
         tokens[row, columns] = np.concatenate([prompt, response])
         valid[row, columns] = True
         padded[row, : len(response)] = of_response
+        counted[row, : len(response)] = every[row]
     start = before - np.array([len(prompt) for prompt in asked])
-    return PaddedRows(tokens, valid, padded, start, valid.sum(axis=1))
+    return PaddedRows(tokens, valid, padded, start, valid.sum(axis=1), None if flags is None else counted)
 
 
 def _tokens(row: Ints, index: int, what: str, most: int) -> np.ndarray:
@@ -112,13 +146,14 @@ def _check_ids(tokens: np.ndarray, most: int, where: str) -> None:
         )
 
 
-def _logprobs(row: Floats, index: int, tokens: int) -> np.ndarray:
+def _logprobs(row: Floats, index: int, sampled: np.ndarray) -> np.ndarray:
     found = np.asarray(row, np.float64)
-    if found.shape != (tokens,):
+    if found.shape != sampled.shape:
         raise ValueError(
-            f"expected one log-probability for each of the {tokens} response tokens of row {index}; got an array of "
-            f"shape {found.shape}"
+            f"expected one log-probability for each of the {len(sampled)} response tokens of row {index}; got an array "
+            f"of shape {found.shape}"
         )
+    found = np.where(sampled, found, 0.0)  # an engine may report anything for tokens that it did not sample
     for place in np.flatnonzero(~np.isfinite(found))[:1]:
         raise ValueError(f"expected finite log-probabilities; got {found[place]} (row {index}, response token {place})")
     for place in np.flatnonzero(found > ROUNDING)[:1]:

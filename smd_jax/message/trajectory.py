@@ -41,6 +41,8 @@ class Trajectory(struct.PyTreeNode):
         learner replays them, and recomputes their gates. None: the learner's router chooses.
       expert_count: experts per layer of the sampler's model; a model with another number is refused. None: unknown.
         Static.
+      longest: tokens of the longest possible row, which the model's context must hold; a batch of unequal prompts has
+        more columns. None: the columns. Static.
     """
 
     tokens: Int[Array, "batch T"]
@@ -57,6 +59,7 @@ class Trajectory(struct.PyTreeNode):
     sampled: Bool[Array, "batch R"] | None = None
     routing: Int[Array, "batch T mixtures per_token"] | None = None
     expert_count: int | None = struct.field(pytree_node=False, default=None)
+    longest: int | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def from_records(
@@ -72,12 +75,14 @@ class Trajectory(struct.PyTreeNode):
         dropped: Sequence[Sequence[foreign.Compression]] | None = None,
         evicted_at: Sequence[np.ndarray] | None = None,
         support: Sequence[tuple[foreign_tokens.Ints, foreign_tokens.Ints]] | None = None,
+        sampled: Sequence[Sequence[bool] | np.ndarray] | None = None,
         routed_experts: Sequence[np.ndarray] | None = None,
         experts: foreign_routing.ExpertSizes | None = None,
         temperature: float = 1.0,
         vocab_size: int | None = None,
         prompt_width: int | None = None,
         response_width: int | None = None,
+        longest: int | None = None,
         pad_token_id: int = 0,
     ) -> Trajectory:
         """Builds and checks a trajectory from the records of another sampler. `smd_jax.message.foreign` has an example.
@@ -97,10 +102,13 @@ class Trajectory(struct.PyTreeNode):
           evicted_at: `[layers, kv_heads, n]` first query that did not see a key, n or more for a key that was never
             evicted. The first two axes may be 1 if shared.
           support: the tokens that pass the sampler's filters, see `DrawableTokens.from_csr`; None: all tokens.
+          sampled: which response tokens the policy sampled. The others were given, such as the answer of a tool; their
+            log-probabilities are ignored, and their support may be empty. None: all were sampled.
           routed_experts, experts: of a model with experts, see `smd_jax.message.foreign_routing`; None: not recorded.
           temperature, pad_token_id: of the sampler.
           prompt_width, response_width: columns P and R of the batch; None: as the longest row needs. With the same
             values for every batch of a run, jitted functions compile once.
+          longest: tokens of the longest row of a run, at most the model's context; None: P + R, which may exceed it.
 
         Raises:
           ValueError: rows, layers, heads or tokens that do not fit together; a log-probability that is NaN, infinite or
@@ -110,20 +118,15 @@ class Trajectory(struct.PyTreeNode):
         if not 0 < temperature < math.inf:
             raise ValueError(f"expected a temperature > 0, because a greedy choice is no draw; got {temperature}")
         rows = foreign_tokens.pad_tokens(
-            prompts,
-            responses,
-            logprobs,
-            vocab_size=vocab_size,
-            prompt_width=prompt_width,
-            response_width=response_width,
-            pad_token_id=pad_token_id,
+            prompts, responses, logprobs, sampled, vocab_size, (prompt_width, response_width), pad_token_id
         )
+        foreign_tokens.check_longest(longest, rows.lengths)
         ended = foreign_tokens.check_terminated(terminated, len(rows.lengths))
         seen = foreign.evicted_by_row(rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at)
         routing = foreign_routing.routing_by_column(routed_experts, rows, experts)
         drawable, width = None, rows.logprobs.shape[1]
         if support is not None:
-            drawable = DrawableTokens.from_csr(support, responses, response_width=width, vocab_size=vocab_size)
+            drawable = DrawableTokens.from_csr(support, responses, sampled, response_width=width, vocab_size=vocab_size)
         return cls(
             tokens=jnp.asarray(rows.tokens),
             valid=jnp.asarray(rows.valid),
@@ -132,8 +135,10 @@ class Trajectory(struct.PyTreeNode):
             mask=ShadowMask(jnp.asarray(foreign.to_columns(seen, rows))),
             temperature=temperature,
             drawable=drawable,
+            sampled=None if rows.sampled is None else jnp.asarray(rows.sampled),
             routing=None if routing is None else jnp.asarray(routing),
             expert_count=None if experts is None else experts.count,
+            longest=longest,
         )
 
     @property
@@ -158,7 +163,11 @@ class Trajectory(struct.PyTreeNode):
 
     @property
     def positions(self) -> Int[Array, "batch T"]:
-        return positions(self.valid) if self.packing is None else self.packing.positions
+        if self.packing is not None:
+            return self.packing.positions
+        found = positions(self.valid)
+        # Padding behind a row has a position of the model's context, too.
+        return found if self.longest is None else jnp.minimum(found, self.longest - 1)
 
     def dense_mask(self) -> ShadowMask:
         """The mask without evictions."""

@@ -255,11 +255,14 @@ def to_trajectory(
     *,
     layers: int = 1,
     kv_heads: int = 1,
+    terminated: Sequence[bool] | np.ndarray | None = None,
+    support: Sequence[tuple[Ints, Ints]] | None = None,
     experts: ExpertSizes | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
     prompt_width: int | None = None,
     response_width: int | None = None,
+    longest: int | None = None,
     pad_token_id: int = 0,
 ) -> Trajectory:
     """Branches of one or several trees as a Trajectory: one row per branch, whose prompt ends before its first sampled
@@ -267,8 +270,11 @@ def to_trajectory(
 
     Args:
       layers, kv_heads: of the recorded evictions; 1 where there are none.
+      terminated: as in `Trajectory.from_records`; None: all true.
+      support: as in `Trajectory.from_records`, of each branch's tokens from its first sampled one on; given tokens may
+        have empty sets.
       experts: sizes of the model's experts, if the branches have `routed_experts`.
-      temperature, vocab_size, prompt_width, response_width, pad_token_id: as in `Trajectory.from_records`.
+      temperature, vocab_size, prompt_width, response_width, longest, pad_token_id: as in `Trajectory.from_records`.
 
     Raises:
       ValueError: no branch, branches with and without `routed_experts`, or as `Trajectory.from_records`.
@@ -281,26 +287,25 @@ def to_trajectory(
     if 0 < len(routed) < len(branches):
         raise ValueError(f"expected routed_experts in all {len(branches)} branches or in none; got {len(routed)}")
     stays = [np.full((1, 1, len(b.tokens)), NEVER) if b.evicted_at is None else b.evicted_at for b in branches]
-    trajectory = Trajectory.from_records(
+    return Trajectory.from_records(
         [b.tokens[:start] for b, start in zip(branches, starts, strict=True)],
         [b.tokens[start:] for b, start in zip(branches, starts, strict=True)],
         [b.logprobs[start:] for b, start in zip(branches, starts, strict=True)],
-        terminated=[True] * len(branches),
+        sampled=[np.asarray(b.sampled[start:]) for b, start in zip(branches, starts, strict=True)],
+        terminated=[True] * len(branches) if terminated is None else terminated,
         layers=layers,
         kv_heads=kv_heads,
         evicted_at=stays,
+        support=support,
         routed_experts=routed or None,
         experts=experts,
         temperature=temperature,
         vocab_size=vocab_size,
         prompt_width=prompt_width,
         response_width=response_width,
+        longest=longest,
         pad_token_id=pad_token_id,
     )
-    sampled = np.zeros(trajectory.logprobs.shape, bool)
-    for row, (branch, start) in enumerate(zip(branches, starts, strict=True)):
-        sampled[row, : len(branch.tokens) - start] = branch.sampled[start:]
-    return trajectory.replace(sampled=jnp.asarray(sampled))
 
 
 def _set_tokens(part: Branch | Node, tokens: np.ndarray, sampled: Flags, logprobs: Floats, what: str) -> None:

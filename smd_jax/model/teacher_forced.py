@@ -36,7 +36,7 @@ def layer_masks(
     """The mask of each layer, restricted to the layer's sliding window.
 
     Args:
-      longest: longest sequence in tokens, if several share a row; None: all columns are one sequence.
+      longest: longest sequence in tokens, if rows hold several or padding; None: all columns are one sequence.
 
     Raises:
       ValueError: if the mask has a wrong shape, or a sequence may be longer than the model's context.
@@ -83,9 +83,10 @@ def hidden_and_router(
     positions: Int[Array, "batch tokens"],
     mask: Mask,
     routing: Int[Array, "batch tokens mixtures per_token"],
+    longest: int | None = None,
 ) -> tuple[Float[Array, "batch tokens hidden"], Float[Array, "batch tokens mixtures count"]]:
     """Hidden states, and the router logits of every layer with experts; arguments and errors as `hidden_states`."""
-    layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask), routing)
+    layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape.attention)
     hidden, layers = model.hidden(params, tokens, model.encode_positions(positions), attention, layers)
     return hidden, router_logits(model.shape, layers)

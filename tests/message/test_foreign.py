@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
+from smd_jax.learner.packed import packed_trajectory, packs_of
 from smd_jax.learner.state import TrainBatch
 from smd_jax.message.foreign import Compression
 from smd_jax.message.foreign_tokens import unpad
 from smd_jax.message.masks import NEVER, Segments, ShadowMask
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.decoder import Decoder
 from tests import numpy_decoder
 from tests.tiny_update import ADVANTAGES, MODEL, PARAMS, TEMPERATURE, metrics_and_gradients
 
@@ -108,6 +111,18 @@ def test_axes_of_one_stand_for_all():
     np.testing.assert_array_equal(found, np.broadcast_to(evicted_at(of_one_row())[0, :, :1], (3, 2, 9)))
 
 
+def test_tokens_of_a_tool_are_given():
+    """They have no loss, whatever the engine reports for them, and no set of drawable tokens."""
+    flags, logprobs = [True, False, False, True, True], [-0.5, float("nan"), 7.0, -2.0, -0.25]
+    support = [([9, 3, 6, 12, 2], [0, 2, 3, 3, 4, 5])]
+    trajectory = of_one_row(logprobs=[logprobs], sampled=[flags], support=support, response_width=7)
+    assert trajectory.response_mask.tolist() == [[*flags, False, False]]
+    assert trajectory.logprobs.tolist() == [[-0.5, 0, 0, -2.0, -0.25, 0, 0]]
+    none = [-1, -1]
+    assert trajectory.drawable is not None and trajectory.drawable.sets is not None
+    assert trajectory.drawable.sets.tolist() == [[[9, 3], none, none, [12, -1], [2, -1], none, none]]
+
+
 def test_padding_is_taken_off():
     rows = unpad(np.array([[7, 7, 1, 2], [3, 4, 5, 6]]), np.array([[0, 0, 1, 1], [1, 1, 1, 1]]))
     assert [row.tolist() for row in rows] == [[1, 2], [3, 4, 5, 6]]
@@ -171,6 +186,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a greedy sampler": ({"temperature": 0.0}, "temperature > 0, .*; got 0.0"),
     "terminated of two rows": ({"terminated": [True, False]}, "a boolean for each of 1 rows in terminated"),
     "prompts too wide": ({"prompt_width": 3}, "prompt_width of at least 4, the tokens of row 0; got 3"),
+    "a row above the longest": ({"longest": 8}, "longest of at least 9, the tokens of row 0; got 8"),
+    "sampled of two rows": ({"sampled": [[True] * 5] * 2}, "expected sampled of 1 rows; got 2"),
+    "sampled of another length": (
+        {"sampled": [[True] * 4]},
+        r"a boolean for each of the 5 response tokens of row 0 in sampled; got .* shape \(4,\) and bool",
+    ),
+    "sampled as numbers": ({"sampled": [[1] * 5]}, r"in sampled; got an array of shape \(5,\) and int64"),
+    "a sampled token without a set": (
+        {"sampled": [[True, True, False, True, True]], "support": [([9, 12, 2], [0, 1, 1, 1, 2, 3])]},
+        "expected 6 rising offsets from 0 to 3 in the sampling support of row 0",
+    ),
     "evicted_at of other sizes": (
         {"evicted_at": [EVICTED_AT[..., 1:]]},
         r"row 0 to be \(1, 2, 9\) .*; got \(1, 2, 8\)",
@@ -269,3 +295,28 @@ def test_a_learner_replays_and_trains_on_another_sampler():
     metrics, gradients = metrics_and_gradients(UpdateConfig(), TrainBatch(promised, ADVANTAGES, promised.logprobs))
     assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradients)) > 0
+
+
+def test_a_batch_may_be_wider_than_the_context():
+    """Every row fits, and prompts and responses are padded apart: the same log-probabilities as one by one."""
+    model = Decoder(dataclasses.replace(CONFIG, max_positions=16))
+    rng = np.random.default_rng(0)
+    prompts, responses = ([rng.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in ((3, 12), (12, 3)))
+    logprobs = [[-1.0] * len(response) for response in responses]
+
+    def of_rows(rows: list[int], longest: int | None) -> Trajectory:
+        lists = ([x[row] for row in rows] for x in (prompts, responses, logprobs))
+        ended, nothing = [True] * len(rows), [[] for _ in rows]
+        return Trajectory.from_records(*lists, terminated=ended, layers=1, kv_heads=1, kept=nothing, longest=longest)
+
+    with pytest.raises(ValueError, match=r"at most 16 tokens \(the model's context\); got 24"):
+        REPLAY(model, PARAMS, of_rows([0, 1], None))
+    together = of_rows([0, 1], 15)
+    assert together.positions.max() == 14
+    found = REPLAY(model, PARAMS, together).logprobs
+    for row, response in enumerate(responses):
+        alone = REPLAY(model, PARAMS, of_rows([row], None)).logprobs[0]
+        np.testing.assert_allclose(found[row, : len(response)], alone, atol=1e-5)
+    packs = packs_of(together, UpdateConfig(microbatch_size=1, pack_columns=30))
+    packed = packed_trajectory(together, jax.tree.map(lambda x: x[0], packs))
+    assert packed.packing is not None and packed.packing.longest == 15
