@@ -113,12 +113,12 @@ def with_sinks(policy: EvictionPolicy, sinks: int) -> EvictionPolicy:
     """Protects the first `sinks` keys of a sequence from the policy."""
     if not policy.evicts:
         return policy
-    if isinstance(policy, policies.StreamingLLM):  # has sinks itself
+    if type(policy) is policies.StreamingLLM:  # not a user's subclass, which never equals the library's policy
         if policy != policies.StreamingLLM():
             raise ValueError(f"expected the sinks of streaming_llm only in --sinks; got {policy}")
         return policies.StreamingLLM(sinks)
-    if isinstance(policy, TriAttention):
-        # Sinks are left out of its normalisation.
+    if isinstance(policy, policies.StreamingLLM | TriAttention):
+        # They have sinks themselves. TriAttention leaves them out of its normalisation.
         return dataclasses.replace(policy, sinks=max(policy.sinks, sinks))
     if isinstance(policy, LearnedGate):
         # In the gate, because the learner must know which keys no draw evicts.

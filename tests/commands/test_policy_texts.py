@@ -113,6 +113,11 @@ class FadingH2O(smd.eviction.EvictionPolicy):
         return view.statistic(smd.eviction.ReceivedAttention()) * jnp.exp2(-age / self.half_life)
 
 
+@dataclass(frozen=True)
+class Ranked(smd.eviction.StreamingLLM):
+    weight: float = 1.0
+
+
 class Bare(smd.eviction.EvictionPolicy):
     half_life: float = 64.0
 
@@ -174,6 +179,13 @@ def test_query_centers_come_from_a_file(folder: Path):
     assert with_sinks(TriAttention(centers, sinks=100), 4) == TriAttention(centers, sinks=100)
 
 
+def test_a_subclass_of_a_policy_with_sinks_keeps_its_class(folder: Path):
+    for text, sinks in (("(weight=2.0)", 8), ("(weight=2.0,sinks=9)", 9)):
+        policy = named_policy(f"own_policies.py:Ranked{text}", 8)
+        assert type(policy).__name__ == "Ranked"
+        assert isinstance(policy, StreamingLLM) and policy.sinks == sinks and str(policy).endswith("weight=2.0)")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -193,7 +205,7 @@ def test_query_centers_come_from_a_file(folder: Path):
         ("own_policies.py:Bare", r"to be a frozen dataclass, with @dataclass\(frozen=True\); got a plain class"),
         (
             "own_policies.py:FadingH20",
-            r"expected 'FadingH20' in .*subclass of EvictionPolicy or .*; got the subclasses \['Bare', 'FadingH2O'\]",
+            r"expected 'FadingH20' in .*subclass of .*; got the subclasses \['Bare', 'FadingH2O', 'Ranked'\]",
         ),
         (
             "own_policies.py:function",
