@@ -37,7 +37,8 @@ def evicted_by_row(
     dropped: Sequence[Sequence[Compression]] | None,
     evicted_at: Sequence[np.ndarray] | None,
 ) -> list[np.ndarray]:
-    """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from the given record.
+    """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from the given record. The first two axes are
+    1 if they are 1 in the record of every row.
 
     Args:
       lengths: `[batch]` tokens of each row. For the others see `Trajectory.from_records`.
@@ -53,14 +54,17 @@ def evicted_by_row(
             raise ValueError(f"expected {name} of {len(lengths)} rows; got {len(record)}")
     all_sizes = [_Sizes(row, tokens, layers, kv_heads) for row, tokens in enumerate(lengths.tolist())]
     if evicted_at is not None:
-        return [_check_evicted_at(of_row, sizes) for of_row, sizes in zip(evicted_at, all_sizes, strict=True)]
+        checked = [_check_evicted_at(of_row, sizes) for of_row, sizes in zip(evicted_at, all_sizes, strict=True)]
+        # An axis that all rows share stays 1, because all layers and heads of a long batch take gigabytes.
+        shared = np.max([of_row.shape[:2] for of_row in checked], axis=0).tolist()
+        return [np.broadcast_to(of_row, (*shared, of_row.shape[2])) for of_row in checked]
     kind, compressions = ("dropped", dropped) if kept is None else ("kept", kept)
     assert compressions is not None, "checked above"
     return [_from_compressions(of_row, kind, sizes) for of_row, sizes in zip(compressions, all_sizes, strict=True)]
 
 
 def to_columns(by_row: Sequence[np.ndarray], rows: PaddedRows) -> np.ndarray:
-    """`evicted_at [batch, layers, kv_heads, T]` by columns, from `[layers, kv_heads, tokens]` by positions.
+    """`evicted_at [batch, layers or 1, kv_heads or 1, T]` by columns, from those of `evicted_by_row` by positions.
 
     A row has no query after its last token. If padding follows, all remaining keys are evicted there, so that padding
     sees nothing and a row that ended early respects its segments.
@@ -93,6 +97,7 @@ def _from_compressions(
     """Reads compressions in time order; two may follow the same query."""
     row, tokens, layers, kv_heads = sizes
     evicted_at = np.full((layers, kv_heads, tokens), NEVER, np.int32)
+    by_head = evicted_at.reshape(layers * kv_heads, tokens)  # a view: writes below change `evicted_at`
     before = 0
     for number, (after, keys) in enumerate(compressions):
         last = int(after)
@@ -103,18 +108,22 @@ def _from_compressions(
                 f"after query {last} ({where})"
             )
         before = last
-        named, there = _rectangle(keys, layers, kv_heads, where)
-        there_were = evicted_at[:, :, : last + 1]  # a view: writes below change `evicted_at`
-        marked = _marked(named, there, there_were, kind, f"{where} after query {last}")
-        alive = there_were == NEVER
-        there_were[alive & (~marked if kind == "kept" else marked)] = last + 1
+        heads, named = _named_keys(keys, layers, kv_heads, where)
+        _check_named(heads, named, by_head[:, : last + 1], kind, kv_heads, f"{where} after query {last}")
+        if kind == "dropped":
+            # Only the named keys: an engine that evicts at every step has as many compressions as tokens.
+            by_head[heads, named] = last + 1
+        else:
+            goes = by_head[:, : last + 1] == NEVER
+            goes[heads, named] = False
+            by_head[:, : last + 1][goes] = last + 1
     return evicted_at
 
 
-def _rectangle(
+def _named_keys(
     keys: Sequence[Sequence[Ints]] | np.ndarray, layers: int, kv_heads: int, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions `[layers, kv_heads, most]` and a mask of them, because heads may name different numbers of keys."""
+    """`[named]` heads, numbered through all layers, and positions of the named keys."""
     if len(keys) != layers:
         raise ValueError(f"expected keys of {layers} layers; got {len(keys)} ({where})")
     for layer, heads in enumerate(keys):
@@ -124,46 +133,48 @@ def _rectangle(
         whole_numbers(keys[layer][head], f"{where}, {_place(layer, head)}")
         for layer, head in np.ndindex(layers, kv_heads)
     ]
-    counts = np.array([len(x) for x in lists])
-    there = np.arange(counts.max(initial=0))[None] < counts[:, None]
-    named = np.zeros(there.shape, np.int64)
-    named[there] = np.concatenate(lists)
-    return named.reshape(layers, kv_heads, -1), there.reshape(layers, kv_heads, -1)
+    return np.repeat(np.arange(len(lists)), [len(x) for x in lists]), np.concatenate(lists)
 
 
-def _marked(
-    named: np.ndarray, there: np.ndarray, evicted_at: np.ndarray, kind: Literal["kept", "dropped"], where: str
-) -> np.ndarray:
-    """`[layers, kv_heads, keys]` booleans of the named keys; each must be in the cache and be named once.
+def _check_named(
+    heads: np.ndarray,
+    keys: np.ndarray,
+    evicted_at: np.ndarray,
+    kind: Literal["kept", "dropped"],
+    kv_heads: int,
+    where: str,
+) -> None:
+    """Raises ValueError unless every named key is in the cache and is named once.
 
     Args:
-      named, there: from `_rectangle`.
-      evicted_at: `[layers, kv_heads, keys]` of the keys so far.
+      heads, keys: from `_named_keys`.
+      evicted_at: `[layers * kv_heads, keys]` of the keys so far.
     """
-    keys = evicted_at.shape[-1]
+    count = evicted_at.shape[1]
     # Loops over `[:1]`, here and below, report the first error.
-    for layer, head, place in np.argwhere(there & ((named < 0) | (named >= keys)))[:1]:
+    for place in np.flatnonzero((keys < 0) | (keys >= count))[:1]:
         raise ValueError(
-            f"expected {kind} keys from 0 to {keys - 1}, those that the query could see; got "
-            f"{named[layer, head, place]} ({where}, {_place(layer, head)})"
+            f"expected {kind} keys from 0 to {count - 1}, those that the query could see; got {keys[place]} "
+            f"({where}, {_place(*divmod(heads[place], kv_heads))})"
         )
-    heads = np.arange(evicted_at[..., 0].size).reshape(*evicted_at.shape[:2], 1)  # of all layers, numbered through
-    marked = np.bincount((heads * keys + named)[there], minlength=evicted_at.size).reshape(evicted_at.shape)
-    for layer, head, key in np.argwhere((marked > 0) & (evicted_at != NEVER))[:1]:
+    named, times = np.unique(heads * count + keys, return_counts=True)
+    heads, keys = np.divmod(named, count)
+    gone_at = evicted_at[heads, keys]
+    for place in np.flatnonzero(gone_at != NEVER)[:1]:
         raise ValueError(
-            f"expected {kind} keys that were in the cache, because an evicted key never comes back; got key {key}, "
-            f"which was dropped after query {evicted_at[layer, head, key] - 1} ({where}, {_place(layer, head)})"
+            f"expected {kind} keys that were in the cache, because an evicted key never comes back; got key "
+            f"{keys[place]}, which was dropped after query {gone_at[place] - 1} "
+            f"({where}, {_place(*divmod(heads[place], kv_heads))})"
         )
-    for layer, head, key in np.argwhere(marked > 1)[:1]:
+    for place in np.flatnonzero(times > 1)[:1]:
         raise ValueError(
-            f"expected every {kind} key once; got key {key} {marked[layer, head, key]} times "
-            f"({where}, {_place(layer, head)})"
+            f"expected every {kind} key once; got key {keys[place]} {times[place]} times "
+            f"({where}, {_place(*divmod(heads[place], kv_heads))})"
         )
-    return marked > 0
 
 
 def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
-    """Checks `evicted_at` and broadcasts it over layers and heads, whose axes may be 1."""
+    """`[layers or 1, kv_heads or 1, tokens]`, checked."""
     row, tokens, layers, kv_heads = sizes
     found, expected = np.asarray(evicted_at), (layers, kv_heads, tokens)
     fits = found.ndim == 3 and all(got in (1, want) for got, want in zip(found.shape[:2], expected, strict=False))
@@ -179,7 +190,7 @@ def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
             f"expected evicted_at of at least {key + 1}, because a query sees its own key; got "
             f"{found[layer, head, key]} (row {row}, {_place(layer, head)}, key {key})"
         )
-    return np.broadcast_to(np.minimum(found, NEVER), expected).astype(np.int32)
+    return np.minimum(found, NEVER).astype(np.int32)
 
 
 def _place(layer: SupportsIndex, head: SupportsIndex) -> str:

@@ -100,7 +100,7 @@ class Trajectory(struct.PyTreeNode):
             query `after`, only these keys were kept. Heads may keep different numbers of keys.
           dropped: like `kept`, with the evicted keys.
           evicted_at: `[layers, kv_heads, n]` first query that did not see a key, n or more for a key that was never
-            evicted. The first two axes may be 1 if shared.
+            evicted. The first two axes may be 1 if shared; in the mask they are 1 if they are in every row.
           support: the tokens that pass the sampler's filters, see `DrawableTokens.from_csr`; None: all tokens.
           sampled: which response tokens the policy sampled. The others were given, such as the answer of a tool; their
             log-probabilities are ignored, and their support may be empty. None: all were sampled.

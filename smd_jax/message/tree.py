@@ -286,7 +286,9 @@ def to_trajectory(
     routed = [b.routed_experts for b in branches if b.routed_experts is not None]
     if 0 < len(routed) < len(branches):
         raise ValueError(f"expected routed_experts in all {len(branches)} branches or in none; got {len(routed)}")
-    stays = [np.full((1, 1, len(b.tokens)), NEVER) if b.evicted_at is None else b.evicted_at for b in branches]
+    # All axes, so that batches with and without evictions have one shape.
+    never = [np.broadcast_to(NEVER, (layers, kv_heads, len(b.tokens))) for b in branches]
+    stays = [n if b.evicted_at is None else b.evicted_at for b, n in zip(branches, never, strict=True)]
     return Trajectory.from_records(
         [b.tokens[:start] for b, start in zip(branches, starts, strict=True)],
         [b.tokens[start:] for b, start in zip(branches, starts, strict=True)],

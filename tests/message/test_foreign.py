@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -12,15 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from smd_jax.certify.record import arrays_of
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.packed import packed_trajectory, packs_of
 from smd_jax.learner.state import TrainBatch
-from smd_jax.message.foreign import Compression
+from smd_jax.message.foreign import Compression, evicted_by_row
 from smd_jax.message.foreign_tokens import unpad
 from smd_jax.message.masks import NEVER, Segments, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
+from smd_jax.monitor.saved_masks import extract_mask
+from smd_jax.testing import byte_tokenizer
 from tests import numpy_decoder
 from tests.tiny_update import ADVANTAGES, MODEL, PARAMS, TEMPERATURE, metrics_and_gradients
 
@@ -107,8 +111,54 @@ def test_two_compressions_may_follow_one_query():
 
 
 def test_axes_of_one_stand_for_all():
-    found = evicted_at(of_one_row(evicted_at=[EVICTED_AT[:, :1]], layers=3))[0]
-    np.testing.assert_array_equal(found, np.broadcast_to(evicted_at(of_one_row())[0, :, :1], (3, 2, 9)))
+    """They stay 1 if every row has them. For replays, packed rows, records and saved masks they are all layers' and
+    heads'."""
+    one = EVICTED_AT[:, :1]
+    shared = of_one_row(evicted_at=[one], layers=3)
+    np.testing.assert_array_equal(evicted_at(shared), evicted_at(of_one_row())[:, :, :1])
+    two = {"prompts": [PROMPT] * 2, "responses": [RESPONSE] * 2, "logprobs": [LOGPROBS] * 2, "terminated": [True] * 2}
+    assert evicted_at(of_one_row(**two, evicted_at=[one, EVICTED_AT], layers=3)).shape == (2, 1, 2, 9)
+    every = shared.replace(mask=ShadowMask(jnp.broadcast_to(shared.mask.evicted_at, (1, LAYERS, HEADS, 9))))
+    config, tokenizer = UpdateConfig(microbatch_size=1, pack_columns=12), byte_tokenizer(chat=False)
+    masks, logprobs = list[list[np.ndarray]](), list[jax.Array]()
+    for each in (shared, every):
+        packed = packed_trajectory(each, jax.tree.map(lambda x: x[0], packs_of(each, config)))
+        saved = extract_mask(each, 0, tokenizer, 0, 0.0).evicted_at
+        masks.append([evicted_at(packed)[0], arrays_of(each)["evicted_at"][0], saved])
+        logprobs.append(REPLAY(MODEL, PARAMS, each).logprobs)
+    for got, expected in zip(*masks, strict=True):
+        np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
+    np.testing.assert_allclose(*logprobs, atol=1e-6)
+
+
+def test_the_forms_of_random_evictions_agree():
+    """A compression after every query, with few or many keys or none."""
+    rng = np.random.default_rng(0)
+    tokens, sides = 24, (2, 3)
+    expected = np.full((*sides, tokens), NEVER)
+    kept, dropped = [], []
+    for query in range(tokens):
+        goes = (expected[..., : query + 1] == NEVER) & (rng.random((*sides, query + 1)) < 0.1)
+        expected[..., : query + 1][goes] = query + 1
+        stays = expected[..., : query + 1] == NEVER
+        for record, named in ((kept, stays), (dropped, goes)):
+            record.append((query, [[rng.permutation(np.flatnonzero(head)) for head in layer] for layer in named]))
+    for of_kept, of_dropped in (([kept], None), (None, [dropped])):
+        (found,) = evicted_by_row(np.array([tokens]), *sides, kept=of_kept, dropped=of_dropped, evicted_at=None)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_dropped_keys_are_read_without_a_pass_over_the_row():
+    """Otherwise an engine that evicts at every step takes a time that is quadratic in the length."""
+    tokens = 50_000
+    dropped = [[(tokens - 2, [[[5], [6]]]), (tokens - 1, [[[7], []]])]]
+    tracemalloc.start()
+    try:
+        (found,) = evicted_by_row(np.array([tokens]), 1, 2, kept=None, dropped=dropped, evicted_at=None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.argwhere(found != NEVER)[:, 2].tolist() == [5, 7, 6] and peak < 1.25 * found.nbytes
 
 
 def test_tokens_of_a_tool_are_given():
