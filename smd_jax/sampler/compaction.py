@@ -13,19 +13,19 @@ the sampled summary would not be trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from smd_jax.config import check_whole
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.routing import NOT_RECORDED
-from smd_jax.sampler.conversation_loop import ABSENT, TURNS, ConversationStats, Conversed, Reply, Respondent
+from smd_jax.sampler.conversation_loop import ABSENT, LENGTH, TURNS, ConversationStats, Conversed, Reply, Respondent
 from smd_jax.sampler.keys import row_keys
 from smd_jax.text.prompts import PromptBatch, pad_left
 from smd_jax.typed_fields import check_types
@@ -74,6 +74,7 @@ class CompactingRespondent:
       turns: of a conversation at most, its summaries not counted; None: no limit. `converse` counts the turns of a
         context, summaries included, so its own limit must be higher.
       next_prompts: prompts of contexts that follow, by conversation.
+      summaries: int64 `[conversations]` summaries that were written, those included that did not fit or were cut off.
     """
 
     inner: Respondent
@@ -82,10 +83,11 @@ class CompactingRespondent:
     prompt_width: int
     turns: int | None = None
     next_prompts: dict[int, list[int]] = field(default_factory=dict)
+    summaries: Int[np.ndarray, " conversations"] = field(init=False)
 
     def __post_init__(self) -> None:
         self._context = 1
-        self._lengths, self._turns = np.zeros((2, len(self.prompts)), np.int64)
+        self._lengths, self._turns, self.summaries = np.zeros((3, len(self.prompts)), np.int64)
         self._answers: dict[int, list[int]] = {}  # unread answers of conversations that write a summary
         self._last: dict[int, int] = {}  # of the newest turn
         self._summarised: list[tuple[int, Reply]] = []
@@ -96,6 +98,13 @@ class CompactingRespondent:
         self._lengths[:] = 0
         self.next_prompts = {}
 
+    def end_context(self, endings: Sequence[str]) -> None:
+        """Ends the context, given how each conversation ended in it."""
+        for row in self._answers:
+            # Such a summary was never sent. After any other ending none was begun.
+            self.summaries[row] += endings[row] == LENGTH
+        self._answers = {}
+
     def send(self, row: int, tokens: list[int]) -> None:
         self._lengths[row] += len(tokens)
         self._last[row] = tokens[-1]
@@ -103,6 +112,7 @@ class CompactingRespondent:
             self._turns[row] += 1
             self.inner.send(row, tokens)
             return
+        self.summaries[row] += 1
         prompt = [*self.prompts[row], *self.config.heading, *tokens, *self._answers.pop(row)]
         if len(prompt) > self.prompt_width:
             reply = Reply([], f"summary: expected a prompt of at most {self.prompt_width} tokens", cut=True)
@@ -181,6 +191,7 @@ def converse_compacting(
         batch = pad_left(rows, respondent.prompt_width, pad_token_id)
         of_context = jax.vmap(lambda key, number=number: jax.random.fold_in(key, number))(keys)
         conversed = sample(batch, of_context, respondent, active)
+        respondent.end_context(conversed.endings)
         trajectories.append(_without_absent(conversed.trajectory, jnp.asarray(active)))
         stats.append(conversed.stats)
         for row in np.flatnonzero(active).tolist():

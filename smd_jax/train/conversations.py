@@ -220,18 +220,20 @@ class ConversationRollouts(Rollouts):
             if compaction is None:
                 one = talk(respondent.prompts, key, respondent, None)
                 trajectory, present, endings, stats = one.trajectory, None, one.endings, [one.stats]
+                summaries = np.zeros(len(endings), int)
             else:
                 prompts = _unpadded(repeat_prompts(respondent.prompts, group_size))
                 turns = environment.conversation.turns
                 compacting = CompactingRespondent(respondent, compaction, prompts, self.prompt_width, turns)
                 found = converse_compacting(talk, compacting, key, pad_token_id(self.tokenizer))
                 trajectory, present, endings, stats = found
+                summaries = compacting.summaries
                 self._add_contexts(conversations, trajectory, present)
         for each, ending in zip(conversations, endings, strict=True):
             each.ending = ending
         trajectory = shard_batch(trajectory, self.mesh)
         contexts = np.ones(len(endings), int) if present is None else present.reshape(len(endings), -1).sum(axis=1)
-        measured = {"time/rollout": time.perf_counter() - began, **_measured(trajectory, contexts, stats)}
+        measured = {"time/rollout": time.perf_counter() - began, **_measured(trajectory, contexts, summaries, stats)}
         return Sampled(rows, trajectory, measured, conversations, present)
 
     def _add_contexts(self, conversations: Sequence[Conversation], trajectory: Trajectory, present: np.ndarray) -> None:
@@ -257,8 +259,10 @@ class ConversationRollouts(Rollouts):
         return jax.eval_shape(begun, params, self._prompt_shapes(rows))
 
 
-def _measured(trajectory: Trajectory, contexts: np.ndarray, stats: Sequence[ConversationStats]) -> dict[str, float]:
-    """Metrics of conversations; `contexts` is the number of contexts of each, `stats` are those of each context's
+def _measured(
+    trajectory: Trajectory, contexts: np.ndarray, summaries: np.ndarray, stats: Sequence[ConversationStats]
+) -> dict[str, float]:
+    """Metrics of conversations; `contexts` and `summaries` are the numbers of each, `stats` are those of each context's
     batch."""
     count = len(contexts)
     turns = np.asarray(jnp.max(trajectory.turns(), axis=1)).reshape(count, -1).sum(axis=1)
@@ -268,8 +272,7 @@ def _measured(trajectory: Trajectory, contexts: np.ndarray, stats: Sequence[Conv
         "time/environment": sum(each.waited_seconds for each in stats),
         # Share of the cache's rows that sampled a token, the mean over all steps.
         "rollout/utilisation": sampled / steps if steps else 0.0,
-        # Every context but the last ends with a summary, which is no turn.
-        "conversations/turns": float(np.mean(turns - (contexts - 1))),
+        "conversations/turns": float(np.mean(turns - summaries)),
         "conversations/read_tokens": sum(each.read for each in stats) / count,
         "conversations/ended": float(np.mean(np.asarray(trajectory.terminated))),
     }

@@ -26,7 +26,7 @@ from smd_jax.sampler.compaction import (
     converse_compacting,
 )
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, Reply, converse
+from smd_jax.sampler.conversation_loop import ABSENT, LENGTH, ROOM, TURNS, ConversationConfig, Reply, converse
 from tests.sampler.test_conversation import CONFIG, SHAPE, Scripted, gap
 from tests.tiny_update import rows_of
 from tests.under_test import POLICIES, make_params
@@ -119,7 +119,19 @@ def test_a_summary_that_does_not_fit_ends_the_conversation():
     assert respondent.receive(wait=True) == [
         (0, Reply([], "summary: expected a prompt of at most 48 tokens", cut=True))
     ]
-    assert respondent.next_prompts == {}
+    assert respondent.next_prompts == {} and respondent.summaries.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(("ending", "count"), [(LENGTH, 1), (ROOM, 0)])
+def test_a_summary_that_was_cut_off_counts_and_one_that_was_never_begun_does_not(ending: str, count: int):
+    respondent = CompactingRespondent(Scripted(), COMPACTION, PROMPTS, WIDTH)
+    respondent.begin_context(1)
+    respondent.send(0, [30] * 18)
+    respondent.receive(wait=True)
+    respondent.end_context([ending, ABSENT, LENGTH])
+    respondent.begin_context(2)
+    respondent.end_context([ABSENT, ABSENT, LENGTH])
+    assert respondent.summaries.tolist() == [count, 0, 0]
 
 
 def test_summaries_are_no_turns():
@@ -134,6 +146,7 @@ def test_summaries_are_no_turns():
         respondent.send(0, [32, 7])  # the summary
         assert respondent.receive(wait=True) == [(0, Reply([], COMPACTED))]
         respondent.begin_context(2)
+    assert respondent.summaries.tolist() == [2, 0, 0]
     respondent.send(0, [33, 7])
     assert respondent.receive(wait=True) == [(0, Reply([], TURNS, cut=True))]
 

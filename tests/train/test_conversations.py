@@ -319,6 +319,18 @@ def test_contexts_follow_each_other():
     assert samples.completions[0].count("?!?") >= len(samples.conversations[0].contexts) - 1
 
 
+@pytest.mark.parametrize("heading", ["#", "#" * 28], ids=["summaries that fit", "that do not"])
+def test_a_summary_is_no_turn(heading: str):
+    """Of all runs of sampled tokens, those after the request are summaries."""
+    samples = sampled(dataclasses.replace(COMPACTION, heading=heading))
+    tokens, mask = np.asarray(samples.trajectory.response), np.asarray(samples.trajectory.response_mask)
+    begins = np.argwhere(mask & ~np.pad(mask, [(0, 0), (1, 0)])[:, :-1])
+    ask = TOKENIZER.encode("?!?", add_special_tokens=False)
+    asked = [tokens[row, max(column - 3, 0) : column].tolist() == ask for row, column in begins]
+    assert sum(asked) >= 4 and (len(heading) == 1) == (samples.metrics["conversations/contexts"] > 1)
+    assert samples.metrics["conversations/turns"] == pytest.approx((len(begins) - sum(asked)) / 8)
+
+
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_each_context_has_the_advantage_of_its_conversation(penalty: float, monkeypatch: pytest.MonkeyPatch):
     """With kl_in_reward, too, whose penalty is taken off before the group's mean: here one for each sampled token."""
