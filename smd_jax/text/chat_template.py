@@ -30,20 +30,28 @@ class TemplateError(ValueError):
     """A chat template raised, took too long, or needed too much memory."""
 
 
-def render_messages(messages: list[dict[str, Any]], tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str:
-    """Renders chat messages with the tokenizer's template and a generation prompt.
+def render_messages(
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Renders chat messages with the tokenizer's template, and by default with a generation prompt.
 
-    Equals `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)` on the day
+    Equals `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=…, **variables)` on the day
     that the variable `strftime_now` names. Without it, on the day on which this process first rendered such a template.
 
     Raises:
       TemplateError: see there.
       ValueError: several templates without a default; a day that is no date, or a variable that cannot be pickled.
     """
+    # As transformers does. Templates test whether a message has a key, and `datasets` fills in None for missing ones.
+    messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
     day = first_day() if variables.get(DAY) is None else day_of(variables[DAY])
     values = {**tokenizer.special_tokens_map, **variables, DAY: day.isoformat()}
     template = tokenizer.get_chat_template(tools=variables.get("tools"))
-    return _renderer(os.getpid()).render(template, messages, values, Limits())
+    return _renderer(os.getpid()).render(template, messages, values, Limits(), add_generation_prompt)
 
 
 class Renderer:
@@ -53,11 +61,18 @@ class Renderer:
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
 
-    def render(self, template: str, messages: list[dict[str, Any]], variables: dict[str, Any], limits: Limits) -> str:
+    def render(
+        self,
+        template: str,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        limits: Limits,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Renders one prompt; raises TemplateError."""
         with self._lock:
             process = self._running_process()
-            process.send((template, messages, variables, tuple(limits)))
+            process.send((template, messages, variables, tuple(limits), add_generation_prompt))
             try:
                 answer = json.loads(process.receive(WALL_FACTOR * limits.seconds))
             except TimeoutError as error:

@@ -1,7 +1,7 @@
 """The process that renders chat templates: limited in CPU time and memory, so that no template harms the run.
 
 It runs this file as a script and imports nothing of smd_jax, which would take seconds. Requests are
-(template, messages, variables, limits); an answer is JSON, {"text": …} or {"error": …}.
+(template, messages, variables, limits, add_generation_prompt); an answer is JSON, {"text": …} or {"error": …}.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ def address_space() -> int:
     return 0
 
 
-def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any], limits: Limits) -> dict[str, str]:
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    limits: Limits,
+    add_generation_prompt: bool,
+) -> dict[str, str]:
     """Renders messages, as `tokenizer.apply_chat_template` does; returns the text or the error of the template.
 
     `variables["strftime_now"]` is the day, such as "2026-01-31", that the template's function of this name formats.
@@ -62,7 +68,10 @@ def render(template: str, messages: list[dict[str, Any]], variables: dict[str, A
     chat_template_utils.datetime = type("Midnight", (datetime,), {"now": lambda: midnight})  # pyright: ignore[reportPrivateImportUsage]
     try:
         (text,), _ = chat_template_utils.render_jinja_template(
-            conversations=[messages], chat_template=template, add_generation_prompt=True, **variables
+            conversations=[messages],
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
         )
         text.encode()  # raises for a lone surrogate, which no tokenizer accepts
     except MemoryError:
@@ -83,7 +92,7 @@ def serve(connection: Connection) -> None:
     baseline = address_space()
     connection.send_bytes(b"ready")
     while True:
-        template, messages, variables, limits = connection.recv()
+        template, messages, variables, limits, add_generation_prompt = connection.recv()
         limits = Limits(*limits)
         # macOS does not limit the address space.
         with contextlib.suppress(ValueError, OSError):
@@ -91,7 +100,7 @@ def serve(connection: Connection) -> None:
                 _, most = resource.getrlimit(resource.RLIMIT_AS)
                 resource.setrlimit(resource.RLIMIT_AS, (baseline + limits.memory, most))
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-        answer = render(template, messages, variables, limits)
+        answer = render(template, messages, variables, limits, add_generation_prompt)
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(json.dumps(answer).encode())
 

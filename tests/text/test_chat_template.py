@@ -57,6 +57,18 @@ def test_equals_transformers(variables, named):
     assert tokenizer.special_tokens_map["eos_token"] in expected and str(expected).endswith(">")
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_fields_that_are_none_and_the_generation_prompt(asked):
+    """transformers drops the fields before it renders; Llama 3.1's template asks whether a message has tool calls."""
+    tokenizer = dated(
+        "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    chat = [{"role": "user", "content": "hi", "tool_calls": None}]
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asked)
+    assert render_messages(chat, tokenizer, {}, add_generation_prompt=asked) == expected == "user" + ">" * asked
+
+
 RENDERER = Renderer()
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLES = "{% set n = namespace(x='x') %}" + "{% set n.x = n.x + n.x %}" * 28
