@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smd_jax.certify.conditions import SPARE, Conditions
+from smd_jax.certify.conditions import Conditions
 from smd_jax.certify.record import Record
 from smd_jax.message.masks import NEVER
+from smd_jax.text.chat_template import render_messages
 
 
 class Case(NamedTuple):
@@ -45,19 +46,17 @@ class PromptFacts:
 
 
 def prompt_facts(tokenizer: Any) -> PromptFacts:
-    """The facts of a transformers tokenizer."""
-    system, generation = (), ()
-    if tokenizer.chat_template:
-        plain = _render(tokenizer, add_generation_prompt=False)
-        asked = _render(tokenizer, add_generation_prompt=True)
-        system, generation = _system_of(tokenizer, plain), tuple(asked[len(plain) :])
-    return PromptFacts(tokenizer.bos_token_id, system, generation)
-
-
-def _render(tokenizer: Any, add_generation_prompt: bool) -> list[int]:
+    """The facts of a transformers tokenizer. A chat template that fails or exceeds its limits adds none."""
+    without_template = PromptFacts(tokenizer.bos_token_id)
+    if not tokenizer.chat_template:
+        return without_template
     messages = [{"role": "user", "content": "x"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    try:
+        texts = [render_messages(messages, tokenizer, {}, add_generation_prompt=asked) for asked in (False, True)]
+    except ValueError:  # a TemplateError, or several templates without a default
+        return without_template
+    plain, asked = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+    return replace(without_template, system=_system_of(tokenizer, plain), generation=tuple(asked[len(plain) :]))
 
 
 def _system_of(tokenizer: Any, plain: list[int]) -> tuple[int, ...]:
@@ -68,6 +67,11 @@ def _system_of(tokenizer: Any, plain: list[int]) -> tuple[int, ...]:
 
 
 CaseFunction = Callable[[Record, PromptFacts], Iterator[Case]]
+
+
+def _stated(record: Record, facts: PromptFacts) -> Conditions:
+    """The conditions that the record states. All have one shape, so that one program is compiled."""
+    return Conditions.of(record, len(facts.system))
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,13 @@ class Cause:
 
 def _mask_ignored(record: Record, facts: PromptFacts) -> Iterator[Case]:
     if record.has_evictions:
-        at = Conditions.of(record)
+        at = _stated(record, facts)
         dense = np.where(at.evicted_at > 0, NEVER, 0).astype(np.int32)
         yield Case("nothing was evicted", replace(at, evicted_at=dense))
 
 
 def _mask_off_by_one(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = Conditions.of(record)
+    at = _stated(record, facts)
     evicted = (at.evicted_at > 0) & (at.evicted_at < NEVER)
     if evicted.any():
         keys = np.arange(at.evicted_at.shape[-1])
@@ -103,7 +107,7 @@ def _mask_off_by_one(record: Record, facts: PromptFacts) -> Iterator[Case]:
 
 
 def _positions_shifted(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = Conditions.of(record)
+    at = _stated(record, facts)
     columns = np.arange(at.tokens.shape[1])
     response = columns >= at.first[:, None]
     for by in (1, -1):
@@ -117,7 +121,7 @@ def _positions_shifted(record: Record, facts: PromptFacts) -> Iterator[Case]:
 def _positions_of_slots(record: Record, facts: PromptFacts) -> Iterator[Case]:
     if not record.has_evictions:
         return
-    at = Conditions.of(record)
+    at = _stated(record, facts)
     rows, columns = at.tokens.shape
     queries = np.arange(columns)
     positions = np.zeros((rows, columns), np.int32)
@@ -129,9 +133,9 @@ def _positions_of_slots(record: Record, facts: PromptFacts) -> Iterator[Case]:
 
 
 def _padding_attended(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = Conditions.of(record)
+    at = _stated(record, facts)
     counts = record.prompt_lengths.max() - record.prompt_lengths
-    if not counts.any() or counts.max() > SPARE:
+    if not counts.any():
         return
     pads = [np.full(count, record.pad_token_id) for count in counts]
     own = list(at.positions)
@@ -143,7 +147,7 @@ def _padding_attended(record: Record, facts: PromptFacts) -> Iterator[Case]:
 def _bos(record: Record, facts: PromptFacts) -> Iterator[Case]:
     if facts.bos is None:
         return
-    at = Conditions.of(record)
+    at = _stated(record, facts)
     rows = len(record.lengths)
     yield Case(
         "the prompts began with one more BOS token",
@@ -155,7 +159,7 @@ def _bos(record: Record, facts: PromptFacts) -> Iterator[Case]:
 
 
 def _template(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = Conditions.of(record)
+    at = _stated(record, facts)
     rows = len(record.lengths)
     system = np.array(facts.system, np.int32)
     count = len(system)
@@ -164,7 +168,7 @@ def _template(record: Record, facts: PromptFacts) -> Iterator[Case]:
         if all(has) and (record.prompt_lengths > count).all():
             zeros = np.zeros(rows, np.int32)
             yield Case("the prompts had no system message", at.without_columns(zeros, zeros + count))
-        elif not any(has) and count <= SPARE:
+        elif not any(has):
             moved = at.with_prefix([system] * rows, [places + count for places in at.positions])
             yield Case("the prompts had the template's system message", moved)
     generation = np.array(facts.generation, np.int32)
@@ -177,7 +181,7 @@ def _template(record: Record, facts: PromptFacts) -> Iterator[Case]:
 
 
 def _swapped(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = Conditions.of(record)
+    at = _stated(record, facts)
     _, layers, heads, _ = at.evicted_at.shape
     if layers > 1:
         yield Case("the masks of the layers came in reverse order", replace(at, evicted_at=at.evicted_at[:, ::-1]))
@@ -194,9 +198,8 @@ def _swapped(record: Record, facts: PromptFacts) -> Iterator[Case]:
 
 def _routing_ignored(record: Record, facts: PromptFacts) -> Iterator[Case]:
     if record.routing is not None:
-        yield Case(
-            "tokens went to the experts that the learner's router chooses", replace(Conditions.of(record), routing=None)
-        )
+        own = replace(_stated(record, facts), routing=None)
+        yield Case("tokens went to the experts that the learner's router chooses", own)
 
 
 SAME_TOKENS = "encode prompts once, and pass token ids to both sides"

@@ -18,7 +18,7 @@ from smd_jax.message.sampling import among
 from smd_jax.model.protocol import LanguageModel, Params, Routed
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
 
-# Columns in front of the prompt that a cause may fill with tokens the record does not have.
+# Fewest columns that are added at the right, for tokens that a cause puts before the prompt.
 SPARE = 48
 
 
@@ -41,21 +41,28 @@ class Conditions:
     routing: np.ndarray | None = None
 
     @classmethod
-    def of(cls, record: Record) -> Conditions:
-        """The conditions that the record states."""
+    def of(cls, record: Record, system: int = 0) -> Conditions:
+        """The conditions that the record states.
+
+        Args:
+          system: tokens of the chat template's system message, which a cause may put before the prompts.
+        """
+        # A cause may also put padding before the prompts, up to the longest of them.
+        spare = max(SPARE, int(np.ptp(record.prompt_lengths)), system)
         return cls(
-            _widened(record.tokens, 0),
-            _widened(record.positions, 0),
-            _widened(record.evicted_at, 0),
+            _widened(record.tokens, spare),
+            _widened(record.positions, spare),
+            _widened(record.evicted_at, spare),
             record.prompt_lengths,
-            None if record.routing is None else _padded_columns(record.routing),
+            None if record.routing is None else _padded_columns(record.routing, spare),
         )
 
     def with_prefix(self, prefixes: list[np.ndarray], positions: list[np.ndarray]) -> Conditions:
         """The conditions of rows that begin with these tokens, which are never evicted.
 
         Args:
-          prefixes: tokens of each row, at most SPARE. positions: of the row's own tokens, given its old ones.
+          prefixes: tokens of each row, at most as many as there are spare columns. positions: of the row's own tokens,
+            given its old ones.
         """
         tokens, places, evicted, first = [], [], [], []
         routing = None if self.routing is None else self.routing.copy()
@@ -91,13 +98,12 @@ class Conditions:
         return Conditions(_stacked(tokens), _stacked(places), _stacked(evicted), _stacked(first), routing)
 
 
-def _widened(array: np.ndarray, fill: int) -> np.ndarray:
-    width = [(0, 0)] * (array.ndim - 1) + [(0, SPARE)]
-    return np.pad(array, width, constant_values=fill).astype(np.int32)
+def _widened(array: np.ndarray, spare: int) -> np.ndarray:
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, spare)]).astype(np.int32)
 
 
-def _padded_columns(routing: np.ndarray) -> np.ndarray:
-    return np.pad(routing, [(0, 0), (0, SPARE), (0, 0), (0, 0)], constant_values=-1)
+def _padded_columns(routing: np.ndarray, spare: int) -> np.ndarray:
+    return np.pad(routing, [(0, 0), (0, spare), (0, 0), (0, 0)], constant_values=-1)
 
 
 def _stacked(rows: Sequence[np.ndarray | np.integer | int]) -> np.ndarray:
@@ -120,7 +126,9 @@ def response_logits(
     responses: int,
 ) -> Float[Array, "rows responses vocab"]:
     """Logits of the response tokens, before the temperature. `responses`: tokens of the longest response."""
-    states = layer_masks(model.shape, tokens, ShadowMask(evicted_at))
+    # `certify` compares the record's own rows with the context, which spare columns may exceed.
+    longest = min(tokens.shape[1], model.shape.max_positions)
+    states = layer_masks(model.shape, tokens, ShadowMask(evicted_at), longest)
     if routing is not None and model.shape.routing is not None:
         of_layer = {layer: routing[:, :, place] for place, layer in enumerate(model.shape.routing.layers)}
         states = tuple(Routed(mask, of_layer.get(layer)) for layer, mask in enumerate(states))

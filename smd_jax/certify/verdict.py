@@ -135,9 +135,11 @@ def _mean(values: np.ndarray) -> float:
 class _Replays:
     """Replays of one record under many conditions."""
 
-    def __init__(self, models: Models, record: Record):
+    def __init__(self, models: Models, record: Record, facts: PromptFacts):
         self.models = models
         self.record = record
+        self.facts = facts
+        self.stated = Conditions.of(record, len(facts.system))
         columns, self.inside = record.response_columns
         self.responses = columns.shape[1]
         self.response = np.take_along_axis(record.tokens, columns, axis=1)
@@ -202,13 +204,15 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
       facts: of the tokenizer; None: causes that need one are not tested.
 
     Raises:
-      ValueError: the record has expert routing, and the model has no experts.
+      ValueError: the record has expert routing, and the model has no experts; a row is longer than the model's context.
     """
     if record.routing is not None and models.model.shape.routing is None:
         raise ValueError(f"routing: expected a model with experts; got {type(models.model).__name__} without any")
-    replays = _Replays(models, record)
-    stated = Conditions.of(record)
-    logits = replays.logits(stated)
+    longest, most = int(record.lengths.max()), models.model.shape.max_positions
+    if longest > most:
+        raise ValueError(f"lengths: expected rows of at most {most} tokens (the model's context); got {longest}")
+    replays = _Replays(models, record, facts or PromptFacts())
+    logits = replays.logits(replays.stated)
     difference = replays.difference(logits)
     base = _mean(np.abs(difference))
     low = models.model.shape.dtype == "bfloat16"
@@ -216,7 +220,7 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         return Verdict(difference, TOLERANCE, None, ())
     rounding = None
     if models.other is not None:
-        other = replays.all_differences(replay_logits(*models.other, stated, replays.responses))
+        other = replays.all_differences(replay_logits(*models.other, replays.stated, replays.responses))
         rounding = other - replays.all_differences(logits)
     tolerance = TOLERANCE
     if low:
@@ -225,7 +229,7 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         if base <= tolerance:
             return Verdict(difference, tolerance, None, ())
     findings = []
-    for finding in _explanations(replays, logits, facts):
+    for finding in _explanations(replays, logits):
         findings.append(finding)
         # Only rounding is left: no other explanation can be better.
         if finding.difference <= tolerance:
@@ -238,15 +242,15 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     return Verdict(difference, tolerance, cause, tuple(findings), layers)
 
 
-def _explanations(replays: _Replays, logits: Array, facts: PromptFacts | None) -> Iterator[Finding]:
+def _explanations(replays: _Replays, logits: Array) -> Iterator[Finding]:
     """All tested explanations; first those that need no extra forward pass."""
     yield from _of_softmax(replays, logits)
     yield from _of_alignment(replays, logits)
     previous = replays.models.previous
     if previous is not None:
-        left = replays.gap(replays.logits(Conditions.of(replays.record), previous))
+        left = replays.gap(replays.logits(replays.stated, previous))
         yield Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_FIX, left)
-    yield from _of_conditions(replays, facts)
+    yield from _of_conditions(replays)
 
 
 def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
@@ -312,9 +316,9 @@ def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
             yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_FIX, left)
 
 
-def _of_conditions(replays: _Replays, facts: PromptFacts | None) -> Iterator[Finding]:
+def _of_conditions(replays: _Replays) -> Iterator[Finding]:
     for cause in CAUSES:
-        for case in cause.cases(replays.record, facts or PromptFacts()):
+        for case in cause.cases(replays.record, replays.facts):
             yield Finding(cause.name, case.detail, cause.fix, replays.left(case.conditions))
 
 
@@ -352,7 +356,7 @@ def _by_elimination(
 
 def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
     """The best swap of the masks of two layers or two KV heads, and the mean |difference| with each layer dense."""
-    stated = Conditions.of(replays.record)
+    stated = replays.stated
     _, layers, heads, _ = stated.evicted_at.shape
     if layers < 2:
         return None, ()

@@ -27,7 +27,7 @@ from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
-from smd_jax.commands.model_source import load_tokenizer, model_directory
+from smd_jax.commands.model_source import has_tokenizer, load_tokenizer, model_directory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import load_checkpoint, read_config
 
@@ -40,6 +40,7 @@ class Args:
 
     record: tyro.conf.Positional[Path]  # .npz or .safetensors
     model: str  # directory of a checkpoint in Hugging Face's format, or an id on the Hub: the model to be trained
+    tokenizer: str | None = None  # a directory, or an id on the Hub; None: the model's own, if it has one
     previous: str | None = None  # an older checkpoint that the sampler may have had
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype of the sampler
     rows: int = 8  # number of replayed rows, from the first on
@@ -77,7 +78,11 @@ def run(args: Args) -> bool:
     config = read_config(directory)
     experts = Decoder(config).shape.routing
     record = load_record(args.record, config.num_layers, config.num_kv_heads, config.vocab_size, experts)
-    facts = prompt_facts(load_tokenizer(directory))
+    facts = None
+    if args.tokenizer is not None or has_tokenizer(directory):
+        facts = prompt_facts(load_tokenizer(directory, args.tokenizer))
+    else:
+        print("prompt      no tokenizer: BOS token and chat template are not tested (--tokenizer)")
     config, params = load_checkpoint(directory)
     other = "bfloat16" if args.dtype == "float32" else "float32"
     computed = {name: Decoder(dataclasses.replace(config, dtype=name)) for name in ("float32", "bfloat16")}

@@ -29,6 +29,7 @@ from smd_jax.text.visible_text import one_line, visible
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # all but the weights
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is a tokenizer
 
 
 class OpenedModel(NamedTuple):
@@ -130,6 +131,11 @@ def local_directory(name: str, flag: str, revision: str | None, files: Sequence[
         ) from error
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has the files of a tokenizer."""
+    return any((directory / file).is_file() for file in TOKENIZER_FILES)
+
+
 def load_tokenizer(model: Path, name: str | None = None, revision: str | None = None) -> Any:
     """Loads the tokenizer of a model.
 
@@ -147,9 +153,8 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     if name is None and revision is not None:
         raise UserError(f"expected --tokenizer, an id on the Hub, with --tokenizer-revision {revision!r}; got none")
     directory = model if name is None else local_directory(name, "--tokenizer", revision, FILES)
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((directory / file).is_file() for file in files):
-        problem = f"expected a tokenizer, one of {list(files)}, in {directory}; found none"
+    if not has_tokenizer(directory):
+        problem = f"expected a tokenizer, one of {list(TOKENIZER_FILES)}, in {directory}; found none"
         hint = "--tokenizer names another directory, or an id on the Hub"
         raise UserError(f"--model: {problem}. {hint}" if name is None else f"--tokenizer: {problem}")
     tokenizer = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -225,6 +226,30 @@ def test_bad_routing_is_refused(arrays):
             check_record({**arrays, "routing": given}, *sizes)
 
 
+def test_a_record_may_fill_the_context(params, arrays):
+    """Its longest row has 44 tokens; columns that causes fill may exceed the context."""
+    fitting, small = (smd.Decoder(dataclasses.replace(CONFIG, max_positions=most)) for most in (44, 43))
+    assert certify(Models(fitting, params), checked(arrays), FACTS).is_one_policy
+    with pytest.raises(ValueError, match=r"rows of at most 43 tokens \(the model's context\); got 44"):
+        certify(Models(small, params), checked(arrays), FACTS)
+
+
+def test_a_cause_may_fill_many_columns(params):
+    """Prompts whose lengths differ by 56 tokens, and a system message of 60."""
+    tokens = np.random.default_rng(0).integers(10, 250, (2, 72))
+    given = {"tokens": tokens, "prompt_lengths": np.array([60, 4]), "lengths": np.array([72, 16])}
+    given["logprobs"] = np.full((2, 72), -1.0, np.float32)
+    (padding,) = (cause for cause in CAUSES if cause.name == "padding attended")
+    case = next(padding.cases(checked(given), FACTS))
+    cause, verdict = named(params, sampler_under(params, given, case.conditions))
+    assert cause == "padding attended", report.lines(verdict)
+    facts = PromptFacts(bos=1, system=tuple(range(10, 70)))
+    cases = [case for cause in CAUSES for case in cause.cases(checked(given), facts)]
+    assert {case.conditions.tokens.shape for case in cases} == {(2, 72 + 60)}, "one compiled program"
+    (system,) = (case for case in cases if "template's system message" in case.detail)
+    np.testing.assert_array_equal(system.conditions.tokens[0], [*facts.system, *tokens[0]])
+
+
 def test_two_swapped_layers_are_found(params, arrays):
     swapped = arrays["evicted_at"][:, [0, 2, 1]]
     cause, verdict = named(params, checked({**arrays, "evicted_at": swapped}))
@@ -319,6 +344,17 @@ def test_what_a_tokenizer_says():
     facts = prompt_facts(byte_tokenizer())
     assert len(facts.generation) > 0
     assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
+    failing = byte_tokenizer()
+    failing.chat_template = "{{ raise_exception('no') }}"
+    assert prompt_facts(failing) == PromptFacts(bos=failing.bos_token_id)
+
+
+def test_a_chat_template_is_rendered_in_a_limited_process(monkeypatch: pytest.MonkeyPatch):
+    """Not in this one: a record may come with a foreign tokenizer."""
+    tokenizer = byte_tokenizer()
+    expected = prompt_facts(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", None)
+    assert prompt_facts(tokenizer) == expected
 
 
 # --- the command
@@ -345,6 +381,11 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert stopped.value.code == 1 and "tokens misaligned" in capsys.readouterr().out
     page = (tmp_path / "bad.html").read_text(encoding="utf-8")
     assert "tokens misaligned" in page and "data:image/png;base64," in page and "http" not in page
+    bare = shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    main([str(tmp_path / "good.npz"), "--model", str(bare)])
+    assert "no tokenizer: BOS token and chat template are not tested" in capsys.readouterr().out
+    main([str(tmp_path / "good.npz"), "--model", str(bare), "--tokenizer", str(directory)])
+    assert "no tokenizer" not in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path / "missing.npz"), "--model", str(directory)])
     assert stopped.value.code == 2 and "expected a readable record" in capsys.readouterr().err

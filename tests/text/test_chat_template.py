@@ -61,8 +61,8 @@ def test_equals_transformers(variables, named):
 def test_fields_that_are_none_and_the_generation_prompt(asked):
     """transformers drops the fields before it renders; Llama 3.1's template asks whether a message has tool calls."""
     tokenizer = dated(
-        "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}>{% endif %}"
+        "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
     chat = [{"role": "user", "content": "hi", "tool_calls": None}]
     expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asked)
