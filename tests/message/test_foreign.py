@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sampled": [[True] * 4]},
         r"a boolean for each of the 5 response tokens of row 0 in sampled; got .* shape \(4,\) and bool",
     ),
-    "sampled as numbers": ({"sampled": [[1] * 5]}, r"in sampled; got an array of shape \(5,\) and int64"),
+    "sampled as numbers": ({"sampled": [np.ones(5, int)]}, r"in sampled; got an array of shape \(5,\) and int64"),
     "a sampled token without a set": (
         {"sampled": [[True, True, False, True, True]], "support": [([9, 12, 2], [0, 1, 1, 1, 2, 3])]},
         "expected 6 rising offsets from 0 to 3 in the sampling support of row 0",
