@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -344,7 +345,7 @@ def test_what_a_tokenizer_says():
     facts = prompt_facts(byte_tokenizer())
     assert len(facts.generation) > 0
     assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
-    failing = byte_tokenizer()
+    failing: Any = byte_tokenizer()
     failing.chat_template = "{{ raise_exception('no') }}"
     assert prompt_facts(failing) == PromptFacts(bos=failing.bos_token_id)
 

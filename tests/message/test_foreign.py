@@ -128,7 +128,7 @@ def test_axes_of_one_stand_for_all():
         logprobs.append(REPLAY(MODEL, PARAMS, each).logprobs)
     for got, expected in zip(*masks, strict=True):
         np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
-    np.testing.assert_allclose(*logprobs, atol=1e-6)
+    np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-6)
 
 
 def test_the_forms_of_random_evictions_agree():
@@ -352,12 +352,18 @@ def test_a_batch_may_be_wider_than_the_context():
     model = Decoder(dataclasses.replace(CONFIG, max_positions=16))
     rng = np.random.default_rng(0)
     prompts, responses = ([rng.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in ((3, 12), (12, 3)))
-    logprobs = [[-1.0] * len(response) for response in responses]
 
     def of_rows(rows: list[int], longest: int | None) -> Trajectory:
-        lists = ([x[row] for row in rows] for x in (prompts, responses, logprobs))
-        ended, nothing = [True] * len(rows), [[] for _ in rows]
-        return Trajectory.from_records(*lists, terminated=ended, layers=1, kv_heads=1, kept=nothing, longest=longest)
+        return Trajectory.from_records(
+            [prompts[row] for row in rows],
+            [responses[row] for row in rows],
+            [[-1.0] * len(responses[row]) for row in rows],
+            terminated=[True] * len(rows),
+            layers=1,
+            kv_heads=1,
+            kept=[[] for _ in rows],
+            longest=longest,
+        )
 
     with pytest.raises(ValueError, match=r"at most 16 tokens \(the model's context\); got 24"):
         REPLAY(model, PARAMS, of_rows([0, 1], None))
