@@ -19,7 +19,7 @@ different function, because rounding removes most of a small adapter.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, get_args
 from zlib import crc32
 
@@ -49,7 +49,8 @@ class LoraConfig:
     Attributes:
       rank: rank of A and B.
       alpha: the scale is alpha / rank, so that the learning rate does not depend on the rank.
-      targets: projections that get an adapter, in every layer.
+      targets: projections that get an adapter, in every layer. The default, all seven, means those that the model has:
+        AFM has no gate_proj.
       rank_stabilised: use the scale alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
     """
 
@@ -103,12 +104,16 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
       key: consumed.
 
     Raises:
-      ValueError: if there are adapters already, or no layer has a target.
+      ValueError: if there are adapters already, or the model lacks a target. Of the default it needs only one; the
+        config in the result has those that are there.
     """
     if has_lora(params):
         raise ValueError("expected parameters without adapters; got some: merge_lora(params) merges them")
+    kernels = _kernels(params, config)
+    present = {path[-1] for path in kernels}
+    config = replace(config, targets=tuple(target for target in config.targets if target in present))
     matrices = {}
-    for path, kernel in _kernels(params, config).items():
+    for path, kernel in kernels.items():
         *experts, width_in, width_out = kernel.shape
         dtype = jnp.promote_types(kernel.dtype, jnp.float32)
         bound = width_in**-0.5
@@ -169,10 +174,12 @@ def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, .
     found = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel"}
     found |= {path: leaf for path, leaf in flat.items() if path[-2:-1] == (EXPERTS,) and path[-1] in TARGETS}
     kernels = {path: kernel for path, kernel in found.items() if path[-1] in config.targets}
-    missing = set(config.targets) - {path[-1] for path in kernels}
-    if missing:
-        there = sorted({path[-1] for path in found})
-        raise ValueError(f"expected targets among the matrices of the model, {there}; got {sorted(missing)}, too")
+    there = {path[-1] for path in found}
+    missing = [target for target in config.targets if target not in there]
+    # The default, all seven, means those that the model has.
+    if missing and (not kernels or len(config.targets) < len(TARGETS)):
+        known = [target for target in TARGETS if target in there]
+        raise ValueError(f"expected targets among the matrices of the model, {known}; got {missing}, too")
     return kernels
 
 

@@ -282,10 +282,12 @@ def test_flax_by_itself_must_not_overlook_adapters():
 
 def test_targets_that_a_model_lacks():
     params = {"layers_0": {"q_proj": {"kernel": jnp.zeros((4, 4))}, "mix": {"kernel": jnp.zeros((4, 4))}}}
-    with pytest.raises(
-        ValueError, match=r"among the matrices of the model, \['mix', 'q_proj'\]; got \['v_proj'\], too"
-    ):
+    with pytest.raises(ValueError, match=r"among the matrices of the model, \['q_proj'\]; got \['v_proj'\], too"):
         add_lora(params, LoraConfig(targets=("q_proj", "v_proj")), jax.random.key(0))
+    # The default means the targets that the model has.
+    assert add_lora(params, LoraConfig(), jax.random.key(0))[LORA].config.targets == ("q_proj",)
+    with pytest.raises(ValueError, match=r"among the matrices of the model, \[\]; got \['q_proj', 'k_proj'"):
+        add_lora({"mix": {"kernel": jnp.zeros((4, 4))}}, LoraConfig(), jax.random.key(0))
 
 
 def test_a_checkpoint_takes_merged_weights(tmp_path: Any):
