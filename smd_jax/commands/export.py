@@ -87,7 +87,8 @@ def run(args: Args) -> None:
     if args.format == "peft":
         if not has_lora(params):
             raise UserError(f"expected a run with --lora-r for --format peft; got {args.run}, which has no adapters")
-        save_peft(args.out, params, config, base_model=trained.model.model, dtype=args.export_dtype)
+        base = trained.model.model
+        save_peft(args.out, params, config, base_model=base, base_directory=directory, dtype=args.export_dtype)
     elif args.format == "gate":
         gate = trained_gate(eviction_policy(trained.sampler))
         if gate is None:

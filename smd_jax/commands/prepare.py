@@ -33,7 +33,8 @@ from smd_jax.memory.compiled import LoopMemory, param_shapes
 from smd_jax.memory.fit import fit_evaluator, fit_loop
 from smd_jax.message.gate import add_gate
 from smd_jax.model.decoder import Decoder
-from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.lora import LORA, LoraConfig, add_lora, has_lora
+from smd_jax.model.peft_format import check_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import check_export_source
@@ -94,6 +95,8 @@ def prepare(args: Common) -> Prepared:
     check_export_source(opened.config, opened.directory, exported)
     loop = make_loop(args, model, data, opened)
     state = state_shapes(args, loop, model)
+    if has_lora(state.params):
+        check_peft(opened.config, state.params[LORA].config, opened.directory)
     loop.check(state)
     evaluator, memory = make_evaluator(args, loop, data), None
     if args.device.memory is not None:

@@ -365,24 +365,25 @@ def export_or_explain(ready: Prepared, params: Params) -> None:
 
 def export(ready: Prepared, params: Params, directory: Path) -> None:
     """Writes the trained model in Hugging Face's format with merged adapters, the adapters in PEFT's, and the gate."""
-    gate, opened = trained_gate(ready.loop.config.policy), ready.model
+    gate, opened, dtype = trained_gate(ready.loop.config.policy), ready.model, ready.args.run.export_dtype
     if gate is not None:
         save_gate(directory / "gate", params, gate)
         print(f"gate of evictions: {directory / 'gate'}")
         params = drop_gate(params)
-    if has_lora(params):
-        dtype = ready.args.run.export_dtype
-        save_peft(directory / "adapter", params, opened.config, base_model=ready.args.model.model, dtype=dtype)
-        print(f"adapters: {directory / 'adapter'}")
-        params = merge_lora(params)
     save_checkpoint(
         directory / "model",
-        jax.device_get(params),
+        jax.device_get(merge_lora(params)),
         opened.config,
-        dtype=ready.args.run.export_dtype,
+        dtype=dtype,
         tokenizer_from=opened.directory,
         tokenizer=ready.exported_tokenizer,
         end_token_ids=opened.ends,
     )
     print(f"trained model: {directory / 'model'}")
+    if has_lora(params):
+        base = ready.args.model.model
+        save_peft(
+            directory / "adapter", params, opened.config, base_model=base, base_directory=opened.directory, dtype=dtype
+        )
+        print(f"adapters: {directory / 'adapter'}")
     print(f"evaluate it with: {shlex.join(['smd-eval', '--run', str(directory)])}")

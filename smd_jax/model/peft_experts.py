@@ -49,6 +49,16 @@ def stored_targets(lora: LoraConfig) -> list[str]:
     return [name for name, parts in _STORED.items() if parts[0] in lora.targets]
 
 
+def check_experts(config: ModelConfig, lora: LoraConfig) -> None:
+    """Raises ValueError if PEFT cannot store adapters of these targets on a model with experts."""
+    parts = [part for name in stored_targets(lora) for part in _STORED[name]]
+    if parts and _mixtures(config) != list(range(config.num_layers)):
+        raise ValueError(
+            f"expected experts in every layer for adapters of {', '.join(parts)}, because PEFT takes those of an MLP "
+            f"for adapters of experts; got experts in layers {_mixtures(config)} of {config.num_layers}"
+        )
+
+
 def expert_tensors(pairs: Mapping[str, Mapping[str, Any]], config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
     """PEFT's tensors of the adapters of experts.
 
@@ -56,16 +66,11 @@ def expert_tensors(pairs: Mapping[str, Mapping[str, Any]], config: ModelConfig, 
       pairs: path (`layers_0/mlp/experts/up_proj`) -> `lora_A` and `lora_B`.
 
     Raises:
-      ValueError: `pairs` are not those of every layer; some layers have an MLP, whose adapters PEFT cannot tell from
-        those of experts.
+      ValueError: `pairs` are not those of every layer; as `check_experts`.
     """
+    check_experts(config, lora)
     stored = stored_targets(lora)
     parts = [part for name in stored for part in _STORED[name]]
-    if parts and _mixtures(config) != list(range(config.num_layers)):
-        raise ValueError(
-            f"expected experts in every layer for adapters of {', '.join(parts)}, because PEFT takes those of an MLP "
-            f"for adapters of experts; got experts in layers {_mixtures(config)} of {config.num_layers}"
-        )
     expected = {f"layers_{layer}/mlp/experts/{part}" for layer in _mixtures(config) for part in parts}
     if wrong := sorted(expected ^ pairs.keys()):
         raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(wrong)}")

@@ -23,7 +23,14 @@ from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, model_type_of
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
-from smd_jax.model.peft_experts import MLP_TARGETS, expert_tensors, is_of_experts, stored_targets, take_experts
+from smd_jax.model.peft_experts import (
+    MLP_TARGETS,
+    check_experts,
+    expert_tensors,
+    is_of_experts,
+    stored_targets,
+    take_experts,
+)
 from smd_jax.model.peft_files import MATRICES, read_tensors, take_tensor, tensor_name
 from smd_jax.model.peft_fused import FUSED, PATTERNS, check_patterns, fused_targets, join, patterns, split
 from smd_jax.model.short_text import shown, some
@@ -55,6 +62,7 @@ def save_peft(
     config: ModelConfig,
     *,
     base_model: str | Path | None = None,
+    base_directory: str | Path | None = None,
     dtype: FloatName = "float32",
 ) -> None:
     """Writes the adapters for PEFT: `PeftModel.from_pretrained(base, directory)`.
@@ -65,15 +73,22 @@ def save_peft(
       params: with adapters, see `add_lora`; all addressable from this process.
       config: of the decoder.
       base_model: directory or Hub name of the base model, for `AutoPeftModelForCausalLM`.
+      base_directory: directory of the base's config.json, whose model type decides between types that fit `config`: Phi
+        stores q, k and v as one matrix, Llama does not. A Phi base that is not a local directory needs it. None:
+        `base_model`, if it is such a directory; else the first type that fits.
       dtype: of the stored adapters.
 
     Raises:
-      ValueError: there are no adapters, they do not fit `config`, or PEFT cannot express them.
+      FileNotFoundError: `base_directory` has no config.json.
+      ValueError: there are no adapters, they do not fit `config`, or PEFT cannot store them, see `check_peft`.
     """
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
     adapters: Adapters = params[LORA]
-    layout = _layout_of(config, base_model)
+    if base_directory is None and base_model is not None and (Path(base_model) / "config.json").is_file():
+        base_directory = base_model
+    check_peft(config, adapters.config, base_directory)
+    layout = _layout_of(config, base_directory)
     modules = _modules(config, adapters.config, layout)
     all_pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
     pairs = {path: pair for path, pair in all_pairs.items() if not is_of_experts(path)}
@@ -96,6 +111,23 @@ def save_peft(
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     write_safetensors(directory / TENSOR_FILE, tensors, {"format": "pt"})
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def check_peft(config: ModelConfig, lora: LoraConfig, base_directory: str | Path | None = None) -> None:
+    """Raises the errors of `save_peft` that do not depend on the parameters. Call it before training.
+
+    Args:
+      lora: of the adapters, see `add_lora`.
+      base_directory: as in `save_peft`.
+
+    Raises:
+      FileNotFoundError: `base_directory` has no config.json.
+      ValueError: adapters on only a part of a matrix that the checkpoint stores as one; adapters of an MLP's matrices
+        if only some layers have experts.
+    """
+    fused_targets(lora, _fused_names(config, _layout_of(config, base_directory)))
+    if config.experts is not None:
+        check_experts(config, lora)
 
 
 def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -159,10 +191,9 @@ def _module(leaf: Leaf) -> str:
     return leaf.path.removesuffix("/kernel")
 
 
-def _layout_of(config: ModelConfig, base_model: str | Path | None) -> Layout:
-    """Tensor layout of the base: of its own model type if that expresses `config`, else of the first type that does."""
-    file = None if base_model is None else Path(base_model) / "config.json"
-    given = read_json(file).get("model_type") if file is not None and file.is_file() else None
+def _layout_of(config: ModelConfig, base_directory: str | Path | None) -> Layout:
+    """Tensor layout of the base: of its own model type if that fits `config`, else of the first type that does."""
+    given = None if base_directory is None else read_json(Path(base_directory) / "config.json").get("model_type")
     return FAMILIES[model_type_of(config, given if isinstance(given, str) else None)].layout
 
 

@@ -25,12 +25,16 @@ from smd_jax.commands.export import main as export
 from smd_jax.commands.places import LOCK, lock_directory
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.prepare import prepare
-from smd_jax.commands.train import main, run_settings
+from smd_jax.commands.train import config_text, main, run_settings
+from smd_jax.commands.train import export as export_trained
 from smd_jax.devices.processes import differences
-from smd_jax.model.weights import load_checkpoint
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.peft_format import load_peft
+from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs.settings import to_jsonable
-from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_checkpoint
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
+from tests.bitwise import assert_bitwise_equal
 from tests.command_errors import error_of
 from tests.commands.conftest import SORT, Words
 from tests.hub_files import questions, write_lines
@@ -120,6 +124,46 @@ def test_sizes_that_fit_the_memory(train_words: Words, capsys: pytest.CaptureFix
     main(train_words(*evaluate, "--dry-run", "--memory", str(less)))
     said = capsys.readouterr().out
     assert "weights, optimizer, reference" in said and "microbatch all, decode rows all" not in said
+
+
+@pytest.fixture
+def phi(tmp_path: Path) -> Path:
+    """A Phi, whose config Llama and Mistral can express, too."""
+    config = tiny_model_config(num_layers=1, max_positions=2048, qkv_bias=False)
+    write_random_checkpoint(tmp_path / "llama", config=config)
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "phi3"}')
+    save_checkpoint(tmp_path / "phi", random_params(config), config, tokenizer_from=tmp_path / "llama")
+    return tmp_path / "phi"
+
+
+def test_adapters_of_a_model_from_the_hub_have_its_names(
+    phi: Path, train_words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", lambda *_, **__: str(phi))
+    algorithm, args = parse(train_words("--model", "owner/phi", "--lora-r", "2"))
+    config, base = load_checkpoint(phi)
+    params = add_lora(base, LoraConfig(rank=2), jax.random.key(0))
+    run = tmp_path / "run"
+    export_trained(prepare(args), params, run)
+    (run / "config.yaml").write_text(config_text(algorithm, args))
+    monkeypatch.setattr("smd_jax.commands.export.trained_model", lambda *_: params)
+    export([str(run), "--out", str(tmp_path / "again"), "--format", "peft"])
+    for adapter in (run / "adapter", tmp_path / "again"):
+        content = json.loads((adapter / "adapter_config.json").read_text())
+        assert content["base_model_name_or_path"] == "owner/phi"
+        assert set(content["target_modules"]) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+        assert_bitwise_equal(load_peft(adapter, base, config), params)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [(["up_proj"], "adapters on all of gate_proj, up_proj or on none"), (["q_proj"], "all of q_proj, k_proj, v_proj")],
+)
+def test_adapters_that_peft_cannot_store_are_refused_before_the_first_rollout(
+    targets: list[str], said: str, phi: Path, train_words: Words, capsys: pytest.CaptureFixture[str]
+):
+    words = train_words("--model", str(phi), "--dry-run", "--lora-r", "2", "--lora-target-modules", *targets)
+    assert said in error_of(words, capsys)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import TARGETS, LoraConfig, base_params, merge_lora
-from smd_jax.model.peft_format import load_peft, save_peft
+from smd_jax.model.peft_format import check_peft, load_peft, save_peft
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from tests import paths
@@ -101,12 +101,16 @@ def test_adapters(name: str, tmp_path: Path):
 
 
 def test_what_peft_cannot_express(tmp_path: Path):
-    config, params = opened("qwen3_moe_shares")
-    with pytest.raises(ValueError, match=r"experts in every layer for adapters of down_proj.*in layers \[1\] of 2"):
-        save_peft(tmp_path, adapted(params, LoraConfig(targets=("q_proj", "down_proj"))), config)
-    config, params = opened("mixtral")
-    with pytest.raises(ValueError, match="adapters on all of gate_proj, up_proj or on none.*got up_proj"):
-        save_peft(tmp_path, adapted(params, LoraConfig(targets=("up_proj",))), config)
+    for name, targets, message in (
+        ("qwen3_moe_shares", ("q_proj", "down_proj"), r"experts in every layer for adapters of down_proj.*\[1\] of 2"),
+        ("mixtral", ("up_proj",), "adapters on all of gate_proj, up_proj or on none.*got up_proj"),
+    ):
+        config, params = opened(name)
+        lora: Any = LoraConfig(targets=targets)
+        with pytest.raises(ValueError, match=message):
+            check_peft(config, lora)
+        with pytest.raises(ValueError, match=message):
+            save_peft(tmp_path, adapted(params, lora), config)
     assert not list(tmp_path.iterdir())
 
 

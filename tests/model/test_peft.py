@@ -13,11 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.model.lora import LORA, LoraConfig, base_params, by_module, merge_lora
-from smd_jax.model.peft_format import CONFIG_FILE, TENSOR_FILE, load_peft, save_peft
+from smd_jax.model.peft_format import CONFIG_FILE, TENSOR_FILE, check_peft, load_peft, save_peft
 from smd_jax.model.value_head import add_value_head
 from smd_jax.testing import random_params, tiny_model_config
 from tests.adapted import SMALL, adapted
 from tests.bitwise import assert_bitwise_equal
+from tests.model.test_family_logits import GOLDEN, opened
 
 CONFIG = tiny_model_config()
 PARAMS = adapted(random_params(CONFIG))
@@ -144,6 +145,26 @@ def test_parameters_that_do_not_fit(tmp_path: Path):
     save_peft(tmp_path / "b", PARAMS, CONFIG)
     with pytest.raises(ValueError, match="expected the parameters of a base; got some with adapters"):
         load_peft(tmp_path / "b", PARAMS, CONFIG)
+
+
+def test_the_model_type_of_the_base_decides_how_matrices_are_stored(tmp_path: Path):
+    """The config of this Phi is also one of Mistral, whose q, k and v are three matrices."""
+    config, base = opened("phi3")
+    params, hub = adapted(base), "microsoft/Phi-3-mini-4k-instruct"
+    save_peft(tmp_path, params, config, base_model=hub, base_directory=GOLDEN / "phi3")
+    content = json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert content["base_model_name_or_path"] == hub
+    assert set(content["target_modules"]) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert_bitwise_equal(load_peft(tmp_path, base, config), params)
+    save_peft(tmp_path / "mistral", params, config)
+    assert "q_proj" in json.loads((tmp_path / "mistral" / CONFIG_FILE).read_text())["target_modules"]
+    some = LoraConfig(targets=("up_proj",))
+    check_peft(config, some)
+    with pytest.raises(ValueError, match="adapters on all of gate_proj, up_proj or on none.*got up_proj"):
+        check_peft(config, some, GOLDEN / "phi3")
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint with config.json in"):
+        save_peft(tmp_path / "none", params, config, base_directory=tmp_path)
+    assert not (tmp_path / "none").exists()
 
 
 def fused_adapter(directory: Path, **options: Any) -> dict[str, np.ndarray]:
