@@ -38,9 +38,13 @@ _CLASS_OF_5, _CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
 
 
 def write_tokenizer(
-    target: Path, source: Path | None, tokenizer: Any, end_token_ids: Sequence[int] | None
+    target: Path, source: Path | None, tokenizer: Any, end_token_ids: Sequence[int] | None, vocab_size: int
 ) -> dict[str, Any]:
     """Writes the tokenizer and generation_config.json of a checkpoint; arguments as `save_checkpoint`.
+
+    Args:
+      vocab_size: rows of the embedding. The tokenizer may have a padding token without a row; its id is left out of the
+        configurations, because transformers does not open a model with such an id.
 
     Returns:
       The ids of special tokens for config.json.
@@ -70,17 +74,21 @@ def write_tokenizer(
         ends = known if sorted(known) == sorted(end_token_ids) else list(end_token_ids)
         ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
         generation |= {key: value for key, value in ids.items() if value is not None}
+    for content in (ids, generation):
+        pad = content.get("pad_token_id")
+        if isinstance(pad, int) and pad >= vocab_size:
+            del content["pad_token_id"]
     if generation:
         _write(target / GENERATION, generation)
     return ids
 
 
-def check_tokenizer(source: Path | None, tokenizer: Any) -> None:
+def check_tokenizer(source: Path | None, tokenizer: Any, vocab_size: int) -> None:
     """Raises the errors of `write_tokenizer` for these sources, without writing files."""
     _source_of_ids(source)
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as folder:
-            write_tokenizer(Path(folder), source, tokenizer, None)
+            write_tokenizer(Path(folder), source, tokenizer, None, vocab_size)
     elif source is not None:
         for name in tokenizer_files(source):
             own_file(source, name)

@@ -160,7 +160,7 @@ def save_checkpoint(
     # Names and shapes are checked before the first file is written.
     _check_params(table, flat)
     with _replaced(Path(directory)) as temporary:
-        hf_config |= write_tokenizer(temporary, source, tokenizer, end_token_ids)
+        hf_config |= write_tokenizer(temporary, source, tokenizer, end_token_ids, config.vocab_size)
         _write_json(temporary / "config.json", hf_config)
         _write_tensors(temporary, table, flat, dtype, max_shard_bytes)
 
@@ -188,7 +188,7 @@ def check_export_source(config: ModelConfig, tokenizer_from: str | Path, tokeniz
     """
     source = Path(tokenizer_from)
     hf_config_from_model(config, "float32", _model_type_of(source))
-    check_tokenizer(source, tokenizer)
+    check_tokenizer(source, tokenizer, config.vocab_size)
 
 
 # Writing

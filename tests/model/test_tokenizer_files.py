@@ -66,6 +66,21 @@ def test_without_them_the_source_decides(source: Path):
     assert ends_of(exported(source, tokenizer=tokenizer)) == [[258, 256, 257]] * 2
 
 
+def test_a_padding_token_without_a_row_is_in_no_configuration(source: Path):
+    """transformers makes it the padding_idx of the embedding, and refuses one that the embedding has not."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(CONFIG.vocab_size - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == CONFIG.vocab_size
+    names = ("config.json", "generation_config.json")
+    for id_of_source in (None, CONFIG.vocab_size):
+        for name in names:
+            edit(source / name, pad_token_id=id_of_source)
+        out = exported(source, tokenizer=tokenizer)
+        assert [read(out / name).get("pad_token_id") for name in names] == [None, None]
+        assert AutoTokenizer.from_pretrained(out).pad_token == "[PAD]"
+
+
 def test_a_tokenizer_alone_is_its_own_source(tmp_path: Path, source: Path):
     save_checkpoint(tmp_path / "out", load_checkpoint(source)[1], CONFIG, tokenizer=byte_tokenizer())
     assert ends_of(tmp_path / "out") == [258, 258]
