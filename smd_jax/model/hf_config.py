@@ -79,7 +79,10 @@ def model_config_from_hf(config: Mapping[str, Any], dtype: FloatName = "float32"
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}")
+        hint = ". docs/models.md says how to save its text model" if "text_config" in config else ""
+        raise ValueError(
+            f"model_type must be one of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}{hint}"
+        )
     _refuse_unsupported(config, FAMILIES[model_type])
     try:
         return _read(_parsed(config), config, FAMILIES[model_type], dtype)

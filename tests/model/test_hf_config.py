@@ -227,6 +227,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
     ("model_type", "change", "message"),
     [
         ("deepseek_v3", {}, "model_type must be one of llama, .*models of text.*; got 'deepseek_v3'"),
+        ("mistral3", {}, "got 'mistral3'$"),
+        ("mistral3", {"text_config": {}}, "got 'mistral3'. docs/models.md says how to save its text model"),
         (None, {}, "model_type must be one of .*; got None"),
         ("llama", {"vocab_size": None}, "'vocab_size'.* expected int, got NoneType"),
         ("llama", {"rms_norm_eps": "1e-6"}, "'rms_norm_eps'.* expected float, got str"),
