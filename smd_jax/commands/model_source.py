@@ -188,7 +188,7 @@ def _check_template_kwargs(tokenizer: Any, given: Sequence[str]) -> None:
 
 
 def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size: int | None = None) -> tuple[int, ...]:
-    """Sorted ids of the tokens that end a completion: the named ones, or the tokenizer's EOS and the model's.
+    """Ids of the tokens that end a completion: the named ones in their order, or those of tokenizer and model, sorted.
 
     The model's come from generation_config.json, which lists the tokens that end a chat turn, or from config.json.
     If one is missing, the sampler continues past the end of a turn.
@@ -210,7 +210,7 @@ def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size:
             raise UserError(
                 f"expected --eos-token as tokens of the tokenizer, whose special tokens are {special}; got {unknown}"
             )
-        return tuple(sorted({vocabulary[token] for token in named}))
+        return tuple(dict.fromkeys(vocabulary[token] for token in named))
     own = [] if tokenizer.eos_token is None else [eos_token_id(tokenizer)]
     ids = {*own, *named_ids(model, "eos_token_id")}
     ends = tuple(sorted(token for token in ids if token < reachable))

@@ -164,6 +164,14 @@ def test_an_exported_tokenizer_ends_where_training_did():
     assert tokenizer_to_export(tokenizer, True, (256,)) is None
 
 
+def test_the_exported_tokenizer_has_the_first_of_the_named_ends(model: Path):
+    tokenizer = byte_tokenizer()
+    ends = end_token_ids(model, tokenizer, ("<|im_end|>", "<|endoftext|>", "<|im_end|>"))
+    assert ends == (258, 256)
+    tokenizer.eos_token = "<|im_start|>"
+    assert tokenizer_to_export(tokenizer, True, ends).eos_token == "<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
