@@ -12,6 +12,7 @@ Nothing else in the library names a mesh axis.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jaxtyping import Array
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
 HEADS = (("tensor", "sequence"), ("tensor",))  # axes of heads: the first that divides them
+_RUN = re.compile(r"layers_\d+_to_\d+")  # key of the stacked parameters of a run of layers
 
 # Last two names of a parameter's path -> its spec, for the Decoder; of adapters of experts the last three. Matrices of
 # other models are split over fsdp only, see `param_spec`.
@@ -89,7 +91,15 @@ def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractM
     A parameter outside the table with at least two sides longer than 1 is split over fsdp along its longest side that
     fsdp divides, the first of equals. That is correct for any model, because parameters are gathered where they are
     used. It is replicated over the tensor axis.
+
+    Stacked parameters of a run of layers (`smd_jax.model.stacked_params`) are split like those of one layer.
     """
+    if shape and any(_RUN.fullmatch(part) for part in path):
+        return P(None, *_spec_of_layer(path, shape[1:], mesh))
+    return _spec_of_layer(path, shape, mesh)
+
+
+def _spec_of_layer(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
     rule = RULES.get(tuple(path[-3:]), RULES.get(tuple(path[-2:])))
     if rule is not None and len(rule) == len(shape):
         return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))

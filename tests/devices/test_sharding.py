@@ -1,5 +1,6 @@
 """Eight fake devices give what one gives, and hold an eighth of what it holds."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from smd_jax.config import Experts
 from smd_jax.devices.sharding import (
     constrain,
     constrain_tree,
@@ -31,6 +33,8 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.lora import LoraConfig, add_lora
+from smd_jax.model.stacked_params import stack_params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
 from tests.under_test import left_padded
@@ -200,6 +204,25 @@ def test_axes_that_do_not_divide_are_left_out():
     assert param_spec(["kernel"], (8, 8), mesh) == P("fsdp", None)
     placed = shard_tree({"q_proj": {"kernel": jnp.zeros((6, 6))}}, mesh)
     assert shard_shape(placed["q_proj"]["kernel"]) == (6, 3)
+
+
+EXPERTS = Experts(count=4, per_token=2, intermediate_size=16, bias=True, clamp=7.0)
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+def test_stacked_layers_are_split_like_single_ones(experts):
+    config = dataclasses.replace(MODEL.config, num_layers=4, experts=experts)
+    shapes = jax.eval_shape(lambda: add_lora(random_params(config), LoraConfig(rank=2), jax.random.key(0)))
+    stacked = jax.eval_shape(lambda tree: stack_params(tree, [range(4)]), shapes)
+    mesh = make_mesh(1, 4, 2)
+
+    def specs(tree):
+        return {name: tuple(param_spec(name.split("/"), x.shape, mesh)) for name, x in by_name(tree).items()}
+
+    single = {name.replace("layers_0/", "layers_0_to_3/"): spec for name, spec in specs(shapes).items()}
+    for name, spec in specs(stacked).items():
+        assert spec == ((None, *single[name]) if "layers_0_to_3" in name else single[name]), name
+    assert specs(stacked)["layers_0_to_3/attention/q_proj/kernel"] == (None, "fsdp", "tensor")
 
 
 def test_rows_lie_on_data_and_fsdp():
