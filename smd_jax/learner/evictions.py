@@ -27,6 +27,7 @@ from smd_jax.message.gate import Gate, gate_parameters
 from smd_jax.message.masks import LayerMask, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import AttentionConfig
+from smd_jax.model.lora import check_reads_lora
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.routing import check_expert_count, routed_layers
 from smd_jax.model.teacher_forced import layer_masks
@@ -99,6 +100,7 @@ def response_hidden_and_evictions(
     Raises:
       ValueError: if the trajectory has no draws, or the parameters no gate.
     """
+    check_reads_lora(model, params)
     mask, draws = recorded_draws(trajectory)
     boundaries = draws.boundaries
     start = jnp.argmax(trajectory.valid, axis=1).astype(jnp.int32)

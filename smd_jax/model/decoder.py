@@ -308,6 +308,8 @@ class Decoder(nn.Module):
     decode_impl: DecodeImplementation | None = None
     scan_layers: bool = False
 
+    reads_lora = True  # `smd_jax.model.lora.check_reads_lora`; without an annotation, so that it is no field
+
     def __post_init__(self) -> None:
         if not isinstance(self.remat, bool):
             check_choice("remat", self.remat, get_args(Remat))

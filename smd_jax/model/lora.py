@@ -30,6 +30,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Key
 
 from smd_jax.model.layer_runs import layers_in_name
+from smd_jax.model.shared_prompt import SharedPrompt
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
@@ -92,6 +93,20 @@ class Adapters(struct.PyTreeNode):
 def has_lora(params: Any) -> bool:
     """Whether these parameters have adapters; false for parameters that are not a mapping."""
     return isinstance(params, Mapping) and LORA in params
+
+
+def check_reads_lora(model: object, params: Any) -> None:
+    """Checks that a model reads the adapters of its parameters. One that does says so: `reads_lora = True`.
+
+    Raises:
+      TypeError: another model with adapters of `add_lora`, which would compute the base and train nothing.
+    """
+    model = model.model if isinstance(model, SharedPrompt) else model
+    if has_lora(params) and isinstance(params[LORA], Adapters) and not getattr(model, "reads_lora", False):
+        raise TypeError(
+            "expected a model with reads_lora = True, which reads params['lora'] (smd.model.lora.variables_of) as "
+            f"Decoder does; got {type(model).__name__}, whose adapters would never be trained"
+        )
 
 
 def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""]) -> dict[str, Any]:

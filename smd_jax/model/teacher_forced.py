@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.message.masks import LayerMask, Mask, check_mask, layer_mask, windowed
 from smd_jax.model.attention import AttentionConfig
+from smd_jax.model.lora import check_reads_lora
 from smd_jax.model.protocol import LanguageModel, ModelShape, Params
 from smd_jax.model.routing import routed_layers, router_logits
 
@@ -70,7 +71,9 @@ def hidden_states(
 
     Raises:
       ValueError: as `layer_masks` and `routed_layers`.
+      TypeError: as `check_reads_lora`.
     """
+    check_reads_lora(model, params)
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape.attention)
     return model.hidden(params, tokens, model.encode_positions(positions), attention, layers)[0]
@@ -86,6 +89,7 @@ def hidden_and_router(
     longest: int | None = None,
 ) -> tuple[Float[Array, "batch tokens hidden"], Float[Array, "batch tokens mixtures count"]]:
     """Hidden states, and the router logits of every layer with experts; arguments and errors as `hidden_states`."""
+    check_reads_lora(model, params)
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape.attention)
     hidden, layers = model.hidden(params, tokens, model.encode_positions(positions), attention, layers)

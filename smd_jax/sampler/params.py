@@ -7,6 +7,7 @@ from functools import partial
 import jax
 
 from smd_jax.devices.sharding import constrain_tree, gathered_tree
+from smd_jax.model.lora import check_reads_lora
 from smd_jax.model.protocol import LanguageModel, Params
 
 
@@ -15,7 +16,11 @@ def sampler_params(model: LanguageModel, params: Params) -> Params:
 
     Args:
       params: parameters of the model.
+
+    Raises:
+      TypeError: as `check_reads_lora`.
     """
+    check_reads_lora(model, params)
     # A leaf that is the same object was not converted, and needs no barrier.
     given = {id(leaf) for leaf in jax.tree.leaves(params)}
 

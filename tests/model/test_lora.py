@@ -34,12 +34,15 @@ from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head
 from smd_jax.model.weights import save_checkpoint
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import random_params, tiny_model_config
+from tests import bigram_update
 from tests.adapted import SMALL, adapted, merged_in_float64, scale_of
 from tests.bitwise import assert_bitwise_equal
 from tests.tiny_update import (
+    LENGTH,
     MODEL,
     PARAMS,
     RECORD,
+    ROWS,
     batch,
     distance,
     metrics_and_gradients,
@@ -278,6 +281,26 @@ def test_flax_by_itself_must_not_overlook_adapters():
         MODEL.apply({"params": ADAPTED}, t.tokens, t.positions, t.mask)
     logits = MODEL.apply(variables_of(ADAPTED), t.tokens, t.positions, t.mask)
     assert_bitwise_equal(logits, apply_model(MODEL, ADAPTED, t.tokens, t.positions, t.mask))
+
+
+@pytest.mark.parametrize("rows_per_prompt", [1, 2])
+def test_a_model_that_does_not_read_adapters_is_refused(rows_per_prompt: int):
+    matrices = {"q_proj": {"kernel": jnp.zeros((4, 4))}}
+    params = add_lora(bigram_update.PARAMS | matrices, SMALL, jax.random.key(0))
+    message = "with reads_lora = True.* as Decoder does; got Bigram, whose adapters would never be trained"
+    update = make_update(bigram_update.MODEL, RECORD, UpdateConfig(rows_per_prompt=rows_per_prompt))
+    with pytest.raises(TypeError, match=message):
+        update(init_state(params, RECORD, jax.random.key(0)), bigram_update.batch())
+    with pytest.raises(TypeError, match=message):
+        replay(bigram_update.MODEL, params, bigram_update.trajectory())
+    prompts = left_padded([4, 2], 4, bigram_update.VOCAB)
+    with pytest.raises(TypeError, match=message):
+        rollout(bigram_update.MODEL, params, prompts, jax.random.key(3), policy=H2O(), config=SAMPLING)
+
+    class Reads(bigram_update.Bigram):
+        reads_lora = True
+
+    assert replay(Reads(), params, bigram_update.trajectory()).logprobs.shape == (ROWS, LENGTH)
 
 
 def test_targets_that_a_model_lacks():
