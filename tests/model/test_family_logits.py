@@ -100,17 +100,20 @@ def test_adapters(name: str, tmp_path: Path):
     assert_bitwise_equal(load_peft(tmp_path, base_params(params), config), params)
 
 
-def test_what_peft_cannot_express(tmp_path: Path):
-    for name, targets, message in (
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
         ("qwen3_moe_shares", ("q_proj", "down_proj"), r"experts in every layer for adapters of down_proj.*\[1\] of 2"),
         ("mixtral", ("up_proj",), "adapters on all of gate_proj, up_proj or on none.*got up_proj"),
-    ):
-        config, params = opened(name)
-        lora: Any = LoraConfig(targets=targets)
-        with pytest.raises(ValueError, match=message):
-            check_peft(config, lora)
-        with pytest.raises(ValueError, match=message):
-            save_peft(tmp_path, adapted(params, lora), config)
+    ],
+)
+def test_what_peft_cannot_express(name: str, targets: Any, message: str, tmp_path: Path):
+    config, params = opened(name)
+    lora = LoraConfig(targets=targets)
+    with pytest.raises(ValueError, match=message):
+        check_peft(config, lora)
+    with pytest.raises(ValueError, match=message):
+        save_peft(tmp_path / "adapter", adapted(params, lora), config)
     assert not list(tmp_path.iterdir())
 
 
