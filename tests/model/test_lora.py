@@ -286,7 +286,7 @@ def test_flax_by_itself_must_not_overlook_adapters():
 @pytest.mark.parametrize("rows_per_prompt", [1, 2])
 def test_a_model_that_does_not_read_adapters_is_refused(rows_per_prompt: int):
     matrices = {"q_proj": {"kernel": jnp.zeros((4, 4))}}
-    params = add_lora(bigram_update.PARAMS | matrices, SMALL, jax.random.key(0))
+    params = add_lora(bigram_update.PARAMS | matrices, LoraConfig(targets=("q_proj",)), jax.random.key(0))
     message = "with reads_lora = True.* as Decoder does; got Bigram, whose adapters would never be trained"
     update = make_update(bigram_update.MODEL, RECORD, UpdateConfig(rows_per_prompt=rows_per_prompt))
     with pytest.raises(TypeError, match=message):
