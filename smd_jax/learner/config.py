@@ -48,12 +48,12 @@ class UpdateConfig:
         `policy_coef`. The mean is over the counted tokens, including those that a correction rejects.
       top_entropy_quantile: share of tokens with the highest entropy that get the policy loss and the entropy bonus
         (arXiv:2506.01939: 0.2); 1: all. The KL and the denominators include all tokens. The entropies are the sampler's
-        recorded ones, if its log-probabilities are used as the learner's (`uses_sampler_logprobs_as_old`); otherwise
-        they cost a forward pass.
+        recorded ones with shadow masks, unless a correction measures the mismatch; otherwise they cost a forward pass.
       eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.evictions`) sampled by
         `smd.eviction.LearnedGate`; 1 weights evictions like tokens. 0: the gate has no gradient.
       correction: correction of the mismatch between sampler and learner. `Shadow()` claims that there is none. All
-        others work under either visibility, and have no effect under "shadow".
+        others work under either visibility; under "shadow", corrections that weigh or reject by the mismatch have no
+        effect, up to rounding.
       distill: distillation, or None. Under "dense" the teacher must be another policy: "anchor" or "ema".
       dense_learner: a dense learner on the same weights, or None; only under "shadow". Entropy bonus, distillation and
         metrics are those of the learner with shadow masks.
@@ -189,8 +189,3 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
         raise ValueError(
             "expected reference parameters in the train state (beta > 0, or direction 'anchor' or 'ema'); got None"
         )
-
-
-def uses_sampler_logprobs_as_old(config: UpdateConfig) -> bool:
-    """Whether the sampler's recorded log-probabilities are used as the learner's at the rollout's parameters."""
-    return config.policy_term.uses_sampler_logprobs_as_old

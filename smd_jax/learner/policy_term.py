@@ -29,7 +29,8 @@ class PolicyWeights(struct.PyTreeNode):
     Attributes:
       correction: terms of the correction's early part, which does not depend on the current policy.
       weights: loss weights of the tokens that the correction does not reject.
-      old_logprobs: of the policy in the denominator of the ratio; None: the current policy.
+      old_logprobs: of the learner at the rollout's parameters, for the correction; None: the correction does not read
+        them.
       chosen: tokens selected by entropy; None: all.
     """
 
@@ -94,17 +95,26 @@ class PolicyTerm(Term):
             )
 
     @property
-    def uses_sampler_logprobs_as_old(self) -> bool:
-        """Whether the sampler's recorded log-probabilities are used as the learner's at the rollout's parameters.
+    def matches_sampler(self) -> bool:
+        """Whether this learner and the sampler are one policy up to rounding.
 
-        With shadow masks both are the same, unless a correction measures the difference.
+        That is so with shadow masks, unless a correction measures the difference.
         """
         return self.visibility == "shadow" and not self.correction.traits.uses_mismatch
 
     @property
+    def uses_sampler_logprobs_as_old(self) -> bool:
+        """Whether the sampler's recorded log-probabilities are the denominator of the ratio.
+
+        Not for the ratio of a response: in 16 bits, sampler and learner round more differently than GSPO's bounds of
+        3e-4 allow.
+        """
+        return self.matches_sampler and self.loss.ratio_level == "token"
+
+    @property
     def choice(self) -> TokenChoice:
         """The selection of tokens by entropy."""
-        return TokenChoice(self.top_entropy_quantile, self.visibility, recorded=self.uses_sampler_logprobs_as_old)
+        return TokenChoice(self.top_entropy_quantile, self.visibility, recorded=self.matches_sampler)
 
     @property
     def used_loss(self) -> LossConfig:
@@ -141,7 +151,8 @@ class PolicyTerm(Term):
         batch, mask = minibatch.batch, minibatch.mask
         early = split_by_time(self.correction)[0]
         old = self.old_logprobs(batch)
-        if early.traits.uses_mismatch and old is None:
+        # The late part may use the mismatch, too.
+        if self.correction.traits.uses_mismatch and old is None:
             old = minibatch.replay(self.visibility).logprobs
         correction = terms_of(early, _correction_inputs(batch, mask, old))
         # Rejected tokens are not in the loss nor in its denominators.
@@ -171,7 +182,8 @@ class PolicyTerm(Term):
         if self.correction.traits.ratio_to == "sampler":
             return inputs.trajectory.logprobs
         # Without recorded ones the old policy is the current one: every ratio is 1, with the gradient of log p.
-        old = inputs.prepared.old_logprobs
+        # A replay of another program would differ by rounding, which GSPO's bounds may clip.
+        old = self.old_logprobs(inputs.batch)
         return jax.lax.stop_gradient(logprobs) if old is None else old
 
     def _correction_weights(self, inputs: TermInputs, logprobs: Float[Array, "rows R"]) -> Float[Array, "rows R"]:

@@ -17,7 +17,6 @@ from jaxtyping import Array
 
 from smd_jax.config import check_choice
 from smd_jax.devices.processes import on_host
-from smd_jax.learner.config import uses_sampler_logprobs_as_old
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, leave_one_out, turn_relative
 from smd_jax.message.trajectory import Trajectory
@@ -83,8 +82,15 @@ class GRPOConfig(PolicyConfig):
     def _check_ahead(self) -> None:
         if self.rollouts_ahead not in (0, 1):
             raise ValueError(f"expected rollouts_ahead 0 or 1; got {self.rollouts_ahead}")
-        exact = uses_sampler_logprobs_as_old(self.update) and self.update.correction.traits.needs_old
-        if self.rollouts_ahead and (not exact or self.dynamic_sampling is not None or self.update.dense_learner):
+        if not self.rollouts_ahead:
+            return
+        if self.update.loss.ratio_level != "token":
+            raise ValueError(
+                "expected ratio_level 'token' with rollouts_ahead 1, which takes the ratio to the sampler: in 16 bits "
+                f"both round more differently than a response's bounds allow; got {self.update.loss.ratio_level!r}"
+            )
+        exact = self.update.policy_term.matches_sampler and self.update.correction.traits.needs_old
+        if not exact or self.dynamic_sampling is not None or self.update.dense_learner:
             raise ValueError(
                 "expected visibility 'shadow' with the correction Shadow(), no dynamic_sampling and no dense_learner "
                 f"with rollouts_ahead 1, so that the ratio to the sampler measures age only; got {self.update} and "

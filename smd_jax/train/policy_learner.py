@@ -14,12 +14,7 @@ from jaxtyping import Array, Float
 from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import check_rows, check_sequence, sequence_ways
 from smd_jax.learner.accumulation import count_parts
-from smd_jax.learner.config import (
-    UpdateConfig,
-    Visibility,
-    check_reference,
-    uses_sampler_logprobs_as_old,
-)
+from smd_jax.learner.config import UpdateConfig, Visibility, check_reference
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE, is_beyond
 from smd_jax.learner.packed import check_windows, make_packed_update
@@ -211,19 +206,21 @@ class PolicyLearner:
         if self.config.first_pass_sees_all:
             return {}
         # If the sampler's log-probabilities are used as old ones, only a replay can measure the difference.
-        known = None if uses_sampler_logprobs_as_old(self.config.update) else batch.old_logprobs
-        return compare(self.config.update, batch, self.replay(params, batch.trajectory) if known is None else known)
+        update = self.config.update
+        known = None if update.policy_term.uses_sampler_logprobs_as_old else batch.old_logprobs
+        return compare(update, batch, self.replay(params, batch.trajectory) if known is None else known)
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
         """Log-probabilities of the learner before the update; None if no term reads them, or the update has them.
 
         With shadow masks the learner is the sampler, whose log-probabilities are known, unless a correction has to
-        measure the difference. Other learners need a forward pass if they take more than one step.
+        measure the difference or a response has one ratio. Other learners need a forward pass if they take more than
+        one step.
         """
         update = self.config.update
         if not update.correction.traits.needs_old:
             return None
-        if uses_sampler_logprobs_as_old(update):
+        if update.policy_term.uses_sampler_logprobs_as_old:
             return trajectory.logprobs
         return None if self.config.first_pass_sees_all else self.replay(params, trajectory)
 
@@ -245,7 +242,7 @@ class PolicyLearner:
         if not update.kl_in_reward:
             return None, {}
         reference = self.replay(reference_params(state), trajectory)
-        policy = trajectory.logprobs if uses_sampler_logprobs_as_old(update) else self.replay(state.params, trajectory)
+        policy = trajectory.logprobs if update.policy_term.matches_sampler else self.replay(state.params, trajectory)
         mask = counted_tokens(update, trajectory, counted_rows)
         penalty = kl_penalty(policy, reference, trajectory.response_mask, update.loss.beta)
         return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.learner.accumulation import count_parts, in_parts
-from smd_jax.learner.config import UpdateConfig, uses_sampler_logprobs_as_old
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import check_replayable, learner_mask, replay_hidden, response_hidden
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
@@ -135,7 +135,7 @@ def _evaluate(
     critic_values = values(params, hidden)
     if not config.correction.traits.needs_old:
         return critic_values, None
-    if uses_sampler_logprobs_as_old(config):
+    if config.policy_term.uses_sampler_logprobs_as_old:
         return critic_values, trajectory.logprobs
     return critic_values, replay_hidden(model, params, hidden, trajectory).logprobs
 

@@ -25,8 +25,12 @@ from smd_jax.corrections import (
     SparseRL,
     Veto,
 )
+from smd_jax.learner import prepare
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.state import TrainBatch
+from smd_jax.learner.dense_learner import DenseLearner
+from smd_jax.learner.forward import Replay, learner_replay
+from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
@@ -34,6 +38,7 @@ from smd_jax.losses.surrogates import Clip, SurrogateInputs, SurrogateTerms
 from smd_jax.message.masks import ShadowMask
 from tests import tiny_update
 from tests.bigram_update import (
+    MODEL,
     PARAMS,
     REFERENCE,
     batch,
@@ -42,7 +47,7 @@ from tests.bigram_update import (
     trajectory,
 )
 from tests.corrections.test_corrections import CORRECTIONS
-from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, distance, norm, rows_of
+from tests.tiny_update import ADVANTAGES, LENGTH, RECORD, ROWS, distance, norm, rows_of
 
 NOISE = np.random.default_rng(4).normal(size=(ROWS, LENGTH)).astype(np.float32)
 
@@ -255,6 +260,56 @@ def test_what_is_rejected_late_weighs_nothing():
     assert distance(found, pull(jnp.float32(-(kept / mask.sum()) * np.asarray(ADVANTAGES)[:, None]))[0]) < 1e-5
     lost = 1 - kept.sum() / mask.sum()
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost, rtol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class LateTIS(TIS):
+    """The same weights, computed after the forward pass."""
+
+    @property
+    def traits(self) -> CorrectionTraits:
+        return dataclasses.replace(super().traits, uses_present=True)
+
+
+def of_dense_learner(correction: Correction) -> UpdateConfig:
+    return UpdateConfig(dense_learner=DenseLearner(0.5, correction))
+
+
+def of_dense_update(correction: Correction) -> UpdateConfig:
+    return UpdateConfig(visibility="dense", correction=correction, microbatch_size=2)
+
+
+@pytest.mark.parametrize("config_of", [of_dense_update, of_dense_learner])
+def test_a_late_part_may_use_the_mismatch(config_of):
+    """In the only step of a rollout, whose old log-probabilities are those of the learner now."""
+    data = batch().replace(old_logprobs=None)
+    one, expected = metrics_and_gradients(config_of(TIS()), data)
+    other, found = metrics_and_gradients(config_of(LateTIS()), data)
+    np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
+    assert distance(found, expected) < 1e-5
+    assert distance(expected, metrics_and_gradients(config_of(Naive()), data)[1]) > 1e-2
+
+
+def test_a_late_part_may_use_the_mismatch_in_packed_rows():
+    expected, gradient = metrics_and_gradients(of_dense_update(TIS()), batch().replace(old_logprobs=None))
+    state = init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3))
+    update = make_packed_update(MODEL, RECORD, dataclasses.replace(of_dense_update(LateTIS()), pack_columns=24))
+    state, metrics = update(state, batch().replace(old_logprobs=None))
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    assert distance(state.opt_state, gradient) < 1e-5
+
+
+def test_without_old_log_probabilities_every_ratio_is_one(monkeypatch: pytest.MonkeyPatch):
+    """Exactly, also if a correction replays them: another program rounds otherwise, here by more than GSPO's bounds."""
+
+    def rounded(*arguments: Any) -> Replay:
+        found = learner_replay(*arguments)
+        return found.replace(logprobs=found.logprobs + 1e-3)
+
+    monkeypatch.setattr(prepare, "learner_replay", rounded)
+    config = UpdateConfig(visibility="dense", correction=TIS(), loss=gspo())
+    metrics, _ = metrics_and_gradients(config, batch().replace(old_logprobs=None))
+    assert metrics["clip_ratio/region_mean"] == 0
 
 
 # --- bad input

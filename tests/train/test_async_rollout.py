@@ -12,6 +12,7 @@ from smd_jax.corrections.importance import TIS
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState
+from smd_jax.losses.named import gspo
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.stop import RunStoppedError
@@ -217,6 +218,7 @@ def test_weights_are_whole_where_two_programs_run_at_once():
         ({"rollouts_ahead": 2}, "expected rollouts_ahead 0 or 1; got 2"),
         ({"dynamic_sampling": 1}, "no dynamic_sampling"),
         ({"update": UpdateConfig(visibility="dense", correction=TIS())}, "visibility 'shadow'"),
+        ({"update": UpdateConfig(loss=gspo())}, "expected ratio_level 'token' .* 16 bits .*; got 'geometric'"),
     ],
 )
 def test_choices_that_do_not_go_together(options, message):

@@ -21,6 +21,7 @@ from smd_jax.learner.terms import Minibatch, Term, TermInputs, TermOutputs, Term
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPO_METRICS
+from smd_jax.losses.named import gspo
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
 from smd_jax.losses.weighting import TokenMean
@@ -361,6 +362,19 @@ def test_who_the_old_policy_is():
     np.testing.assert_allclose(twice, expected, atol=1e-5)
     difference = jnp.where(trajectory.response_mask, expected - trajectory.logprobs, 0.0)
     assert jnp.abs(difference).max() > 1e-3, "the dense learner must be another policy than the sampler"
+
+
+def test_the_old_policy_of_a_response_is_the_learner_itself():
+    """In 16 bits the sampler rounds otherwise, by more than GSPO's bounds: a step on its own policy clips nothing."""
+    config = dataclasses.replace(CONFIG, update=UpdateConfig(loss=gspo()))
+    trajectory = new_loop().collect(new_state(), 0).trajectory
+    later = new_loop(dataclasses.replace(config, num_iterations=2)).learner.old_logprobs(warm_params(), trajectory)
+    assert later is not None
+    np.testing.assert_allclose(later, replayed(warm_params(), trajectory, trajectory.mask), atol=1e-6)
+    narrow = Decoder(dataclasses.replace(MODEL.config, dtype="bfloat16"))
+    _, metrics = GRPOLoop(narrow, TASK, TOKENIZER, optimizer(), config).step(new_state())
+    assert metrics["sampling/sampling_logp_difference/max"] > 1e-3
+    assert metrics["clip_ratio/region_mean"] == 0
 
 
 @pytest.mark.slow
