@@ -7,7 +7,6 @@ from smd_jax.learner.forward import Replay as Replay
 from smd_jax.learner.forward import replay as replay
 from smd_jax.learner.state import TrainBatch as TrainBatch
 from smd_jax.learner.state import TrainState as TrainState
-from smd_jax.learner.config import TERMS as TERMS
 from smd_jax.learner.config import UpdateConfig as UpdateConfig
 from smd_jax.learner.terms import Term as Term
 from smd_jax.learner.terms import Needs as Needs

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from smd_jax.corrections.base import Correction
 from smd_jax.corrections.uncorrected import Shadow
-from smd_jax.learner.balance_term import BalanceTerm
 from smd_jax.learner.dense_learner import DenseLearner, DensePolicyTerm
 from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.entropy_term import EntropyTerm
@@ -22,17 +20,6 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.typed_fields import check_types
-
-TERMS: Mapping[str, type[Term]] = {
-    "policy": PolicyTerm,
-    "dense": DensePolicyTerm,
-    "entropy": EntropyTerm,
-    "evictions": EvictionTerm,
-    "distillation": DistillTerm,
-    "value": ValueTerm,
-    "balance": BalanceTerm,
-}
-"""The terms of the library, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
