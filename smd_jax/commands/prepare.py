@@ -104,6 +104,8 @@ def prepare(args: Common) -> Prepared:
             raise UserError("expected no --memory with online-dpo; set --microbatch yourself")
         if loop.environment is not None:
             raise UserError("expected no --memory with --environment; set --microbatch and --decode-rows yourself")
+        if loop.config.update.pack_columns is not None:
+            raise UserError("expected no --memory with --pack-columns; set --microbatch and --decode-rows yourself")
         memory_bytes = parse_bytes(args.device.memory)
         loop, memory = fit_loop(loop, state, memory_bytes)
         evaluator = None if evaluator is None else fit_evaluator(evaluator, state, memory_bytes)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from smd_jax.byte_sizes import show_bytes
-from smd_jax.devices.sharding import gathered_shardings, tree_shardings
+from smd_jax.devices.sharding import gathered_shardings, row_ways, tree_shardings
 from smd_jax.learner.state import TrainState
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
@@ -83,20 +83,37 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
 
     Args:
       state: as for `loop.step`, or its shapes.
+
+    Raises:
+      ValueError: an update of packed rows.
     """
-    held = tree_bytes(state, loop.mesh)
-    return LoopMemory.of(loop, held, rollout_memory(loop, state), update_memory(loop, state))
+    held, update = tree_bytes(state, loop.mesh), update_memory(loop, state)
+    return LoopMemory.of(loop, held, rollout_memory(loop, state), update)
 
 
 def update_memory(loop: PolicyLoop, state: TrainState) -> int:
-    """Bytes of a device during the update."""
+    """Bytes of a device during the update, including the whole rollout.
+
+    Raises:
+      ValueError: an update of packed rows.
+    """
+    if loop.config.update.pack_columns is not None:
+        raise ValueError(
+            "expected pack_columns None, because packed rows are not measured; got "
+            f"{loop.config.update.pack_columns}: set the sizes"
+        )
     # Under the mesh, where a step looks for the compiled program.
     with jax.set_mesh(loop.mesh):
-        return program_bytes(loop.lower_update(state))
+        lowered = loop.lower_update(state)
+        needed = program_bytes(lowered)
+    # The program takes a copy of one minibatch, while the whole rollout is kept.
+    minibatch, count = lowered.args_info[0][1], loop.config.minibatches
+    return needed + (count * tree_bytes(minibatch) // row_ways(loop.mesh) if count > 1 else 0)
 
 
 def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
-    """Bytes of a device during the rollout, with the state that waits for the update."""
+    """Bytes of a device during the rollout, with the state that waits for the update; with dynamic sampling during the
+    last rollout of a step."""
     config, placement = loop.config, loop.rollouts.placement
     params = loop.policy_params(state.params)
     read = _sampler_shapes(loop.model, params, loop.mesh, placement.own_mesh)
@@ -107,7 +124,18 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
         sampling = segment_memory(engine, read, config.prompt_width).total
     # The program's arguments include the weights that it reads.
     shared = 0 if placement.has_own_mesh else tree_bytes(params, loop.mesh)
-    return sampling + tree_bytes(state, loop.mesh) - shared
+    return sampling + tree_bytes(state, loop.mesh) - shared + _earlier_rollouts(loop, params)
+
+
+def _earlier_rollouts(loop: PolicyLoop, params: Params) -> int:
+    """Bytes of a device for the trajectories that dynamic sampling keeps while it samples the last rollout."""
+    config = loop.config
+    if not config.extra_rollouts:
+        return 0
+    with jax.set_mesh(loop.mesh):
+        sizes = (config.prompts_per_step, config.policy, config.rollout, config.group_size)
+        trajectory = loop.rollouts.shapes(params, *sizes)
+    return config.extra_rollouts * tree_bytes(trajectory) // row_ways(loop.mesh)
 
 
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:

@@ -42,8 +42,8 @@ def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemo
       state: of the run, or its shapes (`jax.ShapeDtypeStruct`).
 
     Raises:
-      ValueError: if one row a device, or a size that is set, does not fit; names what to lower. An environment, whose
-        conversations run other programs than those that are measured.
+      ValueError: if one row a device, or a size that is set, does not fit; names what to lower. An environment or
+        pack_columns, which run other programs than those that are measured.
     """
     if loop.environment is not None:
         raise ValueError("expected single completions, whose programs are measured; got an environment: set the sizes")

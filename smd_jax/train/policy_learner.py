@@ -103,7 +103,7 @@ class PolicyLearner:
 
     @cached_property
     def update(self) -> Update:
-        """The jitted optimizer step. With pack_columns this is the program whose memory is measured."""
+        """The jitted optimizer step, over rows that no other sequence shares."""
         update = _with_longest_response(self.unpacked_config, self.config.rollout)
         return make_update(self.model, self.optimizer, update, self._difference_of_update)
 

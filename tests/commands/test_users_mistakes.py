@@ -83,6 +83,7 @@ class Count:
         ("--rollouts-ahead 1 --lora-r 2", "expected whole parameters and one process with rollouts_ahead 1"),
         ("--rollouts-ahead 1 --correction tis", "visibility is --correction"),
         ("--microbatch 2 --pack-columns 600 --min-completion-length 2", "min_new_tokens is --"),
+        ("--microbatch 2 --pack-columns 600 --memory 1GiB", "expected no --memory with --pack-columns; set"),
         (
             "--loss-type cispo --epsilon 0.1",
             "expected bounds of the loss 'cispo', among ['epsilon_high']; got ['epsilon']",

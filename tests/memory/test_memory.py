@@ -7,13 +7,14 @@ from decimal import localcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from smd_jax.byte_sizes import parse_bytes, show_bytes
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
-from smd_jax.memory import fit
+from smd_jax.memory import compiled, fit
 from smd_jax.memory.compiled import LoopMemory, loop_memory, param_shapes, tree_bytes
 from smd_jax.memory.fit import fit_evaluator, fit_loop
 from smd_jax.testing import random_params
@@ -63,6 +64,31 @@ def test_rollouts_ahead_run_beside_the_update():
         "3 B",
         "1023.99 KiB",
     )
+
+
+def test_a_rollout_of_several_minibatches_is_kept_whole(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "program_bytes", lambda lowered: 0)
+    loop = new_loop(replace(CONFIG, minibatches=2))
+    trajectory = new_loop().collect(new_state(), 0).trajectory
+    batch = loop.learner_batch(new_state().params, trajectory, jnp.zeros(8), None)
+    assert compiled.update_memory(new_loop(), shapes) == 0, "the arguments of the program"
+    assert compiled.update_memory(loop, shapes) == tree_bytes(batch) > 0
+    assert compiled.update_memory(replace(loop, mesh=make_mesh(2)), shapes) == tree_bytes(batch) // 2
+
+
+def test_dynamic_sampling_keeps_earlier_rollouts(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "program_bytes", lambda lowered: 0)
+    one, four = (
+        compiled.rollout_memory(new_loop(replace(CONFIG, dynamic_sampling=extra)), shapes) for extra in (None, 3)
+    )
+    assert four - one == 3 * tree_bytes(new_loop().collect(new_state(), 0).trajectory)
+
+
+def test_packed_rows_are_not_measured(shapes: TrainState):
+    packed = new_loop(replace(CONFIG, update=UpdateConfig(microbatch_size=1, pack_columns=28)))
+    for refuse in (lambda: fit_loop(packed, shapes, 2**40), lambda: loop_memory(packed, shapes)):
+        with pytest.raises(ValueError, match="expected pack_columns None, because packed .*; got 28: set the sizes"):
+            refuse()
 
 
 def test_shapes_of_parameters():
