@@ -98,7 +98,9 @@ def update_config(
     """
     distill = None if loss.distill == "none" else DistillConfig(direction=loss.distill, coef=loss.distill_coef)
     # A microbatch may hold fewer rows than a prompt has: as many of a prompt's rows as are always in one microbatch.
-    rows_per_prompt = math.gcd(completions, microbatch or completions) if loss.share_prompts else 1
+    # With pack_columns it counts packed rows, which share a prompt wherever they can.
+    together = completions if loss.pack_columns is not None else math.gcd(completions, microbatch or completions)
+    rows_per_prompt = together if loss.share_prompts else 1
     if loss.share_prompts and rows_per_prompt == 1:
         raise ValueError(
             f"expected, with share_prompts, num_generations and a microbatch with a common divisor above 1; got "

@@ -135,6 +135,8 @@ def test_losses_and_corrections():
     for microbatch, rows in ((None, 8), (16, 8), (12, 4)):
         shared = update_config(LossArgs(share_prompts=True), reference, Dense(), microbatch, 8)
         assert shared.rows_per_prompt == rows
+    packed = update_config(LossArgs(share_prompts=True, pack_columns=64), reference, Dense(), 1, 8)
+    assert (packed.rows_per_prompt, packed.microbatch_size) == (8, 1), "a microbatch of packed rows has whole groups"
 
 
 def test_adapters_take_larger_steps():
