@@ -330,7 +330,6 @@ class ModelConfig(WrittenRepr):
         check_windows(self.sliding_windows, self.num_layers)
         if self.head_dim % 2:
             raise ValueError(f"expected an even head_dim, because RoPE rotates pairs; got {self.head_dim}")
-        check_choice("activation", self.activation, get_args(Activation))
         if self.local_rope_theta is not None and not any(self.sliding_windows):
             raise ValueError(
                 f"expected sliding_windows with local_rope_theta, the RoPE base of layers with a window; got none, "

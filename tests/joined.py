@@ -274,7 +274,7 @@ def refused_rollout(folder: Path) -> dict[str, np.ndarray]:
             with disk:
                 run.train(loop, state, RunConfig(steps=2), folder / name)
         except (RefusedRolloutError, OtherProcessError, OSError) as error:
-            said[f"{name}: said"] = np.array(processes.gather_texts(f"{type(error).__name__}: {error}"))
+            said[f"{name}: said"] = np.array(processes.gather_json(f"{type(error).__name__}: {error}"))
     return said
 
 
@@ -355,7 +355,7 @@ def _said_by_all(body: Callable[[], None]) -> None:
     try:
         body()
     except (OtherProcessError, RuntimeError, OSError) as error:
-        raise ValueError(" | ".join(processes.gather_texts(f"{type(error).__name__}: {error}"))) from error
+        raise ValueError(" | ".join(processes.gather_json(f"{type(error).__name__}: {error}"))) from error
 
 
 def _saves_without_checksums(place: Path) -> None:

@@ -68,21 +68,17 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def gather_texts(text: str) -> list[str]:
-    """The texts of all processes, by their index; all must call it."""
+def gather_json(value: Any) -> list[Any]:
+    """The JSON values of all processes, by their index, including NaN and infinities; all must call it."""
+    text = json.dumps(value).encode()
     if jax.process_count() == 1:
-        return [text]
-    words = np.frombuffer(text.encode("utf-8"), np.uint8)
+        return [json.loads(text)]
+    words = np.frombuffer(text, np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(words))).reshape(-1)
-    room = np.zeros(max(int(lengths.max()), 1), np.uint8)
+    room = np.zeros(int(lengths.max()), np.uint8)
     room[: len(words)] = words
     rows = multihost_utils.process_allgather(room)
-    return [bytes(row[:length]).decode("utf-8") for row, length in zip(rows, lengths, strict=True)]
-
-
-def gather_json(value: Any) -> list[Any]:
-    """`gather_texts` of JSON values, including NaN and infinities."""
-    return [json.loads(text) for text in gather_texts(json.dumps(value))]
+    return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ number of bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,6 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.bits not in get_args(Bits):
-            raise ValueError(f"expected bits to be 8, 4 or 2; got {self.bits}")
         for name in ("group", "value_group"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1; got {getattr(self, name)}")

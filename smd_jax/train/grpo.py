@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from smd_jax.config import check_choice
 from smd_jax.devices.processes import on_host
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.advantages import Scale, group_relative, leave_one_out, turn_relative
@@ -69,8 +68,6 @@ class GRPOConfig(PolicyConfig):
                 f"expected scale_rewards 'none' with advantages 'leave_one_out', because dividing by the deviation "
                 f"of the group would bias the gradient; got {self.scale_rewards!r}"
             )
-        check_choice("advantages", self.advantages, get_args(Estimator))
-        check_choice("scale_rewards", self.scale_rewards, get_args(Scale))
         if self.dynamic_sampling is not None and self.scale_rewards == "batch":
             raise ValueError(
                 "expected scale_rewards 'group' or 'none' with dynamic_sampling, which drops a part of the batch; "

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from smd_jax.config import check_choice
 from smd_jax.learner.storage import is_vector
 from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.protocol import Params
@@ -76,9 +75,6 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice("optim", self.optim, get_args(Optim))
-        check_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(Scheduler))
-        check_choice("momentum_dtype", self.momentum_dtype, get_args(MomentumName))
         for name, value in (("learning_rate", self.learning_rate), ("adam_epsilon", self.adam_epsilon)):
             if not 0 < value < math.inf:
                 raise ValueError(f"expected a finite {name} > 0; got {value}")

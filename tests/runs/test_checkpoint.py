@@ -245,15 +245,14 @@ def test_another_structure_is_refused_leaf_by_leaf(tmp_path):
     like = initial_state()
     like["params"] = {"w": jnp.zeros((8, 5)), "extra": jnp.zeros(1)}
     like["key"] = jax.random.key(0, impl="rbg")
-    for refused in (lambda: read(tmp_path, like), lambda: checkpoint.check_state(tmp_path, like)):
-        with pytest.raises(checkpoint.OtherStateError) as caught:
-            refused()
-        assert set(str(caught.value).splitlines()[1:]) == {
-            '  params/w: expected "float32[8, 4]", got "float32[8, 5]"',
-            '  params/b: expected "bfloat16[4]", got (absent)',
-            '  params/extra: expected (absent), got "float32[1]"',
-            '  key: expected "key<fry>[]", got "key<rbg>[]"',
-        }
+    with pytest.raises(checkpoint.OtherStateError) as caught:
+        read(tmp_path, like)
+    assert set(str(caught.value).splitlines()[1:]) == {
+        '  params/w: expected "float32[8, 4]", got "float32[8, 5]"',
+        '  params/b: expected "bfloat16[4]", got (absent)',
+        '  params/extra: expected (absent), got "float32[1]"',
+        '  key: expected "key<fry>[]", got "key<rbg>[]"',
+    }
 
 
 def test_another_format_is_refused(tmp_path):
@@ -342,13 +341,12 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, error):
     assert read(tmp_path).step == 6
 
 
-def test_a_look_at_settings_and_shapes_reads_no_arrays(tmp_path, monkeypatch):
+def test_a_look_at_settings_reads_no_arrays(tmp_path, monkeypatch):
     save(tmp_path, 3)
     seen = list[str]()
     crc = files._crc32
     monkeypatch.setattr(files, "_crc32", lambda file: (seen.append(file.parent.name), crc(file))[1])
     checkpoint.check_config(tmp_path, CONFIG)
-    checkpoint.check_state(tmp_path, {"x": jnp.float32(0)})
     assert set(seen) == {"meta"}
 
 

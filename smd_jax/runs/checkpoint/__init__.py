@@ -18,7 +18,6 @@ from smd_jax.runs.checkpoint.files import all_steps as all_steps
 from smd_jax.runs.checkpoint.files import latest_step as latest_step
 from smd_jax.runs.checkpoint.reading import Restored as Restored
 from smd_jax.runs.checkpoint.reading import check_config as check_config
-from smd_jax.runs.checkpoint.reading import check_state as check_state
 from smd_jax.runs.checkpoint.reading import restore as restore
 from smd_jax.runs.checkpoint.reading import restore_part as restore_part
 from smd_jax.runs.checkpoint.writing import Writer as Writer

@@ -28,7 +28,6 @@ from smd_jax.runs.checkpoint.files import (
 )
 from smd_jax.runs.settings import Json, to_jsonable
 
-META = ("meta",)
 _Read = TypeVar("_Read")
 
 
@@ -133,17 +132,8 @@ def restore_part(directory: str | Path, like: dict[str, Any], step: int | None =
 def check_config(directory: str | Path, config: object) -> None:
     """Raises OtherConfigError if there is a checkpoint, and the newest has another configuration; reads no arrays."""
     if latest_step(directory) is not None:
-        _check_same_config(_newest_meta(directory)["config"], config)
-
-
-def check_state(directory: str | Path, like: Any) -> None:
-    """Raises OtherStateError if there is a checkpoint, and the newest has other arrays than `like`; reads none."""
-    if latest_step(directory) is not None:
-        _check_same_leaves(_newest_meta(directory)["leaves"], like)
-
-
-def _newest_meta(directory: str | Path) -> dict[str, Any]:
-    return _newest_readable(directory, lambda step: _checked_meta(directory, step, META))[0]
+        meta, _ = _newest_readable(directory, lambda step: _checked_meta(directory, step, ("meta",)))
+        _check_same_config(meta["config"], config)
 
 
 def _check_same_config(saved: Json, config: object) -> None:
