@@ -26,6 +26,7 @@ import optax
 
 from smd_jax.learner.storage import is_vector
 from smd_jax.message.gate import EVICTION_GATE
+from smd_jax.model.layer_runs import layers_in_name
 from smd_jax.model.protocol import Params
 from smd_jax.typed_fields import check_types
 
@@ -145,6 +146,18 @@ def _faster_gate(speed: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: scaled(updates))
 
 
+def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
+    """`optax.clip_by_block_rms`, with every one of stacked layers (`smd_jax.model.stacked_params`) as a block."""
+
+    def clipped(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        names = (jax.tree_util.keystr((key,), simple=True) for key in path)
+        is_stacked = any(layers_in_name(name) is not None for name in names)
+        rms = jnp.sqrt(jnp.mean(x**2, axis=tuple(range(int(is_stacked), x.ndim)), keepdims=True))
+        return x / jnp.maximum(1.0, rms / threshold)
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(clipped, updates))
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` optimizer steps: rollouts times `LoopConfig.steps_per_rollout`.
 
@@ -174,7 +187,7 @@ def _direction(config: OptimizerConfig) -> tuple[optax.GradientTransformation, .
     """Turns the gradient into a direction of about unit size in every weight."""
     if config.optim == "adafactor":
         # Without Adafactor's scaling by parameters, as in transformers' Trainer, so that AdamW's rates apply.
-        return optax.scale_by_factored_rms(min_dim_size_to_factor=LEAST_FACTORED), optax.clip_by_block_rms(BLOCK_RMS)
+        return optax.scale_by_factored_rms(min_dim_size_to_factor=LEAST_FACTORED), _clip_by_layer_rms(BLOCK_RMS)
     dtype = jnp.dtype(config.momentum_dtype)
     return (optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype=dtype),)
 

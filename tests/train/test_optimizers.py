@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from smd_jax.learner.state import init_state
 from smd_jax.learner.step import take_step
 from smd_jax.memory.compiled import tree_bytes
+from smd_jax.model.stacked_params import stack_params, unstack_params
 from smd_jax.model.value_head import add_value_head
 from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params, tiny_model_config
@@ -40,6 +42,28 @@ def test_steps_are_those_of_torch(case, monkeypatch):
         for name, leaf in state.params.items():
             # float32 here, float64 there; torch divides by the norm + 1e-6.
             np.testing.assert_allclose(leaf, case[name][i], rtol=2e-5, atol=2e-7, err_msg=f"{name}, step {i}")
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_stacked_layers_take_the_same_steps(optim, monkeypatch):
+    """Adafactor factors and clips every layer by itself."""
+    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 4)
+    rng = np.random.default_rng(0)
+
+    def layers(index):
+        shapes = {"kernel": (4, 6), "narrow": (6, 2), "bias": (6,)}
+        return {name: jnp.asarray(10.0**index * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+    params, *grads = ({f"layers_{index}": layers(index) for index in range(3)} for _ in range(STEPS + 1))
+    optimizer = make_optimizer(OptimizerConfig(optim=optim, learning_rate=0.1, max_grad_norm=None), STEPS)
+    runs = [range(3)]
+    apart, together = params, stack_params(params, runs)
+    states = [optimizer.init(apart), optimizer.init(together)]
+    update = jax.jit(optimizer.update)
+    for each in grads:
+        steps, states[0] = update(each, states[0], apart)
+        stacked, states[1] = update(stack_params(each, runs), states[1], together)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), unstack_params(stacked), steps)
 
 
 @pytest.mark.parametrize(
