@@ -234,9 +234,3 @@ def test_each_step_takes_its_own_configuration():
         make_update(MODEL, optax.sgd(0.1), packed)
     with pytest.raises(ValueError, match="expected pack_columns, or make_update; got None"):
         make_packed_update(MODEL, optax.sgd(0.1), UpdateConfig())
-
-
-def test_rollouts_that_cannot_be_packed():
-    config = UpdateConfig(microbatch_size=2, pack_columns=24)
-    with pytest.raises(ValueError, match="expected rows of at least .* columns"):
-        stepped(make_packed_update, replace(config, pack_columns=8))

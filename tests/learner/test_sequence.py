@@ -11,7 +11,15 @@ import pytest
 
 from lib.hlo import array_bytes, parse
 from smd_jax.corrections.importance import TIS
-from smd_jax.devices.sharding import batch_sharding, make_mesh, over_heads, shard_tree, split_heads, tree_shardings
+from smd_jax.devices.sharding import (
+    batch_sharding,
+    constrain_tokens,
+    make_mesh,
+    over_heads,
+    shard_tree,
+    split_heads,
+    tree_shardings,
+)
 from smd_jax.eviction.policies import StreamingLLM
 from smd_jax.learner import blocks
 from smd_jax.learner.config import UpdateConfig
@@ -50,10 +58,9 @@ def assert_same_gradients(got, expected, at_most: float = 1e-5):
     [
         (HALVES, PLAIN),
         (OVER_ALL, FULL),  # with a teacher
-        ((2, 1, 1, 4), PLAIN),  # of which 18 columns are no multiple: they stay whole
         (HALVES, UpdateConfig(visibility="dense", correction=TIS(), entropy_coef=0.1)),
     ],
-    ids=["halves", "every axis", "not divided", "dense learner"],
+    ids=["halves", "every axis", "dense learner"],
 )
 def test_an_update_is_the_same(sizes, config):
     (one, one_grads), (many, many_grads) = updated(ONE, config), updated(sizes, config)
@@ -169,10 +176,9 @@ def test_an_evaluation_is_the_same():
     "update",
     [
         UpdateConfig(microbatch_size=4, rows_per_prompt=4),
-        UpdateConfig(pack_columns=32, microbatch_size=2),
         UpdateConfig(pack_columns=32, microbatch_size=2, rows_per_prompt=4),
     ],
-    ids=["a prompt of four rows", "packed rows", "trees"],
+    ids=["a prompt of four rows", "trees"],
 )
 def test_rows_that_the_update_puts_together(update: UpdateConfig):
     rollout = dataclasses.replace(CONFIG.rollout, max_new_tokens=6)
@@ -180,6 +186,13 @@ def test_rows_that_the_update_puts_together(update: UpdateConfig):
     (one,), (many,) = (run(own_loop(config, sizes=sizes), new_state(), 1)[1] for sizes in (ONE, HALVES))
     for name in ("loss", "reward", "entropy", "grad_norm"):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_columns_that_do_not_divide_stay_whole():
+    mesh = make_mesh(2, sequence=4)
+    with jax.set_mesh(mesh):
+        x = jax.jit(constrain_tokens)(jnp.ones((2, 18, 4)))
+    assert x.sharding.is_equivalent_to(batch_sharding(mesh), 3)
 
 
 def test_rows_that_share_a_prompt():

@@ -27,7 +27,6 @@ from tests.tiny_update import (
     LENGTH,
     MODEL,
     PARAMS,
-    RECORD,
     REFERENCE,
     ROWS,
     WIDTH,
@@ -37,7 +36,6 @@ from tests.tiny_update import (
     explicit_token_logprobs,
     metrics_and_gradients,
     norm,
-    recording_update,
     rows_of,
     trajectory,
     without_advantages,
@@ -188,14 +186,6 @@ def test_a_divergence_has_its_coefficient_and_the_teacher_its_parameters():
     assert distance(doubled, jax.tree.map(lambda x: 2 * x, grads)) < 1e-5
 
 
-def test_distillation_is_added_to_the_policy_loss():
-    config = UpdateConfig(distill=DistillConfig(direction="forward", coef=1.0))
-    (plain, plain_grads), (both, both_grads) = metrics_and_gradients(), metrics_and_gradients(config)
-    alone = metrics_and_gradients(config, without_advantages())
-    np.testing.assert_allclose(both["loss"], plain["loss"] + alone[0]["loss"], rtol=1e-5)
-    assert distance(both_grads, jax.tree.map(jnp.add, plain_grads, alone[1])) < 1e-5
-
-
 # --- bad input
 
 
@@ -208,11 +198,6 @@ def test_a_trajectory_that_no_learner_can_replay():
         replay(MODEL, PARAMS, data.trajectory)
     with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
         replay(MODEL, PARAMS, data.trajectory, data.trajectory.dense_mask())
-
-
-def test_rows_that_do_not_divide():
-    with pytest.raises(ValueError, match="expected a microbatch_size that divides 8 rows; got 3"):
-        metrics_and_gradients(UpdateConfig(microbatch_size=3))
 
 
 @pytest.mark.parametrize("size", [0, -4])
@@ -238,14 +223,6 @@ def test_the_update_compiles_once_and_takes_the_old_buffers():
     assert all(after < before for before, after in itertools.pairwise(losses)), losses
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first.params, first.opt_state)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batch()))
-
-
-def test_the_policy_may_start_as_its_own_reference():
-    params = jax.tree.map(jnp.copy, PARAMS)
-    state = init_state(params, RECORD, jax.random.key(3), reference=params)
-    for _ in range(2):
-        state, metrics = recording_update(BETA)(state, batch())
-        assert metrics["kl"] <= 1e-9
 
 
 def test_bfloat16_computes_and_float32_stays():

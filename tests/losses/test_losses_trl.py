@@ -172,9 +172,9 @@ def test_padding_changes_nothing(config):
     weighting = FixedLength(6) if config.weighting == FixedLength() else config.weighting
     inputs = hard_inputs(config)
     wide = LossInputs(
-        logprobs=padded(inputs.logprobs, -jnp.inf),
+        logprobs=padded(inputs.logprobs, jnp.nan),
         old_logprobs=padded(inputs.old_logprobs, jnp.nan),
-        reference_logprobs=padded(inputs.reference_logprobs, 1e4),
+        reference_logprobs=padded(inputs.reference_logprobs, jnp.nan),
         advantages=inputs.advantages,
         weights=weighting.weights(padded(TRL_MASK, False)),
         correction_weights=padded(inputs.correction_weights, jnp.nan),

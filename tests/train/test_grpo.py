@@ -36,7 +36,7 @@ from smd_jax.runs import checkpoint
 from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
 from smd_jax.tasks.task import Prompt, Row
-from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train import grpo
 from smd_jax.train.async_rollout import STALENESS
 from smd_jax.train.grpo import GRPOLoop
@@ -398,18 +398,6 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
 
 
 # --- it repeats itself
-
-
-@pytest.mark.slow
-def test_rollout_and_update_compile_once():
-    # A size of its own: `rollout` would find what another test has compiled.
-    config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=4))
-    loop = own_loop(config)
-    # And a state that lies elsewhere than on the loop's mesh.
-    state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(1))
-    with count_compilations() as counts:
-        run(loop, state, 3)
-    assert (counts["rollout_program"], counts["update"]) == (1, 1)
 
 
 def test_a_step_depends_on_the_state_alone():

@@ -257,8 +257,11 @@ def test_steps(visibility, config):
 
 @pytest.mark.slow
 def test_it_learns():
-    """Rewards rise, and the critic comes to know them."""
-    _, rows = run(new_loop(TWICE, SEVENS), new_state(), 25)
+    """Rewards rise, and the critic comes to know them; all steps run the same programs."""
+    with count_compilations() as counts:
+        _, rows = run(new_loop(TWICE, SEVENS), new_state(), 25)
+    # Other tests may have compiled the update before.
+    assert counts["train_batch"] == 1 and counts["update"] <= 1
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > 0.7, rewards
@@ -278,15 +281,6 @@ def test_the_critic_learns_which_responses_are_good():
         state, _ = step(state, batch)
         explained.append(float(of_critic["critic/vf_explained_var"]))
     assert explained[0] < 0.1 and explained[-1] > 0.7, explained
-
-
-@pytest.mark.slow
-def test_a_step_is_compiled_once():
-    """Of a loop that shares its programs with no other."""
-    loop, state = PPOLoop(LOOP_MODEL, TASK, TOKENIZER, optimizer(), TWICE), new_state()
-    with count_compilations() as counts:
-        run(loop, state, 3)
-    assert (counts["train_batch"], counts["update"]) == (1, 1)
 
 
 @pytest.mark.slow
