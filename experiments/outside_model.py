@@ -90,6 +90,7 @@ class OutsideModel:
             dtype=self.dtype,
             windows=self.windows,
             attention=self.attention,
+            full_float32=True,
         )
 
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens quarter 2"]:

@@ -60,8 +60,8 @@ def is_beyond(difference: float, bound: float | None) -> bool:
 def default_bound(shape: ModelShape) -> float:
     """Ten times the largest difference caused by rounding, in nats."""
     dtype = shape.dtype
-    # GPUs and TPUs multiply float32 in 10 or 8 bits by default.
-    if dtype == "float32" and jax.default_backend() != "cpu":
+    # GPUs and TPUs multiply float32 in 10 or 8 bits unless the model or the process asks for more.
+    if dtype == "float32" and not shape.full_float32 and jax.default_backend() != "cpu":
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         precise = precision in ("highest", "float32")
         dtype = "float32" if precise else "bfloat16"

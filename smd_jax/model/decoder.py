@@ -453,6 +453,7 @@ class Decoder(nn.Module):
             ),
             routing=_routing_shape(c),
             runs=self._runs(),
+            full_float32=True,
         )
 
     @nn.nowrap

@@ -137,6 +137,8 @@ class ModelShape:
       routing: of a model with experts; None: the model has none, or the library does not see them.
       runs: lengths of runs of consecutive equal layers, over which the model can loop: it takes a LayerRun for some of
         a run's layers or all. Empty: every layer has its own state.
+      full_float32: whether the model asks for full precision in its float32 products. GPUs and TPUs otherwise multiply
+        in 10 or 8 bits, and the mismatch guard then has a looser bound. The library's attention always asks for it.
     """
 
     num_layers: int
@@ -151,6 +153,7 @@ class ModelShape:
     attention: AttentionConfig = AttentionConfig()
     routing: RoutingShape | None = None
     runs: tuple[int, ...] = ()
+    full_float32: bool = False
 
     def __post_init__(self) -> None:
         check_model_sizes(vars(self))

@@ -104,6 +104,14 @@ def test_low_precision_matmuls_have_the_bound_of_bfloat16(monkeypatch):
         assert default_bound(shape_of("float32", 3)) == pytest.approx(5.6e-4)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_a_decoder_in_float32_has_the_tight_bound_on_every_device(monkeypatch, backend):
+    """Its products are those of tests/model/test_model.py, `test_float32_is_multiplied_as_float32`."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert default_bound(Decoder(tiny_model_config(num_layers=3)).shape) == pytest.approx(5.6e-4)
+    assert default_bound(Decoder(tiny_model_config(num_layers=3, dtype="bfloat16")).shape) == pytest.approx(0.65)
+
+
 # --- the first difference of sampler and learner
 
 MODEL = Decoder(tiny_model_config(max_positions=32, num_layers=2))
