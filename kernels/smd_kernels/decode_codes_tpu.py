@@ -140,7 +140,7 @@ def _unpacked(packed: Any, bits: int, slots_axis: int) -> Array:
 
 
 def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """Contracts one axis of each, in float32; float32 inputs in full precision, which is not the TPU's default."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    """Contracts one axis of each, in float32; precisions as in `decode_tpu`."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dimensions = (((over[0],), (over[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -80,8 +80,9 @@ def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis
 def _dot(a: Array, b: Array, over: int) -> Array:
     """Contracts the last axis of a with axis `over` of b, summed in float32.
 
-    float32 inputs are multiplied in full precision, which is not the TPU's default.
+    float32 inputs are multiplied in full precision, which is not the TPU's default. bfloat16 ones name the default,
+    because Mosaic cannot multiply them in the full precision that `jax_default_matmul_precision` may ask for.
     """
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dimensions = (((1,), (over,)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

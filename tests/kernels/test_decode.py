@@ -180,6 +180,16 @@ def test_lowers_on_any_machine(impl: Any, platform: str, target: str, head_dim: 
     assert [x.shape for x in exported.out_avals] == [args[0].shape, args[3].shape]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
+    """Mosaic cannot multiply bfloat16 in the full precision that `jax_default_matmul_precision` asks for."""
+    args = inputs(Shape(heads=4, kv_heads=2, slots=128, head_dim=128), jnp.dtype(dtype))
+    with jax.default_matmul_precision("highest"):
+        program = str(jax.make_jaxpr(partial(decode_attention, impl="mosaic_tpu"))(*args))
+    assert program.count("dot_general") == 2
+    assert program.count("HIGHEST") == (4 if dtype == "float32" else 0)
+
+
 @pytest.mark.parametrize(("hardware", "arguments", "reason"), [
     ("mosaic_gpu", (jnp.bfloat16, 128, 4224, 8), None),
     ("mosaic_gpu", (jnp.float32, 128, 1024, 4), "bfloat16; got float32"),

@@ -220,6 +220,16 @@ def test_lowers_on_any_machine(impl: Any, platform: str, target: str):
     assert [x.shape for x in exported.out_avals] == [args[0].shape, args[4].shape]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
+    """Mosaic cannot multiply bfloat16 in the full precision that `jax_default_matmul_precision` asks for."""
+    with jax.default_matmul_precision("highest"):
+        args = inputs(SMALL, 4, jnp.dtype(dtype))
+        program = str(jax.make_jaxpr(partial(decode_codes_attention, impl="mosaic_tpu"))(*args))
+    assert program.count("dot_general") == 8
+    assert bool(program.count("HIGHEST")) == (dtype == "float32")
+
+
 @pytest.mark.parametrize(("hardware", "change", "dtype", "reason"), [
     ("mosaic_gpu", {}, jnp.bfloat16, None),
     ("mosaic_gpu", {}, jnp.float32, "bfloat16; got float32"),
