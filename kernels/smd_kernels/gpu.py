@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from smd_kernels import gpu_tiles as tiles
 from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks, pad_rows
 from smd_kernels.gpu_backward import BackwardInputs, key_gradients, query_gradient
-from smd_kernels.gpu_tiles import LANES, LOWEST, Product, Ring, across, down
+from smd_kernels.gpu_tiles import LANES, LOWEST, MOST_WARPGROUPS, Product, Ring, across, down
 from smd_kernels.hardware import GPU_SIZES, why_not_blocks
 from smd_kernels.pytrees import any_leaves
 
@@ -32,12 +32,13 @@ class MosaicGpuKernel:
     """`BlockKernel` for Hopper GPUs: bfloat16 or float16, head_dim 64 or 128.
 
     Attributes:
-      sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64; larger values of
-        the others need more registers, until the compiler spills (`experiments/compile_kernels.py` reports spills).
+      sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64; they are at most
+        448. Larger values of the others need more registers, until the compiler spills
+        (`experiments/compile_kernels.py` reports spills).
       interpret: False, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
 
     Raises:
-      ValueError: a tile size is not a multiple of 64.
+      ValueError: a tile size is not a multiple of 64, or needs more warpgroups than a thread block has.
     """
 
     sizes: BlockSizes = GPU_SIZES
@@ -47,6 +48,9 @@ class MosaicGpuKernel:
         for name in ("rows", "keys", "rows_dq", "keys_dq", "rows_dkv", "keys_dkv"):
             if (size := vars(self.sizes)[name]) % LANES:
                 raise ValueError(f"expected {name} to be a multiple of {LANES}; got {size}")
+        for name in ("rows", "rows_dq", "keys_dkv"):
+            if (size := vars(self.sizes)[name]) > MOST_WARPGROUPS * LANES:
+                raise ValueError(f"expected {name} <= {MOST_WARPGROUPS * LANES}; got {size}")
 
     def forward(self, blocks: Blocks) -> tuple[Float[Array, "blocks rows head_dim"], Float[Array, "blocks rows"]]:
         """See `BlockKernel.forward`; lse is float32.

@@ -25,6 +25,7 @@ from smd_kernels.interpreter import check_host_threads
 from smd_kernels.pytrees import any_leaves
 
 LANES = 64  # rows of a tile per warpgroup: the height of a wgmma instruction
+MOST_WARPGROUPS = 7  # that compute: with the fetching one they are the 1,024 threads of a full thread block
 FETCHING_REGISTERS = 40  # per thread of the fetching warpgroup; the computing warpgroups share the rest
 LOWEST = -1e30  # initial running maximum: below any score but finite, so that LOWEST - LOWEST is 0, not NaN
 
@@ -185,8 +186,14 @@ def across(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def registers(warpgroups: int) -> int:
-    """Registers per computing thread: an equal share of 512 without the fetching ones, at most 256, a multiple of 8."""
-    return min(256, (512 - FETCHING_REGISTERS) // warpgroups) // 8 * 8
+    """Registers per computing thread: an equal share of those that the fetching ones leave, at most 256, in eights.
+
+    A launch gives every warpgroup the same number, rounded down to a multiple of 8. Asking for more than their sum
+    would wait forever.
+    """
+    threads = warpgroups + 1  # the last one fetches
+    pool = min(512 // threads // 8 * 8, 256) * threads
+    return min(256, (pool - FETCHING_REGISTERS) // warpgroups) // 8 * 8
 
 
 def program(warpgroups: int, compute: Callable[[Any], None], fetch: Callable[[], None]) -> None:

@@ -202,6 +202,23 @@ def test_tiles_are_whole_warpgroups():
         MosaicGpuKernel(BlockSizes(rows_dq=96))
 
 
+@pytest.mark.parametrize("name", ["rows", "rows_dq", "keys_dkv"])
+def test_tiles_fit_a_thread_block(name: str):
+    MosaicGpuKernel(BlockSizes(**{name: 448}))
+    with pytest.raises(ValueError, match=f"expected {name} <= 448; got 512"):
+        MosaicGpuKernel(BlockSizes(**{name: 512}))
+
+
+@pytest.mark.parametrize("warpgroups", range(1, 8))
+def test_a_launch_has_the_registers_that_its_warpgroups_ask_for(warpgroups: int):
+    """A thread block has 512 per lane of its warpgroups, a launch rounds each share down to a multiple of 8."""
+    launched = min(512 // (warpgroups + 1) // 8 * 8, 256) * (warpgroups + 1)
+    asked = gpu_tiles.registers(warpgroups)
+    assert asked % 8 == 0 and gpu_tiles.FETCHING_REGISTERS < asked <= 256
+    assert warpgroups * asked + gpu_tiles.FETCHING_REGISTERS <= launched
+    assert {1: 256, 2: 232, 4: 104}.get(warpgroups, asked) == asked
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("over_segments", [False, True], ids=["whole", "by segments"])
 def test_as_the_learner_calls_it(over_segments: bool):
