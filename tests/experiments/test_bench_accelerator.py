@@ -13,6 +13,7 @@ import pytest
 
 from bench import accelerator
 from bench.engines import kernel_checks
+from smd_kernels.hardware import why_not_decode_codes
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
@@ -84,13 +85,17 @@ def test_a_check_sees_wrong_numbers_nan_and_runs_that_differ(error: float, again
 
 def test_all_kernels_are_checked():
     cases = list(kernel_checks.cases())
-    assert {case.kernel for case in cases} == {"MosaicGpuKernel", "XlaKernel", "decode_gpu"}
+    assert {case.kernel for case in cases} == {"MosaicGpuKernel", "XlaKernel", "decode_gpu", "decode_codes_gpu"}
     assert {case.dtype for case in cases} == {"bfloat16", "float16"}
     assert len({(case.name, case.dtype) for case in cases}) == len(cases)
+    quantized = [case.inputs() for case in cases if case.kernel == "decode_codes_gpu"]
+    assert {codes.bits for _, codes, *_ in quantized} == {8, 4, 2}
+    for q, codes, k, *_ in quantized:
+        assert why_not_decode_codes("mosaic_gpu", q.dtype, codes, k.shape[2], q.shape[1] // k.shape[1]) is None
 
 
 def test_rehearsal(tmp_path: Path):
-    """Machine, a decode kernel's check in the interpreter, and its time."""
+    """Machine, the decode kernels' checks in the interpreter, and the time of one."""
     out = tmp_path / "rows.json"
     command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(out), "--stage"]
     done = subprocess.run(
@@ -100,7 +105,8 @@ def test_rehearsal(tmp_path: Path):
     written = json.loads(out.read_text())
     assert written["rows"] == rows and written["rehearsal"] and written.keys() >= {"date", "command", "cpu"}
     checks = [row for row in rows if "check" in row]
-    assert checks and all(row["ok"] and row["same_bits"] for row in checks)
+    assert {row["kernel"] for row in checks} == {"decode_gpu", "decode_codes_gpu"}
+    assert all(row["ok"] and row["same_bits"] for row in checks)
     assert all(row.keys() >= {"stage", "job", "kernel", "dtype", "off", "tolerance"} for row in checks)
     times = {row["impl"]: row for row in rows if row["stage"] == "decode"}
     assert times.keys() == {"mosaic_gpu", "xla"}

@@ -12,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smd_kernels import decode_gpu
+from smd_kernels import decode_codes_gpu, decode_gpu
 from smd_kernels.hardware import DecodeSizes
 
 
@@ -54,4 +54,6 @@ def patch_kernels() -> None:
 
     plgpu.wgmma = wgmma
     plgpu.layout_cast = lambda x, layout: x
+    plgpu.load = lambda ref, index, optimized: ref[...]
     decode_gpu._transposed = Transposed
+    decode_codes_gpu._transposed = Transposed

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from smd_kernels import decode_gpu, reference
+from smd_kernels import decode_codes_gpu, decode_gpu, reference
 from smd_kernels.blocks import BlockKernel, Blocks, BlockSizes
+from smd_kernels.codes import Codes
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.hardware import GPU_SIZES
 from smd_kernels.intervals import interval_attention
@@ -44,6 +45,9 @@ class Runner:
 
     def decode(self, q: Any, k: Any, v: Any, valid: Any) -> Any:
         return decode_gpu.decode_attention(q, k, v, valid, interpret=self.decode_interpret)
+
+    def decode_codes(self, q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> Any:
+        return decode_codes_gpu.decode_codes_attention(q, codes, k, v, valid, interpret=self.decode_interpret)
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,68 @@ def decode_case(runner: Runner, shape: tuple[int, int, int, int, int], valid: st
     )
 
 
+@dataclass(frozen=True)
+class CodesShape:
+    """Sizes of a quantised cache: slots of codes, slots in full precision, groups of keys, ranges of a value."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    slots: int
+    precise: int
+    head_dim: int
+    bits: int
+    groups: int
+    parts: int
+
+    def __str__(self) -> str:
+        sizes = (self.batch, self.heads, self.kv_heads, f"{self.slots}+{self.precise}", self.head_dim)
+        return f"decode codes {'x'.join(map(str, sizes))}, {self.bits} bits"
+
+
+def quantized(shape: CodesShape) -> tuple[Any, ...]:
+    """q, codes, k, v and the valid slots. The first row's last head has none, to test empty attention."""
+    rng = np.random.default_rng(4)
+    rows = (shape.batch, shape.kv_heads)
+
+    def normal(*sizes: int, scale: float = 1.0) -> Any:
+        return jnp.asarray(scale * rng.standard_normal(sizes), jnp.bfloat16)
+
+    def packed() -> Any:
+        return jnp.asarray(rng.integers(0, 256, (*rows, shape.slots, shape.head_dim * shape.bits // 8)), jnp.uint8)
+
+    step = 2 / (2**shape.bits - 1)  # numbers of about 1, for any number of bits
+    codes = Codes(
+        keys=packed(),
+        values=packed(),
+        group=jnp.asarray(rng.integers(0, shape.groups, (*rows, shape.slots)), jnp.int32),
+        key_low=normal(*rows, shape.groups, shape.head_dim),
+        key_scale=normal(*rows, shape.groups, shape.head_dim, scale=step),
+        value_low=normal(*rows, shape.slots, shape.parts),
+        value_scale=normal(*rows, shape.slots, shape.parts, scale=step),
+        bits=shape.bits,
+    )
+    filled = rng.random((*rows, shape.slots + shape.precise)) < 0.6
+    filled[0, -1] = False
+    q = normal(shape.batch, shape.heads, 1, shape.head_dim)
+    k, v = (normal(*rows, shape.precise, shape.head_dim) for _ in range(2))
+    return q, codes, k, v, jnp.asarray(filled)
+
+
+def by_dequantized(q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> Any:
+    """The reference over the numbers that the codes stand for, rounded to bfloat16 as the learner rounds them."""
+    # XLA may leave out a cast to bfloat16 and back.
+    keys, values = (jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) for x in codes.dequantized())
+    keys, values = (jnp.concatenate(pair, axis=2) for pair in ((keys, k), (values, v)))
+    return reference.decode_attention(q, keys, values, valid)
+
+
+def decode_codes_case(runner: Runner, shape: CodesShape) -> Case:
+    parts = {"out": TOLERANCE["decode"], "received": TOLERANCE["received"]}
+    inputs = partial(quantized, shape)
+    return Case(str(shape), "decode_codes_gpu", "bfloat16", parts, inputs, runner.decode_codes, by_dequantized)
+
+
 # ---------------------------------------------------------------- all of them
 
 
@@ -278,6 +344,9 @@ def cases() -> Iterator[Case]:
             for slots in (72, 640):
                 for valid in ("any", "window") if slots == 640 else ("any",):
                     yield decode_case(runner, (3, group * kv_heads, kv_heads, slots, head_dim), valid)
+    # (bits, head_dim, slots of codes): all sizes of a swizzled tile; less than a ring of tiles, and one that turns over.
+    for bits, head_dim, slots in ((8, 128, 1000), (4, 64, 1000), (4, 128, 64), (2, 64, 1000)):
+        yield decode_codes_case(runner, CodesShape(3, 12, 2, slots, 72, head_dim, bits, groups=70, parts=2))
     yield decode_case(runner, (64, 12, 2, 1152, 128), "all")
     yield decode_case(runner, (8, 32, 8, 4096, 128), "any")
 
@@ -293,3 +362,5 @@ def rehearsed() -> Iterator[Case]:
     for slots, valid in ((40, "any"), (72, "window")):
         runner = Runner(parameters(), decode_parameters(slots))
         yield decode_case(runner, (2, 3, 1, slots, 64), valid)
+    runner = Runner(parameters(), decode_parameters(40))
+    yield decode_codes_case(runner, CodesShape(2, 3, 1, 72, 40, 64, bits=4, groups=5, parts=2))
