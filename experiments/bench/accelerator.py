@@ -18,7 +18,7 @@ Needs      Python 3.11 with jax 0.10.2, or 3.12 with jax 0.11 or newer. Nothing 
 
 Stages     In this order, each in its own process, which prints a row per measurement; --out is rewritten with every
            row.
-             machine      versions, rate of a copy, rate of a bfloat16 product of 8,192 x 8,192 x 8,192
+             machine      versions, also of CUDA; rates of a copy and of a bfloat16 product of 8,192 x 8,192 x 8,192
              correctness  `engines/kernel_checks.py`: forward, backward and decode kernels against the float32 reference
              attention    `bench/attention.py`: ours, cuDNN's dense causal attention, and XLA's, forward and backward
              decode       one step of a layer's cache, against the bytes that it has to read
@@ -30,6 +30,8 @@ Fields     `limit_share`: of a decode kernel and a rollout step, the bytes that 
            copy moves in that time; of attention and the update, arithmetic per second over the rate of the product.
            The same process measures both rates before. Times are medians and minima after a first call that does not
            count; the clock stops when all results are ready (`jax.block_until_ready`).
+           `decode_impl`: the implementation in a rollout's program. `planned_bytes`: memory of the update's program
+           as compiled.
 
 Standard library only: this process never holds the device.
 """

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bench import accelerator
-from bench.engines import kernel_checks
-from smd_kernels.hardware import why_not_decode_codes
+from bench.engines import kernel_checks, smd_accelerator
+from smd_kernels.hardware import why_not_decode, why_not_decode_codes
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
@@ -111,6 +111,26 @@ def test_rehearsal(tmp_path: Path):
     times = {row["impl"]: row for row in rows if row["stage"] == "decode"}
     assert times.keys() == {"mosaic_gpu", "xla"}
     assert all(row.keys() >= {"seconds", "least_seconds", "bytes", "limit_share"} for row in times.values())
+
+
+def test_both_policies_of_the_rollout_decode_with_the_kernel():
+    """Otherwise the row of the dense cache would compare plain JAX with a kernel."""
+    slots = smd_accelerator.ROLLOUT_PROMPT + smd_accelerator.ROLLOUT_SEGMENTS * smd_accelerator.BUFFER
+    for count in (slots, smd_accelerator.BUDGET + smd_accelerator.BUFFER):
+        assert why_not_decode("mosaic_gpu", "bfloat16", 128, count, group=6) is None
+
+
+def test_rehearsal_of_a_whole_model(tmp_path: Path):
+    """A rollout says what it decoded with. Each update plans its own memory, where a process has one peak."""
+    out = tmp_path / "rows.json"
+    subprocess.run(
+        [sys.executable, str(SCRIPT), "--rehearse", "--out", str(out), "--stage", "whole"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["decode_impl"] for row in rows if "engine" in row] == ["xla", "xla"]
+    planned = {row["update"]: row["planned_bytes"] for row in rows if "update" in row}
+    assert planned.keys() == {"shadow", "dense"} and len(set(planned.values())) == 2
 
 
 def test_it_wants_a_gpu_or_a_rehearsal():

@@ -344,7 +344,7 @@ def cases() -> Iterator[Case]:
             for slots in (72, 640):
                 for valid in ("any", "window") if slots == 640 else ("any",):
                     yield decode_case(runner, (3, group * kv_heads, kv_heads, slots, head_dim), valid)
-    # (bits, head_dim, slots of codes): all sizes of a swizzled tile; less than a ring of tiles, and one that turns over.
+    # Every size of a swizzled tile; slots of codes in fewer tiles than the ring has stages, and in more.
     for bits, head_dim, slots in ((8, 128, 1000), (4, 64, 1000), (4, 128, 64), (2, 64, 1000)):
         yield decode_codes_case(runner, CodesShape(3, 12, 2, slots, 72, head_dim, bits, groups=70, parts=2))
     yield decode_case(runner, (64, 12, 2, 1152, 128), "all")

@@ -67,6 +67,7 @@ def machine(rehearse: bool) -> Iterator[Job]:
         yield {
             "device": device.device_kind,
             "backend": jax.default_backend(),
+            "runtime": device.client.platform_version,  # of a GPU, CUDA's version
             "memory_bytes": stats.get("bytes_limit"),
             "versions": versions,
         }
@@ -202,6 +203,10 @@ TOKENS = 8192
 PROMPT = 512
 BUDGET = 1024
 BUFFER = 128
+# Of the rollouts: a dense cache of 3,072 + 6 * 128 slots just fits the decode kernel's shared memory, so that both
+# policies decode with it.
+ROLLOUT_PROMPT = 3072
+ROLLOUT_SEGMENTS = 6
 
 
 def whole(rehearse: bool) -> Iterator[Job]:
@@ -223,7 +228,7 @@ def whole(rehearse: bool) -> Iterator[Job]:
         tie_embeddings=True,
         dtype="bfloat16",
     )
-    whole = smd_roofline.Sizes(model, (64, 256), BUDGET, BUFFER, segments=6, prompt=4096)
+    whole = smd_roofline.Sizes(model, (64, 256), BUDGET, BUFFER, ROLLOUT_SEGMENTS, ROLLOUT_PROMPT)
     sizes = smd_roofline.TINY if rehearse else whole
     batch = (2, 64, 16, 16, 8) if rehearse else (SEQUENCES, TOKENS, PROMPT, BUDGET, BUFFER)
     few = sizes.batches[0]
@@ -257,6 +262,7 @@ def update_row(
     from smd_jax.learner.config import UpdateConfig
     from smd_jax.learner.state import init_state
     from smd_jax.learner.update import make_update
+    from smd_jax.memory.compiled import program_bytes
     from smd_jax.model.decoder import Decoder
 
     drawn = np.random.default_rng(0).integers(1, config.vocab_size, (sequences, tokens))
@@ -281,7 +287,8 @@ def update_row(
     flops = update_flops(row, sizes_of(config))
     rate = product_rate(rehearse)
     row |= {"flops": flops, "product_flops_per_second": rate, "limit_share": flops / row["seconds"] / rate}
-    yield row | {"memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")}
+    # The memory that the compiler plans: the peak of the process would be that of the largest program so far.
+    yield row | {"planned_bytes": program_bytes(update.lower(state, batch))}
 
 
 def sizes_of(config: Any) -> Any:

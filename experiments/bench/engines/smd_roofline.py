@@ -26,6 +26,8 @@ from smd_jax.testing import random_params, tiny_model_config
 Row = dict[str, Any]
 CHECKED = 2  # rows whose log-probabilities the learner computes again
 PREFILLED = 1  # prompts read at once; their caches need memory, too
+# Kernels of decode attention, and how a lowered program names their calls.
+DECODE_CALLS = {"mosaic_gpu": "@mosaic_gpu", "mosaic_tpu": "@tpu_custom_call"}
 POLICIES = {
     "ours": smd.eviction.Knorm(),
     "ours-dense": smd.eviction.Dense(),
@@ -80,6 +82,12 @@ def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, wei
     return int(weights + rows * live * slot_bytes(sizes))
 
 
+def decode_impl(engine: smd.Engine, params: smd.model.Params, prompt: int) -> str:
+    """The implementation of decode attention in the program of a segment."""
+    program = engine.segment_program(params, prompt).lowered.as_text()
+    return next((kernel for kernel, call in DECODE_CALLS.items() if call in program), "xla")
+
+
 def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandwidth: float) -> Row:
     """Time of a decoding step of `rows` rows, and its share of the roofline; `bandwidth` in bytes per second."""
     policy = POLICIES[name]
@@ -101,6 +109,7 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     row: Row = {"engine": name, "device": jax.devices()[0].platform, "batch": rows, "prompt": sizes.prompt}
     budget, buffer = (sizes.budget, sizes.buffer) if policy.evicts else (None, None)
     row |= {"new_tokens": new_tokens, "budget": budget, "buffer": buffer}
+    row["decode_impl"] = decode_impl(engine, params, sizes.prompt)
     row |= {"tokens_per_s": rows / step, "ms_per_step_early": steps[0] * 1e3, "ms_per_step_late": steps[-1] * 1e3}
     memory = smd.memory.segment_memory(engine, params, sizes.prompt)
     slots = sizes.budget + sizes.buffer if policy.evicts else sizes.prompt + new_tokens
