@@ -13,7 +13,8 @@ ours (`mask`) and `jax.nn.dot_product_attention` (`stock mask`). Above `--longes
 memory. On a GPU a second baseline is cuDNN's dense causal attention (`cudnn causal`), which sees every key.
 
 `limit_share` and `backward_limit_share`: the arithmetic of the visible pairs (two products forward, five backward) per
-second, over the rate of a plain product of a segment's queries and keys, measured in the same rounds.
+second, over the rate of a plain product, measured in the same rounds: on a CPU of a segment's queries and keys, else of
+large square matrices (`yardstick`).
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ IMPLEMENTATIONS: dict[str, Attention] = {
 }
 MASKS = ("mask", "stock mask")  # the baseline is the faster of them
 CAUSAL = "cudnn causal"
+SQUARE = 8192  # rows and columns of the yardstick's matrices, except on a CPU
 
 
 def can_run(name: str, args: Args, tokens: int, q: Array, k: Array, mask: KeyInterval) -> bool:
@@ -192,16 +194,22 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
 
 
 def yardstick(args: Args, tokens: int, budget: int) -> tuple[Callable[..., Any], tuple[Array, Array], float]:
-    """Plain products of the queries and keys of segments, their operands, and their FLOP.
+    """Plain products, their operands, and their FLOP.
 
-    Repeats a few segments: the products of all segments would leave a CPU's caches and measure its memory.
+    On a CPU of the queries and keys of a few segments: those of all segments would leave its caches and measure its
+    memory. On a GPU or TPU even a few would, so there it is one product of two square matrices.
     """
     assert args.heads and args.kv_heads and args.head_dim and args.dtype
-    count = min(-(-tokens // args.buffer), 8 if args.device == "cpu" else tokens)
-    rows = args.buffer * args.heads // args.kv_heads  # all queries that share a key
+    if args.device == "cpu":
+        count = args.kv_heads * min(-(-tokens // args.buffer), 8)
+        rows = args.buffer * args.heads // args.kv_heads  # all queries that share a key
+        inner, columns = args.head_dim, budget + args.buffer
+    else:
+        count = 1
+        rows = inner = columns = SQUARE
     keys = jax.random.split(jax.random.key(1))
-    left = jax.random.normal(keys[0], (count * args.kv_heads, rows, args.head_dim), args.dtype)
-    right = jax.random.normal(keys[1], (count * args.kv_heads, args.head_dim, budget + args.buffer), args.dtype)
+    left = jax.random.normal(keys[0], (count, rows, inner), args.dtype)
+    right = jax.random.normal(keys[1], (count, inner, columns), args.dtype)
     flops = 2.0 * left.size * right.shape[-1]
     product = jax.jit(jnp.matmul).lower(left, right).compile()
     times = max(round(1e9 / flops), 1)  # long enough for a clock
@@ -296,10 +304,17 @@ def rows(args: Args) -> Iterator[Row]:
             yield from time_size(args, tokens, budget, IMPLEMENTATIONS)
 
 
-def exponent(found: list[Row], impl: str) -> float:
-    """Exponent of the time in T between the shortest and the longest sequence."""
-    short, *_, long = sorted((row for row in found if row["impl"] == impl), key=lambda row: row["T"])
-    return math.log(long["fwd_bwd_ms"] / short["fwd_bwd_ms"]) / math.log(long["T"] / short["T"])
+def exponents(found: list[Row]) -> dict[str, float]:
+    """Exponent of each implementation's time in T, between its shortest and longest sequence at the smallest budget."""
+    least = min((row["budget"] for row in found), default=None)
+    exponents = {}
+    for impl in IMPLEMENTATIONS:
+        timed = [row for row in found if row["impl"] == impl and row["budget"] == least]
+        if len({row["T"] for row in timed}) > 1:
+            short, *_, long = sorted(timed, key=lambda row: row["T"])
+            times = long["fwd_bwd_ms"] / short["fwd_bwd_ms"]
+            exponents[impl] = math.log(times) / math.log(long["T"] / short["T"])
+    return exponents
 
 
 def main(args: Args) -> None:
@@ -311,8 +326,7 @@ def main(args: Args) -> None:
         print(json.dumps(row), flush=True)
         found.append(row)
     if args.out is not None:
-        several = [n for n in IMPLEMENTATIONS if len({row["T"] for row in found if row["impl"] == n}) > 1]
-        more: Row = {"device": jax.devices()[0].device_kind, "exponent_in_T": {n: exponent(found, n) for n in several}}
+        more: Row = {"device": jax.devices()[0].device_kind, "exponent_in_T": exponents(found)}
         write(args.out, found, provenance() | more)
 
 
