@@ -17,9 +17,11 @@ def add_sinks(
 ) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
     """Output and lse of rows with a sink, from those without; a row that sees no key is unchanged."""
     sees_any = jnp.isfinite(lse)
-    total = jnp.where(sees_any, jnp.logaddexp(jnp.where(sees_any, lse, 0.0), sinks.astype(lse.dtype)), lse)
-    share = jnp.where(sees_any, jnp.exp(jnp.where(sees_any, lse - total, 0.0)), 0.0)
-    return (out * share[..., None]).astype(out.dtype), total
+    # inf - inf would be NaN, also where it is not used, and `jax_debug_nans` would raise.
+    finite = jnp.where(sees_any, lse, 0.0)
+    total = jnp.logaddexp(finite, sinks.astype(lse.dtype))
+    share = jnp.where(sees_any, jnp.exp(finite - total), 0.0)
+    return (out * share[..., None]).astype(out.dtype), jnp.where(sees_any, total, lse)
 
 
 def sink_gradient(

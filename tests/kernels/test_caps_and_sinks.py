@@ -123,6 +123,18 @@ def test_every_implementation(name: str, option: str):
         np.testing.assert_allclose(x, y, atol=3e-5 * max(float(jnp.abs(y).max()), 1.0))
 
 
+@pytest.mark.parametrize("impl", ["interval", "segments"])
+def test_a_query_that_sees_no_key_makes_no_nan(impl: str):
+    """Not even on the way: `jax_debug_nans` raises for any operation outside of a jitted function."""
+    softcap, arrays = problem("both")
+    expected = results(by_attend(impl, softcap), arrays)
+    with jax.debug_nans(True):
+        out, pull = jax.vjp(by_attend(impl, softcap), *arrays[:-1])
+        found = out, *pull(arrays[-1])
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 @each_option
 def test_decoding(option: str):
     """The last query of a row, and of one whose slots are all empty; what slots receive leaves the sink's share out."""
