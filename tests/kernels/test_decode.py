@@ -191,7 +191,15 @@ def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
 
 
 @pytest.mark.parametrize(("hardware", "arguments", "reason"), [
-    ("mosaic_gpu", (jnp.bfloat16, 128, 4224, 8), None),
+    # The limits of docs/limits.md.
+    ("mosaic_gpu", (jnp.bfloat16, 128, 4288, 8), None),
+    ("mosaic_gpu", (jnp.bfloat16, 128, 4296, 8), "4296 slots"),
+    ("mosaic_gpu", (jnp.bfloat16, 64, 5248, 8), None),
+    ("mosaic_gpu", (jnp.bfloat16, 64, 5256, 8), "5256 slots"),
+    ("mosaic_gpu", (jnp.float16, 128, 1024, 4), "bfloat16; got float16"),
+    ("mosaic_tpu", (jnp.bfloat16, 80, 1024, 4), None),
+    ("mosaic_tpu", (jnp.bfloat16, 128, 10880, 8), None),
+    ("mosaic_tpu", (jnp.bfloat16, 128, 10881, 8), "10881 slots"),
     ("mosaic_gpu", (jnp.float32, 128, 1024, 4), "bfloat16; got float32"),
     ("mosaic_gpu", (jnp.bfloat16, 96, 1024, 4), "(64, 128); got 96"),
     ("mosaic_gpu", (jnp.bfloat16, 128, 1023, 4), "multiple of 8, the rows of a TMA tile; got 1023"),
