@@ -114,11 +114,13 @@ class ShadowMask(struct.PyTreeNode):
         """Converts an explicit boolean mask; reads its values, so it cannot run under jit.
 
         Raises:
+          TypeError: for numbers instead of booleans.
           ValueError: if a query sees a later key, or an evicted key comes back. Such a mask has no interval form and
             must stay boolean.
         """
         visible = np.asarray(mask)
         check_shape("mask", visible, ("batch", "layers", "kv_heads", "queries", "keys"))
+        check_booleans(visible)
         queries, keys = visible.shape[-2:]
         if queries != keys:
             raise ValueError(f"expected as many queries as keys; got {queries} queries and {keys} keys")
@@ -258,12 +260,25 @@ def head_mask(mask: Mask, layer: int, num_heads: int) -> Bool[Array, "#batch hea
     return jnp.repeat(visible, num_heads // kv_heads, axis=1)
 
 
+def check_booleans(mask: Array | np.ndarray) -> None:
+    """Raises TypeError for a mask of numbers: Hugging Face adds 0 or -1e9 to the scores, which as booleans would be the
+    opposite."""
+    if mask.dtype != np.bool_:
+        raise TypeError(f"expected a mask of booleans, true where a query sees a key; got {mask.dtype}")
+
+
 def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: int) -> None:
-    """Raises ValueError unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`."""
+    """Checks a mask of all layers.
+
+    Raises:
+      TypeError: for numbers instead of booleans.
+      ValueError: unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`.
+    """
     if isinstance(mask, ShadowMask):
         shape = mask.evicted_at.shape
         expected = (batch, layers, kv_heads, columns)
     else:
+        check_booleans(mask)
         shape = mask.shape
         expected = (batch, layers, kv_heads, columns, columns)
     fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape, expected, strict=True))

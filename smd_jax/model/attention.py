@@ -30,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.devices.sharding import over_heads, split_heads
-from smd_jax.message.masks import KeyInterval, LayerMask, ShadowMask, to_visible
+from smd_jax.message.masks import KeyInterval, LayerMask, ShadowMask, check_booleans, to_visible
 from smd_jax.shapes import check_shape
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
@@ -98,7 +98,7 @@ def attend(
     Inside your own `jax.shard_map` they need `check_vma=False`.
 
     Raises:
-      TypeError: for a mask of all layers, or none.
+      TypeError: for a mask of all layers, none, or one of numbers, such as Hugging Face's 0 and -1e9.
       ValueError: for arrays whose shapes do not fit together; for an unknown implementation, or one that cannot run
         these inputs, with the reason.
     """
@@ -140,7 +140,7 @@ def attend(
 
 
 def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
-    """Raises TypeError for a mask that is not one layer's, and ValueError for shapes that do not fit together."""
+    """Raises TypeError for a mask that is not one layer's booleans or intervals, and ValueError for other shapes."""
     check_shape("q", q, ("batch", "heads", "queries", "head_dim"))
     batch, heads, queries, head_dim = q.shape
     check_shape("k", k, (batch, "kv_heads", "keys", head_dim))
@@ -158,6 +158,7 @@ def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
             )
         name, got, wanted = "mask.evicted_at", mask.evicted_at.shape, (batch, kv_heads, keys)
     elif isinstance(mask, jax.Array | np.ndarray):
+        check_booleans(mask)
         name, got, wanted = "mask", mask.shape, (batch, kv_heads, queries, keys)
     else:
         raise TypeError(
@@ -173,7 +174,8 @@ def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
 
 
 def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> Implementation:
-    """The implementation for `impl=None`. Warns once if the device's kernel does not support the soft cap."""
+    """The implementation for `impl=None`. Warns once if the device has a kernel for this dtype and head dim that cannot
+    run for another reason, such as a soft cap."""
     # Only interval masks allow skipping tiles; any other mask is read as a whole.
     if not isinstance(mask, KeyInterval):
         return "xla"
@@ -181,7 +183,7 @@ def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> I
         reason = why_not(impl, q, k, mask, softcap)
         if reason is None:
             return impl
-        if softcap is not None and why_not(impl, q, k, mask) is None:
+        if wrong_device(impl) is None and why_not_blocks(impl, q.dtype, q.shape[3]) is None:
             _warn_once(f"attention without the kernel {impl}, which is slower: {reason}")
     return "portable"
 
@@ -197,7 +199,7 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask, softcap: float | Non
     if impl == "segments":
         return "expected a mask that says where its segments are; got none" if mask.segments is None else None
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":
-        return wrong_device(impl) or why_not_blocks(impl, q.dtype, q.shape[3], softcap)
+        return why_not_here(impl, q, k) or why_not_blocks(impl, q.dtype, q.shape[3], softcap)
     return None
 
 
@@ -230,6 +232,17 @@ def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
         return None
     capability = jax.devices()[0].compute_capability
     return None if capability == "9.0" else f"expected a Hopper GPU (compute capability 9.0); got {capability}"
+
+
+def why_not_here(impl: Literal["mosaic_gpu", "mosaic_tpu"], q: Array, k: Array) -> str | None:
+    """The reason why no kernel can run on this device, with JAX's settings or with these dtypes together, or None."""
+    if (reason := wrong_device(impl)) is not None:
+        return reason
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return "expected jax_enable_x64 False, because Pallas' kernels have 32-bit indices; got True"
+    if impl == "mosaic_gpu" and q.dtype != k.dtype:
+        return f"expected queries and keys of one dtype; got {q.dtype} and {k.dtype}"
+    return None
 
 
 def _platform() -> str:
@@ -315,7 +328,7 @@ def why_not_decode(impl: str, q: Array, k: Array, codes: Codes | None = None, ex
     """
     if impl != "mosaic_gpu" and impl != "mosaic_tpu":
         return None if impl == "xla" else f"expected one of {', '.join(get_args(DecodeImplementation))}"
-    reason = wrong_device(impl) or (NO_CAPS_OR_SINKS if extras else None)
+    reason = why_not_here(impl, q, k) or (NO_CAPS_OR_SINKS if extras else None)
     if reason is not None:
         return reason
     group, slots = q.shape[1] // k.shape[1], k.shape[2]

@@ -40,6 +40,7 @@ def layer_masks(
       longest: longest sequence in tokens, if rows hold several or padding; None: all columns are one sequence.
 
     Raises:
+      TypeError: for a mask of numbers.
       ValueError: if the mask has a wrong shape, or a sequence may be longer than the model's context.
     """
     rows, columns = tokens.shape

@@ -163,3 +163,16 @@ def test_masks_that_do_not(shape: tuple[int, ...]):
         check_mask(ShadowMask(jnp.zeros(shape, jnp.int32)), **SIZES)
     with pytest.raises(ValueError, match=got):
         check_mask(jnp.zeros((*shape, shape[-1]), bool), **SIZES)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_masks_of_numbers_are_refused(dtype: Any):
+    """Hugging Face adds 0 where a query sees a key, -1e9 elsewhere: as booleans, the opposite."""
+    numbers = np.zeros((2, 3, 4, 5, 5), dtype)
+    message = f"expected a mask of booleans, true where a query sees a key; got {numbers.dtype}"
+    check: Any = inspect.unwrap(check_mask)
+    with pytest.raises(TypeError, match=message):
+        check(numbers, **SIZES)
+    convert: Any = inspect.unwrap(ShadowMask.from_boolean)
+    with pytest.raises(TypeError, match=message):
+        convert(ShadowMask, numbers)

@@ -330,6 +330,9 @@ def test_a_named_implementation_that_cannot_run_says_why(impl: Any, mask: Any, r
         ({"q": jnp.ones((1, 3, 9, 8))}, "expected heads of q to be a multiple of the 2 KV heads of k; got 3"),
         ({"mask": ShadowMask(jnp.ones((1, 1, 1, 9), jnp.int32))}, "expected the mask of one layer, mask.layer(index)"),
         ({"mask": None}, "expected the mask as a KeyInterval or as booleans; got NoneType"),
+        # Hugging Face adds 0 where a query sees a key and -1e9 elsewhere: as booleans, the opposite.
+        ({"mask": jnp.full((1, 1, 9, 9), -1e9)}, "a mask of booleans, true where a query sees a key; got float32"),
+        ({"mask": np.ones((1, 1, 9, 9), np.int32)}, "a mask of booleans, true where a query sees a key; got int32"),
         ({"mask": jnp.ones((9, 9), bool)}, "expected mask of shape [1, 2, 9, 9] for 9 queries of 4 heads and 9 keys"),
         ({"mask": jnp.ones((1, 4, 9, 9), bool)}, "where the first two axes may be 1; got [1, 4, 9, 9]"),
         ({"mask": KeyInterval(jnp.ones((3, 2, 9), jnp.int32))}, "expected mask.evicted_at of shape [1, 2, 9] for 9"),
@@ -347,8 +350,30 @@ def test_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
     assert "got float32" in str(why_not("mosaic_gpu", *shaped(9, jnp.float32), interval(9)))
     assert "got 40" in str(why_not("mosaic_gpu", *shaped(9, head_dim=40), interval(9)))
+    q, k = shaped(9)
+    mixed = "expected queries and keys of one dtype; got bfloat16 and float32"
+    assert why_not("mosaic_gpu", q, k.astype(jnp.float32), interval(9)) == mixed
+    assert attention.why_not_decode("mosaic_gpu", q[:, :, :1], k.astype(jnp.float32)) == mixed
     monkeypatch.setattr(Accelerator, "compute_capability", "10.0")
     assert "got 10.0" in str(why_not("mosaic_gpu", *shaped(9), interval(9)))
+
+
+
+def test_with_64_bits_plain_jax_runs_in_place_of_a_kernel(monkeypatch: pytest.MonkeyPatch):
+    """Pallas would give the kernels indices of 64 bits, which its compilers refuse."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    q, k = shaped(64)
+    one = q[:, :, :1]
+    attention._warn_once.cache_clear()
+    reason = "expected jax_enable_x64 False, because Pallas' kernels have 32-bit indices; got True"
+    with jax.enable_x64(True):
+        assert why_not("mosaic_tpu", q, k, interval(64)) == reason
+        assert attention.why_not_decode("mosaic_tpu", one, k) == reason
+        with pytest.warns(RuntimeWarning, match=f"attention without the kernel mosaic_tpu, which is slower: {reason}"):
+            assert best(q, k, interval(64)) == "portable"
+        with pytest.warns(RuntimeWarning, match=f"decoding without the kernel mosaic_tpu, which is slower: {reason}"):
+            assert best_decode(one, k) == "xla"
+    assert best(q, k, interval(64)) == best_decode(one, k) == "mosaic_tpu"
 
 
 @pytest.mark.parametrize("impl", ["interval", "segments", None])
