@@ -358,7 +358,6 @@ def test_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert "got 10.0" in str(why_not("mosaic_gpu", *shaped(9), interval(9)))
 
 
-
 def test_with_64_bits_plain_jax_runs_in_place_of_a_kernel(monkeypatch: pytest.MonkeyPatch):
     """Pallas would give the kernels indices of 64 bits, which its compilers refuse."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
