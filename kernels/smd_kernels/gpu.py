@@ -32,8 +32,8 @@ class MosaicGpuKernel:
     """`BlockKernel` for Hopper GPUs: bfloat16 or float16, head_dim 64 or 128.
 
     Attributes:
-      sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64; they are at most
-        448. Larger values of the others need more registers, until the compiler spills
+      sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64, at most seven, which
+        share the registers; larger values of the others need more of them. Too few, and the compiler spills or fails
         (`experiments/compile_kernels.py` reports spills).
       interpret: False, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
 
