@@ -13,6 +13,7 @@ template removes the thinking of earlier turns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
 
 # Turns that test a template. Templates with thinking look for this tag.
 PLAIN, THINKING = "b", "<think>\na\n</think>\n\nb"
+# What templates with thinking may add to the generation prompt alone: an empty thinking, or the beginning of one.
+BEGUN_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 class Dialogue:
@@ -41,8 +44,18 @@ class Dialogue:
         if self._has_template:
             self._check_extends()
 
-    def prompt(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text of a prompt; `content` is a text or chat messages.
+    def prompt(
+        self,
+        content: str | Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a prompt.
+
+        Args:
+          content: a text or chat messages.
+          tools: JSON schemas of the tools.
+          variables: of the chat template for this conversation, instead of those of all.
 
         Raises:
           TemplateError: messages or tools without a chat template.
@@ -51,21 +64,27 @@ class Dialogue:
             if not isinstance(content, str) or tools:
                 raise TemplateError("expected a text as prompt without a chat template; got messages or tools")
             return content
-        variables = {**self._variables, **({"tools": list(tools)} if tools else {})}
-        return render_messages(_messages(content), self._tokenizer, variables)
+        return self._render(_messages(content), tools, variables)
 
-    def answer(self, content: str | Sequence[Message], last: str) -> str:
+    def answer(
+        self,
+        content: str | Sequence[Message],
+        last: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text between two turns of the policy.
 
         Args:
           content: what the environment says, a text or chat messages.
           last: text of the last token of the previous turn; if it ends the message, it is not repeated.
+          tools, variables: of the prompt: a tokenizer may have another template for conversations with tools.
         """
         if not self._has_template:
             if not isinstance(content, str):
                 raise TemplateError("expected a text as answer without a chat template; got messages")
             return content
-        added = self._after([_user("a"), _assistant(PLAIN)], _messages(content))
+        added = self._after([_user("a"), _assistant(PLAIN)], _messages(content), tools, variables)
         return added.removeprefix(last)
 
     def prompt_tokens(self, text: str) -> list[int]:
@@ -76,13 +95,21 @@ class Dialogue:
         """The tokens of a text between two turns."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _after(self, before: list[Message], new: list[Message]) -> str:
+    def _after(
+        self,
+        before: list[Message],
+        new: list[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text that the template writes after the last message of `before` if `new` follows."""
-        whole = self._render([*before, *new])
-        known = self._render(before[:-1]) + str(before[-1]["content"])
-        if not whole.startswith(known):
-            raise TemplateError(_changed(known, whole))
-        return whole[len(known) :]
+        whole = self._render([*before, *new], tools, variables)
+        prompt, turn = self._render(before[:-1], tools, variables), str(before[-1]["content"])
+        # Only the text after a turn is added, so the turn may stand there without the thinking that its prompt began.
+        for known in (prompt + turn, BEGUN_THINKING.sub("", prompt) + turn):
+            if whole.startswith(known):
+                return whole[len(known) :]
+        raise TemplateError(_changed(prompt + turn, whole))
 
     def _check_extends(self) -> None:
         """Raises TemplateError unless what follows a turn is a suffix, for turns with and without thinking."""
@@ -91,8 +118,14 @@ class Dialogue:
             self._after(first, [_user("c")])
             self._after([*first, _user("c"), _assistant(text)], [_user("d")])
 
-    def _render(self, messages: list[Message]) -> str:
-        return render_messages(messages, self._tokenizer, self._variables)
+    def _render(
+        self,
+        messages: list[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        variables = {**self._variables, **(variables or {}), **({"tools": list(tools)} if tools else {})}
+        return render_messages(messages, self._tokenizer, variables)
 
 
 def _user(text: str) -> Message:

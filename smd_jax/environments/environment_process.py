@@ -151,19 +151,39 @@ def serve(parent: Connection) -> None:
         for name, file in files:
             reward_calls.load_file(name, file)
         factory = pickle.loads(pickled)
+        prepare(factory)
     if caught.error is not None:
         parent.send_bytes(f"{type(caught.error).__name__}: {reward_calls.described(caught.error)}".encode())
         return
     parent.send_bytes(b"")
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # threads of imported libraries
-    while True:
-        ended = parent.recv()
-        if ended is None:
-            parent.send_bytes(b"%d" % fork(parent, factory))
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ended, signal.SIGKILL)
-            parent.send_bytes(b"%d" % os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1]))
+    forked = set[int]()
+    try:
+        while True:
+            ended = parent.recv()
+            if ended is None:
+                process = fork(parent, factory)
+                forked.add(process)
+                parent.send_bytes(b"%d" % process)
+            else:
+                forked.discard(ended)
+                parent.send_bytes(b"%d" % end(ended))
+    finally:  # the parent may have been killed
+        for process in forked:
+            end(process)
+
+
+def prepare(factory: Callable[[], Any]) -> None:
+    """Calls the environment's `prepare`, if its class has one. Forks share what it imports and reads."""
+    if hasattr(getattr(factory, "func", factory), "prepare"):  # `func`: the class of a partial
+        factory().prepare()
+
+
+def end(process: int) -> int:
+    """Kills a conversation with the processes that it started; its exit code."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def fork(parent: Connection, factory: Callable[[], Any]) -> int:
@@ -171,12 +191,18 @@ def fork(parent: Connection, factory: Callable[[], Any]) -> int:
     handle = reduction.recv_handle(parent)
     process = os.fork()
     if process:
+        # A group of its own, because an environment that runs a program and times out leaves the program behind.
+        with contextlib.suppress(OSError):
+            os.setpgid(process, process)
         os.close(handle)
         return process
     parent.close()
-    with contextlib.suppress(EOFError, ConnectionError):
+    # Whatever it raises, this process must not go on as the one that forked it.
+    with reward_calls.Caught(BaseException) as caught, contextlib.suppress(EOFError, ConnectionError):
         converse(Connection(handle), factory)
-    os._exit(0)
+    if caught.error is not None:
+        print(f"{type(caught.error).__name__}: {reward_calls.described(caught.error)}", file=sys.stderr, flush=True)
+    os._exit(caught.error is not None)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import reprlib
+import resource
 import sys
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from smd_jax.tasks.task import Row
 from smd_jax.text.child_process import ChildEndedError, ChildProcess, pickled_value
 
 # Of an answer: JSON writes a character in up to 12 bytes.
+OTHER_FILES = 512  # of the run, with some to spare
 LONGEST_BYTES = 12 * environment_process.LONGEST + 4096
 
 
@@ -60,10 +62,11 @@ class EnvironmentsHere:
         self._conversations: list[Conversation] = []
         self._answers: deque[tuple[int, Answer]] = deque()
         self._loop = reward_calls.EventLoop()
-        self.close = self._loop.close
 
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
         self._answers.clear()
+        if not self._loop.close.alive:
+            self._loop = reward_calls.EventLoop()
         self._conversations = [Conversation(self._factory, self._loop.result) for _ in rows]
         return [answer_of(each.reset(row)) for each, row in zip(self._conversations, rows, strict=True)]
 
@@ -75,6 +78,9 @@ class EnvironmentsHere:
         assert answers or not wait, "nothing was asked"
         self._answers.clear()
         return answers
+
+    def close(self) -> None:
+        self._loop.close()
 
 
 @dataclass
@@ -121,6 +127,7 @@ class EnvironmentsInProcesses:
             self._server = self._started()
         for each in self._conversations:
             self._end(each)
+        allow_open_files(len(rows))
         self._conversations = [self._begun(self._server) for _ in rows]
         for conversation, row in enumerate(rows):
             self._ask(conversation, "reset", dict(row))
@@ -179,7 +186,9 @@ class EnvironmentsInProcesses:
         with theirs:
             server.send(None)
             server.send_handle(theirs.fileno())
-        return _Process(int(server.receive(START_SECONDS)), ours)
+        process = _Process(int(server.receive(START_SECONDS)), ours)
+        server.groups.add(process.number)
+        return process
 
     def _ask(self, conversation: int, method: str, argument: Any) -> None:
         each = self._conversations[conversation]
@@ -206,10 +215,23 @@ class EnvironmentsInProcesses:
         self._server.send(each.number)
         try:
             code = int(self._server.receive(START_SECONDS))
+            self._server.groups.discard(each.number)
         except (TimeoutError, ChildEndedError) as error:
             each.failure = Failure("end of its process", f"the process of all environments ended: {error}"[:300])
             return
         each.failure = failure or Failure("end of its process", f"its process ended with exit code {code}")
+
+
+def allow_open_files(more: int) -> None:
+    """Raises this process's limit of open files for so many more, as far as the system lets it.
+
+    Each conversation has a connection, and the usual limit is 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = more + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def open_environments(factory: Callable[[], Environment], seconds: float | None = 60.0) -> Environments:

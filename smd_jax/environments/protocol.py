@@ -23,6 +23,9 @@ class Environment(Protocol):
 
     An object serves one conversation in its own process. Python's and NumPy's global random numbers start the same in
     every conversation, so a resumed run samples the same conversations.
+
+    A class may also have a method `prepare()`. It is called once, on another object, before the processes of the
+    conversations are forked: for slow imports and data that all conversations share. It must not start threads.
     """
 
     def reset(self, row: Row) -> Any:

@@ -91,6 +91,10 @@ class ToolEnvironment:
     tools: Sequence[Callable[..., Any]]
     reward: Callable[[str, Row], float | Awaitable[float]]
 
+    def prepare(self) -> None:
+        """Imports what describes the tools; raises ValueError for tools that cannot be described."""
+        schemas(self.tools)
+
     def reset(self, row: Row) -> Opening:
         """The row's prompt, with the schemas of the tools."""
         self._row = row

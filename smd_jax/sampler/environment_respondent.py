@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import Environments
 from smd_jax.environments.protocol import Answer, Failure
 from smd_jax.sampler.conversation_loop import Reply
-from smd_jax.tasks.task import Row
+from smd_jax.tasks.task import Row, template_kwargs_of
 from smd_jax.text.chat_template import TemplateError
 from smd_jax.text.prompts import PromptBatch, Tokenizer, pad_left, pad_token_id
 
@@ -79,8 +80,11 @@ class EnvironmentRespondent:
         self._vocab_size = math.inf if vocab_size is None else vocab_size
         self._last_token: dict[int, str] = {}
         self._failed_before: list[int] = []
+        self._tools: dict[int, Sequence[Mapping[str, Any]]] = {}
+        # By conversation, as its prompt: variables of the chat template that its row sets.
+        self._variables = [template_kwargs_of(row, "an environment's row") for row in rows for _ in range(group_size)]
         answers = environments.reset([row for row in rows for _ in range(group_size)])
-        self.conversations = [self._opened(answer, prompt_width) for answer in answers]
+        self.conversations = [self._opened(number, answer, prompt_width) for number, answer in enumerate(answers)]
         prompts = []
         for first in range(0, len(answers), group_size):
             group = self.conversations[first : first + group_size]
@@ -107,14 +111,15 @@ class EnvironmentRespondent:
         answers = self._environments.receive(wait and not replies)
         return replies + [(row, self._reply(row, answer)) for row, answer in answers]
 
-    def _opened(self, answer: Answer, width: int) -> Conversation:
+    def _opened(self, number: int, answer: Answer, width: int) -> Conversation:
         if answer.failure is not None:
             return Conversation("", failure=answer.failure)
         content, tools = answer.content, ()
         if isinstance(content, dict):
             content, tools = content["messages"], content["tools"]
+        self._tools[number] = tools
         try:
-            text = self._dialogue.prompt(content, tools)
+            text = self._dialogue.prompt(content, tools, self._variables[number])
         except TemplateError as error:
             return Conversation("", failure=Failure("template", str(error)[:300]))
         tokens = self._dialogue.prompt_tokens(text)
@@ -132,7 +137,7 @@ class EnvironmentRespondent:
         if answer.done:
             return Reply([], answer.reason or DONE)
         try:
-            text = self._dialogue.answer(answer.content, self._last_token[row])
+            text = self._dialogue.answer(answer.content, self._last_token[row], self._tools[row], self._variables[row])
         except TemplateError as error:
             conversation.failure = Failure("template", str(error)[:300])
             return self._failed(row)

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -44,6 +44,9 @@ class ChildProcess:
       script: path of a Python file.
       environment: variables to set besides those of this process.
       quiet: discard what the process prints.
+
+    Attributes:
+      groups: further process groups that end with the process, such as those of its forks.
     """
 
     def __init__(self, script: str, environment: Mapping[str, str], *, quiet: bool = False) -> None:
@@ -62,7 +65,8 @@ class ChildProcess:
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
             )
         self._connection = ours
-        self.close = weakref.finalize(self, _end, self._process, ours)
+        self.groups = set[int]()
+        self.close = weakref.finalize(self, _end, self._process, ours, self.groups)
 
     @property
     def is_running(self) -> bool:
@@ -113,9 +117,13 @@ def pickled_value(value: Any) -> bytes:
         raise ValueError(f"expected values that can be pickled; got {error}") from error
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, groups: Set[int]) -> None:
     """Ends the process and the processes that it started."""
     connection.close()
+    # First the groups: while the process lives, the numbers of its children belong to them.
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

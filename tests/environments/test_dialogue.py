@@ -25,6 +25,14 @@ TOOLS = (
 )
 
 
+# Every message as its content alone; without thinking the generation prompt ends with an empty one, as Qwen3's.
+EMPTY_THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
+
 def dialogue(template: str | None = None, chat: bool = True) -> Dialogue:
     tokenizer: Any = byte_tokenizer(chat=chat)
     if template is not None:
@@ -53,6 +61,26 @@ def test_tools_are_in_the_prompt_and_their_results_are_messages():
     assert written.prompt([{"role": "user", "content": "2 + 2?"}], [schema]) == f"add\n[user]2 + 2?{END}[assistant]"
     result = [{"role": "tool", "name": "add", "content": "4"}]
     assert written.answer(result, END) == f"[tool add]4{END}[assistant]"
+
+
+def test_results_are_written_by_the_template_for_tools():
+    tokenizer: Any = byte_tokenizer()
+    of_tools = TOOLS.replace("[{{ m.role }}", "[{{ 'result of ' if m.role == 'tool' }}{{ m.role }}")
+    tokenizer.chat_template = {"default": TOOLS, "tool_use": of_tools}
+    written = Dialogue(tokenizer)
+    result, schema = [{"role": "tool", "name": "add", "content": "4"}], {"function": {"name": "add"}}
+    assert written.answer(result, END, [schema]) == f"[result of tool add]4{END}[assistant]"
+    assert written.answer(result, END) == f"[tool add]4{END}[assistant]"
+
+
+def test_a_generation_prompt_may_have_an_empty_thinking():
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = EMPTY_THINKING
+    plain, without = Dialogue(tokenizer), Dialogue(tokenizer, {"enable_thinking": False})
+    assert without.prompt("a") == plain.prompt("a") + "<think>\n\n</think>\n\n"
+    assert without.answer("c", END) == plain.answer("c", END) + "<think>\n\n</think>\n\n"
+    assert plain.answer("c", END, variables={"enable_thinking": False}) == without.answer("c", END)
+    assert plain.prompt("a", variables={"enable_thinking": False}) == without.prompt("a")
 
 
 def test_a_template_that_changes_earlier_turns_is_refused():

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import resource
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from smd_jax.environments import processes
 from smd_jax.environments.processes import (
     Environments,
     EnvironmentsInProcesses,
@@ -53,6 +57,38 @@ class Echo:
             case "over":
                 return "", np.float32(1.5), "solved"
         return f"{self.turns}: {text}", 0.25, False
+
+
+class Program:
+    """Starts a program that does not end, and answers with its number; then waits for it."""
+
+    def reset(self, row: dict[str, Any]) -> str:
+        self.program = subprocess.Popen(["sleep", "1000"])
+        return str(self.program.pid)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.program.wait()
+        return "", 0.0, True
+
+
+class Prepared:
+    prepared_by: int | None = None
+
+    def prepare(self) -> None:
+        if Prepared.prepared_by is not None:
+            raise ValueError("prepared twice")
+        Prepared.prepared_by = os.getpid()
+
+    def reset(self, row: dict[str, Any]) -> str:
+        return f"{self.prepared_by} {os.getppid()}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+class Unprepared(Echo):
+    def prepare(self) -> None:
+        raise OSError("no such index")
 
 
 class Awaited:
@@ -132,6 +168,62 @@ def test_a_call_that_hangs_or_exits_ends_its_own_process_only():
     assert asked(found, 0, "again").failure == answers[0].failure
     assert [answer.content for answer in found.reset(ROWS)] == ["row 0", "row 1", "row 2"]
     found.close()
+
+
+def lives(program: str) -> bool:
+    """Whether the process runs; a zombie, whose new parent has not looked yet, does not."""
+    status = Path(f"/proc/{program}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("how", ["late", "next reset", "close"])
+def test_programs_of_a_conversation_end_with_it(how: str):
+    found = EnvironmentsInProcesses(Program, seconds=0.5 if how == "late" else 20.0)
+    program = found.reset(ROWS[:1])[0].content
+    assert lives(program)
+    if how == "late":
+        assert asked(found, 0, "wait").failure.kind == "time"
+    elif how == "next reset":
+        found.reset(ROWS[:1])
+    else:
+        found.close()
+    # A killed process ends when the system gets to it.
+    for _ in range(200):
+        if not lives(program):
+            break
+        time.sleep(0.05)
+    assert not lives(program)
+    found.close()
+
+
+def test_prepare_is_called_once_before_the_forks():
+    found = EnvironmentsInProcesses(Prepared, seconds=20.0)
+    for _ in range(2):
+        for answer in found.reset(ROWS):
+            prepared, parent = answer.content.split()
+            assert prepared == parent
+    found.close()
+    with pytest.raises(UnloadableEnvironmentError, match="OSError: no such index"):
+        EnvironmentsInProcesses(Unprepared, seconds=20.0).reset(ROWS)
+
+
+def test_the_limit_of_open_files_is_raised_for_many_conversations():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 512), before[1]))
+        processes.allow_open_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(300 + processes.OTHER_FILES, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("seconds", [20.0, None])
+def test_environments_can_be_used_again_after_close(seconds: float | None):
+    found = open_environments(Awaited, seconds)
+    for _ in range(2):
+        assert found.reset(ROWS[:1])[0].content == "row 0 awaited"
+        found.close()
 
 
 @pytest.mark.parametrize("seconds", [20.0, None])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from smd_jax.environments.processes import open_environments
+from smd_jax.environments.processes import UnloadableEnvironmentError, open_environments
 from smd_jax.environments.retry import RetryEnvironment
 from smd_jax.environments.tools import ToolEnvironment, schemas
 from smd_jax.tasks.dataset_task import DatasetTask
@@ -146,6 +146,12 @@ def test_tools_without_a_description_are_refused():
         schemas([undescribed])
     with pytest.raises(ValueError, match="expected tools with different names"):
         schemas([add, add])
+
+
+def test_tools_that_cannot_be_described_end_the_rollout_before_it_begins():
+    environments = open_environments(functools.partial(ToolEnvironment, (undescribed,), graded), seconds=20.0)
+    with pytest.raises(UnloadableEnvironmentError, match="expected a tool 'undescribed' with type hints"):
+        environments.reset([{"prompt": "?"}])
 
 
 def test_retry_grades_by_the_task():

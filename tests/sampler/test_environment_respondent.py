@@ -137,3 +137,19 @@ def test_a_token_that_the_model_lacks_is_a_failure_of_its_conversation():
         row: Reply([], said) for row in (0, 1)
     }
     assert np.isnan([each.reward for each in respondent.conversations]).all()
+
+
+def test_a_row_sets_variables_of_its_template():
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ 'bot' if m.role == 'assistant' else style }}]{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[bot]{% endif %}"
+    )
+    rows = [{"prompt": "counts", "chat_template_kwargs": {"style": style}} for style in ("short", "long")]
+    dialogue = Dialogue(tokenizer, {"style": "plain"})
+    respondent = EnvironmentRespondent(EnvironmentsHere(Odd), dialogue, tokenizer, rows, group_size=1, prompt_width=64)
+    prompts = [each.prompt for each in respondent.conversations]
+    assert prompts == ["[short]counts?<|im_end|>[bot]", "[long]counts?<|im_end|>[bot]"]
+    respondent.send(1, tokenizer.encode("a<|im_end|>"))
+    ((row, _),) = respondent.receive(wait=True)
+    assert (row, respondent.conversations[1].answers) == (1, ["[long] turn 1 <|im_end|>[bot]"])
