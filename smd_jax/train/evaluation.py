@@ -31,12 +31,13 @@ from smd_jax.learner.state import TrainState
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, cache_bytes
 from smd_jax.tasks.dataset_task import own_reward
-from smd_jax.tasks.rewards import Rewards
+from smd_jax.tasks.graded import Failure, Graded
+from smd_jax.tasks.rewards import Rewards, check_failures
 from smd_jax.tasks.task import Task
 from smd_jax.text.prompts import Tokenizer, check_vocabulary
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.decoding import Decode, check_names
-from smd_jax.train.grading import grade
+from smd_jax.train.grading import grade, reward_columns
 from smd_jax.train.loop import Loop
 from smd_jax.train.rollouts import Rollouts
 
@@ -179,7 +180,7 @@ class Evaluator:
 
     Raises:
       ValueError: no rows, a way of decoding that fits neither model nor conversations, `rewards` with an environment,
-        and what ConversationRollouts raises.
+        `rewards` that ask for a column which the rows lack, and what ConversationRollouts raises.
     """
 
     model: LanguageModel
@@ -198,6 +199,12 @@ class Evaluator:
             raise ValueError("expected no rewards with an environment, which gives them; got some")
         for decode in self.config.decodes:
             self.rollouts.check(decode.policy, decode.rollout(self.config.rollout))
+        if self.rewards is not None:  # before the weights are loaded
+            columns = reward_columns(self.rewards, self.task, self.config.seed)
+            # The functions may be those of the training rows, which have other columns.
+            if missing := self.rewards.lacks(columns):
+                raise ValueError(f"expected evaluation rows with {missing}, for their rewards; got columns {columns}")
+            self.rewards.prepare(columns)
 
     def run(self, params: Params, report: Callable[[str, int, int], None] | None = None) -> list[Evaluated]:
         """The results of all ways of decoding, in their order; arguments as `each`."""
@@ -246,6 +253,9 @@ class Evaluator:
         rewards, lengths, clipped = (
             np.concatenate(parts) for parts in zip(*((x.rewards, x.lengths, x.clipped) for x in batches), strict=True)
         )
+        failures = tuple(failure for batch in batches for failure in batch.failures)
+        # Of all completions together: a short last batch may have few.
+        check_failures(Graded(rewards.reshape(-1), {}, failures), self._grader.max_failed)
         return Evaluated(
             decode.name,
             rewards,
@@ -266,7 +276,7 @@ class Evaluator:
         config = decode.rollout(self.config.rollout)
         sampled = self.rollouts.sample(params, self._keys(numbers), rows, decode.policy, config, group_size)
         count = min(len(rows), len(self.task) - first) * group_size
-        graded = grade(sampled, self._grader, self.tokenizer, placement.data_shards, group_size, count)
+        graded = grade(sampled, self._grader, self.tokenizer, placement.data_shards, group_size, count, may_fail=True)
         of_rows = placement.whole((np.asarray(sampled.trajectory.lengths()), np.asarray(sampled.trajectory.terminated)))
         # `[completions, contexts]`
         lengths, terminated = (on_host(x).reshape(len(rows) * group_size, -1)[:count] for x in of_rows)
@@ -277,6 +287,7 @@ class Evaluator:
             ~terminated[:, 0].reshape(shape),
             np.array(graded.completions, object).reshape(shape).tolist(),
             graded.measured["time/rollout"],
+            graded.graded.failures,
         )
 
     def lower(self, params: Params, decode: Decode) -> jax.stages.Lowered:
@@ -306,6 +317,7 @@ class _Batch(NamedTuple):
     clipped: np.ndarray
     completions: list[list[str]]
     seconds: float
+    failures: tuple[Failure, ...]
 
 
 def every_evaluation(loop: Loop, evaluator: Evaluator) -> Callable[[TrainState], dict[str, float]]:

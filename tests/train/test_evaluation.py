@@ -21,6 +21,7 @@ from smd_jax.metrics import EVALUATION_METRICS
 from smd_jax.monitor.metrics_log import METRICS, meaning
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
+from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
 from smd_jax.train.decoding import Decode, as_trained
@@ -175,6 +176,31 @@ def test_completions_without_a_reward_are_left_out():
     assert result.interval == pytest.approx((7 / 3 - half, 7 / 3 + half), rel=1e-6)
     nothing = made([[nan], [nan]])
     assert math.isnan(nothing.reward) and nothing.row["reward"] is None
+
+
+class Ungraded(Numbered):
+    """The last row cannot be graded."""
+
+    def reward(self, prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+        return [None if number == self.size - 1 else 1.0 for number in columns["number"]]
+
+
+def test_failures_count_over_all_rows(params):
+    """The last batch has one row, which has no reward: 1 of 9, where a quarter may fail."""
+    evaluate = replace(evaluator(decodes=DECODES[:1]), task=Ungraded(9))
+    with pytest.warns(RewardWarning):
+        (result,) = evaluate.run(params)
+    assert result.row["without_reward"] == 1 and result.reward == 1.0
+    with pytest.warns(RewardWarning), pytest.raises(TooManyFailures, match="at most 25% .*; got 1 of 3"):
+        replace(evaluate, task=Ungraded(3)).run(params)
+
+
+def test_a_reward_that_asks_for_a_column_that_the_rows_lack():
+    def of_wanted(completions: Any, wanted: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"expected evaluation rows with \['wanted'\], .*; got columns \['number'\]"):
+        replace(evaluator(), rewards=Rewards((of_wanted,), seconds=None))
 
 
 def test_rows_and_metrics():
