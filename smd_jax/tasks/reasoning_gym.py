@@ -13,6 +13,7 @@ from typing import Any
 
 from smd_jax.config import check_whole
 from smd_jax.tasks.evaluated_answers import readable_answer
+from smd_jax.tasks.reward_functions import ANSWER
 from smd_jax.tasks.task import Completion, Prompt, Row, completion_text, missing_extra, question_of
 from smd_jax.text.near_names import did_you_mean
 
@@ -67,8 +68,9 @@ class ReasoningGymTask:
         metadata: Sequence[Any],
         **columns: Sequence[Any],
     ) -> list[float]:
-        """The dataset's own score of every stripped completion; 0.0 where its verifier raises.
+        """The dataset's own score of every completion's answer; 0.0 where its verifier raises.
 
+        The answer is the last `<answer>…</answer>`, as reasoning-gym extracts it; without one, the text after thinking.
         Answers that the verifier would execute are replaced, see `evaluated_answers`.
         """
         rows = zip(map(completion_text, completions), map(question_of, prompts), answer, metadata, strict=True)
@@ -77,7 +79,9 @@ class ReasoningGymTask:
     def _score(self, completion: str, question: str, answer: Any, metadata: Any) -> float:
         # Verifiers read more fields than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
-        answer = readable_answer(self.name, completion.strip())
+        tagged = ANSWER.findall(completion)
+        text = tagged[-1] if tagged else completion.rpartition("</think>")[2]
+        answer = readable_answer(self.name, text.strip())
         try:
             return float(self.dataset.score_answer(answer=answer, entry=entry))
         except _UNREADABLE:

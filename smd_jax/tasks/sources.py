@@ -207,7 +207,9 @@ def _of_text_files(splits: Mapping[str, Sequence[Path]], source: DataSource, col
         placed = [pair for file in files for pair in text_rows(file)]
         for where, row in placed:
             _check_columns(row, columns, where)
-        rows[name] = [row for _, row in placed]
+        names = dict.fromkeys(column for _, row in placed for column in row)
+        # None for a column that a row lacks, as in `datasets`: a reward gets the same columns in every batch.
+        rows[name] = [{column: row.get(column) for column in names} for _, row in placed]
     wanted = source.split or _default_split([*rows], source.name)
     if wanted in rows:
         return rows[wanted]  # without `datasets`, whose import takes a second

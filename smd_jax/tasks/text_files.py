@@ -107,7 +107,7 @@ def _content(path: Path) -> bytes:
 
 def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(MAX_FIELD)
-    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    delimiter = "\t" if ".tsv" in path.name.lower() else ","
     reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter)
     rows = filter(None, reader)  # csv gives [] for an empty line
     header = next(rows, [])

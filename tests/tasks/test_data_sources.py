@@ -70,6 +70,10 @@ def test_a_file_of_every_kind(tmp_path: Path, kind: str):
     assert read(write_file(tmp_path, kind)) == ROWS
 
 
+def test_endings_in_capitals(tmp_path: Path):
+    assert read(write_file(tmp_path, "tsv").rename(tmp_path / "ROWS.TSV")) == ROWS
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_part_of_a_file(tmp_path: Path, kind: str):
     path = write_file(tmp_path, kind)
@@ -126,14 +130,15 @@ def test_a_value_of_json_keeps_its_type(tmp_path: Path, kind: str):
     lines = "\ufeff" + "".join(json.dumps(row) + "\r\n\r\n" for row in rows)
     path.write_text(lines if kind == "jsonl" else "\n " + json.dumps(rows, indent=1))
     got = read(path)
-    assert got == rows
+    assert got == [{"more": None} | row for row in rows], "a missing field is None, as in `datasets`"
     assert [type(row["answer"]) for row in got] == [type(value) for value in VALUES]
 
 
 def test_characters_and_depth_of_json(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": "\\ud83d\\ude00"}\n{"b": "' + "[" * 200 + '"}\n{"c": "one\u2028line"}', encoding="utf-8")
-    assert read(path) == [{"a": "\N{GRINNING FACE}"}, {"b": "[" * 200}, {"c": "one\u2028line"}]
+    values = {"a": "\N{GRINNING FACE}", "b": "[" * 200, "c": "one\u2028line"}
+    assert read(path) == [{name: values[name] if name == own else None for name in values} for own in values]
     deep: Any = 1
     for _ in range(text_files.MAX_DEPTH - 1):
         deep = [deep]

@@ -48,7 +48,10 @@ def test_the_oracle_answer_is_rewarded(name):
     assert isinstance(task, Task)
     rows = [task[i] for i in range(len(task))]
     prompts, answers = [row["prompt"] for row in rows], [row["answer"] for row in rows]
-    assert task.reward(prompts, [f" {a}\n" for a in answers], **batch_columns(rows)) == [1.0] * 5
+    tagged = "<think>Hm</think> <answer>0</answer>, no: <answer> {}</answer>!"
+    for form in (" {}\n", "<think>{} or 1?</think>\n{}", tagged):
+        completions = [form.format(*[answer] * form.count("{}")) for answer in answers]
+        assert task.reward(prompts, completions, **batch_columns(rows)) == [1.0] * 5
     assert max(task.reward(prompts, ["?"] * 5, **batch_columns(rows))) < 1.0
 
 
