@@ -85,8 +85,8 @@ def collect_masks(runs: Sequence[Run]) -> list[dict[str, Any]]:
         kept = sorted((run.path / "completions").glob("masks_*.npz"))
         for path in dict.fromkeys([*kept[-1:], *kept[:1]]):
             for mask in load_masks(path):
-                numbers += mask.evicted_at.size
-                if numbers <= MASK_NUMBERS:
+                if numbers + mask.evicted_at.size <= MASK_NUMBERS:
+                    numbers += mask.evicted_at.size
                     found.append(mask_data(mask, run.name))
     return found
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from smd_jax.disk import replaced
 from smd_jax.monitor.loggers import check_installed, dashboard_name, is_evaluation
+from smd_jax.text.visible_text import one_line
 
 Mode = Literal["online", "offline"]
 
@@ -38,7 +39,7 @@ class WandbLogger:
 
     Raises:
       MissingExtraError: without wandb.
-      wandb.errors.UsageError: online, without an account's key.
+      OSError: Weights & Biases does not start, as online without a key or a network.
     """
 
     def __init__(
@@ -62,19 +63,26 @@ class WandbLogger:
         self._first_step: int = known.get("next_step", 0)
         self._first_evaluation: int = known.get("next_evaluation", self._first_step)
         self._next_step, self._next_evaluation = self._first_step, self._first_evaluation
-        self._run = wandb.init(
-            project=project or os.environ.get("WANDB_PROJECT") or "smd_jax",
-            name=name,
-            id=self._id,
-            dir=directory,
-            config=None if config is None else dict(config),
-            mode=mode,
-            resume="allow",
-            # Keeps this run separate from other runs in the process, such as the user's own.
-            reinit="create_new",
-            # Not captured: standard output has frames of the progress bar.
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=project or os.environ.get("WANDB_PROJECT") or "smd_jax",
+                name=name,
+                id=self._id,
+                dir=directory,
+                config=None if config is None else dict(config),
+                mode=mode,
+                resume="allow",
+                # Keeps this run separate from other runs in the process, such as the user's own.
+                reinit="create_new",
+                # Not captured: standard output has frames of the progress bar.
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.errors.Error as error:
+            got = one_line(str(error), 300).rstrip(".")
+            raise OSError(
+                f"expected Weights & Biases to start; got {got}. `wandb login` stores a key; WANDB_MODE=offline writes "
+                "files to upload later"
+            ) from error
         self._save()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -19,6 +19,7 @@ from smd_jax.monitor.loggers import Loggers, dashboard_name
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.metrics_log import MEMORY_METRICS
 from smd_jax.monitor.tensorboard import TensorBoardLogger, messages
+from smd_jax.monitor.weights_and_biases import WandbLogger
 from tests.plain_runs import Recorder
 
 
@@ -179,6 +180,17 @@ def test_weights_and_biases_offline(tmp_path):
     rows = [row for file in files for row in wandb_history(file)]
     assert [(row["_step"], row["train/reward"]) for row in rows] == [(step, step / 4) for step in range(5)]
     assert [row.get("eval/sparse") for row in rows] == [0.0, None, None, 0.25, 0.5]
+
+
+def test_weights_and_biases_without_an_account_is_one_error(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    import wandb
+
+    def init(**options: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(OSError, match="expected Weights & Biases to start; got No API key configured"):
+        WandbLogger(tmp_path)
 
 
 # --- memory

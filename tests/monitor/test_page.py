@@ -270,3 +270,8 @@ def test_only_as_many_masks_as_a_page_can_hold(runs, monkeypatch):
     write_page([runs], runs / "page.html")
     found = Reader((runs / "page.html").read_text())
     assert json.loads(found.scripts["masks"]) == [] and "heat" not in [a.get("id") for _, a in found.tags]
+    # A large mask leaves room for the small ones after it.
+    evicted_at = np.array([[[2, 3, 3]], [[3, 3, 3]]], np.uint16)
+    keep_mask(runs / "shadow", SavedMask(evicted_at, list("abc"), 2, step=0, row=0, reward=1.0, turns=[0, 0, 1]))
+    write_page([runs], runs / "page.html")
+    assert len(json.loads(Reader((runs / "page.html").read_text()).scripts["masks"])) == 1
