@@ -32,21 +32,21 @@ RETRY = "retry"  # value of --environment
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """The model and its tokenizer."""
+    """The model, how its parameters are kept in memory, and its tokenizer."""
 
     model: Basic[str]  # Hugging Face checkpoint directory, or an id on the Hub
     model_revision: str | None = None  # branch, tag or commit on the Hub; None: the main branch
     tokenizer: str | None = None  # a directory, or an id on the Hub; None: the model's own
     tokenizer_revision: str | None = None  # branch, tag or commit of --tokenizer
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # compute dtype; auto: float32 on a CPU, else bfloat16
+    # Dtype of the parameters in memory; bfloat16 needs less, and its stochastic rounding adds noise to small steps
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs(ModelSource):
-    """The model, how its parameters are stored, and which of them are trained."""
+    """The model, and which of its parameters are trained."""
 
-    # Dtype of the stored parameters; bfloat16 needs less memory, and its stochastic rounding adds noise to small steps
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass recomputes
     scan_layers: bool = False  # loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
     lora_r: Basic[int | None] = None  # rank of the LoRA adapters, which are then all that is trained; None: no LoRA

@@ -23,14 +23,14 @@ import tyro
 import yaml
 
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.places import full_path
+from smd_jax.commands.places import LOCK, full_path
 from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 
 ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
-RUN_FILES = ("metrics.jsonl", "checkpoints", "process.lock")  # files next to config.yaml in the directory of a run
+RUN_CONFIG = "config.yaml"  # in the directory of a run
 
 
 def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
@@ -123,7 +123,7 @@ def read_options(path: Path) -> dict[str, Any]:
 def check_output_dir(source: Path, output_dir: Any) -> None:
     """Raises UserError for the config.yaml of a run that names another folder than its own. A copied or moved run must
     not write into the original folder."""
-    if not isinstance(output_dir, str) or not any((source.parent / name).exists() for name in RUN_FILES):
+    if not isinstance(output_dir, str) or source.name != RUN_CONFIG or not (source.parent / LOCK).exists():
         return
     own, named = source.parent.resolve(), full_path(output_dir)
     if own != named:
@@ -150,13 +150,15 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
             raise UserError(f"{where}: expected a value of {name!r}; got null")
         if isinstance(value, dict) and name in NAMED_VALUES:
             value = [f"{key}={json.dumps(item)}" for key, item in value.items()]
-        if isinstance(value, bool) != (kind is bool):
-            wanted = "true or false" if kind is bool else "a number or a text"
+        takes_bool = kind is bool or bool in typing.get_args(kind)
+        if isinstance(value, bool) and not takes_bool or kind is bool and not isinstance(value, bool):
+            wanted = "true or false" if takes_bool else "a number or a text"
             raise UserError(f"{where}: expected {wanted} in {name!r}; got {str(value)[:80]!r}")
         if isinstance(value, list) and typing.get_origin(kind) is not tuple:
             raise UserError(f"{where}: expected one value in {name!r}; got a list, {str(value)[:80]}")
         if isinstance(value, bool):
-            yield flag if value else f"--no-{flag.removeprefix('--')}"
+            negated = f"--no-{flag.removeprefix('--')}"
+            yield (flag if value else negated) if kind is bool else f"{flag}={value}"  # a `bool | None` has a value
             continue
         items = value if isinstance(value, list) else ["None" if value is None else value]
         if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):

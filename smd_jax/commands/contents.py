@@ -10,12 +10,13 @@ environment
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from smd_jax.commands.arguments import Common
-from smd_jax.commands.places import CODE, CODE_FILE, PATHS
+from smd_jax.commands.places import CODE, CODE_FILE, CODE_MODULE, PATHS
 from smd_jax.runs.settings import Json, to_jsonable
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
@@ -47,10 +48,10 @@ def by_content(args: Common) -> Contents:
             return [without_path(option, item) for item in value]
         if not isinstance(value, str):
             return value
-        if option in CODE and (match := CODE_FILE.fullmatch(value)):
-            file = Path(match[1])
+        if option in CODE and (code := code_file(value)) is not None:
+            file, name = code
             places[file.name] = [str(file), digest(file)]
-            return file.name + match[2]
+            return f"{file.name}:{name}"
         if option in PATHS and Path(value).is_absolute() and Path(value).exists():
             places[option] = value
             return digest(Path(value), leave_out=WEIGHTS if option in ("model", "tokenizer") else ())
@@ -61,10 +62,20 @@ def by_content(args: Common) -> Contents:
         options = vars(getattr(args, group))
         groups[group] = {name: without_path(name, to_jsonable(value, name)) for name, value in options.items()}
     # The loop's settings name only the class of the policy, whose file may not change.
-    own = CODE_FILE.fullmatch(args.sampler.eviction)
+    own = code_file(args.sampler.eviction)
     if own is not None:
-        groups["eviction"] = {"place": Path(own[1]).name, "holds": digest(Path(own[1]))}
+        groups["eviction"] = {"place": own[0].name, "holds": digest(own[0])}
     return Contents(groups, places)
+
+
+def code_file(value: str) -> tuple[Path, str] | None:
+    """The file of `path/to/file.py:name` or `package.module:name`, and the name; None for other values."""
+    if match := CODE_FILE.fullmatch(value):
+        return Path(match[1]), match[2].removeprefix(":")
+    match = CODE_MODULE.fullmatch(value)
+    module = None if match is None else sys.modules.get(match[1])  # imported when the run was planned
+    file = getattr(module, "__file__", None)
+    return None if match is None or file is None else (Path(file), match[2].removeprefix(":"))
 
 
 def digest(path: Path, leave_out: tuple[str, ...] = ()) -> str:

@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
 from smd_jax.tasks.task import MissingExtraError
-from smd_jax.text.visible_text import visible
+from smd_jax.text.visible_text import one_line, visible
 
 
 class UserError(Exception):
@@ -81,6 +82,17 @@ def as_user_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError, OverflowError, FloatingPointError) as error:
         raise UserError(str(error)) from error
+
+
+@contextmanager
+def memory_errors(advice: str) -> Iterator[None]:
+    """Turns JAX's error of a full device into UserError. `advice`: which options choose smaller sizes."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"expected a run that fits the devices; got {one_line(str(error), 300)}. {advice}") from error
 
 
 @contextmanager

@@ -5,7 +5,8 @@
     smd-eval --config FILE                                         options from a YAML file; flags override them
 
 Prints the mean reward with its 95 % interval over prompts, lengths, the share of completions that were cut off, cache
-bytes per sequence, and tokens per second. The default of --split is the dataset's held-out rows.
+bytes per sequence, and tokens per second. The default of --split: the held-out rows of a built-in task; `train` of your
+own data or the Hub's.
 """
 
 from __future__ import annotations
@@ -41,14 +42,23 @@ from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import asks_for_help, parse, parse_options
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.environment_source import check_environment, environment_config
-from smd_jax.commands.errors import UserError, as_user_errors, plain_warnings, report_errors
+from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, report_errors
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
-from smd_jax.commands.task_source import has_held_out_rows, names_held_out_rows, rewards_of, task_choice, task_of
+from smd_jax.commands.task_source import (
+    has_held_out_rows,
+    held_out_data,
+    names_held_out_rows,
+    of_dataset,
+    rewards_of,
+    task_choice,
+    task_of,
+)
 from smd_jax.devices.sharding import make_mesh
+from smd_jax.environments.processes import UnloadableEnvironmentError
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.learned import LearnedGate
 from smd_jax.message.gate import EVICTION_GATE, LinearGate
@@ -65,6 +75,9 @@ from smd_jax.text.prompts import pad_token_id
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
 
 T = TypeVar("T")
+
+# Errors of rewards, environments and sampled completions, in messages for the user.
+EXPECTED = (TooManyFailures, UnloadableRewardError, UnloadableEnvironmentError, NonFiniteLogitsError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +111,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
     with (
-        report_errors("--debug" in given, TooManyFailures, UnloadableRewardError, NonFiniteLogitsError),
+        report_errors("--debug" in given, *EXPECTED),
         plain_warnings(),
+        memory_errors("--decode-rows and --eval-decode set the sizes; --param-dtype bfloat16 halves the weights"),
     ):
         run(read(given))
 
@@ -116,7 +130,11 @@ def read(words: Sequence[str]) -> Args:
     description = __doc__ or ""
     if directory is None or asks_for_help(words):
         return parse_options(Args, "smd-eval", description, words)
-    return parse_options(Args, "smd-eval", description, rest, args_of_run(full_path(directory)))
+    of_run = args_of_run(full_path(directory))
+    _, dataset = config_file.take_option(rest, "--dataset")
+    if dataset not in (None, of_run.data.dataset):
+        of_run = replace(of_run, data=of_dataset(of_run.data, dataset))
+    return parse_options(Args, "smd-eval", description, rest, of_run)
 
 
 def args_of_run(directory: Path) -> Args:
@@ -135,7 +153,9 @@ def args_of_run(directory: Path) -> Args:
     gate = directory / "gate"
     return Args(
         command=CommandArgs(run=directory, gate=gate if gate.is_dir() else None, seed=trained.run.seed),
-        model=ModelSource(model=str(directory / "model"), dtype=trained.model.dtype),
+        model=ModelSource(
+            model=str(directory / "model"), dtype=trained.model.dtype, param_dtype=trained.model.param_dtype
+        ),
         data=evaluation_rows(trained),
         rewards=trained.rewards,
         evaluation=part_of(EvaluationRows, evaluation),
@@ -154,11 +174,10 @@ def part_of(kind: type[T], whole: Any) -> T:
 def evaluation_rows(trained: Common) -> DataSource:
     """The evaluation rows of a run; its training rows if there are no held-out rows."""
     data, evaluation = part_of(DataSource, trained.data), trained.evaluation
-    if evaluation.eval_dataset is not None:
-        data = replace(data, dataset=evaluation.eval_dataset, dataset_config=None)
-    elif not (evaluation.eval_source or evaluation.eval_split or evaluation.eval_steps):
+    named = evaluation.eval_dataset or evaluation.eval_source or evaluation.eval_split or evaluation.eval_steps
+    if not named:
         return data if data.dataset_source or not has_held_out_rows(data.dataset) else replace(data, split=None)
-    return replace(data, dataset_source=evaluation.eval_source, split=evaluation.eval_split)
+    return held_out_data(evaluation, data)
 
 
 def run(args: Args) -> list[Evaluated]:
@@ -173,7 +192,7 @@ def run(args: Args) -> list[Evaluated]:
         model = decoder(opened.config, args.device.attention)
         parts, gate = ({}, None) if args.command.gate is None else load_gate(args.command.gate, model.shape)
         evaluator, dropped = make_evaluator(args, model, opened, gate)
-        _, params = load_checkpoint(opened.directory, mesh=evaluator.mesh)
+        _, params = load_checkpoint(opened.directory, dtype=args.model.param_dtype, mesh=evaluator.mesh)
     if gate is not None:
         params |= {EVICTION_GATE: parts}
     print(dropped, file=sys.stderr)
@@ -185,7 +204,8 @@ def run(args: Args) -> list[Evaluated]:
             # Printed as it finishes, so that an interrupt loses no finished row.
             print(json.dumps({"model": args.model.model, "dataset": args.data.dataset} | result.row), flush=True)
     if not args.command.json:
-        print_results(f"{args.data.dataset}, {args.model.model}", results)
+        rows = args.data.dataset if args.data.split is None else f"{args.data.dataset} {args.data.split}"
+        print_results(f"{rows}, {args.model.model}", results)
     return results
 
 

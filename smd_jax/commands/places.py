@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from smd_jax.tasks.presets import PRESETS
 PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source")
 CODE = ("map_function", "reward", "environment", "eviction", "eval_decode")  # options that may name a file's function
 CODE_FILE = re.compile(r"(.*\.py)(:.*)", re.DOTALL)  # path/to/file.py:function
+CODE_MODULE = re.compile(r"([^\W\d][\w.]*)(:[^\W\d].*)", re.DOTALL)  # package.module:function
 LOCK = "process.lock"
 # Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -59,7 +61,16 @@ def _absolute(option: str, value: Any) -> Any:
         return _existing(value)
     if option in CODE and isinstance(value, str) and (match := CODE_FILE.fullmatch(value)):
         return _existing(match[1]) + match[2]
+    if option in CODE and isinstance(value, str) and (match := CODE_MODULE.fullmatch(value)):
+        return (_file_here(match[1]) or match[1]) + match[2]
     return value
+
+
+def _file_here(module: str) -> str | None:
+    """The file of a module that only the current folder has; None for others. A resume may start in another folder."""
+    file = full_path(f"{module}.py")
+    is_here = "." not in module and file.is_file() and importlib.util.find_spec(module) is None
+    return str(file) if is_here else None
 
 
 def _existing(name: str) -> str:

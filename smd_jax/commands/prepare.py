@@ -314,10 +314,12 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
         stop_strings=config.stop_strings,
         seed=config.seed,
     )
-    # Not that of training: the held-out rows may have another reward.
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.held_out, args.data)
     name = evaluation.eval_dataset or args.data.dataset
-    rewards = None if environment is not None else rewards_of(args, data.held_out, name)
+    # The held-out rows may have a reward of their own; functions of --reward need no second process.
+    rewards = loop.rewards if args.rewards.reward else None
+    if environment is None and rewards is None:
+        rewards = rewards_of(args, data.held_out, name)
     return Evaluator(
         loop.model, data.held_out, loop.tokenizer, settings, loop.mesh, rewards=rewards, environment=environment
     )

@@ -15,7 +15,7 @@ from smd_jax.tasks.dataset_task import first_rows, own_reward
 from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
-from smd_jax.tasks.rewards import RewardFunction, Rewards
+from smd_jax.tasks.rewards import RewardFunction, Rewards, function_name
 from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import load_yaml
@@ -52,8 +52,7 @@ def load_data(args: Common, tokenizer: Any) -> Data:
       UserError, ValueError, FileNotFoundError, ConnectionError: missing or unreadable data.
     """
     data = args.data
-    choice = task_choice(data, args.run.seed)
-    task: Any = task_of(choice)
+    task: Any = task_of(task_choice(data, args.run.seed))
     if not args.rewards.reward and args.conversations.environment in (None, RETRY):
         check_has_reward(task)
     if args.conversations.environment is None or data.max_prompt_length is None:
@@ -63,7 +62,8 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         width, counts = data.max_prompt_length, []
     held_out = None
     if args.evaluation.eval_steps:
-        held_out = first_rows(task_of(held_out_choice(args.evaluation, choice)), args.evaluation.eval_rows)
+        choice = held_out_choice(args.evaluation, data, args.run.seed)
+        held_out = first_rows(task_of(choice), args.evaluation.eval_rows)
         if args.conversations.environment is None:
             held_out, wide, line = drop_long_prompts(held_out, tokenizer, data)
             counts.append(f"to evaluate on: {line}")
@@ -116,21 +116,34 @@ def task_choice(args: DataSource, seed: int) -> TaskChoice:
     )
 
 
-def held_out_choice(args: EvaluationArgs, training: TaskChoice) -> TaskChoice:
-    """The evaluation rows, in the layout of the training rows unless they come from another dataset."""
-    own = replace(training, held_out=True, split=args.eval_split, source=args.eval_source)
-    if args.eval_seed is not None:
-        if not (args.eval_dataset or training.name).startswith(PROCEDURAL):
-            raise UserError(f"expected --eval-seed only with {PROCEDURAL}NAME, which generates rows from a seed")
-        own = replace(own, seed=args.eval_seed)
-    if args.eval_dataset is not None:
-        return replace(own, name=args.eval_dataset, config=None, held_out=args.eval_split is None)
-    if args.eval_split is None and args.eval_source is None and not has_held_out_rows(training.name):
+def of_dataset(data: DataSource, name: str) -> DataSource:
+    """The options with another dataset: without those that choose among the rows of the first one."""
+    data = replace(data, dataset=name, dataset_config=None, dataset_source=None, split=None, dataset_parameters=())
+    return replace(data, prompt_column=None, map_function=None) if has_held_out_rows(name) else data
+
+
+def held_out_data(args: EvaluationArgs, data: DataSource) -> DataSource:
+    """The options that name the evaluation rows of a run, given those of its training rows."""
+    if args.eval_dataset is not None and args.eval_dataset != data.dataset:
+        data = of_dataset(data, args.eval_dataset)
+    # A split that the flags name is one of the training rows' source.
+    source = args.eval_source or (data.dataset_source if args.eval_split is not None else None)
+    return replace(data, dataset_source=source, split=args.eval_split)
+
+
+def held_out_choice(args: EvaluationArgs, data: DataSource, seed: int) -> TaskChoice:
+    """The evaluation rows, in the layout of the training rows unless another dataset has its own."""
+    if args.eval_seed is not None and not (args.eval_dataset or data.dataset).startswith(PROCEDURAL):
+        raise UserError(f"expected --eval-seed only with {PROCEDURAL}NAME, which generates rows from a seed")
+    named = args.eval_dataset or args.eval_split or args.eval_source
+    if named is None and not has_held_out_rows(data.dataset):
         raise UserError(
-            f"expected --eval-split or --eval-dataset with --eval-steps, because {training.name!r} does not define "
+            f"expected --eval-split or --eval-dataset with --eval-steps, because {data.dataset!r} does not define "
             "held-out rows; got neither"
         )
-    return own
+    own = held_out_data(args, data)
+    choice = task_choice(own, seed if args.eval_seed is None else args.eval_seed)
+    return replace(choice, held_out=names_held_out_rows(own.dataset, own.split))
 
 
 def has_held_out_rows(name: str) -> bool:
@@ -161,6 +174,9 @@ def rewards_of(args: Any, task: Any, name: str) -> Rewards:
     names = None
     if flags.reward:
         functions = tuple(reward_function(reward, args) for reward in flags.reward)
+        own = [*map(function_name, functions)]
+        if len(set(own)) < len(own):  # functions of one name in several files
+            names = tuple(reward.rpartition("/")[2].replace(".py:", ".") for reward in flags.reward)
     else:
         check_has_reward(task)
         functions, names = (own_reward(task),), (name.removeprefix(PROCEDURAL),)

@@ -27,7 +27,14 @@ from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.contents import Contents, by_content
-from smd_jax.commands.errors import UserError, as_user_errors, plain_warnings, print_box, report_errors
+from smd_jax.commands.errors import (
+    UserError,
+    as_user_errors,
+    memory_errors,
+    plain_warnings,
+    print_box,
+    report_errors,
+)
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
@@ -37,6 +44,7 @@ from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of,
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import disk_errors_named, stored_bytes
+from smd_jax.environments.processes import UnloadableEnvironmentError
 from smd_jax.learner.state import TrainState
 from smd_jax.learner.trained import trained_params
 from smd_jax.memory.compiled import param_shapes
@@ -72,7 +80,7 @@ from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
-from smd_jax.text.visible_text import one_line, visible
+from smd_jax.text.visible_text import visible
 from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
@@ -81,7 +89,8 @@ from smd_jax.train.ppo import PolicyLoop
 # Errors of rewards, checkpoints and sampled rollouts, in messages for the user.
 EXPECTED = (
     *(OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError),
-    *(TooManyFailures, UnloadableRewardError, RefusedRolloutError, NonFiniteLogitsError, OtherProcessError, OSError),
+    *(TooManyFailures, UnloadableRewardError, UnloadableEnvironmentError, RefusedRolloutError, NonFiniteLogitsError),
+    *(OtherProcessError, OSError),
 )
 
 
@@ -97,19 +106,14 @@ def main(words: Sequence[str] | None = None) -> None:
         join(args.launch)
         args = with_absolute_paths(args)
         try:
-            run(algorithm, args)
+            advice = "--memory BYTES chooses sizes that fit; --microbatch, --decode-rows and --budget set them"
+            with memory_errors(advice):
+                run(algorithm, args)
         except RunStoppedError as stopped:
             print_box("stopped", str(stopped))
             # Outside the box, which would break a long line.
             print(f"resume with: {resume_command(args.run.output_dir)}", file=sys.stderr)
             raise SystemExit(stopped.exit_code) from None
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise UserError(
-                f"expected a run that fits the devices; got {one_line(str(error), 300)}. --memory BYTES chooses sizes "
-                "that fit; --microbatch, --decode-rows and --budget set them"
-            ) from error
 
 
 def resume_command(directory: Path) -> str:
@@ -332,11 +336,13 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     # These limits decide when a run stops, and do not change its result.
     rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
     conversations, _ = split_fields(files.groups["conversations"], ("environment_timeout",))
-    same = files.groups | {"rewards": rewards, "conversations": conversations, "optimizer": optimizer, "loop": compared}
+    model, remat = split_fields(files.groups["model"], ("gradient_checkpointing",))
+    same = files.groups | {"model": model, "rewards": rewards, "conversations": conversations}
+    same |= {"optimizer": optimizer, "loop": compared}
     run = replace(_without_resume(args.run), dry_run=False, debug=False)
     # Another attention changes only rounding.
     free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
-    free |= {"rewards": limits, "files": files.places}
+    free |= {"model": remat, "rewards": limits, "files": files.places}
     return same | {"steps": run.max_steps if to_the_end else None}, free
 
 

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, Refe
 from smd_jax.commands.choices import loss_config, update_config
 from smd_jax.commands.command_line import ALGORITHMS, parse, parse_words
 from smd_jax.commands.config_file import with_file
+from smd_jax.commands.contents import by_content
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, print_results, read
 from smd_jax.commands.limits import check_devices, evicts_keys
@@ -49,6 +51,63 @@ NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
 
 
 # --- command lines and files
+
+
+def another_value(kind: Any, default: Any) -> Any:
+    """A value of this annotation that is not the default."""
+    kind = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+    choices = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return next(choice for choice in choices if choice != default)
+    if typing.get_origin(kind) is tuple:
+        return (another_value(choices[0], None),)
+    if choices:  # of several types, the first
+        return another_value(next(choice for choice in choices if choice is not type(None)), default)
+    return {bool: not default, int: 7, float: 0.25, str: "a b", Path: Path("/a b")}[kind]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_configuration_with_all_other_values_is_read_as_written(algorithm: str, tmp_path: Path):
+    _, args = parse([algorithm, *NEEDED])
+    for group_name, group in vars(args).items():
+        if group_name == "launch":  # of one start, not of the run
+            continue
+        kinds = typing.get_type_hints(type(group), include_extras=True)
+        other = {name: another_value(kinds[name], value) for name, value in vars(group).items()}
+        args = dataclasses.replace(args, **{group_name: dataclasses.replace(group, **other)})
+    (tmp_path / "all.yaml").write_text(config_file.dump(algorithm, args))
+    assert parse(["--config", str(tmp_path / "all.yaml")]) == (algorithm, args)
+    falling = dataclasses.replace(args, evaluation=dataclasses.replace(args.evaluation, greater_is_better=False))
+    (tmp_path / "all.yaml").write_text(config_file.dump(algorithm, falling))
+    assert parse(["--config", str(tmp_path / "all.yaml")]) == (algorithm, falling)
+
+
+def test_a_file_of_options_beside_a_folder_of_checkpoints_is_no_run(tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "grpo.yaml").write_text("algorithm: grpo\nmodel: m\ndataset: d\noutput_dir: runs/a\n")
+    assert parse(["--config", str(tmp_path / "grpo.yaml")])[1].run.output_dir == Path("runs/a")
+
+
+def test_functions_of_a_module_here_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_own_rewards.py").write_text("def r(completions, **columns): return [0.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    _, args = parse(["grpo", *NEEDED, "--reward", "my_own_rewards:r", "json:dumps", "--eviction", "h2o"])
+    args = with_absolute_paths(args)
+    assert args.rewards.reward == (f"{tmp_path}/my_own_rewards.py:r", "json:dumps")
+    assert args.sampler.eviction == "h2o"
+
+
+def test_a_policy_of_a_module_is_compared_by_its_content():
+    _, args = parse(["grpo", *NEEDED, "--eviction", "smd_jax.eviction.policies:H2O"])
+    found = by_content(args).groups["eviction"]
+    assert found["place"] == "policies.py" and str(found["holds"]).startswith("sha256:")
+
+
+def test_rewards_of_one_name_are_named_by_their_files(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("def score(completions, **columns): return [0.0] * len(completions)\n")
+    _, args = parse(["grpo", *NEEDED, "--reward", f"{tmp_path}/a.py:score", f"{tmp_path}/b.py:score"])
+    assert rewards_of(args, None, "d").logged_names == ("a.score", "b.score")
 
 
 def test_every_algorithm_has_its_options():
@@ -154,7 +213,7 @@ def test_a_mesh_over_a_part_of_the_devices_is_refused():
 def test_runs_of_all_seeds_can_share_held_out_rows():
     def held_out(*more: str) -> TaskChoice:
         _, args = parse(["grpo", *NEEDED, *more])
-        return held_out_choice(args.evaluation, task_choice(args.data, args.run.seed))
+        return held_out_choice(args.evaluation, args.data, args.run.seed)
 
     assert held_out("--seed", "3") == dataclasses.replace(held_out(), seed=3)
     assert held_out("--seed", "3", "--eval-seed", "0") == held_out()
@@ -250,11 +309,42 @@ def test_an_evaluation_is_the_one_of_the_run(train_words: Words, model: Path, tm
         ("--dataset owner/name --split train --eval-split test", "owner/name", None, "test"),
         ("--dataset owner/name --split train", "owner/name", None, "train"),
         ("--dataset a.jsonl --split train --eval-dataset b.jsonl", "b.jsonl", None, None),
+        ("--dataset gsm8k --dataset-source a.jsonl --eval-split train[90%:]", "gsm8k", "a.jsonl", "train[90%:]"),
+        ("--dataset a.jsonl --eval-dataset math --eval-split test", "math", None, "test"),
+        ("--dataset math --eval-split train[90%:]", "math", None, "train[90%:]"),
     ],
 )
 def test_rows_of_an_evaluation_are_those_that_the_run_names(more: str, dataset: str, source: Any, split: Any):
-    rows = evaluation_rows(parse(["grpo", "--model", "somewhere", *more.split()])[1])
+    _, args = parse(["grpo", "--model", "somewhere", *more.split()])
+    rows = evaluation_rows(args)
     assert (rows.dataset, rows.dataset_source, rows.split) == (dataset, source, split)
+    if args.evaluation.eval_dataset or args.evaluation.eval_split:  # the run's own evaluations read the same
+        during = held_out_choice(args.evaluation, args.data, 0)
+        assert (during.name, during.source, during.split) == (dataset, source, split)
+        assert during.held_out == names_held_out_rows(dataset, split)
+
+
+def test_another_dataset_has_its_own_layout():
+    """Options that choose among the training rows, or that a built-in task brings itself, do not apply to it."""
+    own = ["--dataset-parameters", "min_terms=2", "--eval-dataset"]
+    _, args = parse(["grpo", *NEEDED, *own, "b.jsonl"])
+    assert held_out_choice(args.evaluation, args.data, 0).parameters == ()
+    _, args = parse(["grpo", *NEEDED, *own, "reasoning_gym:chain_sum"])
+    assert held_out_choice(args.evaluation, args.data, 0).parameters == (("min_terms", 2),)
+    named = ["--model", "m", "--dataset", "a.jsonl", "--prompt-column", "question", "--eval-dataset"]
+    columns = {}
+    for name in ("gsm8k", "reasoning_gym:gcd", "b.jsonl"):
+        _, args = parse(["grpo", *named, name])
+        columns[name] = held_out_choice(args.evaluation, args.data, 0).prompt_column
+    assert columns == {"gsm8k": None, "reasoning_gym:gcd": None, "b.jsonl": "question"}
+
+
+def test_another_dataset_of_smd_eval_is_evaluated_whole(tmp_path: Path):
+    words = ["grpo", "--model", "m", "--dataset", "a.jsonl", "--split", "train[:90%]", "--eval-split", "train[90%:]"]
+    (tmp_path / "config.yaml").write_text(config_file.dump(*parse([*words, "--output-dir", str(tmp_path)])))
+    assert read(["--run", str(tmp_path)]).data.split == "train[90%:]"
+    assert read(["--run", str(tmp_path), "--dataset", "b.jsonl"]).data.split is None
+    assert read(["--run", str(tmp_path), "--dataset=b.jsonl", "--split", "test"]).data.split == "test"
 
 
 def test_the_held_out_split_of_a_preset_names_its_held_out_source():
