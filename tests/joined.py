@@ -131,11 +131,6 @@ def rewards() -> Rewards:
     return Rewards((Words().reward,), seconds=None)
 
 
-def grpo() -> dict[str, np.ndarray]:
-    loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
-    return steps_of(loop, params())
-
-
 def taught() -> dict[str, np.ndarray]:
     """With a frozen dense teacher, the default of smd-train, and responses that evict many keys."""
     update = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.1))
@@ -236,7 +231,7 @@ def looped_layers() -> dict[str, np.ndarray]:
 RUNS = {
     take.__name__: take
     for take in (
-        *(grpo, taught, few_rows, ppo_with_adapters, pairs, half_without_rewards),
+        *(taught, few_rows, ppo_with_adapters, pairs, half_without_rewards),
         *(experts, experts_over_processes, looped_layers),
     )
 }

@@ -27,8 +27,9 @@ class Count:
         self.turn += 1
         return f"turn {self.turn}", 1 / (1 + len(text)), False
 '''
-# Tokens that end a turn: of random weights, about one in five.
-ENDS = [*string.ascii_letters]
+# Tokens that end a turn: of random weights, about one in five. The first, which is not sampled here, becomes the EOS of
+# the exported tokenizer, which leaves it out of texts.
+ENDS = sorted(string.ascii_letters)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +48,21 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.slow
 def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
-    main([*words, "--output-dir", str(run), "--max-steps", "1", "--print-completions", "1"])
+    evaluate = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "dense", "sampler"]
+    main([*words, *evaluate, "--output-dir", str(run), "--max-steps", "1", "--print-completions", "1"])
     (row,) = read_metrics(run / "metrics.jsonl")
     assert row["conversations/turns"] > 1 and row["sampling/sampling_logp_difference/max"] <= 2e-5
     table = pyarrow.parquet.read_table(run / "completions" / "completions_00000.parquet").to_pydict()
     assert set(table["ending"]) <= {"turns", "length", "room"} and max(map(len, table["turns"])) == 3
     assert "<|im_start|>user\nn = " in table["prompt"][0] and "turn 1" in str(table["answers"])
     assert "[<|im_end|>" in capsys.readouterr().out  # ends of turns that the policy did not write itself
-    main(["--config", str(run / "config.yaml"), "--max-steps", "2", "--resume"])
+    *_, evaluated = read_metrics(run / "evaluations.jsonl")
+    rewards = [evaluated["eval/dense/reward"], evaluated["eval/sampler/reward"]]
+    assert all(0 < reward < 3 for reward in rewards)
+    smd_eval(["--run", str(run), "--eval-rows", "2", "--json"])  # takes the environment from the run
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["reward"] for each in found] == pytest.approx(rewards)
+    main(["--config", str(run / "config.yaml"), "--max-steps", "2", "--eval-steps", "0", "--resume"])
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
     said = error_of(["--config", str(run / "config.yaml"), "--resume", "--max-turns", "2"], capsys)
     assert "max_turns: expected 3, got 2" in said
@@ -82,20 +90,6 @@ def test_contexts_are_summarised(words: list[str], tmp_path: Path):
     assert row["conversations/contexts"] > 1 and row["sampling/sampling_logp_difference/max"] <= 2e-5
     table = pyarrow.parquet.read_table(run / "completions" / "completions_00000.parquet").to_pydict()
     assert "<|im_start|>user\nSum up!<|im_end|>\n<|im_start|>assistant\n" in max(table["contexts"], key=len)[0]
-
-
-@pytest.mark.slow
-def test_evaluations_have_conversations(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Those of the run, and that of smd-eval, which takes the environment from the run."""
-    run = tmp_path / "run"
-    evaluate = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "dense", "sampler"]
-    main([*words, *evaluate, "--output-dir", str(run), "--max-steps", "1"])
-    *_, row = read_metrics(run / "evaluations.jsonl")
-    assert 0 < row["eval/dense/reward"] < 3 and 0 < row["eval/sampler/reward"] < 3
-    capsys.readouterr()
-    smd_eval(["--run", str(run), "--eval-rows", "2", "--json"])
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["reward"] for each in found] == pytest.approx([row["eval/dense/reward"], row["eval/sampler/reward"]])
 
 
 @pytest.mark.slow

@@ -124,14 +124,14 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
 
 
 RUNS = [
-    *("grpo", "taught", "few_rows", "ppo_with_adapters", "pairs", "half_without_rewards"),
+    *("taught", "few_rows", "ppo_with_adapters", "pairs", "half_without_rewards"),
     *("experts", "experts_over_processes", "looped_layers"),
 ]
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_draws_the_same(found: dict[int, Found], run: str):
-    """Tokens, masks and rewards to the last bit, computed numbers up to rounding. Runs: GRPO, alone and with a teacher;
+    """Tokens, masks and rewards to the last bit, computed numbers up to rounding. Runs: GRPO with a teacher;
     the engine with dynamic sampling; PPO with adapters, minibatches and a KL in the reward; online DPO; GRPO
     with rewards of one process's rows alone; GRPO of a mixture of experts, of which each has half the rows or half
     the experts; GRPO with a loop over stacked layers."""
@@ -192,8 +192,8 @@ def test_a_refused_rollout_that_cannot_be_written_ends_all(found: dict[int, Foun
 
 def test_there_was_something_to_learn(found: dict[int, Found]):
     arrays = found[2].arrays
-    rewards, numbers = arrays["grpo: rewards 0"].reshape(4, 2), arrays["grpo: numbers 0"].reshape(4, 2)
-    assert (rewards[:, 0] != rewards[:, 1]).any() and arrays["grpo: metric 0 grad_norm"] > 0.01
+    rewards, numbers = arrays["taught: rewards 0"].reshape(4, 2), arrays["taught: numbers 0"].reshape(4, 2)
+    assert (rewards[:, 0] != rewards[:, 1]).any() and arrays["taught: metric 0 grad_norm"] > 0.01
     assert (numbers[:, 0] == numbers[:, 1]).all() and len(set(numbers[:, 0])) == 4, "each feeds prompts of its own"
     assert arrays["few_rows: metric 0 dynamic_sampling/rollouts"] == 2
 
