@@ -32,9 +32,9 @@ class MosaicGpuKernel:
     """`BlockKernel` for Hopper GPUs: bfloat16 or float16, head_dim 64 or 128.
 
     Attributes:
-      sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64, at most seven, which
-        share the registers; larger values of the others need more of them. Too few, and the compiler spills or fails
-        (`experiments/compile_kernels.py` reports spills).
+      sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64, at most seven.
+        Warpgroups share the registers, and larger values of the other sizes need more of them: with too few the
+        compiler spills or fails (`experiments/compile_kernels.py` reports spills).
       interpret: False, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
 
     Raises:
