@@ -54,6 +54,7 @@ class WandbLogger:
     ) -> None:
         check_wandb()
         import wandb
+        from wandb.errors import Error
 
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ class WandbLogger:
                 # Not captured: standard output has frames of the progress bar.
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except wandb.errors.Error as error:
+        except Error as error:
             got = one_line(str(error), 300).rstrip(".")
             raise OSError(
                 f"expected Weights & Biases to start; got {got}. `wandb login` stores a key; WANDB_MODE=offline writes "

@@ -184,9 +184,10 @@ def test_weights_and_biases_offline(tmp_path):
 
 def test_weights_and_biases_without_an_account_is_one_error(tmp_path, monkeypatch: pytest.MonkeyPatch):
     import wandb
+    from wandb.errors import UsageError
 
     def init(**options: Any) -> None:
-        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+        raise UsageError("No API key configured. Use `wandb login` to log in.")
 
     monkeypatch.setattr(wandb, "init", init)
     with pytest.raises(OSError, match="expected Weights & Biases to start; got No API key configured"):
