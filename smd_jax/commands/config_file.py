@@ -30,7 +30,7 @@ from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
-RUN_CONFIG = "config.yaml"  # in the directory of a run
+RUN_CONFIG, RUN_FILES = "config.yaml", ("metrics.jsonl", "checkpoints", LOCK)  # in the directory of a run
 
 
 def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
@@ -123,7 +123,8 @@ def read_options(path: Path) -> dict[str, Any]:
 def check_output_dir(source: Path, output_dir: Any) -> None:
     """Raises UserError for the config.yaml of a run that names another folder than its own. A copied or moved run must
     not write into the original folder."""
-    if not isinstance(output_dir, str) or source.name != RUN_CONFIG or not (source.parent / LOCK).exists():
+    is_of_run = source.name == RUN_CONFIG and any((source.parent / name).exists() for name in RUN_FILES)
+    if not isinstance(output_dir, str) or not is_of_run:
         return
     own, named = source.parent.resolve(), full_path(output_dir)
     if own != named:
