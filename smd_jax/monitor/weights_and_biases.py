@@ -54,7 +54,6 @@ class WandbLogger:
     ) -> None:
         check_wandb()
         import wandb
-        from wandb.errors import Error
 
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +77,7 @@ class WandbLogger:
                 # Not captured: standard output has frames of the progress bar.
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except Error as error:
+        except wandb.Error as error:
             got = one_line(str(error), 300).rstrip(".")
             raise OSError(
                 f"expected Weights & Biases to start; got {got}. `wandb login` stores a key; WANDB_MODE=offline writes "
