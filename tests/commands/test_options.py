@@ -104,10 +104,11 @@ def test_a_policy_of_a_module_is_compared_by_its_content():
 
 
 def test_rewards_of_one_name_are_named_by_their_files(tmp_path: Path):
-    for name in ("a", "b"):
+    for name in ("short_rewards", "long_rewards"):  # no name of another module: their folder joins the import path
         (tmp_path / f"{name}.py").write_text("def score(completions, **columns): return [0.0] * len(completions)\n")
-    _, args = parse(["grpo", *NEEDED, "--reward", f"{tmp_path}/a.py:score", f"{tmp_path}/b.py:score"])
-    assert rewards_of(args, None, "d").logged_names == ("a.score", "b.score")
+    rewards = [f"{tmp_path}/{name}.py:score" for name in ("short_rewards", "long_rewards")]
+    _, args = parse(["grpo", *NEEDED, "--reward", *rewards])
+    assert rewards_of(args, None, "d").logged_names == ("short_rewards.score", "long_rewards.score")
 
 
 def test_every_algorithm_has_its_options():

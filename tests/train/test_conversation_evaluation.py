@@ -77,7 +77,7 @@ def test_several_contexts():
 
 
 def test_failed_environments():
-    with pytest.raises(TooManyFailures, match="no disk"):
+    with pytest.warns(UserWarning, match="no disk"), pytest.raises(TooManyFailures, match="no disk"):
         new_evaluator("fails", DECODES[:1]).run(PARAMS)
     with pytest.warns(UserWarning, match="no disk"):
         (result,) = new_evaluator("fails", DECODES[:1], max_failed=1.0).run(PARAMS)
