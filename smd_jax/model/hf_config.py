@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from smd_jax.config import Experts, FloatName, LongRope, ModelConfig, RopeScaling, YarnRope
 from smd_jax.model.families import FAMILIES, Family
 from smd_jax.model.hf_rope import QUERY_BETA, read_scaling, scaling_to_hf
-from smd_jax.model.short_text import shown
+from smd_jax.model.stored_tensors import shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LARGEST = 2**31 - 1  # a larger size does not fit the int32 indices and positions of the decoder

@@ -4,42 +4,62 @@
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight     [rank, in]
                                  base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight     [out, rank]
 
-Names come from the decoder's table of tensors; as kernels, A and B are transposed. Matrices that a checkpoint stores as
-one have one adapter in PEFT's format, see `smd_jax.model.peft_fused`; experts, see `smd_jax.model.peft_experts`.
+Names come from the decoder's table of tensors; as kernels, A and B are transposed.
+
+Matrices that a checkpoint stores as one (Phi's `qkv_proj` and `gate_up_proj`) have one adapter in PEFT's format, and
+one each here, of rank r. Written, that of q, k and v has rank 3 r:
+
+    A = [A_q A_k A_v]        B = diag(B_q, B_k, B_v)        alpha such that the scale stays the same
+
+An adapter that PEFT trained has rank r, and one A: then q, k and v start with the same A.
+
+Experts have a pair of matrices per stored parameter, which has all experts of a layer:
+
+    adapter_config.json                      target_parameters: mlp.experts.gate_up_proj, mlp.experts.down_proj
+    …mlp.experts.base_layer.lora_A.weight    [experts * rank, in]    of gate_up_proj: row e * rank + r
+    …mlp.experts.base_layer.lora_B.weight    [out, rank * experts]   column r * experts + e
+    …mlp.experts.lora_A.weight, …            of down_proj
+
+PEFT wraps gate_up_proj, and down_proj around that; so the name has `base_layer` only if both have adapters. Source:
+`ParamWrapper` in `peft/tuners/lora/layer.py` of PEFT 0.21.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, model_type_of
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
-from smd_jax.model.peft_experts import (
-    MLP_TARGETS,
-    check_experts,
-    expert_tensors,
-    is_of_experts,
-    stored_targets,
-    take_experts,
-)
-from smd_jax.model.peft_files import MATRICES, read_tensors, take_tensor, tensor_name
-from smd_jax.model.peft_fused import FUSED, PATTERNS, check_patterns, fused_targets, join, patterns, split
-from smd_jax.model.short_text import shown, some
-from smd_jax.model.stored_tensors import read_json
+from smd_jax.model.stored_tensors import check_finite_weights, read_json, shown, some
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.safetensors_files import write_safetensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
+
+Pair = dict[str, np.ndarray]  # lora_A [in, rank] and lora_B [rank, out]; of experts [experts, in, rank], …
+
+_MATRICES = ("lora_A", "lora_B")
+_FUSED: dict[str, tuple[Target, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_OF_EXPERTS: dict[str, tuple[Target, ...]] = {"gate_up_proj": _FUSED["gate_up_proj"], "down_proj": ("down_proj",)}
+_MLP_TARGETS = (*_FUSED["gate_up_proj"], "down_proj")
+_ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(base_layer\.)?lora_[AB]\.weight$")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 
 # Options of PEFT that do not change the function of trained adapters. Configurations of an initialisation (EVA, CorDA,
 # …) apply only if `init_lora_weights` names it.
@@ -84,30 +104,27 @@ def save_peft(
     """
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
-    adapters: Adapters = params[LORA]
+    lora: LoraConfig = params[LORA].config
     if base_directory is None and base_model is not None and (Path(base_model) / "config.json").is_file():
         base_directory = base_model
-    check_peft(config, adapters.config, base_directory)
+    check_peft(config, lora, base_directory)
     layout = _layout_of(config, base_directory)
-    modules = _modules(config, adapters.config, layout)
-    all_pairs = {"/".join(path): pair for path, pair in by_module(adapters).items()}
-    pairs = {path: pair for path, pair in all_pairs.items() if not is_of_experts(path)}
-    expected = {leaf.path for tensor in modules.values() for leaf in tensor.leaves}
-    if wrong := sorted({f"{path}/kernel" for path in pairs} ^ expected):
-        paths = [path.removesuffix("/kernel") for path in wrong]
-        raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(paths)}")
-    expert_pairs = {path: pair for path, pair in all_pairs.items() if is_of_experts(path)}
-    tensors = {} if config.experts is None else expert_tensors(expert_pairs, config, adapters.config)
+    modules = _modules(config, lora, layout)
+    pairs = {"/".join(path): pair for path, pair in by_module(params[LORA]).items()}
+    expected = {_module(leaf) for tensor in modules.values() for leaf in tensor.leaves} | {
+        f"layers_{layer}/mlp/experts/{part}" for layer in _mixtures(config) for part in _targets_of_mlp(lora)
+    }
+    if wrong := sorted(expected ^ pairs.keys()):
+        raise ValueError(f"expected adapters of the targets in every layer of the config; got others at {some(wrong)}")
+    tensors = _expert_tensors(pairs, config, lora)
     for name, tensor in modules.items():
-        parts = [pairs[_module(leaf)] for leaf in tensor.leaves]
-        pair = parts[0] if len(parts) == 1 else join(parts)
-        for matrix in MATRICES:
-            tensors[tensor_name(name, matrix)] = np.asarray(pair[matrix]).T
+        pair = _join([pairs[_module(leaf)] for leaf in tensor.leaves])
+        tensors |= {_tensor_name(name, matrix): pair[matrix].T for matrix in _MATRICES}
     kind = jnp.dtype(float_name(dtype))
     tensors = {name: np.ascontiguousarray(tensor.astype(kind)) for name, tensor in tensors.items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    content = _peft_config(adapters.config, base_model, _fused_names(config, layout), config.experts is not None)
+    content = _peft_config(lora, base_model, _fused_names(config, layout), config.experts is not None)
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     write_safetensors(directory / TENSOR_FILE, tensors, {"format": "pt"})
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
@@ -125,9 +142,13 @@ def check_peft(config: ModelConfig, lora: LoraConfig, base_directory: str | Path
       ValueError: adapters on only a part of a matrix that the checkpoint stores as one; adapters of an MLP's matrices
         if only some layers have experts.
     """
-    fused_targets(lora, _fused_names(config, _layout_of(config, base_directory)))
-    if config.experts is not None:
-        check_experts(config, lora)
+    _fused_targets(lora, _fused_names(config, _layout_of(config, base_directory)))
+    parts, mixtures = _targets_of_mlp(lora), _mixtures(config)
+    if config.experts is not None and parts and len(mixtures) < config.num_layers:
+        raise ValueError(
+            f"expected experts in every layer for adapters of {', '.join(parts)}, because PEFT takes those of an MLP "
+            f"for adapters of experts; got experts in layers {mixtures} of {config.num_layers}"
+        )
 
 
 def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -148,37 +169,35 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():
             raise FileNotFoundError(f"expected adapters with {name} in {directory}; there is no such file")
-    tensors = read_tensors(directory / TENSOR_FILE)
-    layout: Layout = "fused" if any(f".{name}." in tensor for name in FUSED for tensor in tensors) else "split"
-    content = _read_config(directory / CONFIG_FILE, _fused_names(config, layout), config.experts is not None)
-    expert_pairs = take_experts(tensors, content, config, directory)
-    lora = _lora_config(content, tensors, expert_pairs, _fused_names(config, layout), directory)
-    flat: dict[str, Any] = flatten_dict(dict(params), sep="/")
-    # Copies, so that JAX never aliases a buffer that belongs to safetensors.
-    matrices: dict[str, Any] = {
-        f"{path}/{matrix}": jnp.array(pair[matrix].astype(jnp.promote_types(flat[path].dtype, jnp.float32)))
-        for path, pair in expert_pairs.items()
-        for matrix in MATRICES
-    }
+    try:
+        tensors = load_file(directory / TENSOR_FILE)
+    except SafetensorError as error:
+        raise ValueError(f"{directory / TENSOR_FILE} is not a readable safetensors file: {error!s:.200}") from error
+    layout: Layout = "fused" if any(f".{name}." in tensor for name in _FUSED for tensor in tensors) else "split"
+    fused_names = _fused_names(config, layout)
+    content = _read_config(directory / CONFIG_FILE, fused_names, config.experts is not None)
+    pairs = _take_experts(tensors, content, config, directory)
+    lora = _lora_config(content, tensors, pairs, fused_names, directory)
     for name, tensor in _modules(config, lora, layout).items():
         widths = [leaf.shape[1] for leaf in tensor.leaves]
-        joined = len(widths) > 1 and bool(content.get("rank_pattern"))
-        rank = lora.rank * len(widths) if joined else lora.rank
+        rank = lora.rank * (len(widths) if content.get("rank_pattern") else 1)
         shapes = {"lora_A": (rank, tensor.leaves[0].shape[0]), "lora_B": (sum(widths), rank)}
-        found = {matrix: take_tensor(tensors, name, matrix, shape, directory).T for matrix, shape in shapes.items()}
-        parts = [found] if len(widths) == 1 else split(found["lora_A"], found["lora_B"], widths, lora.rank, name)
-        for leaf, part in zip(tensor.leaves, parts, strict=True):
-            wide = jnp.promote_types(flat[leaf.path].dtype, jnp.float32)
-            matrices |= {f"{_module(leaf)}/{matrix}": jnp.array(part[matrix].astype(wide)) for matrix in MATRICES}
+        a, b = (_take_tensor(tensors, name, matrix, shape, directory).T for matrix, shape in shapes.items())
+        pairs |= zip(map(_module, tensor.leaves), _split(a, b, widths, lora.rank, name), strict=True)
     if tensors:
         raise ValueError(f"expected adapters of whole layers in {directory}; got {some(sorted(tensors))}, too")
+    flat: dict[str, Any] = flatten_dict(dict(params), sep="/")
+    matrices: dict[str, Any] = {}
+    for path, pair in pairs.items():
+        kernel = flat[path] if path in flat else flat[f"{path}/kernel"]
+        wide = jnp.promote_types(kernel.dtype, jnp.float32)
+        # Copies, so that JAX never aliases a buffer that belongs to safetensors.
+        matrices |= {f"{path}/{matrix}": jnp.array(pair[matrix].astype(wide)) for matrix in _MATRICES}
     return {**params, LORA: Adapters(unflatten_dict(matrices, sep="/"), lora)}
 
 
 def _modules(config: ModelConfig, lora: LoraConfig, layout: Layout) -> dict[str, StoredTensor]:
     """Maps each module with adapters, named as in transformers (`model.layers.0.self_attn.q_proj`), to its weight."""
-    if layout == "fused":
-        fused_targets(lora)
     return {
         name.removesuffix(".weight"): tensor
         for name, tensor in tensor_table(config, layout).items()
@@ -191,6 +210,14 @@ def _module(leaf: Leaf) -> str:
     return leaf.path.removesuffix("/kernel")
 
 
+def _mixtures(config: ModelConfig) -> list[int]:
+    return [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
+
+
+def _targets_of_mlp(lora: LoraConfig) -> list[Target]:
+    return [target for target in _MLP_TARGETS if target in lora.targets]
+
+
 def _layout_of(config: ModelConfig, base_directory: str | Path | None) -> Layout:
     """Tensor layout of the base: of its own model type if that fits `config`, else of the first type that does."""
     given = None if base_directory is None else read_json(Path(base_directory) / "config.json").get("model_type")
@@ -200,8 +227,31 @@ def _layout_of(config: ModelConfig, base_directory: str | Path | None) -> Layout
 def _fused_names(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
     """The matrices that have one adapter in PEFT's format and several here."""
     if layout == "fused":
-        return tuple(FUSED)
+        return tuple(_FUSED)
     return () if config.experts is None else ("gate_up_proj",)
+
+
+def _fused_targets(lora: LoraConfig, names: Sequence[str]) -> dict[str, tuple[Target, ...]]:
+    """Those of the fused matrices that have adapters, and their parts.
+
+    Raises:
+      ValueError: if only some parts of one have adapters, which PEFT cannot say.
+    """
+    found = {}
+    for name in names:
+        parts = _FUSED[name]
+        chosen = [part for part in parts if part in lora.targets]
+        if chosen and len(chosen) < len(parts):
+            raise ValueError(
+                f"expected adapters on all of {', '.join(parts)} or on none, because the checkpoint stores them as "
+                f"{name}; got {', '.join(chosen)}"
+            )
+        if chosen:
+            found[name] = parts
+    return found
+
+
+# adapter_config.json
 
 
 def _peft_config(
@@ -209,14 +259,14 @@ def _peft_config(
 ) -> dict[str, Any]:
     # PEFT annotates alpha as an integer but accepts any number.
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    fused = fused_targets(lora, fused_names)
+    fused = _fused_targets(lora, fused_names)
     modules = [*fused, *(target for target in lora.targets if not any(target in parts for parts in fused.values()))]
     parameters = {}
     if experts:
-        modules = [target for target in lora.targets if target not in MLP_TARGETS]
-        parameters = {"target_parameters": [f"mlp.experts.{name}" for name in stored_targets(lora)]}
+        modules = [target for target in lora.targets if target not in _MLP_TARGETS]
+        parameters = {"target_parameters": [f"mlp.experts.{name}" for name in _stored_targets(lora)]}
     return {
-        **(patterns(lora, fused_names) if fused else {}),
+        **(_patterns(lora, fused_names) if fused else {}),
         **parameters,
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -232,6 +282,16 @@ def _peft_config(
     }
 
 
+def _patterns(lora: LoraConfig, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """PEFT's `rank_pattern` and `alpha_pattern` of the fused matrices."""
+    parts = {name: len(of) for name, of in _fused_targets(lora, names).items()}
+    scales = {name: count**0.5 if lora.rank_stabilised else count for name, count in parts.items()}
+    return {
+        "rank_pattern": {name: lora.rank * count for name, count in parts.items()},
+        "alpha_pattern": {name: lora.alpha * scale for name, scale in scales.items()},
+    }
+
+
 def _read_config(file: Path, fused_names: tuple[str, ...], experts: bool) -> dict[str, Any]:
     content = read_json(file)
     if content.get("peft_type") != "LORA":
@@ -240,7 +300,7 @@ def _read_config(file: Path, fused_names: tuple[str, ...], experts: bool) -> dic
         got = {key: content.get(key) for key in ("r", "lora_alpha")}
         raise ValueError(f"expected r as an integer, and lora_alpha, in {file}; got {shown(got)}")
     # An option that is not listed here may be a new one of PEFT's: it must be off.
-    known = (*_WITHOUT_EFFECT, "init_lora_weights", *(PATTERNS if fused_names else ()))
+    known = (*_WITHOUT_EFFECT, "init_lora_weights", *(_PATTERNS if fused_names else ()))
     known += ("target_parameters",) if experts else ()
     odd = [
         f"{name} {shown(value)}" for name, value in content.items() if name not in known and not _is_off(name, value)
@@ -273,7 +333,7 @@ def _lora_config(
     """Takes rank and alpha from the config, and targets from the tensors: PEFT may give targets as a pattern."""
     # Any tensor of an adapter: base_model.model.….q_proj.lora_A.weight
     stored = {name.split(".")[-3] for name in tensors if name.split(".")[-2:-1] == ["lora_A"]}
-    stored = {part for name in stored for part in FUSED.get(name, (name,))}
+    stored = {part for name in stored for part in _FUSED.get(name, (name,))}
     stored |= {path.split("/")[-1] for path in expert_pairs}
     targets: tuple[Target, ...] = tuple(target for target in TARGETS if target in stored)
     if not targets or stored - set(targets):
@@ -281,7 +341,157 @@ def _lora_config(
     try:
         alpha, stabilised = float(content["lora_alpha"]), content.get("use_rslora", False)
         lora = LoraConfig(rank=content["r"], alpha=alpha, targets=targets, rank_stabilised=stabilised)
-        check_patterns(content, lora, fused_names)
+        _check_patterns(content, lora, fused_names)
         return lora
     except (TypeError, ValueError) as error:
         raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
+
+
+def _check_patterns(content: Mapping[str, Any], lora: LoraConfig, names: Sequence[str]) -> None:
+    """Raises ValueError for ranks or alphas of single matrices other than `_patterns`, and as `_fused_targets`."""
+    wanted = _patterns(lora, names)
+    if all(not content.get(key) for key in _PATTERNS):
+        return
+    for key, expected in wanted.items():
+        got = content.get(key)
+        if isinstance(got, dict):  # PEFT turns names into expressions when it opens a file of transformers 4
+            got = {name.removeprefix(r".*\."): value for name, value in got.items()}
+        known = isinstance(got, dict) and got.keys() == expected.keys()
+        if not known or not all(_close(value, expected[name]) for name, value in (got or {}).items()):
+            raise ValueError(f"expected {key} to be {expected} or empty; got {shown(got)}")
+
+
+def _close(got: object, expected: int | float) -> bool:
+    return isinstance(got, int | float) and abs(got - expected) <= 1e-6 * expected
+
+
+# Tensors
+
+
+def _tensor_name(module: str, matrix: str) -> str:
+    """`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` of a module's path in transformers."""
+    return f"base_model.model.{module}.{matrix}.weight"
+
+
+def _take_tensor(
+    tensors: dict[str, np.ndarray], module: str, matrix: str, shape: tuple[int, ...], directory: Path
+) -> np.ndarray:
+    """Removes the matrix of a module from `tensors`, as it is stored.
+
+    Raises:
+      ValueError: there is none; it has another shape, or is not finite.
+    """
+    name = _tensor_name(module, matrix)
+    if name not in tensors:
+        raise ValueError(f"expected {name} in {directory}, because its target has adapters in every layer; got none")
+    tensor = tensors.pop(name)
+    if tensor.shape != shape:
+        raise ValueError(f"expected {name} of shape {list(shape)} in {directory}; got {list(tensor.shape)}")
+    check_finite_weights(f"{name} of {directory}", tensor)
+    return tensor
+
+
+def _join(pairs: Sequence[Mapping[str, Any]]) -> Pair:
+    """The adapter of the stored matrix, from those of its parts."""
+    below = [np.asarray(pair["lora_B"]) for pair in pairs]
+    rows, columns = (sum(b.shape[axis] for b in below) for axis in (-2, -1))
+    joined = np.zeros((*below[0].shape[:-2], rows, columns), below[0].dtype)
+    row = column = 0
+    for b in below:
+        joined[..., row : row + b.shape[-2], column : column + b.shape[-1]] = b
+        row, column = row + b.shape[-2], column + b.shape[-1]
+    return {"lora_A": np.concatenate([np.asarray(pair["lora_A"]) for pair in pairs], axis=-1), "lora_B": joined}
+
+
+def _split(a: np.ndarray, b: np.ndarray, widths: Sequence[int], rank: int, name: str) -> list[Pair]:
+    """The adapters of the parts, of these output widths and this rank, from that of the stored matrix.
+
+    Raises:
+      ValueError: an adapter of the joined rank whose parts are not apart.
+    """
+    columns = np.split(b, np.cumsum(widths)[:-1], axis=-1)
+    if a.shape[-1] == rank:
+        return [{"lora_A": a, "lora_B": part} for part in columns]
+    places = [slice(i * rank, (i + 1) * rank) for i in range(len(widths))]
+    parts = [{"lora_A": a[..., x], "lora_B": part[..., x, :]} for x, part in zip(places, columns, strict=True)]
+    if not np.array_equal(_join(parts)["lora_B"], b):
+        raise ValueError(f"expected lora_B of {name} in blocks, one for each of its {len(widths)} parts; got others")
+    return parts
+
+
+# Experts
+
+
+def _stored_targets(lora: LoraConfig) -> list[str]:
+    """The stored parameters of experts that have adapters: PEFT's `target_parameters`."""
+    return [name for name, parts in _OF_EXPERTS.items() if parts[0] in lora.targets]
+
+
+def _expert_module(layer: int, name: str, stored: list[str]) -> str:
+    inner = ".base_layer" if name == "gate_up_proj" and len(stored) > 1 else ""
+    return f"model.layers.{layer}.mlp.experts{inner}"
+
+
+def _is_interleaved(config: ModelConfig, name: str) -> bool:
+    return name == "gate_up_proj" and FAMILIES[model_type_of(config)].layout == "gpt_oss"
+
+
+def _expert_tensors(
+    pairs: Mapping[str, Mapping[str, Any]], config: ModelConfig, lora: LoraConfig
+) -> dict[str, np.ndarray]:
+    """PEFT's tensors of the adapters of experts, from those by path (`layers_0/mlp/experts/up_proj`)."""
+    tensors, stored = {}, _stored_targets(lora)
+    for layer in _mixtures(config):
+        for name in stored:
+            pair = _join([pairs[f"layers_{layer}/mlp/experts/{part}"] for part in _OF_EXPERTS[name]])
+            a, b = pair["lora_A"], pair["lora_B"]
+            if _is_interleaved(config, name):
+                b = b.reshape(*b.shape[:2], 2, -1).swapaxes(2, 3).reshape(*b.shape[:2], -1)
+            module = _expert_module(layer, name, stored)
+            tensors[_tensor_name(module, "lora_A")] = a.transpose(0, 2, 1).reshape(-1, a.shape[1])
+            tensors[_tensor_name(module, "lora_B")] = b.transpose(2, 1, 0).reshape(b.shape[2], -1)
+    return tensors
+
+
+def _take_experts(
+    tensors: dict[str, np.ndarray], content: Mapping[str, Any], config: ModelConfig, directory: Path
+) -> dict[str, Pair]:
+    """Removes the adapters of experts from a file's tensors: path (`layers_0/mlp/experts/up_proj`) -> adapters.
+
+    Args:
+      content: of adapter_config.json.
+
+    Raises:
+      ValueError: `target_parameters` names others; as `_take_tensor` and `_split`.
+    """
+    if config.experts is None:
+        return {}
+    given = content.get("target_parameters") or []
+    stored = [name for name in _OF_EXPERTS if any(_is_named(name, str(one)) for one in given)]
+    unknown = [one for one in given if not any(_is_named(name, str(one)) for name in _OF_EXPERTS)]
+    if unknown or (not stored and any(_ALL_EXPERTS.search(name) for name in tensors)):
+        expected = ", ".join(f"mlp.experts.{name}" for name in _OF_EXPERTS)
+        raise ValueError(f"expected target_parameters of {expected} in {directory}; got {shown(given)}")
+    count, hidden, width = config.experts.count, config.hidden_size, config.experts.intermediate_size
+    sides = {"gate_up_proj": (hidden, 2 * width), "down_proj": (width, hidden)}
+    found: dict[str, Pair] = {}
+    for layer in _mixtures(config):
+        for name in stored:
+            parts, module = _OF_EXPERTS[name], _expert_module(layer, name, stored)
+            (width_in, width_out), rank = sides[name], content["r"]
+            joined = rank * (len(parts) if content.get("rank_pattern") else 1)
+            a = _take_tensor(tensors, module, "lora_A", (count * joined, width_in), directory)
+            b = _take_tensor(tensors, module, "lora_B", (width_out, joined * count), directory)
+            a = a.reshape(count, joined, -1).transpose(0, 2, 1)
+            b = b.reshape(-1, joined, count).transpose(2, 1, 0)
+            if _is_interleaved(config, name):
+                b = b.reshape(*b.shape[:2], -1, 2).swapaxes(2, 3).reshape(*b.shape[:2], -1)
+            paths = [f"layers_{layer}/mlp/experts/{part}" for part in parts]
+            apart = _split(a, b, [width_out // len(parts)] * len(parts), rank, module)
+            found |= zip(paths, apart, strict=True)
+    return found
+
+
+def _is_named(name: str, target: str) -> bool:
+    """Whether PEFT finds the parameter by this text, `model.layers.0.mlp.experts.NAME` or an end of it."""
+    return target.split(".")[-1] == name and target.split(".")[-2:-1] in ([], ["experts"])

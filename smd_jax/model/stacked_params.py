@@ -15,7 +15,7 @@ import jax
 
 from smd_jax.model.layer_runs import layers_in_name, run_name, structure
 from smd_jax.model.lora import LORA
-from smd_jax.model.short_text import some
+from smd_jax.model.stored_tensors import some
 from smd_jax.pytrees import stack, unstack
 
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.model.mxfp4 import MXFP4, Mxfp4Slice, mxfp4_names, mxfp4_shape
-from smd_jax.model.short_text import shown, some
 from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Layout, Leaf, StoredTensor, tensor_table
 
 SINGLE_FILE = "model.safetensors"
@@ -269,6 +268,23 @@ def check_finite_weights(name: str, values: np.ndarray) -> None:
 
 
 # Messages
+
+_SHOWN = 80
+_WORDS = 8
+
+
+def shown(value: object) -> str:
+    """The representation of a value, cut after 80 characters: a downloaded file may hold texts of any length."""
+    # A text is cut before it is quoted, so that a text of any length costs nothing.
+    text = repr(value[: _SHOWN + 1]) if isinstance(value, str | bytes) else repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def some(words: list[str]) -> str:
+    """The first words of a list, each cut after 80 characters, and how many more there are."""
+    cut = [word if len(word) <= _SHOWN else word[: _SHOWN - 1] + "…" for word in words[:_WORDS]]
+    more = f", and {len(words) - _WORDS} more" if len(words) > _WORDS else ""
+    return ", ".join(cut) + more
 
 
 def check_names(missing: Iterable[str], extra: Iterable[str], where: str) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smd_jax.model.short_text import shown
-from smd_jax.model.stored_tensors import read_json
+from smd_jax.model.stored_tensors import read_json, shown
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -28,7 +28,6 @@ from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.lora import LORA
-from smd_jax.model.short_text import some
 from smd_jax.model.stored_tensors import (
     INDEX_FILE,
     Part,
@@ -36,6 +35,7 @@ from smd_jax.model.stored_tensors import (
     load_parameter,
     match_tensors,
     read_json,
+    some,
     tensor_files,
 )
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, parameters, tensor_table
