@@ -128,7 +128,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
             only = " or ".join(f"{key}={value!r}" for value in values)
             raise ValueError(f"{config['model_type']} with {key}={shown(got)} is not supported; only {only} is")
     given = config.get("quantization_config")
-    own = family.layout == "gpt_oss"  # `smd_jax.model.mxfp4`
+    own = family.layout == "gpt_oss"  # `smd_jax.model.stored_tensors`
     if given is not None and not (own and isinstance(given, dict) and given.get("quant_method") == "mxfp4"):
         only = "quant_method 'mxfp4' or none" if own else "quantization_config=None"
         raise ValueError(

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 from jax.sharding import Sharding
+from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 
 from smd_jax.config import FloatName, ModelConfig
-from smd_jax.model.mxfp4 import MXFP4, Mxfp4Slice, mxfp4_names, mxfp4_shape
 from smd_jax.model.tensor_table import EMBEDDING, OUTPUT, Layout, Leaf, StoredTensor, tensor_table
 
 SINGLE_FILE = "model.safetensors"
@@ -48,8 +48,14 @@ class Stored:
             content = file.get_slice(self.name)
             if self.scales is None:
                 return content[places]
-            with safe_open(self.scales.file, framework="numpy") as other:
-                return Mxfp4Slice(content, other.get_slice(self.scales.name))[places]
+            experts, columns, out = places
+            groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
+            values = dequantised(content[experts, out, groups], self.scales.read((experts, out, groups)))
+        skipped = groups.start * _GROUP
+        return values[..., columns.start - skipped : columns.stop - skipped].swapaxes(1, 2)
+
+
+Part = tuple[StoredTensor, Stored]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -127,66 +133,38 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     return stored
 
 
-def match_tensors(
-    config: ModelConfig, files: list[Path], where: str, layout: Layout = "split"
-) -> dict[str, tuple[StoredTensor, Stored]]:
+def match_tensors(config: ModelConfig, directory: Path, layout: Layout) -> dict[str, Part]:
     """The tensors of `config` and where each is stored, by name; from headers, without reading weights.
 
     A tied embedding may be stored under either of its two names, or under both with equal values.
 
     Raises:
+      FileNotFoundError: no safetensors, or a shard of the index is missing.
       ValueError: missing or unexpected tensors; a wrong shape or dtype; an output projection that differs from its
         tied embedding.
     """
-    stored = read_headers(files)
+    stored = read_headers(tensor_files(directory))
     if layout == "gpt_oss":
         stored = _with_mxfp4(stored)
     table = tensor_table(config, layout)
-    if config.tie_embeddings and EMBEDDING not in stored and OUTPUT in stored:
+    tied, both = config.tie_embeddings, stored.keys() & {EMBEDDING, OUTPUT}
+    if tied and both == {OUTPUT}:
         table = {OUTPUT if name == EMBEDDING else name: tensor for name, tensor in table.items()}
-    check_names(
-        missing=table.keys() - stored.keys(),
-        extra={name for name in stored.keys() - table.keys() if not is_redundant(name, config)},
-        where=where,
-    )
-    check_stored(table, stored)
-    if config.tie_embeddings and {EMBEDDING, OUTPUT} <= stored.keys():
-        _check_tied(stored[EMBEDDING], stored[OUTPUT], where)
+    # RoPE buffers of older transformers are skipped.
+    extra = {name for name in stored.keys() - table.keys() if not name.endswith("rotary_emb.inv_freq")}
+    check_names(table.keys() - stored.keys(), extra - ({OUTPUT} if tied else set()), str(directory))
+    _check_stored(table, stored)
+    if tied and len(both) == 2:
+        everything = (slice(None), slice(None))
+        if not np.array_equal(stored[EMBEDDING].read(everything), stored[OUTPUT].read(everything)):
+            raise ValueError(
+                f"expected {OUTPUT} in {directory} to equal {EMBEDDING}, because config.json says tie_word_embeddings: "
+                "true; got another tensor. If it was trained separately, set tie_word_embeddings to false"
+            )
     return {name: (tensor, stored[name]) for name, tensor in table.items()}
 
 
-def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """With weights instead of the blocks and scales that hold them."""
-    stored = dict(stored)
-    for name, (blocks_name, scales_name) in mxfp4_names(stored).items():
-        blocks, scales = stored.pop(blocks_name), stored.pop(scales_name)
-        shape = mxfp4_shape(blocks.shape, scales.shape)
-        if shape is None or {blocks.dtype, scales.dtype} != {"U8"}:
-            raise ValueError(
-                f"expected {name} in MXFP4 as uint8 _blocks [experts, out, groups, 16] and _scales [experts, out, "
-                f"groups]; got {blocks.dtype} {shown(list(blocks.shape))} and {scales.dtype} "
-                f"{shown(list(scales.shape))}"
-            )
-        stored[name] = Stored(blocks.file, blocks_name, shape, MXFP4, scales)
-    return stored
-
-
-def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor can be skipped: RoPE buffers of older transformers, or the copy of a tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == OUTPUT)
-
-
-def _check_tied(embedding: Stored, output: Stored, where: str) -> None:
-    """Raises ValueError unless both tensors are equal."""
-    everything = (slice(None), slice(None))
-    if not np.array_equal(embedding.read(everything), output.read(everything)):
-        raise ValueError(
-            f"expected {OUTPUT} in {where} to equal {EMBEDDING}, because config.json says tie_word_embeddings: true; "
-            "got another tensor. If it was trained separately, set tie_word_embeddings to false"
-        )
-
-
-def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> None:
+def _check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> None:
     """Raises ValueError for tensors of a wrong shape, or whose dtype is not floating."""
     wrong = [
         f"{name}: expected {list(tensor.hf_shape)}, got {shown(list(stored[name].shape))}"
@@ -201,8 +179,6 @@ def check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> N
 
 
 # Shards of parameters
-
-Part = tuple[StoredTensor, Stored]
 
 
 def load_parameter(parts: Sequence[Part], leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
@@ -265,6 +241,61 @@ def check_finite_weights(name: str, values: np.ndarray) -> None:
     bad = ~np.isfinite(values) if exponent is None else (values.view(np.uint16) & exponent) == exponent
     if bad.any():
         raise ValueError(f"expected finite weights; got NaN or infinity in {name}, as {values.dtype.name}")
+
+
+# MXFP4, in which gpt-oss stores its experts: 4-bit floats in blocks of 32 with a common power of two.
+#
+#     NAME_blocks    uint8 [experts, out, groups, 16]     two values a byte, the lower half first
+#     NAME_scales    uint8 [experts, out, groups]         exponent + 127
+#     NAME           [experts, 32 * groups, out]          value * 2 ** (scale - 127)
+#
+# A value is a sign, two bits of exponent and one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4, 6. Source: OCP
+# Microscaling Formats, v1.0, sections 5.3.3 and 5.4.1 (a scale of 255 is NaN); the layout is that of
+# `convert_moe_packed_tensors` in transformers' `integrations/mxfp4.py`. bfloat16 and wider hold every value exactly.
+
+MXFP4 = "MXFP4"
+_GROUP = 32  # values with a common scale
+_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+# Both values of every byte.
+_PAIRS = np.array(
+    [[(-1.0) ** (half >> 3) * _VALUES[half & 7] for half in (byte & 15, byte >> 4)] for byte in range(256)], np.float32
+)
+_GROUPS_AT_ONCE = 2**13  # which take 1 MiB in float32
+
+
+def dequantised(
+    blocks: UInt8[np.ndarray, "*rows groups 16"], scales: UInt8[np.ndarray, "*rows groups"]
+) -> Float[np.ndarray, "*rows columns"]:
+    """The values as bfloat16, 32 columns a group; NaN where a scale is 255, infinite beyond bfloat16's range."""
+    out = np.empty((scales.size, _GROUP), jnp.dtype("bfloat16"))
+    pairs, exponents = blocks.reshape(-1, 16), scales.reshape(-1, 1)
+    for begin in range(0, len(out), _GROUPS_AT_ONCE):
+        part = slice(begin, begin + _GROUPS_AT_ONCE)
+        values = _PAIRS[pairs[part]].reshape(-1, _GROUP)
+        with np.errstate(over="ignore"):  # the caller reports it with the tensor's name
+            scaled = np.ldexp(values, exponents[part].astype(np.int32) - 127)
+        out[part] = np.where(exponents[part] == 255, np.nan, scaled)
+    return out.reshape(*scales.shape[:-1], -1)
+
+
+def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """With weights of experts instead of the blocks and scales that hold them."""
+    found = dict(stored)
+    for blocks_name, blocks in stored.items():
+        name = blocks_name.removesuffix("_blocks")
+        scales = stored.get(f"{name}_scales")
+        if name == blocks_name or ".mlp.experts." not in name or scales is None:
+            continue
+        if len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16) or {blocks.dtype, scales.dtype} != {"U8"}:
+            raise ValueError(
+                f"expected {name} in MXFP4 as uint8 _blocks [experts, out, groups, 16] and _scales [experts, out, "
+                f"groups]; got {blocks.dtype} {shown(list(blocks.shape))} and {scales.dtype} "
+                f"{shown(list(scales.shape))}"
+            )
+        del found[blocks_name], found[scales.name]
+        experts, out, groups = scales.shape
+        found[name] = Stored(blocks.file, blocks_name, (experts, _GROUP * groups, out), MXFP4, scales)
+    return found
 
 
 # Messages

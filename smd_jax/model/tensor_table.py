@@ -73,11 +73,6 @@ def tensor_table(config: ModelConfig, layout: Layout = "split") -> dict[str, Sto
     return table
 
 
-def parameters(table: Mapping[str, StoredTensor]) -> dict[str, Leaf]:
-    """Path -> parameter, for all parameters in the tensors."""
-    return {leaf.path: leaf for tensor in table.values() for leaf in tensor.leaves}
-
-
 def _plain(path: str, *shape: int) -> StoredTensor:
     return StoredTensor((Leaf(path, shape),))
 

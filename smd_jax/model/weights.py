@@ -28,22 +28,11 @@ from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.lora import LORA
-from smd_jax.model.stored_tensors import (
-    INDEX_FILE,
-    Part,
-    check_names,
-    load_parameter,
-    match_tensors,
-    read_json,
-    some,
-    tensor_files,
-)
-from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, parameters, tensor_table
+from smd_jax.model.stored_tensors import INDEX_FILE, Part, check_names, load_parameter, match_tensors, read_json, some
+from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
 from smd_jax.model.value_head import VALUE_HEAD
 from smd_jax.safetensors_files import write_safetensors
-
-__all__ = ["load_checkpoint", "model_config_from_hf", "save_checkpoint", "tensor_table"]
 
 
 def load_checkpoint(
@@ -56,7 +45,7 @@ def load_checkpoint(
 
     Args:
       directory: a checkpoint directory in Hugging Face's format, of a family in `smd_jax.model.families`; gpt-oss may
-        have its experts in MXFP4 (`smd_jax.model.mxfp4`).
+        have its experts in MXFP4 (`smd_jax.model.stored_tensors`).
       dtype: of the returned parameters, and the compute dtype of the returned configuration.
       mesh: shards the parameters as `smd_jax.devices.sharding.shard_tree` does. None: JAX's default device,
         uncommitted; to keep a large model on the host until it is sharded, call this under
@@ -74,17 +63,15 @@ def load_checkpoint(
     directory = Path(directory)
     name = float_name(dtype)
     config, layout = _parsed_config(directory, name)
-    tensors = match_tensors(config, tensor_files(directory), str(directory), layout)
     parts: dict[Leaf, list[Part]] = {}
-    for part in tensors.values():
+    for part in match_tensors(config, directory, layout).values():
         for leaf in part[0].leaves:
             parts.setdefault(leaf, []).append(part)
-    flat = {leaf.path: load_parameter(of, leaf, name, _sharding(leaf, mesh)) for leaf, of in parts.items()}
+    flat = {}
+    for leaf, of in parts.items():
+        sharding = None if mesh is None else NamedSharding(mesh, param_spec(leaf.path.split("/"), leaf.shape, mesh))
+        flat[leaf.path] = load_parameter(of, leaf, name, sharding)
     return config, unflatten_dict(flat, sep="/")
-
-
-def _sharding(leaf: Leaf, mesh: Mesh | None) -> NamedSharding | None:
-    return None if mesh is None else NamedSharding(mesh, param_spec(leaf.path.split("/"), leaf.shape, mesh))
 
 
 def read_config(directory: str | Path, dtype: DTypeLike = jnp.float32) -> ModelConfig:
@@ -95,7 +82,7 @@ def read_config(directory: str | Path, dtype: DTypeLike = jnp.float32) -> ModelC
     """
     directory = Path(directory)
     config, layout = _parsed_config(directory, float_name(dtype))
-    match_tensors(config, tensor_files(directory), str(directory), layout)
+    match_tensors(config, directory, layout)
     return config
 
 
@@ -202,7 +189,7 @@ _NOT_STORED = {
 
 
 def _check_params(table: dict[str, StoredTensor], flat: Mapping[str, Any]) -> None:
-    leaves = parameters(table)
+    leaves = {leaf.path: leaf for tensor in table.values() for leaf in tensor.leaves}
     for name, what in _NOT_STORED.items():
         if any(path.split("/")[0] == name for path in flat):
             raise ValueError(f"expected parameters without {name}, which Hugging Face's format cannot store: {what}")

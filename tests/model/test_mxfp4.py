@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.devices.sharding import make_mesh, shard_tree
-from smd_jax.model.mxfp4 import dequantised
+from smd_jax.model.stored_tensors import dequantised
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from tests.bitwise import assert_bitwise_equal
 from tests.model.test_family_logits import GOLDEN
