@@ -10,16 +10,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from smd_jax.config import Experts, FloatName, LongRope, ModelConfig, RopeScaling, YarnRope
+from smd_jax.config import (
+    DynamicRope,
+    Experts,
+    FloatName,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelConfig,
+    RopeScaling,
+    YarnRope,
+    check_choice,
+)
 from smd_jax.model.families import FAMILIES, Family
-from smd_jax.model.hf_rope import QUERY_BETA, read_scaling, scaling_to_hf
 from smd_jax.model.stored_tensors import shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -47,6 +58,16 @@ _SCALES = {
     "logit_softcap": "final_logit_softcapping",
 }
 _EXPERT_COUNT = ("num_experts", "num_local_experts")  # transformers 4 has one in each family, 5 reads both
+_QUERY_BETA = "llama_4_scaling_beta"
+_ROPES: dict[str, type[RopeScaling]] = {
+    "linear": LinearRope,
+    "dynamic": DynamicRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+    "longrope": LongRope,
+}
+# Names of their fields that are not the keys of transformers.
+_ROPE_KEYS = {"original_max_positions": "original_max_position_embeddings", "query_beta": _QUERY_BETA}
 # Keys whose values transformers would check against torch or the vocabulary, and that are read elsewhere or not at all.
 _NOT_PARSED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -57,11 +78,9 @@ def float_name(dtype: DTypeLike) -> FloatName:
     Raises:
       ValueError: another dtype.
     """
-    names: tuple[FloatName, ...] = ("float32", "bfloat16", "float16", "float64")
-    for name in names:
-        if jnp.dtype(dtype).name == name:
-            return name
-    raise ValueError(f"parameters must be one of {', '.join(names)}; got dtype {jnp.dtype(dtype).name}")
+    name: Any = jnp.dtype(dtype).name
+    check_choice("the dtype of parameters", name, get_args(FloatName))
+    return name
 
 
 # Reading
@@ -155,51 +174,44 @@ def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName)
     if fields.get("query_pre_attn_scalar") == head_dim:
         fields["query_pre_attn_scalar"] = None  # scores are divided by sqrt(head_dim)
     windows = _read_windows(hf, content, family)
-    rope = _read_rope(hf, family)
-    rotated = int(head_dim * rope.rotated)
+    rope = _read_rope(hf, family, head_dim)
+    if not windows:
+        rope["local_rope_theta"] = None  # only used in layers with a window
     rope_layers = tuple(map(bool, hf.no_rope_layers)) if "no_rope_layers" in known else ()
     return ModelConfig(
-        **{**fields, **family.always},
+        **{**fields, **rope, **family.always},
         head_dim=head_dim,
-        max_positions=_max_positions(hf, rope.scaling),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        # The second base is only used in layers with a window.
-        local_rope_theta=rope.local_theta if windows else None,
+        max_positions=_max_positions(hf, rope["rope_scaling"]),
         rope_layers=() if all(rope_layers) else rope_layers,
-        rotary_dim=None if rotated == head_dim else rotated,
         sliding_windows=windows,
         dtype=dtype,
         experts=_read_experts(hf, family) if family.experts else None,
     )
 
 
-class _Rope(NamedTuple):
-    theta: float
-    scaling: RopeScaling | None
-    local_theta: float | None  # of the layers with a window, if it differs
-    rotated: float  # share of a head's channels
-
-
-def _read_rope(hf: Any, family: Family) -> _Rope:
+def _read_rope(hf: Any, family: Family, head_dim: int) -> dict[str, Any]:
+    """RoPE's fields of ModelConfig."""
     by_kind = hf.rope_parameters if FULL in hf.rope_parameters and SLIDING in hf.rope_parameters else None
     rope = hf.rope_parameters if by_kind is None else by_kind[FULL]
     if not family.query_beta:
-        rope = {key: value for key, value in rope.items() if key != QUERY_BETA}  # transformers ignores it
-    elif not rope.get(QUERY_BETA):
-        raise ValueError(f"expected {QUERY_BETA} > 0 in rope_parameters of {hf.model_type}; got {shown(rope)}")
-    theta, scaling = _read_theta(rope), read_scaling(rope, hf.max_position_embeddings)
-    rotated = rope.get("partial_rotary_factor", 1.0)
-    if rotated != 1 and not family.partial_rope:
-        raise ValueError(f"{hf.model_type} with partial_rotary_factor={rotated} is not supported; only 1.0 is")
+        rope = {key: value for key, value in rope.items() if key != _QUERY_BETA}  # transformers ignores it
+    elif not rope.get(_QUERY_BETA):
+        raise ValueError(f"expected {_QUERY_BETA} > 0 in rope_parameters of {hf.model_type}; got {shown(rope)}")
+    theta, scaling = _read_theta(rope), _read_scaling(rope, hf.max_position_embeddings)
+    share = rope.get("partial_rotary_factor", 1.0)
+    if share != 1 and not family.partial_rope:
+        raise ValueError(f"{hf.model_type} with partial_rotary_factor={share} is not supported; only 1.0 is")
     if family.query_beta and not isinstance(scaling, YarnRope):
         raise ValueError(f"expected rope_type 'yarn' in rope_parameters of {hf.model_type}; got {shown(rope)}")
-    if by_kind is None:
-        return _Rope(theta, scaling, None, rotated)
-    if read_scaling(by_kind[SLIDING], hf.max_position_embeddings) is not None:
-        raise ValueError(f"expected plain RoPE in layers with a sliding window; got {shown(by_kind[SLIDING])}")
-    local = _read_theta(by_kind[SLIDING])
-    return _Rope(theta, scaling, None if scaling is None and local == theta else local, rotated)
+    local_theta = None
+    if by_kind is not None:
+        if _read_scaling(by_kind[SLIDING], hf.max_position_embeddings) is not None:
+            raise ValueError(f"expected plain RoPE in layers with a sliding window; got {shown(by_kind[SLIDING])}")
+        local = _read_theta(by_kind[SLIDING])
+        local_theta = None if scaling is None and local == theta else local
+    rotated = int(head_dim * share)
+    rotary_dim = None if rotated == head_dim else rotated
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta, "rotary_dim": rotary_dim}
 
 
 def _read_theta(rope: Mapping[str, Any]) -> float:
@@ -207,6 +219,44 @@ def _read_theta(rope: Mapping[str, Any]) -> float:
     if type(theta) not in (int, float):
         raise ValueError(f"expected rope_theta as a number; got {shown(theta)}")
     return float(theta)
+
+
+def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
+    """The scaling in `rope_parameters`; None for plain RoPE.
+
+    Args:
+      max_positions: `max_position_embeddings`, which with the original context gives the default factor.
+
+    Raises:
+      ValueError, TypeError: an unsupported type, or values that its configuration refuses.
+    """
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return None
+    if kind not in _ROPES:
+        raise ValueError(f"rope type must be one of default, {', '.join(_ROPES)}; got {kind!r}")
+    given = {field.name: rope.get(_key(field)) for field in dataclasses.fields(_ROPES[kind])}
+    fields = {name: _of_json(value) for name, value in given.items() if value is not None}
+    if "original_max_positions" in fields:
+        fields["original_max_positions"] = int(fields["original_max_positions"])
+    if kind in ("yarn", "longrope"):
+        fields.setdefault("factor", max_positions / fields["original_max_positions"])
+    if kind == "yarn" and fields["factor"] > 1 and rope.get("mscale") and rope.get("mscale_all_dim"):
+        # DeepSeek's two mscales, instead of the factor.
+        above, below = (0.1 * rope[key] * math.log(fields["factor"]) + 1 for key in ("mscale", "mscale_all_dim"))
+        fields.setdefault("attention_factor", above / below)
+    return _ROPES[kind](**fields)
+
+
+def _of_json(value: Any) -> Any:
+    """Lists as tuples, and whole numbers as floats."""
+    if isinstance(value, list):
+        return tuple(map(_of_json, value))
+    return float(value) if type(value) is int else value
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    return _ROPE_KEYS.get(field.name, field.name)
 
 
 def _read_windows(hf: Any, content: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
@@ -380,7 +430,7 @@ def _written_positions(config: ModelConfig) -> int:
 def _rope_to_hf(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """RoPE's keys: transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters` and
     reads all."""
-    rope = scaling_to_hf(config.rope_scaling)
+    rope = _scaling_to_hf(config.rope_scaling)
     new = {**rope, "rope_theta": config.rope_theta}
     keys = {"rope_theta": config.rope_theta, "rope_scaling": None if config.rope_scaling is None else rope}
     if config.rotary_dim is not None:
@@ -403,3 +453,15 @@ def _rope_to_hf(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if model_type == "gemma3_text":
         keys["rope_local_base_freq"] = theta
     return {**keys, "rope_parameters": {FULL: new, SLIDING: {"rope_type": "default", "rope_theta": theta}}}
+
+
+def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:
+    """The inverse of `_read_scaling`."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    (kind,) = (kind for kind, of_kind in _ROPES.items() if isinstance(scaling, of_kind))
+    values = {_key(field): getattr(scaling, field.name) for field in dataclasses.fields(scaling)}
+    written = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {"rope_type": kind} | {
+        key: value for key, value in written.items() if value is not None and (key, value) != (_QUERY_BETA, 0)
+    }

@@ -394,7 +394,7 @@ def test_index_without_a_map(checkpoint: Path):
 
 
 def test_parameter_dtype_that_is_not_a_float(checkpoint: Path):
-    with pytest.raises(ValueError, match="must be one of float32.*got dtype int8"):
+    with pytest.raises(ValueError, match="expected the dtype of parameters to be one of float32, .*; got 'int8'"):
         load_checkpoint(checkpoint, dtype=jnp.int8)
 
 
