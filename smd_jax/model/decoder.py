@@ -48,9 +48,8 @@ from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
 from smd_jax.model.layer_runs import carry_layers, equal_runs, run_layers, run_of, state_kind
-from smd_jax.model.lora import LORA, variables_of
+from smd_jax.model.lora import LORA, Projection, variables_of
 from smd_jax.model.mixture import Mixture, Routing
-from smd_jax.model.projection import Projection
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, Routed, RoutingShape
 from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.stacked_params import check_names, layer_of, layers_of, stack_params

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, no_type_check
 from zlib import crc32
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -170,8 +171,7 @@ def by_module(adapters: Adapters) -> dict[tuple[str, ...], dict[str, Array]]:
 
 
 def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables for Flax's `apply`, with adapters as a separate collection, which
-    `smd_jax.model.projection.Projection` reads."""
+    """The variables for Flax's `apply`, with adapters as a separate collection, which Projection reads."""
     if not has_lora(params):
         return {"params": params}
     adapters: Adapters = params[LORA]
@@ -181,6 +181,26 @@ def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
         for path, pair in by_module(adapters).items()
     }
     return {"params": base_params(params), LORA: unflatten_dict(scaled)}
+
+
+@no_type_check  # the annotations of nn.Dense cannot be checked
+class Projection(nn.Dense):
+    """`nn.Dense`; and with `lora_A`, `lora_B` and `scale` in Flax's collection "lora" (`variables_of`), plus
+    scale * (x A) B.
+
+    The variables determine whether there is an adapter: the same module is the base and the policy.
+    """
+
+    def __call__(self, inputs: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
+        out = super().__call__(inputs)
+        if not self.has_variable(LORA, "lora_A"):
+            return out
+        a, b = (self.get_variable(LORA, name).astype(out.dtype) for name in ("lora_A", "lora_B"))
+        # Scales the narrow product in float32, so that the scale equals that of a merged matrix.
+        wide = jnp.promote_types(out.dtype, jnp.float32)
+        thin = jnp.matmul(inputs.astype(out.dtype), a, precision=self.precision, preferred_element_type=wide)
+        thin = (self.get_variable(LORA, "scale") * thin).astype(out.dtype)
+        return out + jnp.matmul(thin, b, precision=self.precision)
 
 
 def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, ...], Any]:
