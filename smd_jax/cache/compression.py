@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
@@ -138,13 +138,12 @@ class Compression:
     def _in_place(
         self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], own: PolicyLayer
     ) -> tuple[LayerCache, CompressionRecord]:
-        # Per-row statistics do not change; as written arrays they would be copied for every part.
-        moved = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, cache.states, strict=True))
-        fixed = tuple(() if x.per_slot else state for x, state in zip(cache.statistics, cache.states, strict=True))
+        def only(states: tuple[Any, ...], per_slot: bool) -> tuple[Any, ...]:
+            pairs = zip(cache.statistics, states, strict=True)
+            return tuple(state if statistic.per_slot == per_slot else None for statistic, state in pairs)
 
         def together(moved: tuple[Any, ...], fixed: tuple[Any, ...]) -> tuple[Any, ...]:
-            triples = zip(cache.statistics, moved, fixed, strict=True)
-            return tuple(slots if statistic.per_slot else row for statistic, slots, row in triples)
+            return tuple(row if slots is None else slots for slots, row in zip(moved, fixed, strict=True))
 
         def compress(
             slots: LayerCache, read: tuple[tuple[Any, ...], RowProgress]
@@ -152,9 +151,10 @@ class Compression:
             fixed, progress = read
             slots = slots.replace(states=together(slots.states, fixed))
             new, record = self._compress(slots, progress, number, own)
-            left = tuple(state if x.per_slot else () for x, state in zip(cache.statistics, new.states, strict=True))
-            return new.replace(states=left), record
+            return new.replace(states=only(new.states, True)), record
 
+        # Per-row statistics do not change; as written arrays they would be copied for every part.
+        moved, fixed = only(cache.states, True), only(cache.states, False)
         new, record = row_parts.in_place(compress, cache.replace(states=moved), (fixed, progress))
         return new.replace(states=together(new.states, fixed)), record
 
@@ -176,7 +176,9 @@ class Compression:
             scores = self._scores(view)
             kept, evicted = kv_cache.select(scores, seen.valid, self.budget)
             if self.policy.gate is not None:
-                evicted = _lowest_first(scores, seen.valid, evicted)
+                # In sampling order. Empty slots, which are not sampled, come first.
+                evicted_scores = jnp.take_along_axis(jnp.where(seen.valid, scores, -jnp.inf), evicted, axis=2)
+                evicted = jnp.take_along_axis(evicted, jnp.argsort(evicted_scores, axis=2), axis=2)
                 logprob = _draw_logprob(self.policy.gate, view, evicted)
             dropped = jnp.take_along_axis(seen.columns, evicted, axis=2)
         else:  # a quantised cache that never evicts holds all keys: its oldest slots are empty
@@ -187,9 +189,17 @@ class Compression:
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
 
     def _scores(self, view: CacheView) -> Float[Array, "rows kv_heads slots"]:
-        """The policy's scores as floats; a user's policy may return whole numbers or booleans."""
-        scores = self.policy.score(view)
-        _check_scores(self.policy, scores, view)
+        """The policy's scores as floats; a user's policy may return whole numbers or booleans.
+
+        Raises:
+          ValueError: at trace time, unless there is one score per slot.
+        """
+        scores, expected = self.policy.score(view), view.valid.shape
+        if jnp.shape(scores) != expected:
+            raise ValueError(
+                f"expected {type(self.policy).__name__}.score to give [rows, kv_heads, slots] = {list(expected)}; got "
+                f"{list(jnp.shape(scores))}"
+            )
         return scores if jnp.issubdtype(scores.dtype, jnp.floating) else at_least_float32(scores)
 
     def _within_window(self, cache: LayerCache, progress: RowProgress) -> LayerCache:
@@ -225,26 +235,6 @@ class Compression:
             declared=cache.statistics,
             parameters=own.parameters,
         )
-
-
-def _check_scores(policy: EvictionPolicy, scores: Any, view: CacheView) -> None:
-    """Raises ValueError at trace time unless there is one score per slot."""
-    expected = view.valid.shape
-    if jnp.shape(scores) != expected:
-        raise ValueError(
-            f"expected {type(policy).__name__}.score to give [rows, kv_heads, slots] = {list(expected)}; got "
-            f"{list(jnp.shape(scores))}"
-        )
-
-
-def _lowest_first(
-    scores: Float[Array, "rows kv_heads slots"],
-    valid: Bool[Array, "rows kv_heads slots"],
-    evicted: Int[Array, "rows kv_heads rest"],
-) -> Int[Array, "rows kv_heads rest"]:
-    """The evicted slots in sampling order; empty slots, which are not sampled, come first."""
-    evicted_scores = jnp.take_along_axis(jnp.where(valid, scores, -jnp.inf), evicted, axis=2)
-    return jnp.take_along_axis(evicted, jnp.argsort(evicted_scores, axis=2), axis=2)
 
 
 def _draw_logprob(

@@ -53,10 +53,6 @@ class QuantizedSlots(struct.PyTreeNode):
     config: QuantConfig = struct.field(pytree_node=False)
     prompt: int = struct.field(pytree_node=False)
 
-    @property
-    def head_dim(self) -> int:
-        return self.key_ranges.low.shape[3]
-
 
 def group_count(columns: int, config: QuantConfig) -> int:
     """Number of groups of consecutive columns that begin or end at a group boundary."""

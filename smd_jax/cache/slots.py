@@ -288,17 +288,13 @@ def _select(budget: int, scores: Array, valid: Array) -> tuple[Array, Array]:
     # top_k takes the first of equal values; searched from the right, these are the newest.
     _, from_right = jax.lax.top_k(-ranked[..., ::-1], slots - budget)
     # Converts indices from the right back to slots.
-    goes = _scatter(jnp.zeros(valid.shape, jnp.int32), slots - 1 - from_right, jnp.ones_like(from_right))
+    fresh = jnp.zeros(valid.shape, jnp.int32)
+    goes = jnp.put_along_axis(fresh, slots - 1 - from_right, jnp.ones_like(from_right), axis=-1, inplace=False)
     gone_so_far = jnp.cumsum(goes, axis=-1)
     slot = jax.lax.broadcasted_iota(jnp.int32, valid.shape, valid.ndim - 1)
     moved = jnp.where(goes == 1, budget + gone_so_far - 1, slot - gone_so_far)
-    order = _scatter(jnp.zeros(valid.shape, jnp.int32), moved, slot)
+    order = jnp.put_along_axis(fresh, moved, slot, axis=-1, inplace=False)
     return order[..., :budget], order[..., budget:]
-
-
-def _scatter(into: Array, index: Array, values: Array) -> Array:
-    """`into` with `values` at distinct indices of its last axis."""
-    return jnp.put_along_axis(into, index, values, axis=-1, inplace=False)
 
 
 def gather(cache: LayerCache, slots: Int[Array, "batch kv_heads budget"], buffer: int) -> LayerCache:

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -126,17 +126,13 @@ def attend(
     kernel, blocks_at_once = _kernel(impl, sizes, softcap)
     # "interval" and "segments" are explicit; the others choose the cheaper of both.
     segments = mask.segments if impl == "segments" or (impl != "interval" and pays(mask.segments, k.shape[2])) else None
-    if segments is None:
-        return over_heads(
-            lambda q, k, v, evicted_at, copies, sinks: interval_attention(q, k, v, evicted_at, kernel, copies, sinks),
-            *(q, *arrays, sinks),
-        )
-    return over_heads(
-        lambda q, k, v, evicted_at, copies, sinks: segment_attention(
-            q, k, v, evicted_at, segments, kernel, blocks_at_once, copies, sinks
-        ),
-        *(q, *arrays, sinks),
-    )
+
+    def run(q: Array, k: Array, v: Array, evicted_at: Array, copies: Any, sinks: Array | None) -> Array:
+        if segments is None:
+            return interval_attention(q, k, v, evicted_at, kernel, copies, sinks)
+        return segment_attention(q, k, v, evicted_at, segments, kernel, blocks_at_once, copies, sinks)
+
+    return over_heads(run, q, *arrays, sinks)
 
 
 def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:

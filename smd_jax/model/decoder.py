@@ -279,13 +279,6 @@ class Head(nn.Module):
         return self.param("kernel", nn.initializers.lecun_normal(), (self.hidden_size, self.vocab_size))
 
 
-def _routing_shape(config: ModelConfig) -> RoutingShape | None:
-    layers = tuple(layer for layer in range(config.num_layers) if config.is_mixture(layer))
-    if config.experts is None or not layers:
-        return None
-    return RoutingShape(layers=layers, count=config.experts.count, per_token=config.experts.per_token)
-
-
 class Decoder(nn.Module):
     """The language model; a `smd_jax.model.protocol.LanguageModel`.
 
@@ -383,17 +376,12 @@ class Decoder(nn.Module):
                 new.extend(unstack(stacked, len(here)))
             else:
                 for index, state in zip(here, states, strict=True):
-                    x, state = self._layer(index, x, self._rope(index, ropes), attend, state)
+                    if self.is_initializing() or f"layers_{index}" in self.variables["params"]:
+                        x, state = self.layers[index](x, rope, attend, state)
+                    else:
+                        x, state = one(layer_of(self.variables, index), rope, x, state)
                     new.append(state)
         return x, tuple(new)
-
-    def _layer(
-        self, index: int, x: Array, rope: Rope | None, attend: Attend, state: LayerState
-    ) -> tuple[Array, LayerState]:
-        if self.is_initializing() or f"layers_{index}" in self.variables["params"]:
-            return self.layers[index](x, rope, attend, state)
-        one = OneLayer(self.config, self.config.is_mixture(index), self.recomputed, attend)
-        return one(layer_of(self.variables, index), rope, x, state)
 
     def _in_runs(self, layers: tuple[LayerState, ...]) -> Iterator[Sequence[LayerState]]:
         """The states of each run; a state that several layers share appears once."""
@@ -436,7 +424,12 @@ class Decoder(nn.Module):
 
     @property
     def shape(self) -> ModelShape:
-        c = self.config
+        c, routing = self.config, None
+        mixtures = tuple(layer for layer in range(c.num_layers) if c.is_mixture(layer))
+        if c.experts is not None and mixtures:
+            routing = RoutingShape(layers=mixtures, count=c.experts.count, per_token=c.experts.per_token)
+        kinds = [self._kind(index) for index in range(c.num_layers)] if self.scan_layers else []
+        runs = tuple(len(layers) for layers in equal_runs(kinds))
         return ModelShape(
             num_layers=c.num_layers,
             num_heads=c.num_heads,
@@ -450,19 +443,10 @@ class Decoder(nn.Module):
             attention=AttentionConfig(
                 impl=self.impl, sizes=self.sizes, decode_impl=self.decode_impl, softcap=c.attention_softcap
             ),
-            routing=_routing_shape(c),
-            runs=self._runs(),
+            routing=routing,
+            runs=runs if max(runs, default=1) > 1 else (),
             full_float32=True,
         )
-
-    @nn.nowrap
-    def _runs(self) -> tuple[int, ...]:
-        """Lengths of the runs of equal layers; empty if there is no loop."""
-        if not self.scan_layers:
-            return ()
-        kinds = [self._kind(index) for index in range(self.config.num_layers)]
-        runs = tuple(len(layers) for layers in equal_runs(kinds))
-        return runs if max(runs) > 1 else ()
 
     @nn.nowrap
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Ropes:
