@@ -100,18 +100,42 @@ class SamplerPlacement:
         return self.own_mesh is not self.mesh
 
     def params(self, params: Any) -> Any:
-        """Parameters on the mesh as the sampler reads them; all processes must call it."""
-        return sampling_copy(params, self.mesh, self.own_mesh)
+        """Parameters as the sampler reads them, gathered from fsdp once per rollout; all processes must call it. Each
+        device receives (fsdp - 1) / fsdp of its tensor part of the matrices."""
+        if not self.has_own_mesh:
+            return params
+
+        def here(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+            # The same buffers, as an array of this process's devices only.
+            parts = [shard.data for shard in leaf.addressable_shards]
+            own = NamedSharding(self.own_mesh, sharding.spec)
+            return jax.make_array_from_single_device_arrays(leaf.shape, own, parts)
+
+        shardings = gathered_shardings(params, self.mesh)
+        return jax.tree.map(here, jax.device_put(params, shardings), shardings)
 
     def own(self, tree: Any) -> Any:
         """The rows of this process; with several processes on the host."""
         return tree if jax.process_count() == 1 else rows_here(tree)
 
     def whole(self, own: Any) -> Any:
-        """The batch on the mesh, from the rows of every process."""
-        if jax.process_count() > 1:
-            return to_batch(own, self.mesh)
-        return shard_batch(own, self.mesh) if self.has_own_mesh else own
+        """The batch on the mesh, from the rows of every process.
+
+        Raises:
+          ValueError: rows that do not divide over the data and fsdp axes.
+        """
+        if jax.process_count() == 1:
+            return shard_batch(own, self.mesh) if self.has_own_mesh else own
+
+        def on_mesh(x: np.ndarray) -> jax.Array:
+            rows = x.shape[0] * len(self.data_shards.process_groups)
+            check_rows(rows, self.mesh)
+            sharding = sampled_sharding(self.mesh)
+            sampled = jax.make_array_from_process_local_data(sharding, x, (rows, *x.shape[1:]))
+            # Devices that share columns in the learner need each other's sampled rows.
+            return jax.device_put(sampled, batch_sharding(self.mesh)) if sequence_ways(self.mesh) > 1 else sampled
+
+        return jax.tree.map(on_mesh, own)
 
 
 def check_prompts_divide(prompts: int, shards: DataShards) -> None:
@@ -133,55 +157,19 @@ def sampling_mesh(mesh: Mesh) -> Mesh:
     return make_mesh(len(blocks), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
 
 
-def sampling_copy(params: Any, mesh: Mesh, onto: Mesh) -> Any:
-    """Copies parameters from `mesh` to a process's `sampling_mesh`, gathered from fsdp once per rollout. All processes
-    must call it.
-
-    Each device receives (fsdp - 1) / fsdp of its tensor part of the matrices.
-    """
-    if mesh is onto:
-        return params
-
-    def here(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-        # The same buffers, as an array of this process's devices only.
-        parts = [shard.data for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(onto, sharding.spec), parts)
-
-    shardings = gathered_shardings(params, mesh)
-    return jax.tree.map(here, jax.device_put(params, shardings), shardings)
-
-
 def rows_here(tree: Any) -> Any:
     """The rows of arrays `[rows, ...]` on this process's devices, on the host."""
-    return jax.tree.map(_rows_here, tree)
 
+    def here(x: jax.Array | np.ndarray) -> np.ndarray:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return np.asarray(x)
+        assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)
+        # A compiler may have split other axes than the rows, or nothing.
+        by_rows: jax.Array = jax.device_put(x, batch_sharding(x.sharding.mesh))
+        parts = {shard.index[0].start or 0: shard.data for shard in by_rows.addressable_shards}
+        return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
 
-def _rows_here(x: jax.Array | np.ndarray) -> np.ndarray:
-    if not isinstance(x, jax.Array) or x.is_fully_addressable:
-        return np.asarray(x)
-    assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)
-    # A compiler may have split other axes than the rows, or nothing.
-    by_rows: jax.Array = jax.device_put(x, batch_sharding(x.sharding.mesh))
-    parts = {shard.index[0].start or 0: shard.data for shard in by_rows.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
-
-
-def to_batch(tree: Any, mesh: Mesh) -> Any:
-    """Converts arrays `[rows of this process, ...]` on the host to the batch `[rows, ...]` on the mesh.
-
-    Raises:
-      ValueError: rows that do not divide over the blocks of this process.
-    """
-    process_groups = len(data_shards(mesh).process_groups)
-
-    def whole(x: np.ndarray) -> jax.Array:
-        rows = x.shape[0] * process_groups
-        check_rows(rows, mesh)
-        sampled = jax.make_array_from_process_local_data(sampled_sharding(mesh), x, (rows, *x.shape[1:]))
-        # Devices that share columns in the learner need each other's sampled rows.
-        return jax.device_put(sampled, batch_sharding(mesh)) if sequence_ways(mesh) > 1 else sampled
-
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(here, tree)
 
 
 def local_key(key: jax.Array) -> jax.Array:

@@ -112,12 +112,8 @@ def on_first_host(tree: Any) -> Any:
     """The tree with its arrays on the host of the first process, leaf by leaf; None in the others. All must call it."""
     leaves, structure = jax.tree.flatten(tree)
     # Other hosts need no room for a whole model.
-    kept = [on_host(leaf) if is_first() else _taken_part(leaf) for leaf in leaves]
+    kept = [whole if is_first() else None for whole in map(on_host, leaves)]
     return structure.unflatten(kept) if is_first() else None
-
-
-def _taken_part(x: jax.Array | np.ndarray) -> None:
-    on_host(x)
 
 
 def versions() -> dict[str, str]:

@@ -29,32 +29,22 @@ HEADS = (("tensor", "sequence"), ("tensor",))  # axes of heads: the first that d
 _RUN = re.compile(r"layers_\d+_to_\d+")  # key of the stacked parameters of a run of layers
 
 # Last two names of a parameter's path -> its spec, for the Decoder; of adapters of experts the last three. Matrices of
-# other models are split over fsdp only, see `param_spec`.
+# other models are split over fsdp only, see `param_spec`. Adapters are split like their matrix; their small rank is
+# replicated.
+_KERNELS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), P("fsdp", "tensor"))
+_KERNELS |= dict.fromkeys(("o_proj", "down_proj"), P("tensor", "fsdp"))
+_EXPERTS = dict.fromkeys(("gate_proj", "up_proj"), P("tensor", "fsdp", None)) | {"down_proj": P("tensor", None, "fsdp")}
 RULES: dict[tuple[str, ...], P] = {
     ("embed", "embedding"): P("tensor", "fsdp"),
-    ("lm_head", "kernel"): P("fsdp", "tensor"),
-    ("q_proj", "kernel"): P("fsdp", "tensor"),
-    ("k_proj", "kernel"): P("fsdp", "tensor"),
-    ("v_proj", "kernel"): P("fsdp", "tensor"),
-    ("o_proj", "kernel"): P("tensor", "fsdp"),
-    ("gate_proj", "kernel"): P("fsdp", "tensor"),
-    ("up_proj", "kernel"): P("fsdp", "tensor"),
-    ("down_proj", "kernel"): P("tensor", "fsdp"),
     ("router", "kernel"): P("fsdp", None),
-    ("experts", "gate_proj"): P("tensor", "fsdp", None),
-    ("experts", "up_proj"): P("tensor", "fsdp", None),
-    ("experts", "down_proj"): P("tensor", None, "fsdp"),
-    ("experts", "gate_bias"): P("tensor", None),
-    ("experts", "up_bias"): P("tensor", None),
-    ("experts", "down_bias"): P("tensor", None),
+    **{("experts", name): P("tensor", None) for name in ("gate_bias", "up_bias", "down_bias")},
+    **{(name, "kernel"): rule for name, rule in _KERNELS.items()},
+    **{(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()},
+    **{(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()},
+    **{("experts", name): rule for name, rule in _EXPERTS.items()},
+    **{("experts", name, "lora_A"): P(rule[0], rule[1], None) for name, rule in _EXPERTS.items()},
+    **{("experts", name, "lora_B"): P(rule[0], None, rule[2]) for name, rule in _EXPERTS.items()},
 }
-# Adapters are split like their matrix; their small rank is replicated.
-_KERNELS = {names[0]: rule for names, rule in RULES.items() if names[-1] == "kernel" and names[0] != "router"}
-RULES |= {(name, "lora_A"): P(rule[0], None) for name, rule in _KERNELS.items()}
-RULES |= {(name, "lora_B"): P(None, rule[1]) for name, rule in _KERNELS.items()}
-_EXPERTS = {names[-1]: rule for names, rule in RULES.items() if names[0] == "experts" and len(rule) == 3}
-RULES |= {("experts", name, "lora_A"): P(rule[0], rule[1], None) for name, rule in _EXPERTS.items()}
-RULES |= {("experts", name, "lora_B"): P(rule[0], None, rule[2]) for name, rule in _EXPERTS.items()}
 
 
 def make_mesh(
@@ -110,15 +100,14 @@ def _spec_of_layer(path: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
     return P(*("fsdp" if i == longest else None for i in range(len(shape))))
 
 
-def _leaf_spec(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> P:
-    """The spec of a leaf of any pytree with parameters in it."""
-    return param_spec(jax.tree_util.keystr(path, simple=True, separator="/").split("/"), np.shape(leaf), mesh)
-
-
 def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """NamedShardings for any pytree with parameters in it: parameters, optimizer state, train state."""
 
-    return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(mesh, _leaf_spec(path, x, mesh)), tree)
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return NamedSharding(mesh, param_spec(names, np.shape(leaf), mesh))
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def shard_tree(tree: Any, mesh: Mesh) -> Any:
@@ -343,11 +332,10 @@ def gathered_tree(tree: Any) -> Any:
 def gathered_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """`tree_shardings` without fsdp."""
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        spec = _leaf_spec(path, leaf, mesh)
-        return NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in spec)))
+    def gathered(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in sharding.spec)))
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree.map(gathered, tree_shardings(tree, mesh))
 
 
 class Parts(NamedTuple):
@@ -378,11 +366,7 @@ def _mesh() -> AbstractMesh | None:
 def constrain_tree(tree: Any) -> Any:
     """Pins a pytree with parameters in it to the shardings of the table; without a mesh does nothing."""
     mesh = _mesh()
-    if mesh is None:
-        return tree
-
-    specs = jax.tree_util.tree_map_with_path(lambda path, x: _leaf_spec(path, x, mesh), tree)
-    return jax.lax.with_sharding_constraint(tree, specs)
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_shardings(tree, mesh))
 
 
 def constrain_rows(tree: Any, heads_axis: int = 1) -> Any:
