@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any
 
@@ -118,15 +118,11 @@ def on_first_host(tree: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that decide the numbers of a run, including installed optional ones."""
-    return {name: metadata.version(name) for name in (*PACKAGES, *filter(_is_installed, EXTRAS))}
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    found = {name: metadata.version(name) for name in PACKAGES}
+    for name in EXTRAS:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def check_same(settings: Mapping[str, Any]) -> None:

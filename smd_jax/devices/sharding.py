@@ -84,12 +84,9 @@ def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractM
 
     Stacked parameters of a run of layers (`smd_jax.model.stacked_params`) are split like those of one layer.
     """
-    if shape and any(_RUN.fullmatch(part) for part in path):
-        return P(None, *_spec_of_layer(path, shape[1:], mesh))
-    return _spec_of_layer(path, shape, mesh)
-
-
-def _spec_of_layer(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
+    within = [part for part in path if not _RUN.fullmatch(part)]
+    if shape and len(within) < len(path):
+        return P(None, *param_spec(within, shape[1:], mesh))
     rule = RULES.get(tuple(path[-3:]), RULES.get(tuple(path[-2:])))
     if rule is not None and len(rule) == len(shape):
         return P(*(axis if axis and shape[i] % mesh.shape[axis] == 0 else None for i, axis in enumerate(rule)))

@@ -49,7 +49,7 @@ from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
 from smd_jax.model.layer_runs import carry_layers, equal_runs, run_layers, run_of, state_kind
 from smd_jax.model.lora import LORA, Projection, variables_of
-from smd_jax.model.mixture import Mixture, Routing
+from smd_jax.model.mixture import Mixture
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, Routed, RoutingShape
 from smd_jax.model.rope import Rope, rope_tables, rotate
 from smd_jax.model.stacked_params import check_names, layer_of, layers_of, stack_params
@@ -224,9 +224,9 @@ class Layer(nn.Module):
         x = x + _times(self.attention_post_norm(out) if c.post_norms else out, c.residual_multiplier)
         read = self.mlp_norm(x) if c.pre_norms else x
         if isinstance(self.mlp, Mixture):
-            out, routing = self.mlp(read, given)
+            out, *routing = self.mlp(read, given)
         else:
-            out, routing = self.mlp(read), Routing(None, None)
+            out, routing = self.mlp(read), (None, None)
         x = x + _times(self.mlp_post_norm(out) if c.post_norms else out, c.residual_multiplier)
         return constrain_tokens(x), Routed(state, *routing) if routed else state
 

@@ -351,22 +351,18 @@ def _differences(config: ModelConfig, model_type: str) -> list[str]:
     except ValueError as error:
         return [f"no such config.json: {error!s:.120}"]
     again = replace(again, max_positions=config.max_positions)  # YaRN's is extended when it is read
-    given = _shortest(config)
-    names = [field.name for field in dataclasses.fields(config)]
-    return [f"{name}={getattr(again, name)}" for name in names if getattr(again, name) != getattr(given, name)]
-
-
-def _shortest(config: ModelConfig) -> ModelConfig:
-    """The same model, with defaults instead of lists and sizes that say the same."""
-    experts = config.experts
-    return replace(
+    # The same model, with defaults instead of lists and sizes that say the same.
+    experts, scalar = config.experts, config.query_pre_attn_scalar
+    given = replace(
         config,
         sliding_windows=config.sliding_windows if any(config.sliding_windows) else (),
         rope_layers=() if all(config.rope_layers) else config.rope_layers,
         rotary_dim=None if config.rotary_dim == config.head_dim else config.rotary_dim,
-        query_pre_attn_scalar=None if config.query_pre_attn_scalar == config.head_dim else config.query_pre_attn_scalar,
+        query_pre_attn_scalar=None if scalar == config.head_dim else scalar,
         experts=replace(experts, layers=()) if experts is not None and all(experts.layers) else experts,
     )
+    names = [field.name for field in dataclasses.fields(config)]
+    return [f"{name}={getattr(again, name)}" for name in names if getattr(again, name) != getattr(given, name)]
 
 
 @functools.cache

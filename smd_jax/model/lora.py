@@ -125,9 +125,19 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
     """
     if has_lora(params):
         raise ValueError("expected parameters without adapters; got some: merge_lora(params) merges them")
-    kernels = _kernels(params, config)
-    present = {path[-1] for path in kernels}
-    config = replace(config, targets=tuple(target for target in config.targets if target in present))
+    # The stacked experts of a layer are one module per target.
+    flat: dict[Any, Any] = flatten_dict(dict(params))
+    found = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel"}
+    found |= {path: leaf for path, leaf in flat.items() if path[-2:-1] == (EXPERTS,) and path[-1] in TARGETS}
+    there = {path[-1] for path in found}
+    targets = tuple(target for target in config.targets if target in there)
+    # The default, all seven, means those that the model has.
+    if len(targets) < len(config.targets) and (not targets or len(config.targets) < len(TARGETS)):
+        known = [target for target in TARGETS if target in there]
+        missing = [target for target in config.targets if target not in there]
+        raise ValueError(f"expected targets among the matrices of the model, {known}; got {missing}, too")
+    config = replace(config, targets=targets)
+    kernels = {path: kernel for path, kernel in found.items() if path[-1] in targets}
     matrices = {}
     for path, kernel in kernels.items():
         *experts, width_in, width_out = kernel.shape
@@ -176,10 +186,10 @@ def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
         return {"params": params}
     adapters: Adapters = params[LORA]
     # The scale is an array, because layers share one trace and have no static arguments here.
-    scaled = {
-        path: pair | {"scale": _per_layer(_scale(adapters, pair), path[0])}
-        for path, pair in by_module(adapters).items()
-    }
+    scaled = {}
+    for path, pair in by_module(adapters).items():
+        scale, layers = _scale(adapters, pair), layers_in_name(path[0])
+        scaled[path] = pair | {"scale": scale if layers is None else jnp.broadcast_to(scale, (len(layers),))}
     return {"params": base_params(params), LORA: unflatten_dict(scaled)}
 
 
@@ -203,29 +213,9 @@ class Projection(nn.Dense):
         return out + jnp.matmul(thin, b, precision=self.precision)
 
 
-def _kernels(params: Mapping[str, Any], config: LoraConfig) -> dict[tuple[str, ...], Any]:
-    """Maps the path of each targeted module to its kernel; the stacked experts of a layer are one module per target."""
-    flat = flatten_dict(dict(params))
-    found = {path[:-1]: leaf for path, leaf in flat.items() if path[-1] == "kernel"}
-    found |= {path: leaf for path, leaf in flat.items() if path[-2:-1] == (EXPERTS,) and path[-1] in TARGETS}
-    kernels = {path: kernel for path, kernel in found.items() if path[-1] in config.targets}
-    there = {path[-1] for path in found}
-    missing = [target for target in config.targets if target not in there]
-    # The default, all seven, means those that the model has.
-    if missing and (not kernels or len(config.targets) < len(TARGETS)):
-        known = [target for target in TARGETS if target in there]
-        raise ValueError(f"expected targets among the matrices of the model, {known}; got {missing}, too")
-    return kernels
-
-
 def _scale(adapters: Adapters, pair: Mapping[str, Array]) -> Float[Array, ""]:
     # Float32 or wider, so that a 16-bit copy of the adapters has the same scale.
     return jnp.asarray(adapters.config.scale, jnp.promote_types(pair["lora_A"].dtype, jnp.float32))
-
-
-def _per_layer(scale: Float[Array, ""], name: str) -> Float[Array, "*layers"]:
-    layers = layers_in_name(name)
-    return scale if layers is None else jnp.broadcast_to(scale, (len(layers),))
 
 
 @jax.jit

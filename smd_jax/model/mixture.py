@@ -17,7 +17,7 @@ Each expert may have LoRA adapters of its matrices, see `smd_jax.model.lora`. Th
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,24 +27,9 @@ from jaxtyping import Array, Float, Int
 from smd_jax.config import Activation, Experts, ModelConfig
 from smd_jax.devices.sharding import over_experts
 from smd_jax.model.lora import LORA
-from smd_jax.pytrees import any_leaves
 from smd_kernels.reference import product_precision
 
 ALPHA = 1.702  # of the sigmoid in gpt-oss' activation
-
-
-@any_leaves
-class Routing(NamedTuple):
-    """The experts of tokens.
-
-    Attributes:
-      experts: `[..., per_token]` the chosen experts, the largest gate first where the router chose them. None: of a
-        layer without experts.
-      logits: `[..., count]` of the router, float32 or wider.
-    """
-
-    experts: Int[Array, "*tokens per_token"] | None
-    logits: Float[Array, "*tokens count"] | None
 
 
 class Router(nn.Module):
@@ -103,8 +88,9 @@ class Mixture(nn.Module):
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], given: Int[Array, "batch tokens per_token"] | None
-    ) -> tuple[Float[Array, "batch tokens hidden"], Routing]:
-        """The sum over experts, and the routing.
+    ) -> tuple[Float[Array, "batch tokens hidden"], Array, Array]:
+        """The sum over experts; the chosen experts `[batch, tokens, per_token]`, int32, the largest gate first where the
+        router chose them; and its logits `[batch, tokens, count]`, float32 or wider.
 
         Args:
           given: the experts of each token; the router chooses for a token with a negative one, and for all if None.
@@ -122,7 +108,7 @@ class Mixture(nn.Module):
             for name, weight in self.experts().items()
         }
         run = partial(expert_sum, experts, self.config.activation)
-        return over_experts(run, experts.count, weights, x, chosen, gates).astype(x.dtype), Routing(chosen, logits)
+        return over_experts(run, experts.count, weights, x, chosen, gates).astype(x.dtype), chosen, logits
 
 
 def _experts_of(config: ModelConfig) -> Experts:

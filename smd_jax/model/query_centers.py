@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.config import ModelConfig
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.message.query_centers import QueryCenters
 from smd_jax.model.attention import AttentionConfig
@@ -38,15 +37,15 @@ def measure_query_centers(
             f"expected RoPE that pairs the halves of all {config.head_dim} channels; got {config.rotated} of them"
             f"{' in neighbouring pairs' if config.rope_interleaved else ''}"
         )
-    frequencies = np.stack([_frequencies(config, layer) for layer in range(config.num_layers)])
+    # Zeros without RoPE, so that nothing rotates.
+    frequencies = np.stack(
+        [
+            inverse_frequencies(config, local=config.window(layer) is not None)[0] * config.has_rope(layer)
+            for layer in range(config.num_layers)
+        ]
+    )
     real, imaginary, length = (np.asarray(x) for x in _means(model, params, tokens, valid, jnp.asarray(frequencies)))
     return QueryCenters(real + 1j * imaginary, length, frequencies)
-
-
-def _frequencies(config: ModelConfig, layer: int) -> np.ndarray:
-    """RoPE frequencies of a layer; zeros without RoPE, so that nothing rotates."""
-    frequencies = inverse_frequencies(config, local=config.window(layer) is not None)[0]
-    return frequencies if config.has_rope(layer) else np.zeros_like(frequencies)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,27 +42,19 @@ def inverse_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[np
     if isinstance(scaling, LinearRope):
         return plain / scaling.factor, 1.0
     if isinstance(scaling, Llama3Rope):
-        return _llama3_frequencies(plain, scaling), 1.0
+        # Full turns of each frequency within the original context. Frequencies with many turns are unchanged, those
+        # with few are divided by the factor, and those in between are mixed.
+        turns = scaling.original_max_positions * plain / (2 * math.pi)
+        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return (1 - smooth) * plain / scaling.factor + smooth * plain, 1.0
     if isinstance(scaling, LongRope):
-        return _longrope_frequencies(plain, scaling, config)
+        original, factor = scaling.original_max_positions, scaling.attention_factor
+        if factor is None:
+            factor = math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(original))
+        is_long = config.max_positions > original
+        return plain / np.asarray(scaling.long_factor if is_long else scaling.short_factor), factor
     return _yarn_frequencies(plain, scaling, config)
-
-
-def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Rope) -> np.ndarray:
-    # Full turns of each frequency within the original context. Frequencies with many turns are unchanged, those with
-    # few are divided by the factor, and those in between are mixed.
-    turns = scaling.original_max_positions * plain / (2 * math.pi)
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return (1 - smooth) * plain / scaling.factor + smooth * plain
-
-
-def _longrope_frequencies(plain: np.ndarray, scaling: LongRope, config: ModelConfig) -> tuple[np.ndarray, float]:
-    is_long = config.max_positions > scaling.original_max_positions
-    factor = scaling.attention_factor
-    if factor is None:
-        factor = math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(scaling.original_max_positions))
-    return plain / np.asarray(scaling.long_factor if is_long else scaling.short_factor), factor
 
 
 def _yarn_frequencies(plain: np.ndarray, scaling: YarnRope, config: ModelConfig) -> tuple[np.ndarray, float]:
@@ -90,16 +82,12 @@ def rope_tables(config: ModelConfig, positions: Int[Array, "batch tokens"], *, l
     wide = jnp.promote_types(config.dtype, jnp.float32)
     # At least float32: bfloat16 cannot represent all positions above 256.
     angles = positions[:, :, None].astype(wide) * jnp.asarray(frequencies, wide)[None, None]
+    query_scale, scaling = None, config.rope_scaling
+    if isinstance(scaling, YarnRope) and scaling.query_beta:
+        contexts = (positions // scaling.original_max_positions).astype(wide)
+        query_scale = 1 + scaling.query_beta * jnp.log1p(contexts)
     # The factor is on queries and keys, so the score is scaled by its square.
-    return Rope(jnp.cos(angles) * factor, jnp.sin(angles) * factor, _query_scale(config, positions, wide))
-
-
-def _query_scale(config: ModelConfig, positions: Int[Array, "batch tokens"], dtype: Any) -> Array | None:
-    scaling = config.rope_scaling
-    if not isinstance(scaling, YarnRope) or not scaling.query_beta:
-        return None
-    contexts = (positions // scaling.original_max_positions).astype(dtype)
-    return 1 + scaling.query_beta * jnp.log1p(contexts)
+    return Rope(jnp.cos(angles) * factor, jnp.sin(angles) * factor, query_scale)
 
 
 def rotate(
