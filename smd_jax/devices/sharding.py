@@ -248,7 +248,8 @@ def over_heads(f: Callable[..., Any], *arrays: Any) -> Any:
         return f(*arrays)
     leaves = jax.tree.leaves(arrays)
     heads = next((axes for axes in HEADS if all(x.shape[1] % _ways(axes, mesh) == 0 for x in leaves)), None)
-    return _apart(f, P(_rows_axes(leaves, mesh), heads), arrays)
+    spec = P(_rows_axes(leaves, mesh), heads)
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)(*arrays)
 
 
 def over_experts(
@@ -283,16 +284,13 @@ def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
     mesh = _mesh()
     if mesh is None or mesh.size == 1:
         return f(*arrays)
-    return _apart(f, P(_rows_axes(jax.tree.leaves(arrays), mesh)), arrays)
+    spec = P(_rows_axes(jax.tree.leaves(arrays), mesh))
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)(*arrays)
 
 
 def _rows_axes(leaves: Sequence[Array], mesh: AbstractMesh) -> tuple[str, ...] | None:
     """The mesh axes of the first axis of all these arrays; None if it does not divide."""
     return BATCH if all(x.shape[0] % row_ways(mesh) == 0 for x in leaves) else None
-
-
-def _apart(f: Callable[..., Any], spec: P, arrays: tuple[Any, ...]) -> Any:
-    return jax.shard_map(f, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)(*arrays)
 
 
 def split_heads(x: Array, heads: int) -> Array:

@@ -117,9 +117,11 @@ class Attention(nn.Module):
         projected = [self.q_proj(tokens), self.k_proj(tokens), self.v_proj(tokens)]
         if self.config.qk_norm and self.config.qk_norm_over == "all":
             projected[:2] = self.q_norm(projected[0]), self.k_norm(projected[1])
+        # [batch, heads, tokens, head_dim]
+        split = (part.reshape(*x.shape[:2], -1, self.config.head_dim).swapaxes(1, 2) for part in projected)
         # Keeps the sharding of x: each device projects its own tokens, and devices of a sequence exchange q, k, v and
         # the output.
-        q, k, v = (constrain_tokens(self._split(part, x.shape), axis=2) for part in projected)
+        q, k, v = (constrain_tokens(part, axis=2) for part in split)
         if self.config.qk_norm and self.config.qk_norm_over == "head":
             # Per head, before RoPE.
             q = self.q_norm(q)
@@ -146,10 +148,6 @@ class Attention(nn.Module):
         # The ratio is in the tables, so that 16-bit queries are rounded once.
         factor = scale if rope.query_scale is None else scale * rope.query_scale[..., None]
         return apply(q, Rope(factor * rope.cos, factor * rope.sin)), apply(k, rope)
-
-    def _split(self, x: Array, shape: tuple[int, ...]) -> Float[Array, "batch heads tokens head_dim"]:
-        """`[..., heads * head_dim]` of `flat` tokens -> `[batch, heads, tokens, head_dim]`."""
-        return x.reshape(*shape[:2], -1, self.config.head_dim).swapaxes(1, 2)
 
 
 def _query_scale(config: ModelConfig) -> float:

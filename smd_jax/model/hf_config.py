@@ -110,11 +110,7 @@ def model_config_from_hf(config: Mapping[str, Any], dtype: FloatName = "float32"
 
 
 def _parsed(content: Mapping[str, Any]) -> Any:
-    """The configuration object of transformers.
-
-    Raises:
-      ValueError, TypeError, LookupError: transformers cannot read it.
-    """
+    """The configuration object of transformers, whose checks may raise ValueError, TypeError and LookupError."""
     # Imported here, because it takes seconds.
     from smd_jax.text.hugging_face import CONFIG_MAPPING, StrictDataclassError, errors_only
 
@@ -222,14 +218,7 @@ def _read_theta(rope: Mapping[str, Any]) -> float:
 
 
 def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
-    """The scaling in `rope_parameters`; None for plain RoPE.
-
-    Args:
-      max_positions: `max_position_embeddings`, which with the original context gives the default factor.
-
-    Raises:
-      ValueError, TypeError: an unsupported type, or values that its configuration refuses.
-    """
+    """The scaling in `rope_parameters`; None for plain RoPE."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None

@@ -173,11 +173,8 @@ def merge_lora(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def by_module(adapters: Adapters) -> dict[tuple[str, ...], dict[str, Array]]:
     """Maps the path of each module with adapters, such as `("layers_0", "mlp", "up_proj")`, to its adapter."""
-    modules: dict[tuple[str, ...], dict[str, Array]] = {}
-    flat: dict[Any, Any] = flatten_dict(adapters.matrices)
-    for path, leaf in flat.items():
-        modules.setdefault(path[:-1], {})[path[-1]] = leaf
-    return modules
+    flat: Any = flatten_dict(adapters.matrices, is_leaf=lambda path, tree: "lora_A" in tree)
+    return flat
 
 
 def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:

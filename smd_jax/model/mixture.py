@@ -88,9 +88,10 @@ class Mixture(nn.Module):
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], given: Int[Array, "batch tokens per_token"] | None
-    ) -> tuple[Float[Array, "batch tokens hidden"], Array, Array]:
-        """The sum over experts; the chosen experts `[batch, tokens, per_token]`, int32, the largest gate first where the
-        router chose them; and its logits `[batch, tokens, count]`, float32 or wider.
+    ) -> tuple[
+        Float[Array, "batch tokens hidden"], Int[Array, "batch tokens per_token"], Float[Array, "batch tokens count"]
+    ]:
+        """The sum over experts; the chosen experts, the largest gate first where the router chose them; and its logits.
 
         Args:
           given: the experts of each token; the router chooses for a token with a negative one, and for all if None.

@@ -232,11 +232,7 @@ def _fused_names(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 
 
 def _fused_targets(lora: LoraConfig, names: Sequence[str]) -> dict[str, tuple[Target, ...]]:
-    """Those of the fused matrices that have adapters, and their parts.
-
-    Raises:
-      ValueError: if only some parts of one have adapters, which PEFT cannot say.
-    """
+    """Those of the fused matrices that have adapters, and their parts; PEFT cannot say adapters of only some parts."""
     found = {}
     for name in names:
         parts = _FUSED[name]
@@ -376,11 +372,7 @@ def _tensor_name(module: str, matrix: str) -> str:
 def _take_tensor(
     tensors: dict[str, np.ndarray], module: str, matrix: str, shape: tuple[int, ...], directory: Path
 ) -> np.ndarray:
-    """Removes the matrix of a module from `tensors`, as it is stored.
-
-    Raises:
-      ValueError: there is none; it has another shape, or is not finite.
-    """
+    """Removes the matrix of a module from `tensors`, as it is stored, and checks it."""
     name = _tensor_name(module, matrix)
     if name not in tensors:
         raise ValueError(f"expected {name} in {directory}, because its target has adapters in every layer; got none")
@@ -404,11 +396,7 @@ def _join(pairs: Sequence[Mapping[str, Any]]) -> Pair:
 
 
 def _split(a: np.ndarray, b: np.ndarray, widths: Sequence[int], rank: int, name: str) -> list[Pair]:
-    """The adapters of the parts, of these output widths and this rank, from that of the stored matrix.
-
-    Raises:
-      ValueError: an adapter of the joined rank whose parts are not apart.
-    """
+    """The adapters of the parts, of these output widths and this rank, from that of the stored matrix."""
     columns = np.split(b, np.cumsum(widths)[:-1], axis=-1)
     if a.shape[-1] == rank:
         return [{"lora_A": a, "lora_B": part} for part in columns]
@@ -456,14 +444,7 @@ def _expert_tensors(
 def _take_experts(
     tensors: dict[str, np.ndarray], content: Mapping[str, Any], config: ModelConfig, directory: Path
 ) -> dict[str, Pair]:
-    """Removes the adapters of experts from a file's tensors: path (`layers_0/mlp/experts/up_proj`) -> adapters.
-
-    Args:
-      content: of adapter_config.json.
-
-    Raises:
-      ValueError: `target_parameters` names others; as `_take_tensor` and `_split`.
-    """
+    """Removes the adapters of experts from a file's tensors: path (`layers_0/mlp/experts/up_proj`) -> adapters."""
     if config.experts is None:
         return {}
     given = content.get("target_parameters") or []

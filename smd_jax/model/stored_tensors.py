@@ -210,11 +210,7 @@ def _read_shard(parts: Sequence[Part], leaf: Leaf, bounds: Bounds, dtype: FloatN
 
 
 def _read_tensor(tensor: StoredTensor, stored: Stored, leaf: Leaf, bounds: Bounds, dtype: FloatName) -> np.ndarray:
-    """The part of one tensor that belongs to a parameter.
-
-    Raises:
-      ValueError: values that are NaN, infinite or beyond the range of the dtype.
-    """
+    """The part of one tensor that belongs to a parameter."""
     *before, (begin, end) = bounds
     # Parameters are concatenated along the last axis, or interleaved.
     turns = len(tensor.leaves) if tensor.interleaved else 1
