@@ -1,7 +1,4 @@
-"""The KV cache of a rollout: slots, compression between segments, and quantised slots.
-
-It has `budget + buffer` slots per layer and KV head for any response length.
-"""
+"""The KV cache of a rollout: slots, compression between segments, and quantised slots."""
 
 from smd_jax.cache.slots import KVCache as KVCache
 from smd_jax.cache.slots import LayerCache as LayerCache

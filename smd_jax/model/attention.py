@@ -10,10 +10,6 @@
     mosaic_tpu    a KeyInterval                a Pallas kernel for TPUs, over segments if cheaper
 
 Shapes and the convention for queries that see nothing are those of `smd_kernels.reference`.
-
-On a Hopper GPU or a TPU, `impl=None` uses the Mosaic kernels if they support the inputs. They were compiled ahead of
-time and checked in JAX's interpreters; not yet run on the hardware. Name another implementation ("portable", "xla") to
-avoid them.
 """
 
 from __future__ import annotations
@@ -88,8 +84,9 @@ def attend(
 
     Args:
       mask: booleans `[batch, kv_heads, queries, keys]`, or a KeyInterval over as many keys as queries.
-      impl: see above. None chooses the fastest by platform, dtype, length and budget; on GPU and TPU these are kernels
-        that have not run on hardware yet. Static.
+      impl: see above. None chooses the fastest by platform, dtype, length and budget. On a Hopper GPU or a TPU these
+        are the Mosaic kernels if they support the inputs: compiled ahead of time and checked in JAX's interpreters, but
+        not yet run on the hardware. Name another ("portable", "xla") to avoid them. Static.
       sizes: tile sizes; None is the implementation's default. "reference" and "xla" have none. Static.
       softcap: see AttentionConfig; "mosaic_gpu" has none. Static.
       sinks: one extra score per head in the softmax, whose weight is dropped (gpt-oss).

@@ -141,9 +141,7 @@ class Attention(nn.Module):
         if rope is None:
             return _times(q, scale), k
         apply = partial(rotate, interleaved=c.rope_interleaved)
-        if scale == 1 and rope.query_scale is None:
-            return apply(q, rope), apply(k, rope)
-        if c.rotated < c.head_dim:
+        if rope.query_scale is None and (scale == 1 or c.rotated < c.head_dim):
             return apply(_times(q, scale), rope), apply(k, rope)
         # The ratio is in the tables, so that 16-bit queries are rounded once.
         factor = scale if rope.query_scale is None else scale * rope.query_scale[..., None]

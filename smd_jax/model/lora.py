@@ -193,10 +193,7 @@ def variables_of(params: Mapping[str, Any]) -> dict[str, Any]:
 @no_type_check  # the annotations of nn.Dense cannot be checked
 class Projection(nn.Dense):
     """`nn.Dense`; and with `lora_A`, `lora_B` and `scale` in Flax's collection "lora" (`variables_of`), plus
-    scale * (x A) B.
-
-    The variables determine whether there is an adapter: the same module is the base and the policy.
-    """
+    scale * (x A) B."""
 
     def __call__(self, inputs: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
         out = super().__call__(inputs)

@@ -30,24 +30,18 @@ def routed_layers(
     """
     if routing is None:
         return tuple(layers)
-    check_routing(shape, routing.shape)
-    assert shape.routing is not None
+    if shape.routing is None:
+        raise ValueError(f"expected no routing, because the model has no experts; got one of shape {routing.shape}")
+    expected = (len(shape.routing.layers), shape.routing.per_token)
+    if routing.shape[2:] != expected:
+        raise ValueError(
+            f"expected routing of {expected[0]} layers with experts and {expected[1]} experts of a token; got "
+            f"{routing.shape[2]} and {routing.shape[3]}"
+        )
     places = {layer: place for place, layer in enumerate(shape.routing.layers)}
     return tuple(
         Routed(state, routing[:, :, places[layer]] if layer in places else None) for layer, state in enumerate(layers)
     )
-
-
-def check_routing(shape: ModelShape, sides: tuple[int, ...]) -> None:
-    """Raises ValueError unless routing `[batch, tokens, mixtures, per_token]` is one of this model's."""
-    if shape.routing is None:
-        raise ValueError(f"expected no routing, because the model has no experts; got one of shape {sides}")
-    expected = (len(shape.routing.layers), shape.routing.per_token)
-    if sides[2:] != expected:
-        raise ValueError(
-            f"expected routing of {expected[0]} layers with experts and {expected[1]} experts of a token; got "
-            f"{sides[2]} and {sides[3]}"
-        )
 
 
 def expert_count(shape: ModelShape) -> int | None:

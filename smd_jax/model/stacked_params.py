@@ -77,34 +77,24 @@ def stack_params(params: Mapping[str, Any], runs: Sequence[range]) -> dict[str, 
 
     Runs whose layers differ, and stacked ones, are unchanged.
     """
-    new = _stacked(params, runs)
-    if LORA in new:
-        new[LORA] = new[LORA].replace(matrices=_stacked(new[LORA].matrices, runs))
-    return new
-
-
-def _stacked(tree: Mapping[str, Any], runs: Sequence[range]) -> dict[str, Any]:
-    new = dict(tree)
+    new = dict(params)
     for layers in runs:
         names = [f"layers_{index}" for index in layers]
         if len(layers) == 1 or not all(name in new for name in names):
             continue
         if len({structure(new[name]) for name in names}) == 1:
             new[run_name(layers)] = stack([new.pop(name) for name in names])
+    if LORA in new:
+        new[LORA] = new[LORA].replace(matrices=stack_params(new[LORA].matrices, runs))
     return new
 
 
 def unstack_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `stack_params`: one entry per layer, the form of checkpoints."""
-    new = _unstacked(params)
-    if LORA in new:
-        new[LORA] = new[LORA].replace(matrices=_unstacked(new[LORA].matrices))
-    return new
-
-
-def _unstacked(tree: Mapping[str, Any]) -> dict[str, Any]:
-    new = dict(tree)
-    for layers, name in _runs_in(tree).items():
+    new = dict(params)
+    for layers, name in _runs_in(params).items():
         parts = unstack(new.pop(name), len(layers))
         new |= {f"layers_{index}": part for index, part in zip(layers, parts, strict=True)}
+    if LORA in new:
+        new[LORA] = new[LORA].replace(matrices=unstack_params(new[LORA].matrices))
     return new
