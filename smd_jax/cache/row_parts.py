@@ -13,15 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-PARTS = 16  # most parts
-
-
-def rows_at_once(rows: int, devices: int) -> int:
-    """Number of rows per part; the last part may be smaller.
-
-    On several devices all rows are one part: they are sharded already, and a part would be on one device.
-    """
-    return rows if devices > 1 else -(-rows // PARTS)
+PARTS = 16  # most parts; the last one may have fewer rows
 
 
 def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) -> tuple[Any, Any]:
@@ -29,7 +21,8 @@ def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) 
     pytrees of arrays with the rows first, and `f` keeps the shapes of `written`."""
     leaves = jax.tree.leaves((written, read))
     rows = leaves[0].shape[0]
-    size = rows_at_once(rows, jax.sharding.get_abstract_mesh().size)
+    # On several devices all rows are one part: they are sharded already, and a part would be on one device.
+    size = rows if jax.sharding.get_abstract_mesh().size > 1 else -(-rows // PARTS)
     # A single part needs no loop, and must not slice a sharded axis.
     if size == rows:
         return f(written, read)

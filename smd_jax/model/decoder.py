@@ -205,7 +205,7 @@ class Layer(nn.Module):
             self.attention_norm = norm_of(c)
             self.mlp_norm = norm_of(c)
         self.attention = Attention(c)
-        self.mlp = Mixture(c) if self.mixture else MLP(c)
+        self.mlp = Mixture(c.experts, c.activation) if self.mixture and c.experts is not None else MLP(c)
         if c.post_norms:
             self.attention_post_norm = norm_of(c)
             self.mlp_post_norm = norm_of(c)

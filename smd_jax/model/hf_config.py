@@ -374,8 +374,19 @@ def _written(config: ModelConfig, model_type: str) -> dict[str, Any]:
         # For readers without `layer_types`: the first layer with a window.
         "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else config.num_layers,
         "no_rope_layers": [int(config.has_rope(layer)) for layer in range(config.num_layers)],
-        **_experts_to_hf(config),
     }
+    if config.experts is not None:
+        keys |= {
+            **dict.fromkeys(_EXPERT_COUNT, config.experts.count),
+            "num_experts_per_tok": config.experts.per_token,
+            "moe_intermediate_size": config.experts.intermediate_size,
+            "router_aux_loss_coef": config.experts.balance_coef,
+            "output_router_logits": False,
+            "norm_topk_prob": config.experts.normalised,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.is_mixture(layer)],
+            "swiglu_limit": config.experts.clamp,
+        }
     return {
         "architectures": [family.architecture],
         "model_type": model_type,
@@ -385,23 +396,6 @@ def _written(config: ModelConfig, model_type: str) -> dict[str, Any]:
         **_rope_to_hf(config, model_type),
         **{key: value for key, value in keys.items() if key in known or (family.experts and key in _EXPERT_COUNT)},
         **{key: values[0] for key, values in family.only.items() if values[0] not in (None, False)},
-    }
-
-
-def _experts_to_hf(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    if experts is None:
-        return {}
-    return {
-        **dict.fromkeys(_EXPERT_COUNT, experts.count),
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "router_aux_loss_coef": experts.balance_coef,
-        "output_router_logits": False,
-        "norm_topk_prob": experts.normalised,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.is_mixture(layer)],
-        "swiglu_limit": experts.clamp,
     }
 
 

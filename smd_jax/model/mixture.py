@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import Activation, Experts, ModelConfig
+from smd_jax.config import Activation, Experts
 from smd_jax.devices.sharding import over_experts
 from smd_jax.model.lora import LORA
 from smd_kernels.reference import product_precision
@@ -35,17 +35,16 @@ ALPHA = 1.702  # of the sigmoid in gpt-oss' activation
 class Router(nn.Module):
     """Router logits in float32 or wider."""
 
-    config: ModelConfig
+    experts: Experts
 
     @nn.compact
     def __call__(self, x: Float[Array, "*tokens hidden"]) -> Float[Array, "*tokens count"]:
-        experts = _experts_of(self.config)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], experts.count))
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.experts.count))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         precision = product_precision(x.dtype)
         logits = jnp.matmul(x, kernel.astype(x.dtype), precision=precision, preferred_element_type=wide)
-        if experts.bias:
-            bias = self.param("bias", nn.initializers.zeros, (experts.count,))
+        if self.experts.bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.experts.count,))
             # Cast to the compute dtype first, because the sampler casts its parameters and the learner does not.
             logits = logits + bias.astype(x.dtype).astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))
         return logits
@@ -55,16 +54,15 @@ class ExpertWeights(nn.Module):
     """The matrices of all experts of a layer, by name; with adapters also `gate_proj_lora_A`, `gate_proj_lora_B` and
     `gate_proj_scale` `[experts]`, which is the same for all of them."""
 
-    config: ModelConfig
+    experts: Experts
 
     @nn.compact
-    def __call__(self) -> dict[str, Array]:
-        c, experts = self.config, _experts_of(self.config)
-        count, hidden, width = experts.count, c.hidden_size, experts.intermediate_size
+    def __call__(self, hidden: int) -> dict[str, Array]:
+        count, width = self.experts.count, self.experts.intermediate_size
         shapes = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
         fresh = nn.initializers.lecun_normal(batch_axis=0)
         weights = {name: self.param(name, fresh, (count, *shape)) for name, shape in shapes.items()}
-        if experts.bias:
+        if self.experts.bias:
             for name, (_, out) in shapes.items():
                 bias = name.replace("proj", "bias")
                 weights[bias] = self.param(bias, nn.initializers.zeros, (count, out))
@@ -80,7 +78,8 @@ class ExpertWeights(nn.Module):
 class Mixture(nn.Module):
     """The part of a layer after attention: router and experts."""
 
-    config: ModelConfig
+    config: Experts
+    activation: Activation
 
     def setup(self) -> None:
         self.router = Router(self.config)
@@ -96,25 +95,19 @@ class Mixture(nn.Module):
         Args:
           given: the experts of each token; the router chooses for a token with a negative one, and for all if None.
         """
-        experts = _experts_of(self.config)
         logits = self.router(x)
-        chosen = jax.lax.top_k(logits, experts.per_token)[1].astype(jnp.int32)
+        chosen = jax.lax.top_k(logits, self.config.per_token)[1].astype(jnp.int32)
         if given is not None:
             known = jnp.all(given >= 0, axis=-1, keepdims=True)
             chosen = jnp.where(known, given.astype(jnp.int32), chosen)
-        gates = gates_of(logits, chosen, experts)
+        gates = gates_of(logits, chosen, self.config)
         weights = {
             # Scales stay in float32, as in a merged matrix.
             name: weight if name.endswith("_scale") else weight.astype(x.dtype)
-            for name, weight in self.experts().items()
+            for name, weight in self.experts(x.shape[-1]).items()
         }
-        run = partial(expert_sum, experts, self.config.activation)
-        return over_experts(run, experts.count, weights, x, chosen, gates).astype(x.dtype), chosen, logits
-
-
-def _experts_of(config: ModelConfig) -> Experts:
-    assert config.experts is not None, "the layer is a mixture"
-    return config.experts
+        run = partial(expert_sum, self.config, self.activation)
+        return over_experts(run, self.config.count, weights, x, chosen, gates).astype(x.dtype), chosen, logits
 
 
 def gates_of(
@@ -165,20 +158,16 @@ def expert_sum(
         return out
 
     rows = flat[order // per_token]
-    inner = activated_pair(projected(rows, "gate"), projected(rows, "up"), experts, activation).astype(x.dtype)
-    out = jnp.where(there, projected(inner, "down"), 0)
+    gate, up = projected(rows, "gate"), projected(rows, "up")
+    if experts.clamp is None:
+        inner = (nn.silu(gate) if activation == "silu" else nn.gelu(gate, approximate=True)) * up
+    else:
+        gate, up = jnp.minimum(gate, experts.clamp), jnp.clip(up, -experts.clamp, experts.clamp)
+        inner = gate * nn.sigmoid(ALPHA * gate) * (up + 1)
+    out = jnp.where(there, projected(inner.astype(x.dtype), "down"), 0)
     # Back in the order of tokens: the sum over a token's experts has a fixed order on any machine.
     by_token = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, per_token, x.shape[-1])
     return (by_token * gates.reshape(-1, per_token, 1).astype(wide)).sum(1).reshape(x.shape)
-
-
-def activated_pair(gate: Array, up: Array, experts: Experts, activation: Activation) -> Array:
-    """The input of an expert's down projection."""
-    if experts.clamp is None:
-        return (nn.silu(gate) if activation == "silu" else nn.gelu(gate, approximate=True)) * up
-    gate = jnp.minimum(gate, experts.clamp)
-    up = jnp.clip(up, -experts.clamp, experts.clamp)
-    return gate * nn.sigmoid(ALPHA * gate) * (up + 1)
 
 
 def routing_dtype(count: int) -> Any:

@@ -131,10 +131,9 @@ def save_checkpoint(
 
     Raises:
       ValueError: no model type fits `config`; `params` do not fit `config`, have a value head or adapters;
-        `max_shard_bytes` is not positive.
+        `max_shard_bytes` is not positive; a file of `tokenizer_from` is not JSON.
       FileExistsError: `directory` holds files that do not belong to a checkpoint.
       FileNotFoundError: `tokenizer_from` has no tokenizer.
-      ValueError: one of its files is not JSON.
       OSError: the disk is full or fails.
     """
     if max_shard_bytes <= 0:
