@@ -22,7 +22,6 @@ from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.eviction.base import CacheView, EvictionPolicy, at_least_float32
 from smd_jax.eviction.learned import gate_logits
 from smd_jax.message.draws import STAYED, ordered_logprob
-from smd_jax.message.gate import Gate
 from smd_jax.message.quantization import Parity
 from smd_jax.pytrees import any_leaves, stack
 
@@ -175,11 +174,14 @@ class Compression:
             view = self._view(seen, progress, number, own)
             scores = self._scores(view)
             kept, evicted = kv_cache.select(scores, seen.valid, self.budget)
-            if self.policy.gate is not None:
+            if (gate := self.policy.gate) is not None:
                 # In sampling order. Empty slots, which are not sampled, come first.
                 evicted_scores = jnp.take_along_axis(jnp.where(seen.valid, scores, -jnp.inf), evicted, axis=2)
                 evicted = jnp.take_along_axis(evicted, jnp.argsort(evicted_scores, axis=2), axis=2)
-                logprob = _draw_logprob(self.policy.gate, view, evicted)
+                numbers = jnp.broadcast_to(jnp.arange(rest, dtype=jnp.int32), evicted.shape)
+                nowhere = jnp.full(seen.valid.shape, STAYED, jnp.int32)
+                order = jnp.put_along_axis(nowhere, evicted, numbers, axis=-1, inplace=False)
+                logprob = ordered_logprob(gate_logits(gate, view), order, seen.valid, seen.valid & (order != STAYED))
             dropped = jnp.take_along_axis(seen.columns, evicted, axis=2)
         else:  # a quantised cache that never evicts holds all keys: its oldest slots are empty
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
@@ -189,11 +191,7 @@ class Compression:
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
 
     def _scores(self, view: CacheView) -> Float[Array, "rows kv_heads slots"]:
-        """The policy's scores as floats; a user's policy may return whole numbers or booleans.
-
-        Raises:
-          ValueError: at trace time, unless there is one score per slot.
-        """
+        """The policy's scores as floats, one per slot; a user's policy may return whole numbers or booleans."""
         scores, expected = self.policy.score(view), view.valid.shape
         if jnp.shape(scores) != expected:
             raise ValueError(
@@ -235,14 +233,3 @@ class Compression:
             declared=cache.statistics,
             parameters=own.parameters,
         )
-
-
-def _draw_logprob(
-    gate: Gate, view: CacheView, evicted: Int[Array, "rows kv_heads rest"]
-) -> Float[Array, "rows kv_heads"]:
-    """log-probability of evicting these slots in this order."""
-    logits = gate_logits(gate, view)
-    numbers = jnp.broadcast_to(jnp.arange(evicted.shape[2], dtype=jnp.int32), evicted.shape)
-    nowhere = jnp.full(view.valid.shape, STAYED, jnp.int32)
-    order = jnp.put_along_axis(nowhere, evicted, numbers, axis=-1, inplace=False)
-    return ordered_logprob(logits, order, view.valid, view.valid & (order != STAYED))

@@ -173,11 +173,19 @@ def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName)
     rope = _read_rope(hf, family, head_dim)
     if not windows:
         rope["local_rope_theta"] = None  # only used in layers with a window
+    scaling, max_positions = rope["rope_scaling"], hf.max_position_embeddings
+    if isinstance(scaling, LongRope):
+        # The original context, for which transformers uses the short factors.
+        max_positions = min(max_positions, scaling.original_max_positions)
+    elif isinstance(scaling, YarnRope):
+        # The larger of both, because a file may have the original or the extended length: Qwen2.5's cards tell users to
+        # add `rope_scaling` with factor 4 and leave `max_position_embeddings` at 32,768.
+        max_positions = max(max_positions, min(int(scaling.factor * scaling.original_max_positions), LARGEST))
     rope_layers = tuple(map(bool, hf.no_rope_layers)) if "no_rope_layers" in known else ()
     return ModelConfig(
         **{**fields, **rope, **family.always},
         head_dim=head_dim,
-        max_positions=_max_positions(hf, rope["rope_scaling"]),
+        max_positions=max_positions,
         rope_layers=() if all(rope_layers) else rope_layers,
         sliding_windows=windows,
         dtype=dtype,
@@ -283,19 +291,6 @@ def _read_experts(hf: Any, family: Family) -> Experts:
         clamp=clamp,
         balance_coef=hf.router_aux_loss_coef,
     )
-
-
-def _max_positions(hf: Any, scaling: RopeScaling | None) -> int:
-    """The context length. Under YaRN it may exceed `max_position_embeddings`: Qwen2.5's cards tell users to add
-    `rope_scaling` with factor 4 and leave `max_position_embeddings` at 32,768. Under LongRoPE it is the original
-    context, for which transformers uses the short factors."""
-    given = hf.max_position_embeddings
-    if isinstance(scaling, LongRope):
-        return min(given, scaling.original_max_positions)
-    if isinstance(scaling, YarnRope):
-        # The larger of both, because a file may have the original or the extended length.
-        return max(given, min(int(scaling.factor * scaling.original_max_positions), LARGEST))
-    return given
 
 
 # Writing

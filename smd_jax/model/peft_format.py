@@ -59,6 +59,8 @@ _FUSED: dict[str, tuple[Target, ...]] = {
 _OF_EXPERTS: dict[str, tuple[Target, ...]] = {"gate_up_proj": _FUSED["gate_up_proj"], "down_proj": ("down_proj",)}
 _MLP_TARGETS = (*_FUSED["gate_up_proj"], "down_proj")
 _ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(base_layer\.)?lora_[AB]\.weight$")
+# How PEFT finds a parameter of experts: `model.layers.0.mlp.experts.NAME` or an end of it.
+_TARGET_PARAMETER = re.compile(r"((.*\.)?experts\.)?(gate_up_proj|down_proj)")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 
 # Options of PEFT that do not change the function of trained adapters. Configurations of an initialisation (EVA, CorDA,
@@ -448,9 +450,9 @@ def _take_experts(
     if config.experts is None:
         return {}
     given = content.get("target_parameters") or []
-    stored = [name for name in _OF_EXPERTS if any(_is_named(name, str(one)) for one in given)]
-    unknown = [one for one in given if not any(_is_named(name, str(one)) for name in _OF_EXPERTS)]
-    if unknown or (not stored and any(_ALL_EXPERTS.search(name) for name in tensors)):
+    named = [_TARGET_PARAMETER.fullmatch(str(one)) for one in given]
+    stored = [name for name in _OF_EXPERTS if any(match and match[3] == name for match in named)]
+    if not all(named) or (not stored and any(_ALL_EXPERTS.search(name) for name in tensors)):
         expected = ", ".join(f"mlp.experts.{name}" for name in _OF_EXPERTS)
         raise ValueError(f"expected target_parameters of {expected} in {directory}; got {shown(given)}")
     count, hidden, width = config.experts.count, config.hidden_size, config.experts.intermediate_size
@@ -471,8 +473,3 @@ def _take_experts(
             apart = _split(a, b, [width_out // len(parts)] * len(parts), rank, module)
             found |= zip(paths, apart, strict=True)
     return found
-
-
-def _is_named(name: str, target: str) -> bool:
-    """Whether PEFT finds the parameter by this text, `model.layers.0.mlp.experts.NAME` or an end of it."""
-    return target.split(".")[-1] == name and target.split(".")[-2:-1] in ([], ["experts"])
