@@ -44,14 +44,14 @@ def measure_query_centers(
             for layer in range(config.num_layers)
         ]
     )
-    real, imaginary, length = (np.asarray(x) for x in _means(model, params, tokens, valid, jnp.asarray(frequencies)))
+    real, imaginary, length = np.asarray(_means(model, params, tokens, valid, jnp.asarray(frequencies)))
     return QueryCenters(real + 1j * imaginary, length, frequencies)
 
 
 @dataclass(frozen=True)
 class _Collect:
     """Dense attention that sums queries rotated back to position 0. A layer's state is its mask, the angles of every
-    token and the counted tokens; the new state is three sums `[heads, head_dim / 2]`."""
+    token and the counted tokens; the new state has the sums of real parts, imaginary parts and lengths."""
 
     attention: AttentionConfig
 
@@ -63,29 +63,24 @@ class _Collect:
         layer: Any,
         /,
         sinks: Float[Array, " heads"] | None = None,
-    ) -> tuple[Float[Array, "rows heads tokens head_dim"], tuple[Array, Array, Array]]:
+    ) -> tuple[Float[Array, "rows heads tokens head_dim"], Float[Array, "3 heads half"]]:
         mask, angles, valid = layer
         out = self.attention.attend(q, k, v, mask, sinks)
         first, second = jnp.split(q.astype(jnp.promote_types(q.dtype, jnp.float32)), 2, axis=-1)
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         real, imaginary = first * cos + second * sin, second * cos - first * sin
-        counted = valid[:, None, :, None]
-
-        def total(x: Array) -> Array:
-            return jnp.where(counted, x, 0).sum(axis=(0, 2))
-
-        return out, (total(real), total(imaginary), total(jnp.sqrt(real**2 + imaginary**2)))
+        parts = jnp.stack([real, imaginary, jnp.sqrt(real**2 + imaginary**2)])
+        return out, jnp.where(valid[:, None, :, None], parts, 0).sum(axis=(1, 3))
 
 
 @partial(jax.jit, static_argnums=0)
 def _means(
     model: Decoder, params: Params, tokens: Array, valid: Array, frequencies: Float[Array, "layers half"]
-) -> tuple[Array, Array, Array]:
+) -> Float[Array, "3 layers heads half"]:
     places = positions(valid)
     masks = layer_masks(model.shape, tokens, dense_mask(valid))
     angles = places[:, :, None].astype(jnp.float32)[None] * frequencies.astype(jnp.float32)[:, None, None]
     layers = tuple((mask, angles[index], valid) for index, mask in enumerate(masks))
     collect = _Collect(model.shape.attention)
     _, sums = model.hidden(params, tokens, model.encode_positions(places), collect, layers)
-    real, imaginary, length = (jnp.stack(x) / valid.sum() for x in zip(*sums, strict=True))
-    return real, imaginary, length
+    return jnp.stack(sums, axis=1) / valid.sum()

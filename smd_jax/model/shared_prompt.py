@@ -114,9 +114,7 @@ class SharedAttend:
 
 def _routed(f: Callable[[Array], Array], layer: LayerState) -> LayerState:
     """The layer's state with `f` of its routing, if it has one."""
-    if not isinstance(layer, Routed):
-        return layer
-    return Routed(layer.state, *(None if x is None else f(x) for x in (layer.experts, layer.logits)))
+    return Routed(layer.state, *jax.tree.map(f, layer[1:])) if isinstance(layer, Routed) else layer
 
 
 def _over_tokens(f: Callable[[Array], Array], x: Float[Array, "rows heads tokens head_dim"]) -> Array:
