@@ -450,7 +450,7 @@ def _take_experts(
     if config.experts is None:
         return {}
     given = content.get("target_parameters") or []
-    named = [_TARGET_PARAMETER.fullmatch(str(one)) for one in given]
+    named = [_TARGET_PARAMETER.fullmatch(str(one)) for one in given] if isinstance(given, list) else [None]
     stored = [name for name in _OF_EXPERTS if any(match and match[3] == name for match in named)]
     if not all(named) or (not stored and any(_ALL_EXPERTS.search(name) for name in tensors)):
         expected = ", ".join(f"mlp.experts.{name}" for name in _OF_EXPERTS)
