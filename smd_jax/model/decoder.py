@@ -32,7 +32,7 @@ adapters in the parameters, see `smd_jax.model.lora`. The parameters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -353,9 +353,14 @@ class Decoder(nn.Module):
         self, x: Array, ropes: Ropes, attend: Attend, layers: tuple[LayerState, ...]
     ) -> tuple[Array, tuple[LayerState, ...]]:
         """All layers in order, runs of equal ones in a loop."""
+        # A state that several layers share appears once.
+        groups: list[Sequence[LayerState]] = [(state,) for state in layers]
+        if self.scan_layers and not self.is_initializing() and all(run_of(state) is None for state in layers):
+            kinds = [(self._kind(index), state_kind(state, index)) for index, state in enumerate(layers)]
+            groups = [layers[here.start : here.stop] for here in equal_runs(kinds)]
         new: list[LayerState] = []
         first = 0
-        for states in self._in_runs(layers):
+        for states in groups:
             run = run_of(states[0])
             here = range(first, first + (len(states) if run is None else run.layers))
             first = here.stop
@@ -378,15 +383,6 @@ class Decoder(nn.Module):
                         x, state = one(layer_of(self.variables, index), rope, x, state)
                     new.append(state)
         return x, tuple(new)
-
-    def _in_runs(self, layers: tuple[LayerState, ...]) -> Iterator[Sequence[LayerState]]:
-        """The states of each run; a state that several layers share appears once."""
-        if not self.scan_layers or self.is_initializing() or any(run_of(state) is not None for state in layers):
-            yield from ((state,) for state in layers)
-            return
-        kinds = [(self._kind(index), state_kind(state, index)) for index, state in enumerate(layers)]
-        for here in equal_runs(kinds):
-            yield layers[here.start : here.stop]
 
     @nn.nowrap
     def _kind(self, index: int) -> tuple[Any, ...]:
