@@ -7,6 +7,7 @@ the largest allocation of a rollout.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,13 +29,9 @@ def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) 
         return f(written, read)
 
     def one(first: Int[Array, ""] | int, count: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        def part(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, first, count)
-
-        def put(old: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=0)
-
-        return jax.tree.map(put, carry, f(*jax.tree.map(part, (carry[0], read))))
+        part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), (carry[0], read))
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+        return jax.tree.map(put, carry, f(*part))
 
     # The loop's carry holds the results of all rows.
     _, like = jax.eval_shape(f, *jax.tree.map(lambda x: x[:size], (written, read)))

@@ -233,9 +233,7 @@ def shift(cache: LayerCache, count: Int[Array, ""], *, ring: bool) -> LayerCache
     if not ring:
         return cache
 
-    def roll(x: Array) -> Array:
-        return jnp.roll(x, count, axis=2)
-
+    roll = partial(jnp.roll, shift=count, axis=2)
     cache = cache.replace(keys=roll(cache.keys), values=roll(cache.values), columns=roll(cache.columns))
     return _map_states(roll, cache)
 

@@ -365,7 +365,9 @@ class Decoder(nn.Module):
             here = range(first, first + (len(states) if run is None else run.layers))
             first = here.stop
             weights = layers_of(self.variables, here) if len(here) > 1 else None
-            rope = self._rope(here[0], ropes)
+            rope = None
+            if self.config.has_rope(here[0]):
+                rope = ropes[0] if self.config.window(here[0]) is None else ropes[-1]
             one = OneLayer(self.config, self.config.is_mixture(here[0]), self.recomputed, attend)
             if run is not None:
                 if weights is None:  # its layers differ in their adapters
@@ -389,11 +391,6 @@ class Decoder(nn.Module):
         """The settings in which equal layers agree."""
         c = self.config
         return c.window(index), c.has_rope(index), c.is_mixture(index)
-
-    def _rope(self, index: int, ropes: Ropes) -> Rope | None:
-        if not self.config.has_rope(index):
-            return None
-        return ropes[0] if self.config.window(index) is None else ropes[-1]
 
     def _logits(self, hidden: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens vocab"]:
         # Multiplied here, because logits of nn.Embed or nn.Dense would have the compute dtype instead of float32.
