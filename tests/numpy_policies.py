@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.policies import H2O, RKV, TOVA, KeyDiff, Knorm, Recent, SnapKV, StreamingLLM
-from smd_jax.eviction.triattention import TriAttention
+from smd_jax.eviction.policies import H2O, RKV, TOVA, KeyDiff, Knorm, Recent, SnapKV, StreamingLLM, TriAttention
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from tests.numpy_decoder import softmax
 

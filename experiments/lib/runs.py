@@ -23,7 +23,7 @@ from lib.problems import Problem, Split, tokenizer
 from lib.provenance import clean_commit, commit, provenance
 from lib.samplers import FULL_CACHE, Sampler
 from lib.starts import StartLevel, start, start_hash
-from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import LearnedGate
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.text.prompts import eos_token_id, pad_token_id

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import smd_jax as smd
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, Random, Recent, SnapKV, StreamingLLM
+from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, LearnedGate, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.message.gate import AttentionGate
 
 # Windows and sinks for budgets of about ten keys.

@@ -20,7 +20,7 @@ from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.eviction.base import CacheView, EvictionPolicy, at_least_float32
-from smd_jax.eviction.learned import gate_logits
+from smd_jax.eviction.policies import gate_logits
 from smd_jax.message.draws import STAYED, ordered_logprob
 from smd_jax.message.quantization import Parity
 from smd_jax.pytrees import any_leaves, stack

@@ -17,7 +17,7 @@ from smd_jax.commands.policy_texts import named_policy, parse_decode
 from smd_jax.config import ModelConfig
 from smd_jax.corrections.named import CORRECTIONS
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.reference import ReferenceSync

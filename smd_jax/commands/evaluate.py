@@ -60,7 +60,7 @@ from smd_jax.commands.task_source import (
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.environments.processes import UnloadableEnvironmentError
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import LearnedGate
 from smd_jax.message.gate import EVICTION_GATE, LinearGate
 from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder

@@ -17,9 +17,7 @@ from typing import Any
 
 from smd_jax.eviction import policies, wrappers
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.named import POLICIES
-from smd_jax.eviction.triattention import TriAttention
+from smd_jax.eviction.policies import POLICIES, LearnedGate, TriAttention
 from smd_jax.message.gate import Gate
 from smd_jax.tasks.functions import import_object
 from smd_jax.text.near_names import did_you_mean

@@ -24,13 +24,13 @@ from smd_jax.eviction.policies import RKV as RKV
 from smd_jax.eviction.policies import KeyDiff as KeyDiff
 from smd_jax.eviction.policies import Knorm as Knorm
 from smd_jax.eviction.policies import Random as Random
+from smd_jax.eviction.policies import TriAttention as TriAttention
+from smd_jax.eviction.policies import LearnedGate as LearnedGate
 from smd_jax.eviction.wrappers import Protect as Protect
 from smd_jax.eviction.wrappers import Pyramid as Pyramid
 from smd_jax.eviction.wrappers import OnTokens as OnTokens
-from smd_jax.eviction.triattention import TriAttention as TriAttention
 from smd_jax.message.query_centers import QueryCenters as QueryCenters
 from smd_jax.message.spans import TokenSpans as TokenSpans
-from smd_jax.eviction.learned import LearnedGate as LearnedGate
 from smd_jax.message.gate import AttentionGate as AttentionGate
 from smd_jax.message.gate import Gate as Gate
 from smd_jax.message.gate import LinearGate as LinearGate

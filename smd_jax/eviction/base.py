@@ -98,12 +98,10 @@ class EvictionPolicy:
         Args:
           params: the sampler's parameters, of the model and its additions such as gates.
         """
-        del params, layer
         return ()
 
     def protected(self, budget: int) -> int:
         """Number of keys that are always kept; the budget must hold them."""
-        del budget
         return 0
 
     def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.eviction.base import (
@@ -20,8 +22,12 @@ from smd_jax.eviction.base import (
     protect,
 )
 from smd_jax.eviction.statistics import NewestQueries, ReceivedAttention
+from smd_jax.message.gate import Gate, LinearGate, gate_parameters
+from smd_jax.message.query_centers import QueryCenters
 from smd_jax.typed_fields import check_types
 from smd_kernels.reference import masked_softmax
+
+LEAST_DEVIATION = 1e-6  # smallest standard deviation by which TriAttention divides a head's scores
 
 
 def window_positions(view: CacheView, window: NewestQueries) -> Int[Array, "batch window"]:
@@ -50,21 +56,19 @@ def window_weights(view: CacheView, window: NewestQueries) -> Float[Array, "batc
 
 def pool(x: Scores, kernel: int, reducer: str) -> Scores:
     """Average (zeros outside, as torch's avg_pool1d) or maximum over `kernel` neighbouring slots, same length."""
-    window = (1, 1, kernel)
-    strides = (1, 1, 1)
     # Both sides together are kernel - 1 slots, so that the length stays; an even kernel has one more at the left.
     sides = [(0, 0), (0, 0), (kernel // 2, (kernel - 1) // 2)]
     if reducer == "max":
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, sides)
-    return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, strides, sides) / kernel
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, kernel), (1, 1, 1), sides)
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, kernel), (1, 1, 1), sides) / kernel
 
 
-def drawn_by_position(view: CacheView, draw: Callable[[Key[Array, ""]], Array]) -> Scores:
-    """A number `draw(rng)` for every key. It depends on head and position, not on the slot, so padding has no
-    effect."""
+def drawn_by_position(view: CacheView, draw: Callable[..., Array]) -> Scores:
+    """A random number for every key, by its head and position, not its slot. `draw` is a function of `jax.random`."""
 
     def of_key(rng: Key[Array, ""], head: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, ""]:
-        return draw(jax.random.fold_in(jax.random.fold_in(rng, head), position))
+        # Explicit float32: with 64-bit numbers enabled, JAX's default dtype gives other numbers.
+        return draw(jax.random.fold_in(jax.random.fold_in(rng, head), position), (), jnp.float32)
 
     of_head = jax.vmap(of_key, in_axes=(None, None, 0))
     of_row = jax.vmap(of_head, in_axes=(None, 0, 0))
@@ -295,5 +299,157 @@ class Random(EvictionPolicy):
     """
 
     def score(self, view: CacheView) -> Scores:
-        # Explicit float32: with 64-bit numbers enabled, JAX's default dtype gives other numbers.
-        return drawn_by_position(view, lambda rng: jax.random.uniform(rng, (), jnp.float32))
+        return drawn_by_position(view, jax.random.uniform)
+
+
+@dataclass(frozen=True)
+class TriAttention(EvictionPolicy):
+    """TriAttention (arXiv:2604.04921; WeianMao/triattention `pruning_utils.py`), in the mode that TensorRT-LLM calls
+    `per_layer_perhead`: every KV head of every layer chooses its keys.
+
+    With E the mean query before RoPE and k a key before RoPE, as complex numbers of each frequency w:
+
+        s_j = mean over d of sum over w of  Re(E conj(k_j) exp(i w (t + d - p_j)))  +  (mean |q| - |E|) |k_j|
+
+    t is the position of the next query, d = 1, 2, 4, … up to `longest`. Scores of a query head are normalised over the
+    keys (mean 0, variance 1), and a KV head takes the maximum over its query heads.
+
+    There is no window of newest keys: `Protect(..., recent=n)` adds one. TensorRT-LLM never evicts the prompt, and its
+    budget is for the response. To do the same, set `sinks` to the prompt length and increase the budget by as much.
+
+    Attributes:
+      centers: query centers of the model, see `smd_jax.model.query_centers`.
+      sinks: number of first keys, which are kept and left out of the normalisation.
+      longest: the largest d.
+
+    Raises:
+      TypeError, ValueError: a value that its field does not allow.
+    """
+
+    centers: QueryCenters
+    sinks: int = 0
+    longest: int = 65536
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, "sinks", self.sinks, 0)
+        check_at_least(self, "longest", self.longest, 1)
+
+    def protected(self, budget: int) -> int:
+        return self.sinks
+
+    def parameters(self, params: Any, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Real and imaginary part of the mean query, rotated and averaged over d; the weight of |k|; the frequencies.
+
+        Raises:
+          ValueError: the centers have fewer layers.
+        """
+        if layer >= len(self.centers.mean):
+            raise ValueError(f"expected query centers of at least {layer + 1} layers; got {len(self.centers.mean)}")
+        mean, frequencies = self.centers.mean[layer].astype(np.complex128), self.centers.frequencies[layer]
+        ahead = 2.0 ** np.arange(int(np.log2(self.longest)) + 1)
+        turned = mean * np.exp(1j * ahead[:, None] * frequencies).mean(axis=0)
+        return turned.real, turned.imag, self.centers.length[layer] - np.abs(mean), frequencies
+
+    def score(self, view: CacheView) -> Scores:
+        of_heads = self._of_heads(view)
+        candidates = view.valid & (view.positions >= self.sinks)
+        counted = candidates[:, :, None]
+        count = jnp.maximum(counted.sum(-1, keepdims=True), 1)
+        mean = jnp.where(counted, of_heads, 0).sum(-1, keepdims=True) / count
+        centered = jnp.where(counted, of_heads - mean, 0)
+        deviation = jnp.sqrt((centered**2).sum(-1, keepdims=True) / count)
+        scores = (centered / jnp.maximum(deviation, LEAST_DEVIATION)).max(axis=2)
+        return protect(scores, view.positions < self.sinks) if self.sinks else scores
+
+    def _of_heads(self, view: CacheView) -> Float[Array, "batch kv_heads group slots"]:
+        """Scores of every query head."""
+        keys = at_least_float32(view.keys)
+        kv_heads, half = keys.shape[1], keys.shape[3] // 2
+        real, imaginary, weight, frequencies = (jnp.asarray(x, keys.dtype) for x in view.parameters)
+        heads, frequency_count = real.shape
+        if heads % kv_heads or frequency_count != half:
+            raise ValueError(
+                f"expected query centers of a multiple of {kv_heads} heads and {half} frequencies; got {heads} and "
+                f"{frequency_count}"
+            )
+        # A cached key is already rotated to its position, so only the query's position is needed.
+        angles = (view.newest[:, None] + 1).astype(keys.dtype) * frequencies[None]
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        real, imaginary = real[None], imaginary[None]
+        turned = jnp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)
+        grouped = turned.reshape(len(turned), kv_heads, -1, 2 * half)
+        lengths = jnp.sqrt(keys[..., :half] ** 2 + keys[..., half:] ** 2)
+        weights = weight.reshape(kv_heads, -1, half)
+        # Accelerators multiply float32 in fewer bits by default.
+        expected = jnp.einsum("bhgd,bhsd->bhgs", grouped, keys, precision="highest")
+        return expected + jnp.einsum("hgf,bhsf->bhgs", weights, lengths, precision="highest")
+
+
+@dataclass(frozen=True)
+class LearnedGate(EvictionPolicy):
+    """Evicts keys by sampling without replacement, in proportion to exp(-logit) of a gate (`smd_jax.message.gate`).
+
+    The lowest scores of logit - Gumbel noise are such a sample (Gumbel top-k, arXiv:1903.06059). The trajectory records
+    order and log-probability (`smd_jax.message.draws`); `UpdateConfig.eviction_coef` trains the gate.
+
+    Add the parameters of a `LinearGate` with `smd_jax.message.gate.add_gate`; an `AttentionGate` has none. The gate
+    protects only its `sinks`.
+    Inside `Protect` or `Pyramid` it evicts in the same way, but records no draws to train on.
+
+    A group's rows share the draws made while their prompt is read, as with `Random`. Shared draws are recorded and
+    replayed, but not trained: see `EvictionDraws.trained`.
+
+    Attributes:
+      greedy: evict the keys with the lowest logits, without sampling and without a record.
+
+    Raises:
+      TypeError: for a value that the type of its field does not allow.
+    """
+
+    weights: Gate = field(default_factory=LinearGate)
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def gate(self) -> Gate | None:
+        return None if self.greedy else self.weights
+
+    @property
+    def statistics(self) -> tuple[NewestQueries]:
+        return (NewestQueries(1),)
+
+    def protected(self, budget: int) -> int:
+        return self.weights.sinks
+
+    def parameters(self, params: Any, layer: int) -> Any:
+        return gate_parameters(params, self.weights, layer)
+
+    def score(self, view: CacheView) -> Scores:
+        logits = gate_logits(self.weights, view)
+        return logits if self.greedy else logits - drawn_by_position(view, jax.random.gumbel)
+
+
+def gate_logits(gate: Gate, view: CacheView) -> Scores:
+    """The gate's worth of each cached key."""
+    queries = view.statistic(NewestQueries(1))
+    logits = gate.logits(view.parameters, view.keys, view.values, view.positions, view.newest[:, None], queries)
+    return gate.keep_sinks(logits, view.positions)[:, :, 0]
+
+
+# By name, with their default parameters.
+POLICIES: dict[str, EvictionPolicy] = {
+    "dense": Dense(),
+    "gate": LearnedGate(),
+    "h2o": H2O(),
+    "keydiff": KeyDiff(),
+    "knorm": Knorm(),
+    "random": Random(),
+    "recent": Recent(),
+    "rkv": RKV(),
+    "snapkv": SnapKV(),
+    "streaming_llm": StreamingLLM(),
+    "tova": TOVA(),
+}

@@ -124,7 +124,6 @@ class Statistic(Generic[State]):
     def shift(self, state: State, count: Int[Array, ""]) -> State:
         """The state with all query numbers shifted by `count`, for a prompt that an engine seats `count` steps after
         its cache was made. Only ring buffers need to override it."""
-        del count
         return state
 
 

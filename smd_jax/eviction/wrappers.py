@@ -15,12 +15,7 @@ from smd_jax.typed_fields import check_types
 
 @dataclass(frozen=True)
 class _Wrapper(EvictionPolicy):
-    """A policy around another one.
-
-    Raises:
-      TypeError: for a value that the type of its field does not allow.
-      ValueError: if the inner policy never evicts, as `Dense`.
-    """
+    """A policy around another one."""
 
     inner: EvictionPolicy
 
@@ -98,8 +93,7 @@ class Pyramid(_Wrapper):
         check_at_least(self, "beta", self.beta, 1)
 
     def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
-        if num_layers == 1:
-            # L - 1 is 0.
+        if num_layers == 1:  # L - 1 is 0
             return (budget,)
         window = self.inner.protected(budget)
         least = (budget - window) / self.beta

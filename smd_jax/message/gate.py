@@ -4,7 +4,7 @@
               └─ the model ─┘   └─ a pytree of the gate's for every layer ─┘
 
 The gate's parameters are stored with the model's under a name that models ignore, so optimizer, sharding and
-checkpoints include them. A sampler that samples evictions from a gate's logits (`smd_jax.eviction.learned.LearnedGate`)
+checkpoints include them. A sampler that samples evictions from a gate's logits (`smd_jax.eviction.LearnedGate`)
 is a policy over keys and tokens, and the learner can recompute both probabilities.
 """
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from smd_jax import corrections
 from smd_jax.devices.sharding import AXES, make_mesh
 from smd_jax.eviction import policies
-from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import LearnedGate
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner

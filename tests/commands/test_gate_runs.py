@@ -16,7 +16,7 @@ from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.evaluate import with_trained
 from smd_jax.commands.export import main as export
 from smd_jax.commands.train import main
-from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.message.gate import EVICTION_GATE, KEPT, LinearGate, add_gate
 from smd_jax.model.decoder import Decoder

@@ -15,11 +15,9 @@ from smd_jax.commands.limits import evicts_keys
 from smd_jax.commands.policy_texts import named_policy, parse_decode, parse_policy, with_sinks
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import main
+from smd_jax.eviction import LearnedGate, TriAttention
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.named import POLICIES
-from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, Recent, SnapKV, StreamingLLM
-from smd_jax.eviction.triattention import TriAttention
+from smd_jax.eviction.policies import H2O, POLICIES, RKV, TOVA, Dense, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import OnTokens, Protect, Pyramid
 from smd_jax.message.gate import AttentionGate, LinearGate
 from smd_jax.message.spans import TokenSpans

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from smd_jax.config import ModelConfig
+from smd_jax.eviction import TriAttention
 from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget, check_policy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.statistics import CacheShape, NewestQueries, ReceivedAttention
-from smd_jax.eviction.triattention import TriAttention
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory

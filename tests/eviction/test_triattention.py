@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from smd_jax.eviction.triattention import TriAttention
+from smd_jax.eviction.policies import TriAttention
 from smd_jax.message.query_centers import QueryCenters
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.query_centers import measure_query_centers

@@ -25,7 +25,7 @@ from smd_jax.commands.policy_texts import parse_decode
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.devices.processes import differences
 from smd_jax.eviction import policies
-from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import LearnedGate
 from smd_jax.eviction.wrappers import OnTokens, Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner

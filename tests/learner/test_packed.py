@@ -10,7 +10,7 @@ import pytest
 
 from smd_jax.corrections.importance import TIS
 from smd_jax.corrections.trust_region import OPSM
-from smd_jax.eviction.learned import LearnedGate
+from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner import packed
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay

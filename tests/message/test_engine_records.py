@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.triattention import TriAttention
+from smd_jax.eviction.policies import TriAttention
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.learner.forward import replay
 from smd_jax.message.masks import NEVER

@@ -18,8 +18,7 @@ from smd_jax.cache.compression import Compression, CompressionRecord, RowProgres
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.config import ModelConfig
 from smd_jax.corrections.uncorrected import Naive
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import H2O, Random
+from smd_jax.eviction.policies import H2O, LearnedGate, Random
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import recorded_draws, replay_evictions

@@ -15,8 +15,7 @@ import pytest
 from smd_jax.certify.record import arrays_of
 from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import SnapKV
+from smd_jax.eviction.policies import LearnedGate, SnapKV
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.learner.forward import replay
 from smd_jax.message.masks import NEVER, ShadowMask

@@ -14,8 +14,7 @@ import pytest
 
 from smd_jax.config import Experts, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import H2O, RKV, Dense, Random, SnapKV, StreamingLLM
+from smd_jax.eviction.policies import H2O, RKV, Dense, LearnedGate, Random, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import OnTokens, Pyramid
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.forward import replay

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import H2O, Dense, Knorm, SnapKV
+from smd_jax.eviction.policies import H2O, Dense, Knorm, LearnedGate, SnapKV
 from smd_jax.eviction.wrappers import OnTokens, Protect
 from smd_jax.learner.forward import replay
 from smd_jax.message.masks import NEVER

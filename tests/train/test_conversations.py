@@ -18,8 +18,7 @@ import pytest
 from smd_jax.corrections.trust_region import OPSM
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.environments.processes import EnvironmentsHere
-from smd_jax.eviction.learned import LearnedGate
-from smd_jax.eviction.policies import Dense, SnapKV
+from smd_jax.eviction.policies import Dense, LearnedGate, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.named import gspo
