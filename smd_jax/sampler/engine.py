@@ -6,7 +6,7 @@
               └─────────────────────────────────────────────────────────────────────────────────┘
 
 A host loop runs three programs: prefill (compiled for a few widths), seat and segment (compiled once).
-`smd_jax.sampler.prompt_queue` holds waiting prompts, `smd_jax.sampler.host_records` the records.
+`smd_jax.sampler.host_records` keeps the records on the host.
 
 Caches are donated and updated in place. A row's tokens and evictions do not depend on its index or on other rows.
 Records are copied to the host while the next segment runs, and the host assembles the trajectory in the prompts' order.
@@ -39,12 +39,13 @@ from smd_jax.sampler.host_records import HostRecords
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import gathered_params
 from smd_jax.sampler.prefill import Prefilled, prefill
-from smd_jax.sampler.prompt_queue import PromptQueue, PromptsToRead
 from smd_jax.sampler.seats import SamplerState, Seats, constrained, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
+
+NARROWEST = 16  # columns of the narrowest batch of prompts
 
 
 class Progress(NamedTuple):
@@ -166,10 +167,7 @@ class Engine:
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             loop = _Loop(self, params, prompts, key, group_size, stop, limits)
             loop.run(report)
-            records = loop.records
-            steps = loop.steps
-            segments = loop.segments
-            prefills = loop.prefills
+            records, steps, segments, prefills = loop.records, loop.steps, loop.segments, loop.prefills
             del loop  # frees its caches for the trajectory
         trajectory = self._place(records.trajectory())
         tokens = int(records.drawn.sum())
@@ -206,16 +204,52 @@ class Engine:
         return jax.device_put(trajectory, whole if rows % row_ways(self.mesh) else batch_sharding(self.mesh))
 
 
-@dataclass
-class _ReadPrompts:
-    """A prefilled batch of prompts on the device, and the rows that wait for it.
+class PromptQueue:
+    """Waiting prompts. They are read in batches of one size, and a program is compiled for each width. So they wait in
+    queues by length:
 
-    Attributes:
-      rows: (index of the prompt in the batch, row of the trajectory).
+        whole       widths 25, 50, 100 of a prompt of 100 columns: a prompt waits at the first width that holds it
+        in chunks   prompts of up to one chunk by widths, as above; longer ones by their number of chunks, because one
+                    program for all columns skips chunks that are padding in the whole batch
+
+    Args:
+      lengths: `[prompts]` tokens of each prompt.
+      width: columns of their batch.
+      chunk: columns read at once; None: all.
     """
 
-    prefilled: Prefilled
-    rows: deque[tuple[int, int]]
+    def __init__(self, lengths: np.ndarray, width: int, chunk: int | None) -> None:
+        self._widths = buckets(width if chunk is None else min(chunk, width))
+        # The first width that is not below the length.
+        queue_of = np.searchsorted(self._widths, lengths)
+        if chunk is not None and chunk < width:
+            chunks = -(-lengths // chunk)
+            # Queues of two chunks, three chunks and so on follow the last queue by width.
+            queue_of = np.where(chunks > 1, len(self._widths) + chunks - 2, queue_of)
+            # All of these are read in the full width, by one program that skips padding.
+            self._widths += [width] * (-(-width // chunk) - 1)
+        # Indices of prompts, ascending.
+        self._queues = [deque(np.flatnonzero(queue_of == index).tolist()) for index in range(len(self._widths))]
+
+    def __bool__(self) -> bool:
+        """Whether any prompt waits."""
+        return any(self._queues)
+
+    def next(self, most: int) -> tuple[list[int], int]:
+        """Removes the prompt with the lowest index, and up to `most - 1` others from its queue; also the columns,
+        counted from the prompts' end, that hold all of them."""
+        waiting = (index for index, queue in enumerate(self._queues) if queue)
+        index = min(waiting, key=lambda index: self._queues[index][0])
+        queue = self._queues[index]
+        return [queue.popleft() for _ in range(min(len(queue), most))], self._widths[index]
+
+
+def buckets(width: int) -> list[int]:
+    """Widths of prefill batches, ascending: the whole, its half, its quarter, …"""
+    widths = [width]
+    while widths[0] > NARROWEST:
+        widths.insert(0, -(-widths[0] // 2))
+    return widths
 
 
 class _Loop:
@@ -223,7 +257,8 @@ class _Loop:
 
     Attributes:
       queue: waiting prompts.
-      read: prefilled batches with waiting rows: one, or none.
+      prefilled: a batch of prompts, while rows wait for it.
+      waiting: these rows: (index of the prompt in the batch, row of the trajectory).
       records: records of every row.
       seated: `[decode_rows]` the row of the trajectory in each decode row, -1: free.
       state: on the device. Every program that changes it donates it, so that caches are updated in place; do not read
@@ -257,20 +292,17 @@ class _Loop:
         # A batch is at most all prompts, rounded up to divide over the devices.
         ways = row_ways(engine.mesh)
         self.prefill_rows = min(engine.prefill_rows, -(-count // ways) * ways)
-        self.queue = PromptQueue.of(self.prompts.valid.sum(axis=1), width, config.prefill_chunk)
+        self.queue = PromptQueue(self.prompts.valid.sum(axis=1), width, config.prefill_chunk)
         self.seated = np.full(engine.decode_rows, -1)
-        self.steps = 0
-        self.segments = 0
-        self.prefills = 0
+        self.waiting = deque[tuple[int, int]]()
+        self.steps = self.segments = self.prefills = 0
         # The first prompts determine the shapes of caches and records.
-        to_read = self.queue.next(self.prefill_rows)
-        first = self.prefill(to_read)
-        self.read = deque([first])
-        self.state = _empty(first.prefilled, engine.decode_rows)
+        read = self.read_prompts()
+        self.state = _empty(self.prefilled, engine.decode_rows)
         # Only shapes: nothing is computed and the state is not donated.
         like_segment = jax.eval_shape(partial(_segment, self.sampler), self.params, self.state, stop)[1]
-        self.records = HostRecords(self.sampler, self.prompts, group_size, first.prefilled.records, like_segment)
-        self.records.leave_prompts(to_read.prompts, first.prefilled.records)
+        self.records = HostRecords(self.sampler, self.prompts, group_size, self.prefilled.records, like_segment)
+        self.records.leave_prompts(read, self.prefilled.records)
 
     def run(self, report: Callable[[Progress], None] | None) -> None:
         """Seats and decodes until all rows are finished."""
@@ -283,40 +315,36 @@ class _Loop:
             self.records.fetch()
             self.harvest(record)
             if report is not None:
-                report(self.progress(live))
+                drawn, ended = self.records.drawn, self.records.ended
+                seconds = time.perf_counter() - self.began
+                report(Progress(int(drawn.sum()), seconds, live, self.engine.decode_rows, int(ended.sum()), len(ended)))
         self.records.fetch()
 
     def fill(self) -> None:
         """Seats prompts in free decode rows, as long as there are both."""
-        while (free := np.flatnonzero(self.seated < 0)).size and (self.read or self.queue):
-            if not self.read:
-                to_read = self.queue.next(self.prefill_rows)
-                self.read.append(self.prefill(to_read))
-                self.records.leave_prompts(to_read.prompts, self.read[0].prefilled.records)
-            self.seat(free, self.read[0])
-            if not self.read[0].rows:
-                self.read.popleft()  # frees the memory of its caches
+        while (free := np.flatnonzero(self.seated < 0)).size and (self.waiting or self.queue):
+            if not self.waiting:
+                read = self.read_prompts()
+                self.records.leave_prompts(read, self.prefilled.records)
+            self.seat(free)
 
-    def prefill(self, to_read: PromptsToRead) -> _ReadPrompts:
-        """Reads a batch of prompts, each once for all rows of its group."""
-        prompts, width = to_read
+    def read_prompts(self) -> list[int]:
+        """Reads the next prompts, each once for all rows of its group; returns their indices."""
+        prompts, width = self.queue.next(self.prefill_rows)
         # Another batch size would compile another program.
         padded = np.resize(prompts, self.prefill_rows)  # repeats some, which are not used
         # Prompts are padded at the left, so their tokens are in the last columns of the batch.
         part = PromptBatch(self.prompts.tokens[padded, -width:], self.prompts.valid[padded, -width:])
         keys = prompt_keys(self.keys, self.group_size)[padded]
-        prefilled = _prefill(self.sampler, self.params, part, keys)
+        self.prefilled = _prefill(self.sampler, self.params, part, keys)
         self.prefills += 1
-        rows = (
-            (place, prompt * self.group_size + sample)
-            for place, prompt in enumerate(prompts)
-            for sample in range(self.group_size)
-        )
-        return _ReadPrompts(prefilled, deque(rows))
+        for place, prompt in enumerate(prompts):
+            self.waiting.extend((place, prompt * self.group_size + sample) for sample in range(self.group_size))
+        return prompts
 
-    def seat(self, free: np.ndarray, read: _ReadPrompts) -> None:
-        """Begins as many rows of these prompts as there are free decode rows."""
-        taken = [read.rows.popleft() for _ in range(min(len(free), len(read.rows)))]
+    def seat(self, free: np.ndarray) -> None:
+        """Begins as many waiting rows as there are free decode rows."""
+        taken = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
         places, rows = (np.array(x, np.int32) for x in zip(*taken, strict=True))
         decode_rows = free[: len(rows)]
         self.seated[decode_rows] = rows
@@ -327,7 +355,9 @@ class _Loop:
         limit[decode_rows] = self.limits[rows]
         # A free row (-1) gets an arbitrary key, which is not used, because `source` leaves the row unchanged.
         seats = Seats(jnp.asarray(source), self.keys[np.maximum(self.seated, 0)], jnp.asarray(limit))
-        self.state = _seat(self.sampler, self.state, read.prefilled, seats)
+        self.state = _seat(self.sampler, self.state, self.prefilled, seats)
+        if not self.waiting:
+            del self.prefilled  # frees the memory of its caches
 
     def harvest(self, record: SegmentRecord) -> None:
         """Records the progress of the seated rows, and frees the decode rows of finished ones."""
@@ -339,20 +369,11 @@ class _Loop:
         steps, drawn, done, terminated = jax.device_get(progress)
         self.steps = int(steps)
         self.segments += 1
-        self.records.note(rows, drawn[decode_rows], done[decode_rows], terminated[decode_rows])
+        self.records.drawn[rows] = drawn[decode_rows]
+        self.records.ended[rows] = done[decode_rows]
+        self.records.terminated[rows] = terminated[decode_rows]
         # Free decode rows are `done` as well and are left out here.
         self.seated[decode_rows[done[decode_rows]]] = -1
-
-    def progress(self, live: int) -> Progress:
-        """After a segment that began with `live` rows."""
-        return Progress(
-            tokens=int(self.records.drawn.sum()),
-            seconds=time.perf_counter() - self.began,
-            live=live,
-            decode_rows=self.engine.decode_rows,
-            finished=int(self.records.ended.sum()),
-            rows=len(self.records.ended),
-        )
 
 
 @partial(jax.jit, static_argnames="sampler")

@@ -72,21 +72,20 @@ class HostRecords:
         self._group_size = group_size
         self._prompts = prompts
         self._prompt_records = jax.tree.map(lambda x: np.zeros((count, *x.shape[1:]), x.dtype), like_prompts)
-        self._segment_records = _room(sampler, like_segment, rows)
+        with jax.default_device(host_device()):
+            # A segment has the decode rows, the records have all rows of the run.
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like_segment)
+            # Copies, because NumPy's view of a JAX array is read-only.
+            self._segment_records = jax.tree.map(np.array, no_records(sampler, like))
         self._on_device: list[_OnDevice] = []
-
-    def note(self, rows: np.ndarray, drawn: np.ndarray, ended: np.ndarray, terminated: np.ndarray) -> None:
-        """Updates the progress of these rows after a segment."""
-        self.drawn[rows] = drawn
-        self.ended[rows] = ended
-        self.terminated[rows] = terminated
 
     def leave_prompts(self, prompts: list[int], records: tuple[PromptRecord, ...]) -> None:
         """Queues the records of a prefill for a later `fetch`."""
         self._on_device.append(_OnDevice(self._prompt_records, prompts, slice(len(prompts)), records))
 
     def leave_segment(self, decode_rows: np.ndarray, rows: np.ndarray, record: SegmentRecord) -> None:
-        """Queues the record of a segment for a later `fetch`, and starts its copy to the host. Called before `note`.
+        """Queues the record of a segment for a later `fetch`, and starts its copy to the host. Called while
+        `drawn` has the tokens before the segment.
 
         Rows are seated between segments, so their segments begin at multiples of the buffer.
         """
@@ -110,15 +109,6 @@ class HostRecords:
         with jax.default_device(host_device()):
             records = (self._prompts, self._prompt_records, self._segment_records, self.terminated)
             return _finish(self._sampler, self._group_size, *jax.tree.map(jnp.asarray, records))
-
-
-def _room(sampler: Sampler, like: SegmentRecord, rows: int) -> SegmentRecord:
-    """NumPy arrays for the records of all rows."""
-    with jax.default_device(host_device()):
-        # The segment has the decode rows, the records have all rows of the run.
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like)
-        # Copies, because NumPy's view of a JAX array is read-only.
-        return jax.tree.map(np.array, no_records(sampler, one))
 
 
 def host_device() -> Any:

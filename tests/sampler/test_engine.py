@@ -26,11 +26,10 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler import engine as engine_module
 from smd_jax.sampler.config import cache_bytes
-from smd_jax.sampler.engine import Engine, Progress, Rollout
+from smd_jax.sampler.engine import Engine, Progress, Rollout, buckets
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.prefill import Prefilled, prefill
-from smd_jax.sampler.prompt_queue import buckets
 from smd_jax.sampler.seats import empty
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import count_compilations, tiny_model_config

@@ -18,10 +18,10 @@ from smd_jax.message.masks import NEVER, Segments, ShadowMask
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.engine import PromptQueue
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.prefill import prefill
-from smd_jax.sampler.prompt_queue import PromptQueue
 from smd_jax.sampler.records import segments_of
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
@@ -178,7 +178,7 @@ def test_a_chunk_is_not_longer_than_the_prompt():
 
 def test_short_prompts_are_read_in_few_columns():
     """By the engine, which may choose: prompts of up to one chunk by their width, others by their number of chunks."""
-    queue = PromptQueue.of(np.array([3, 200, 30, 64, 65, 10]), 200, chunk=64)
+    queue = PromptQueue(np.array([3, 200, 30, 64, 65, 10]), 200, chunk=64)
     read = []
     while queue:
         read.append(queue.next(4))
