@@ -34,7 +34,6 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.message.masks import NEVER, Segments, ShadowMask, record_evictions
-from smd_jax.message.sampling import drawable_form
 from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
@@ -44,9 +43,9 @@ from smd_jax.sampler.attends import read_tokens
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.prefill import prefill
-from smd_jax.sampler.records import drawable_tokens, pad_columns, with_layers, within_window
+from smd_jax.sampler.records import drawable_tokens, pad_columns, to_evicted_at
 from smd_jax.sampler.seats import SamplerState, begin, constrained
-from smd_jax.sampler.segment import draw_segment
+from smd_jax.sampler.segment import draw_segment, no_record
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.text.stop_strings import StopTable
@@ -121,20 +120,19 @@ def begin_conversations(
     count, response = keys.shape[0], sampler.config.max_new_tokens
     group = count // prompts.tokens.shape[0]
     records = [pad_columns(record.evicted_at, response) for record in prefilled.records]
-    numbers = jnp.zeros((count, response), jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
-    form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
+    # As if all tokens after the prompt were one segment.
+    nothing = no_record(sampler, jnp.zeros((count,), jnp.int32), response)
     routing = prefilled.records[0].routing
-    if routing is not None:
-        after = [(0, 0), (0, response), (0, 0), (0, 0)]
-        routing = jnp.repeat(jnp.pad(routing, after, constant_values=NOT_RECORDED), group, axis=0)
+    if routing is not None and nothing.routing is not None:
+        routing = jnp.concatenate([jnp.repeat(routing, group, axis=0), nothing.routing], axis=1)
     return Conversations(
         rows=begin(prefilled, keys, limit).replace(done=limit <= 0),
-        read=jnp.zeros((count,), jnp.int32),
-        tokens=jnp.full((count, response), sampler.config.pad_token_id, jnp.int32),
-        logprobs=numbers,
-        entropy=numbers,
-        sampled=jnp.zeros((count, response), bool),
-        drawable=None if form is None else jnp.zeros((count, response, *form.shape), form.dtype),
+        read=nothing.first,
+        tokens=nothing.tokens,
+        logprobs=nothing.logprobs,
+        entropy=nothing.entropy,
+        sampled=nothing.emitted,
+        drawable=nothing.drawable,
         evicted_at=tuple(jnp.repeat(x, group, axis=0) for x in records),
         routing=routing,
     )
@@ -296,25 +294,20 @@ def to_trajectory(
       prompts: `[rows, P]`, each row's own. terminated: conversations that their environment ended.
     """
     config = sampler.config
-    after = state.rows.drawn
-    emitted = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None] < after[:, None]
+    emitted = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None] < state.rows.drawn[:, None]
     valid = jnp.concatenate([prompts.valid, emitted], axis=1)
-    runs = zip(sampler.runs, state.evicted_at, strict=True)
-    layers = [within_window(with_layers(x), sampler.model.shape.window(run[0])) for run, x in runs]
     tokens = jnp.concatenate([prompts.tokens, state.tokens], axis=1)
-    evicted_at = jnp.where(valid[:, None, None], jnp.concatenate(layers, axis=1), 0)
-    if sampler.policy.spans is not None:  # in no record, because they follow from the tokens
-        evicted_at = jnp.minimum(evicted_at, sampler.policy.spans.read(tokens, valid)[1][:, None, None])
-    # A token that was sampled and never read is visible only to itself.
-    column = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
-    unread = (column >= sampler.prompt_width + state.read[:, None]) & valid & (column + 1 < sampler.columns)
-    evicted_at = jnp.where(unread[:, None, None], column[:, None, None] + 1, evicted_at)
+    evicted_at = to_evicted_at(sampler, state.evicted_at, tokens, valid, sampler.prompt_width + state.read)
+    # Rows are compressed after different columns. Wherever a segment of the learner begins, its first query sees
+    # no more earlier keys than the cache has slots for.
+    sizes = [budget + config.buffer - 1 for budget in sampler.layer_budgets]
+    segments = [Segments(sampler.prompt_width, config.buffer, max(size, 1)) for size in sizes]
     return Trajectory(
         tokens=tokens,
         valid=valid,
         logprobs=state.logprobs,
         terminated=terminated,
-        mask=ShadowMask(evicted_at, _segments(sampler)),
+        mask=ShadowMask(evicted_at, () if max(sizes) >= sampler.columns else tuple(segments)),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
         entropy=state.entropy,
@@ -323,11 +316,3 @@ def to_trajectory(
         routing=None if state.routing is None else jnp.where(valid[..., None, None], state.routing, NOT_RECORDED),
         expert_count=expert_count(sampler.model.shape),
     )
-
-
-def _segments(sampler: Sampler) -> tuple[Segments, ...]:
-    """Rows are compressed after different columns. Wherever a segment of the learner begins, its first query sees no
-    more earlier keys than the cache has slots for."""
-    buffer, most = sampler.config.buffer, sampler.columns
-    sizes = [budget + buffer - 1 for budget in sampler.layer_budgets]
-    return () if max(sizes) >= most else tuple(Segments(sampler.prompt_width, buffer, max(size, 1)) for size in sizes)

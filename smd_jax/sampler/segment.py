@@ -79,11 +79,14 @@ def draw_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord, Int[Array, ""]]:
     """`run_segment` without the compression at its end; also the number of steps."""
-    # Valid for rows that are live at a step, which sampled a token at each step before it; not used for finished rows.
+    # Index of each token in its response. Valid for rows that are live at a step, which sampled a token at each step
+    # before it; not used for finished rows.
+    index = state.drawn[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
     with jax.named_scope("draw"):
-        uniforms = _uniforms(sampler, state)
-    places = _positions(sampler, state)
-    record = _no_record(sampler, state)
+        uniforms = _uniforms(state.rng, index)
+    # Column minus the column of the row's first token: the position in its own sequence.
+    places = sampler.model.encode_positions(sampler.prompt_width + index - state.start[:, None])
+    record = no_record(sampler, state.drawn, sampler.config.buffer)
 
     def going_on(carry: tuple[SamplerState, SegmentRecord, Array]) -> Bool[Array, ""]:
         state, _, segment_step = carry
@@ -107,31 +110,23 @@ def draw_segment(
     return state, record, segment_steps
 
 
-def _uniforms(sampler: Sampler, state: SamplerState) -> Float[Array, "rows buffer"]:
+def _uniforms(keys: Key[Array, " rows"], index: Int[Array, "rows buffer"]) -> Float[Array, "rows buffer"]:
     """One number per token, from its row's key and its index in the response; the same in any precision."""
 
     def draw(key: Key[Array, ""], index: Int[Array, ""]) -> Float[Array, ""]:
         # Explicit float32: with 64-bit numbers enabled, JAX's default dtype gives other numbers.
         return jax.random.uniform(jax.random.fold_in(key, index), (), jnp.float32)
 
-    place = state.drawn[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
-    return jax.vmap(jax.vmap(draw, (None, 0)))(token_keys(state.rng), place)
+    return jax.vmap(jax.vmap(draw, (None, 0)))(token_keys(keys), index)
 
 
-def _positions(sampler: Sampler, state: SamplerState) -> EncodedPositions:
-    """The encoded positions of all tokens of the segment, arrays `[rows, buffer, ...]`, computed before the loop."""
-    # Column minus the column of the row's first token: the position in its own sequence.
-    first = sampler.prompt_width + state.drawn - state.start
-    places = first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
-    return sampler.model.encode_positions(places)
-
-
-def _no_record(sampler: Sampler, state: SamplerState) -> SegmentRecord:
-    shape = (state.drawn.shape[0], sampler.config.buffer)
+def no_record(sampler: Sampler, first: Int[Array, " rows"], tokens: int) -> SegmentRecord:
+    """The record of so many tokens before any is sampled."""
+    shape = (first.shape[0], tokens)
     numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
     form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
     return SegmentRecord(
-        first=state.drawn,
+        first=first,
         tokens=jnp.full(shape, sampler.config.pad_token_id, jnp.int32),
         logprobs=numbers,
         entropy=numbers,
@@ -199,11 +194,8 @@ def _encode(
     place: EncodedPositions,
     segment_step: Int[Array, ""],
 ) -> tuple[SamplerState, Int[Array, "rows mixtures per_token"] | None]:
-    """Writes the newest token of unfinished rows to the cache, and its hidden state to the state.
-
-    Returns:
-      The state, and the experts of the token; None without experts.
-    """
+    """Writes the newest token of unfinished rows to the cache, and its hidden state to the state. Also the token's
+    experts; None without any."""
     query_number = sampler.prompt_width + state.cache_steps + segment_step
     if sampler.compresses:
         # Every segment refills the buffer, which begins after the kept keys.
