@@ -76,13 +76,7 @@ class DecodeAttend:
         states = kv_cache.put_layer(caches.states, cache.states, layer.index)
         return out, run.replace(cache=caches.replace(states=states))
 
-    def _read(
-        self,
-        q: Float[Array, "batch heads tokens head_dim"],
-        layer: DecodeLayer,
-        cache: LayerCache,
-        sinks: Float[Array, " heads"] | None,
-    ) -> tuple[Float[Array, "batch heads tokens head_dim"], LayerCache]:
+    def _read(self, q: Array, layer: DecodeLayer, cache: LayerCache, sinks: Array | None) -> tuple[Array, LayerCache]:
         """Attention of these queries to a layer's cache, and the cache with new statistics."""
         softcap = self.attention.softcap
         # For a quantised cache only statistics that need keys read these; otherwise the compiler drops them.

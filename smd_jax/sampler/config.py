@@ -60,14 +60,12 @@ class RolloutConfig:
             )
         if self.prefill_chunk is not None:
             check_whole("prefill_chunk", self.prefill_chunk, 1, "columns, or None")
-        if self.quant is not None:
-            self._check_quant(self.quant)
-
-    def _check_quant(self, quant: QuantConfig) -> None:
-        if self.buffer % quant.group:
+        if self.quant is None:
+            return
+        if self.buffer % self.quant.group:
             raise ValueError(
                 "expected a quantisation group that divides the buffer, because a segment is quantised as a whole; got "
-                f"group {quant.group} and buffer {self.buffer}"
+                f"group {self.quant.group} and buffer {self.buffer}"
             )
         if self.prefill_chunk is not None:
             raise ValueError(
@@ -127,9 +125,8 @@ def cache_bytes(
     budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
     itemsize = jnp.dtype(model.dtype).itemsize
     quant = config.quant
-    precise = 2 * model.head_dim * itemsize  # a key and a value
+    kept = precise = 2 * model.head_dim * itemsize  # a key and a value
     table = 0
-    kept = precise
     if quant is not None:
         kept = slot_bytes(model.head_dim, itemsize, quant)
         table = table_bytes(prompt_width, whole_segments(config), model.head_dim, itemsize, quant)

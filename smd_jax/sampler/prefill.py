@@ -65,7 +65,7 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     if span_evicted_at is not None:
         mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, span_evicted_at[:, None, None]))
     masks = layer_masks(model.shape, prompts.tokens, mask)
-    progress = _progress(sampler, prompts, rng, jnp.int32(sampler.prompt_width))
+    progress = _progress(sampler, _first_column(sampler, prompts), rng, jnp.int32(sampler.prompt_width))
     attend = PrefillAttend(sampler, first)
 
     def state(layers: range, compression: Compression) -> PromptLayer | PromptRun:
@@ -79,8 +79,8 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     hidden, layers = model.hidden(params, prompts.tokens, places, attend, recording_layers(model.shape, layers))
     layers, routing = read_routing(model.shape, layers)
     results = [state.result if isinstance(state, PromptRun) else state for state in states_of(layers)]
-    records = _with_routing(sampler, tuple(result.record for result in results), routing)
-    return Prefilled(hidden[:, -1], progress.start, tuple(result.cache for result in results), records, spans)
+    cache, records = zip(*results, strict=True)
+    return Prefilled(hidden[:, -1], progress.start, cache, _with_routing(sampler, records, routing), spans)
 
 
 def _with_routing(
@@ -115,20 +115,12 @@ class _Chunks:
     Attributes:
       length: columns of a chunk.
       count: number of chunks.
-      first: first column of the first chunk.
+      first: first column of the first chunk, negative if whole chunks hold more columns than the prompt.
     """
 
     length: int
     count: int
     first: int
-
-    @classmethod
-    def of(cls, sampler: Sampler, width: int, chunk: int) -> _Chunks:
-        """The chunks of prompts in the last `width` columns before the response. No chunk is longer than these."""
-        length = min(chunk, width)
-        count = -(-width // length)
-        # Counted back from the prompt's end, so negative if whole chunks hold more columns than the prompt.
-        return cls(length, count, sampler.prompt_width - count * length)
 
     def columns(self, index: Array) -> Int[Array, " length"]:
         """Columns of a chunk's tokens; negative before the prompt."""
@@ -156,8 +148,10 @@ def _prefill_chunks(
 ) -> Prefilled:
     """Reads prompts `chunk` columns at a time, and compresses the cache after each chunk."""
     rows, width = prompts.tokens.shape
-    chunks = _Chunks.of(sampler, width, chunk)
-    missing = chunks.count * chunks.length - width
+    length = min(chunk, width)  # of a chunk
+    count = -(-width // length)
+    chunks = _Chunks(length, count, sampler.prompt_width - count * length)
+    missing = count * length - width
     padded = PromptBatch(*(jnp.pad(x, [(0, 0), (missing, 0)]) for x in (prompts.tokens, prompts.valid)))
     start = _first_column(sampler, prompts)
     spans, span_evicted_at = _read_spans(sampler, prompts)
@@ -175,12 +169,19 @@ def _prefill_chunks(
             return reading
         # The first column whose query does not see the keys evicted here; the chunk's last query still does.
         boundary = chunks.columns(index)[-1] + 1
-        progress = _progress(sampler, prompts, rng, boundary)
-        return _compress_chunk(sampler, params, chunks, progress, boundary, reading)
+        progress = _progress(sampler, start, rng, boundary)
+        caches, noted = [], []
+        runs = zip(sampler.runs, sampler.compressions(length), reading.cache, reading.evicted_at, strict=True)
+        for layers, compression, cache, evicted_at in runs:
+            cache, record = compression.in_place(cache, progress, boundary - 1, params, layers)
+            assert record.dropped is not None, "the buffer is emptied"
+            caches.append(cache)
+            noted.append(record_evictions(evicted_at, record.dropped, boundary[None, None, None]))
+        return reading._replace(cache=tuple(caches), evicted_at=tuple(noted))
 
     # Skips chunks in which every row is padding.
-    first_chunk = (jnp.min(start) - chunks.first) // chunks.length
-    reading = jax.lax.fori_loop(first_chunk, chunks.count, one, _nothing_read(sampler, rows, chunks))
+    first_chunk = (jnp.min(start) - chunks.first) // length
+    reading = jax.lax.fori_loop(first_chunk, count, one, _nothing_read(sampler, rows, chunks))
     routing = None if reading.routing is None else reading.routing[:, -width:]
     records = _with_routing(sampler, tuple(PromptRecord(x, None) for x in reading.evicted_at), routing)
     layers = zip(reading.cache, sampler.budgets, strict=True)
@@ -202,13 +203,14 @@ def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
             return one
         return jax.tree.map(lambda x: jnp.repeat(x[:, None], len(layers), axis=1), one)
 
-    pairs = list(zip(sampler.runs, slots, strict=True))
-    return _Reading(
-        cache=tuple(of_all(layers, _no_keys(sampler, rows, count)) for layers, count in pairs),
-        evicted_at=tuple(of_all(layers, never) for layers, _ in pairs),
-        hidden=jnp.zeros((rows, shape.hidden_size), shape.dtype),
-        routing=not_recorded(shape, rows, whole),
-    )
+    def empty(slots: int) -> tuple[LayerCache, Array]:
+        cache = CacheShape(rows, shape.num_heads, shape.num_kv_heads, slots, shape.head_dim, shape.dtype)
+        return kv_cache.no_keys(sampler.policy.statistics, cache), never
+
+    pairs = [of_all(layers, empty(count)) for layers, count in zip(sampler.runs, slots, strict=True)]
+    cache, evicted_at = zip(*pairs, strict=True)
+    hidden = jnp.zeros((rows, shape.hidden_size), shape.dtype)
+    return _Reading(cache, evicted_at, hidden, not_recorded(shape, rows, whole))
 
 
 def _read_chunk(
@@ -221,11 +223,7 @@ def _read_chunk(
     reading: _Reading,
     span_evicted_at: Int[Array, "prompts P"] | None,
 ) -> _Reading:
-    """Reads chunk number `index` of prompts padded to whole chunks; its keys go after the kept ones.
-
-    Args:
-      span_evicted_at: `evicted_at` of spans; None without any.
-    """
+    """Reads chunk number `index` of prompts padded to whole chunks; its keys go after the kept ones."""
     tokens, there = (
         jax.lax.dynamic_slice_in_dim(x, index * chunks.length, chunks.length, axis=1)
         for x in (padded.tokens, padded.valid)
@@ -252,27 +250,6 @@ def _read_chunk(
     return reading._replace(cache=cache, hidden=hidden[:, -1], routing=routing)
 
 
-def _compress_chunk(
-    sampler: Sampler,
-    params: Params,
-    chunks: _Chunks,
-    progress: RowProgress,
-    boundary: Int[Array, ""],
-    reading: _Reading,
-) -> _Reading:
-    """Compresses every layer to its budget, and records that evicted keys are invisible from column `boundary` on."""
-    cache = []
-    noted = []
-    runs = zip(sampler.runs, sampler.compressions(chunks.length), reading.cache, reading.evicted_at, strict=True)
-    for layers, compression, layer, evicted_at in runs:
-        layer, record = compression.in_place(layer, progress, boundary - 1, params, layers)
-        if record.dropped is not None:
-            evicted_at = record_evictions(evicted_at, record.dropped, boundary[None, None, None])
-        cache.append(layer)
-        noted.append(evicted_at)
-    return reading._replace(cache=tuple(cache), evicted_at=tuple(noted))
-
-
 def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompts"]:
     # Columns are those of the widest prompt, also for a narrower batch.
     missing = sampler.prompt_width - prompts.valid.shape[1]
@@ -280,21 +257,13 @@ def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompt
 
 
 def _progress(
-    sampler: Sampler, prompts: PromptBatch, rng: Key[Array, " prompts"], boundary: Int[Array, ""]
+    sampler: Sampler, start: Int[Array, " prompts"], rng: Key[Array, " prompts"], boundary: Int[Array, ""]
 ) -> RowProgress:
     """Progress of all rows at a compression within or at the end of the prompt; `boundary` is the column after it."""
-    start = _first_column(sampler, prompts)
     everywhere = jnp.broadcast_to(boundary, start.shape)
     step = everywhere - sampler.prompt_width
     # All rows are at the same column; the prompt counts as one segment from column 0 on.
     return RowProgress(start, everywhere - 1, jnp.zeros_like(start), step, eviction_keys(rng))
-
-
-def _no_keys(sampler: Sampler, rows: int, slots: int) -> LayerCache:
-    """An empty cache of a layer."""
-    c = sampler.model.shape
-    shape = CacheShape(rows, c.num_heads, c.num_kv_heads, slots, c.head_dim, c.dtype)
-    return kv_cache.no_keys(sampler.policy.statistics, shape)
 
 
 def _to_rows(sampler: Sampler, budget: int, cache: LayerCache) -> LayerCache:

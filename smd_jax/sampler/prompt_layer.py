@@ -49,12 +49,8 @@ class PromptRecord(struct.PyTreeNode):
     routing: Int[Array, "prompts P mixtures per_token"] | None = None
 
 
-@any_leaves
-class PromptResult(struct.PyTreeNode):
-    """A layer's state after its prompt: compressed cache and record. Of a run, the layers are the second axis."""
-
-    cache: LayerCache
-    record: PromptRecord
+# A layer's state after its prompt: compressed cache and record. Of a run, the layers are the second axis.
+PromptResult = tuple[LayerCache, PromptRecord]
 
 
 @any_leaves
@@ -137,18 +133,22 @@ class PrefillAttend:
     def _read(
         self, q: Array, k: Array, v: Array, layer: PromptLayer, sinks: Array | None
     ) -> tuple[Array, PromptResult]:
-        attention, statistics = self.sampler.model.shape.attention, self.sampler.policy.statistics
+        statistics, quant = self.sampler.policy.statistics, self.sampler.config.quant
         places = layer.columns, layer.progress.start
         if kv_cache.needs_attention(statistics):  # tokens × tokens weights exist, of a few rows at a time
             out, states = row_parts.apart(partial(self._observed, sinks), q, k, v, layer.mask, places)
         else:
-            out = attention.attend(q, k, v, layer.mask, sinks)
+            out = self.sampler.model.shape.attention.attend(q, k, v, layer.mask, sinks)
             states = self._states(q, k, v, places, None)
         columns = jnp.broadcast_to(layer.columns[:, None], k.shape[:3])
         cache = LayerCache(k, v, columns, states=states, statistics=statistics)
         if layer.span_evicted_at is not None:
             cache = kv_cache.drop(cache, (layer.span_evicted_at < NEVER)[:, None] & cache.valid)
-        return out, self._compress(self._to_quantize(cache), layer)
+        if quant is not None:
+            cache = kv_cache.pad(cache, self.first, 0)  # groups of columns are counted from the prompt's end
+            slots = no_slots(cache.keys, self.sampler.prompt_width, whole_segments(self.sampler.config), quant)
+            cache = cache.replace(quantized=slots)
+        return out, self._compress(cache, layer)
 
     def _observed(
         self, sinks: Array | None, q: Array, k: Array, v: Array, mask: LayerMask, places: tuple[Array, Array]
@@ -179,31 +179,19 @@ class PrefillAttend:
         )
         return kv_cache.observe(cache, seen).states
 
-    def _to_quantize(self, cache: LayerCache) -> LayerCache:
-        """A prompt's cache as the compression quantises it, if it does."""
-        sampler, quant = self.sampler, self.sampler.config.quant
-        if quant is None:
-            return cache
-        cache = kv_cache.pad(cache, self.first, 0)  # groups of columns are counted from the prompt's end
-        slots = no_slots(cache.keys, sampler.prompt_width, whole_segments(sampler.config), quant)
-        return cache.replace(quantized=slots)
-
     def _compress(self, cache: LayerCache, layer: PromptLayer) -> PromptResult:
         width = self.sampler.prompt_width
         # Padding is also NEVER here; `smd_jax.sampler.records` sets it to 0.
         evicted_at = jnp.full((*cache.columns.shape[:2], width), NEVER, jnp.int32)
-        number = jnp.int32(width - 1)
-        cache, record = layer.compression(cache, layer.progress, number, layer.own)
+        cache, record = layer.compression(cache, layer.progress, jnp.int32(width - 1), layer.own)
         order = logprob = None
         if self.sampler.policy.gate is not None:
             # Also if all keys fit, so that batches of narrower prompts have the same records.
             order = jnp.full_like(evicted_at, STAYED)
-            dtype = jnp.promote_types(self.sampler.model.shape.dtype, jnp.float32)
-            logprob = jnp.zeros(evicted_at.shape[:2], dtype)
-        if order is not None and record.dropped is not None:
-            order = record_order(order, record.dropped[:, :, None])
-            logprob = record.logprob
+            logprob = jnp.zeros(evicted_at.shape[:2], jnp.promote_types(self.sampler.model.shape.dtype, jnp.float32))
         if record.dropped is not None:
+            if order is not None:
+                order, logprob = record_order(order, record.dropped[:, :, None]), record.logprob
             # Queries of the prompt see these keys, queries of the response do not.
             evicted_at = record_evictions(evicted_at, record.dropped, jnp.full((1, 1, 1), width, jnp.int32))
-        return PromptResult(cache, PromptRecord(evicted_at, record.parity, order, logprob))
+        return cache, PromptRecord(evicted_at, record.parity, order, logprob)

@@ -107,7 +107,10 @@ def seat(sampler: Sampler, state: SamplerState, prefilled: Prefilled, seats: Sea
         chosen = prompts[jnp.maximum(seats.source, 0)]
         return jnp.where(new.reshape(-1, *(1,) * (old.ndim - 1)), chosen, old)
 
-    shifted = _shift(sampler, prefilled.cache, state.cache_steps)
+    # Prompts are read at step 0: statistics that store queries by number, and the slots of a ring (a cache that is
+    # never compressed), rotate to the current step, which all rows share. See the timeline in `smd_jax.sampler.static`.
+    shift = partial(kv_cache.shift, ring=not sampler.compresses)
+    shifted = tuple(kv_cache.each_layer(shift, layer, state.cache_steps) for layer in prefilled.cache)
     return state.replace(
         drawn=jnp.where(new, 0, state.drawn),
         limit=jnp.where(new, seats.limit, state.limit),
@@ -145,14 +148,3 @@ def begin(prefilled: Prefilled, rng: Key[Array, " rows"], limit: Int[Array, " ro
         cache=jax.tree.map(for_each_row, prefilled.cache),
         spans=jax.tree.map(for_each_row, prefilled.spans),
     )
-
-
-def _shift(sampler: Sampler, cache: KVCache, cache_steps: Int[Array, ""]) -> KVCache:
-    """Shifts prefilled caches as if they had been made `cache_steps` later.
-
-    All rows of a cache share its step count, and prompts are read at count 0. Statistics that store queries by number,
-    and the slots of a ring (a cache that is never compressed), are rotated to the current count. See the timeline in
-    `smd_jax.sampler.static`.
-    """
-    shift = partial(kv_cache.shift, ring=not sampler.compresses)
-    return tuple(kv_cache.each_layer(shift, layer, cache_steps) for layer in cache)

@@ -48,7 +48,6 @@ from dataclasses import dataclass
 
 from smd_jax.cache.compression import Compression
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.message.spans import TokenSpans
 from smd_jax.model.layer_runs import equal_runs
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.sampler.config import RolloutConfig, plan
@@ -73,45 +72,37 @@ class Sampler:
     prompt_width: int
 
     def __post_init__(self) -> None:
+        shape, config, gate, spans = self.model.shape, self.config, self.policy.gate, self.policy.spans
         # Called only for its check of the budgets.
-        plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)
-        if self.prompt_width + self.config.max_new_tokens > self.model.shape.max_positions:
+        plan(self.policy, config, shape.num_layers, self.prompt_width)
+        if self.columns > shape.max_positions:
             raise ValueError(
-                "expected prompt_width + max_new_tokens within the model's context of "
-                f"{self.model.shape.max_positions} tokens; got {self.prompt_width} + {self.config.max_new_tokens}"
+                f"expected prompt_width + max_new_tokens within the model's context of {shape.max_positions} tokens; "
+                f"got {self.prompt_width} + {config.max_new_tokens}"
             )
-        if self.policy.gate is not None:
-            self._check_recordable()
-        if self.policy.spans is not None:
-            self._check_spans(self.policy.spans)
-        if self.config.quant is not None:
-            self.config.quant.channels(self.model.shape.head_dim)  # called for its error
-        vocab_size = self.model.shape.vocab_size
-        ends = self.config.eos_token_id
-        named = [("eos_token_id", end) for end in (ends if isinstance(ends, tuple) else (ends,))]
-        for name, token in (*named, ("pad_token_id", self.config.pad_token_id)):
-            if token is not None and not 0 <= token < vocab_size:
-                raise ValueError(f"expected {name} from 0 to {vocab_size - 1}, the model's vocabulary; got {token}")
-
-    def _check_recordable(self) -> None:
-        """Raises ValueError if a gate's draws could not be recomputed from the trajectory."""
-        config = self.config
-        rest = f"with {type(self.policy).__name__}, whose draws the learner recomputes"
+        if gate is not None:
+            rest = f"with {type(self.policy).__name__}, whose draws the learner recomputes"
+            if config.quant is not None:
+                raise ValueError(f"expected quant None {rest} from precise keys; got {config.quant}")
+            if config.prefill_chunk is not None:
+                raise ValueError(f"expected prefill_chunk None {rest} after whole prompts; got {config.prefill_chunk}")
+        if spans is not None:
+            if max(spans.ids) >= shape.vocab_size:
+                raise ValueError(f"expected token ids below {shape.vocab_size}, the model's vocabulary; got {spans}")
+            if gate is not None:
+                raise ValueError(f"expected a policy without draws with token spans; got {self.policy}")
+            if config.quant is not None:
+                # The range of a group needs all its columns, and some are evicted here before the group is full.
+                raise ValueError(f"expected quant None with token spans; got {config.quant}")
         if config.quant is not None:
-            raise ValueError(f"expected quant None {rest} from precise keys; got {config.quant}")
-        if config.prefill_chunk is not None:
-            raise ValueError(f"expected prefill_chunk None {rest} after whole prompts; got {config.prefill_chunk}")
-
-    def _check_spans(self, spans: TokenSpans) -> None:
-        """Raises ValueError if token-triggered spans are not supported with these settings."""
-        vocab_size = self.model.shape.vocab_size
-        if max(spans.ids) >= vocab_size:
-            raise ValueError(f"expected token ids below {vocab_size}, the model's vocabulary; got {spans}")
-        if self.policy.gate is not None:
-            raise ValueError(f"expected a policy without draws with token spans; got {self.policy}")
-        if self.config.quant is not None:
-            # The range of a group needs all its columns, and some are evicted here before the group is full.
-            raise ValueError(f"expected quant None with token spans; got {self.config.quant}")
+            config.quant.channels(shape.head_dim)  # called for its error
+        ends = config.eos_token_id
+        named = [("eos_token_id", end) for end in (ends if isinstance(ends, tuple) else (ends,))]
+        for name, token in (*named, ("pad_token_id", config.pad_token_id)):
+            if token is not None and not 0 <= token < shape.vocab_size:
+                raise ValueError(
+                    f"expected {name} from 0 to {shape.vocab_size - 1}, the model's vocabulary; got {token}"
+                )
 
     @property
     def columns(self) -> int:
