@@ -14,13 +14,15 @@ A trajectory does not depend on when replies arrive: a row depends only on its o
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from smd_jax.config import check_whole
 from smd_jax.eviction.base import EvictionPolicy
@@ -35,7 +37,7 @@ from smd_jax.sampler.conversation import (
     sample_segment,
     to_trajectory,
 )
-from smd_jax.sampler.conversation_rows import ConversationRows
+from smd_jax.sampler.host_records import host_device
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.params import gathered_params
 from smd_jax.sampler.static import Sampler
@@ -195,6 +197,86 @@ def check_answer(row: int, tokens: list[int], vocab_size: int) -> None:
         )
 
 
+class ConversationRows:
+    """The rows of the cache. If there are more conversations than rows, the others are parked on the host.
+
+        cache    [ 0 samples | 1 waits ]      parked  2 was answered, 3 has not begun
+                 [ 0 samples | 2 reads ]              1 waits,        3 has not begun         1 gave its row away
+
+    A row of the cache depends only on its own conversation, so it can be moved unchanged: see
+    `smd_jax.cache.slots.settle`.
+
+    Args:
+      begin: begins the conversations of a slice, as many as there are rows.
+      count: number of conversations. rows: of the cache; divide `count`.
+
+    Raises:
+      ValueError: more conversations than rows on several devices.
+
+    Attributes:
+      state: of the conversations in the cache, on the device.
+      seats: `[rows]` number of each one's conversation.
+      parked: the other conversations by their number, on the host.
+      moved: how often a conversation took another one's row.
+    """
+
+    def __init__(self, begin: Callable[[slice], Conversations], count: int, rows: int) -> None:
+        self.seats = np.arange(rows)
+        self.moved = 0
+        self.parked: dict[int, Conversations] = {}
+        for first in range(rows, count, rows):
+            others = begin(slice(first, first + rows))
+            self.parked |= {first + row: _on_host(others, row) for row in range(rows)}
+        self.state = begin(slice(0, rows))
+        devices = self.state.read.devices()
+        if self.parked and len(devices) > 1:
+            raise ValueError(
+                f"expected decode_rows None on several devices, because conversations move between rows; got {rows} "
+                f"on {len(devices)} devices"
+            )
+        self._device = next(iter(devices))
+
+    def exchange(self, seat: int, conversation: int) -> None:
+        """A parked conversation takes a row, whose own is parked."""
+        self.parked[int(self.seats[seat])] = _on_host(self.state, seat)
+        row = jax.device_put(self.parked.pop(conversation), self._device)
+        self.state = _put(self.state, row, jnp.int32(seat))
+        self.seats[seat] = conversation
+        self.moved += 1
+
+    def records(self) -> Conversations:
+        """All conversations in their order, without caches, on the device of the cache."""
+        if not self.parked:
+            return _without_cache(self.state)
+        here = {int(number): _on_host(self.state, row) for row, number in enumerate(self.seats)}
+        parts = [_without_cache(row) for _, row in sorted((here | self.parked).items())]
+        joined = jax.tree.map(lambda *x: jnp.concatenate(x) if x[0].ndim else x[0], *parts)
+        return jax.device_put(joined, self._device)
+
+
+def _on_host(state: Conversations, row: int) -> Conversations:
+    """A copy of one row."""
+    return jax.device_put(_take(state, jnp.int32(row)), host_device())
+
+
+def _without_cache(state: Conversations) -> Conversations:
+    return state.replace(rows=state.rows.replace(cache=()))
+
+
+@jax.jit
+def _take(state: Conversations, row: Int[Array, ""]) -> Conversations:
+    """One row; `cache_steps`, which has no rows, is unchanged."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1) if x.ndim else x, state)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(state: Conversations, new: Conversations, row: Int[Array, ""]) -> Conversations:
+    def put(x: Array, one: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, one, row, axis=0) if x.ndim else x
+
+    return jax.tree.map(put, state, new)
+
+
 class _Loop:
     """The host's view of a batch of conversations.
 
@@ -301,7 +383,7 @@ class _Loop:
 
     def _give_rows_away(self) -> None:
         """Parked conversations that have something to do take the rows of those that wait or have ended."""
-        ready = [row for row in self.rows.parked if row in self.unread or self.live[row]]
+        ready = [row for row in sorted(self.rows.parked) if row in self.unread or self.live[row]]
         idle = [seat for seat, row in enumerate(self.rows.seats.tolist()) if not (row in self.unread or self.live[row])]
         for seat, row in zip(idle, ready, strict=False):
             self.rows.exchange(seat, row)
