@@ -42,7 +42,11 @@ class Dialogue:
         self._variables = dict(variables or {})
         self._has_template = tokenizer.chat_template is not None
         if self._has_template:
-            self._check_extends()
+            # What follows a turn must be a suffix, for turns with and without thinking.
+            for text in (PLAIN, THINKING):
+                first = [_user("a"), _assistant(text)]
+                self._after(first, [_user("c")], self._variables)
+                self._after([*first, _user("c"), _assistant(text)], [_user("d")], self._variables)
 
     def prompt(
         self,
@@ -64,7 +68,7 @@ class Dialogue:
             if not isinstance(content, str) or tools:
                 raise TemplateError("expected a text as prompt without a chat template; got messages or tools")
             return content
-        return self._render(_messages(content), tools, variables)
+        return render_messages(_messages(content), self._tokenizer, self._merged(tools, variables))
 
     def answer(
         self,
@@ -84,8 +88,8 @@ class Dialogue:
             if not isinstance(content, str):
                 raise TemplateError("expected a text as answer without a chat template; got messages")
             return content
-        added = self._after([_user("a"), _assistant(PLAIN)], _messages(content), tools, variables)
-        return added.removeprefix(last)
+        before = [_user("a"), _assistant(PLAIN)]
+        return self._after(before, _messages(content), self._merged(tools, variables)).removeprefix(last)
 
     def prompt_tokens(self, text: str) -> list[int]:
         """The tokens of a prompt's text."""
@@ -95,37 +99,28 @@ class Dialogue:
         """The tokens of a text between two turns."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _after(
-        self,
-        before: list[Message],
-        new: list[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    def _after(self, before: list[Message], new: list[Message], variables: dict[str, Any]) -> str:
         """The text that the template writes after the last message of `before` if `new` follows."""
-        whole = self._render([*before, *new], tools, variables)
-        prompt, turn = self._render(before[:-1], tools, variables), str(before[-1]["content"])
+        whole = render_messages([*before, *new], self._tokenizer, variables)
+        prompt = render_messages(before[:-1], self._tokenizer, variables)
+        turn = str(before[-1]["content"])
         # Only the text after a turn is added, so the turn may stand there without the thinking that its prompt began.
         for known in (prompt + turn, BEGUN_THINKING.sub("", prompt) + turn):
             if whole.startswith(known):
                 return whole[len(known) :]
-        raise TemplateError(_changed(prompt + turn, whole))
+        pairs = enumerate(zip(prompt + turn, whole, strict=False))
+        same = next((i for i, (one, other) in pairs if one != other), len(whole))
+        expected, got = (prompt + turn)[same : same + 40], whole[same : same + 40]
+        raise TemplateError(
+            "expected a chat template that extends a conversation, so that a later message leaves the turns before it "
+            f"as they were; got {expected!r} rewritten as {got!r} (Qwen3's template removes earlier thinking). Edit "
+            "the template so that it writes every assistant message as its content alone, and save it with the "
+            "tokenizer"
+        )
 
-    def _check_extends(self) -> None:
-        """Raises TemplateError unless what follows a turn is a suffix, for turns with and without thinking."""
-        for text in (PLAIN, THINKING):
-            first = [_user("a"), _assistant(text)]
-            self._after(first, [_user("c")])
-            self._after([*first, _user("c"), _assistant(text)], [_user("d")])
-
-    def _render(
-        self,
-        messages: list[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        variables = {**self._variables, **(variables or {}), **({"tools": list(tools)} if tools else {})}
-        return render_messages(messages, self._tokenizer, variables)
+    def _merged(self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None) -> dict[str, Any]:
+        """All variables of the template for one conversation."""
+        return {**self._variables, **(variables or {}), **({"tools": list(tools)} if tools else {})}
 
 
 def _user(text: str) -> Message:
@@ -138,13 +133,3 @@ def _assistant(text: str) -> Message:
 
 def _messages(content: str | Sequence[Message]) -> list[Message]:
     return [_user(content)] if isinstance(content, str) else [dict(message) for message in content]
-
-
-def _changed(expected: str, got: str) -> str:
-    same = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), len(got))
-    return (
-        "expected a chat template that extends a conversation, so that a later message leaves the turns before it as "
-        f"they were; got {expected[same : same + 40]!r} rewritten as {got[same : same + 40]!r} (Qwen3's template "
-        "removes earlier thinking). Edit the template so that it writes every assistant message as its content alone, "
-        "and save it with the tokenizer"
-    )

@@ -107,7 +107,7 @@ class EnvironmentRespondent:
 
     def receive(self, wait: bool) -> list[tuple[int, Reply]]:
         failed, self._failed_before = self._failed_before, []
-        replies = [(row, self._failed(row)) for row in failed]
+        replies = [(row, Reply([], str(self.conversations[row].failure))) for row in failed]
         answers = self._environments.receive(wait and not replies)
         return replies + [(row, self._reply(row, answer)) for row, answer in answers]
 
@@ -131,23 +131,20 @@ class EnvironmentRespondent:
     def _reply(self, row: int, answer: Answer) -> Reply:
         conversation = self.conversations[row]
         if answer.failure is not None:
-            conversation.failure = answer.failure
-            return self._failed(row)
+            return self._failed(row, answer.failure)
         conversation.rewards.append(answer.reward)
         if answer.done:
             return Reply([], answer.reason or DONE)
         try:
             text = self._dialogue.answer(answer.content, self._last_token[row], self._tools[row], self._variables[row])
         except TemplateError as error:
-            conversation.failure = Failure("template", str(error)[:300])
-            return self._failed(row)
+            return self._failed(row, Failure("template", str(error)[:300]))
         tokens = self._dialogue.answer_tokens(text)
         if not tokens:  # without any, two turns would look like one
-            conversation.failure = Failure("no answer", "expected a text of at least one token; got an empty one")
-            return self._failed(row)
-        conversation.failure = self._outside(tokens)
-        if conversation.failure is not None:
-            return self._failed(row)
+            return self._failed(row, Failure("no answer", "expected a text of at least one token; got an empty one"))
+        failure = self._outside(tokens)
+        if failure is not None:
+            return self._failed(row, failure)
         conversation.answers.append(text)
         return Reply(tokens)
 
@@ -157,13 +154,11 @@ class EnvironmentRespondent:
         if not outside:
             return None
         text = self._text(outside[:1], skip_special_tokens=False)
-        return Failure(
-            "vocabulary", f"expected tokens below {self._vocab_size}, the model's; got {outside[0]}, {text!r}"
-        )
+        message = f"expected tokens below {self._vocab_size}, the model's; got {outside[0]}, {text!r}"
+        return Failure("vocabulary", message)
 
-    def _failed(self, row: int) -> Reply:
-        failure = self.conversations[row].failure
-        assert failure is not None
+    def _failed(self, row: int, failure: Failure) -> Reply:
+        self.conversations[row].failure = failure
         return Reply([], str(failure))
 
     def _text(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
