@@ -86,20 +86,6 @@ def checked_step(returned: Any) -> dict[str, Any]:
     return {"content": checked_content(content, opening=False), "reward": number, "done": ends}
 
 
-def call(function: Callable[[], Any], check: Callable[[Any], dict[str, Any]], finish: Callable[[Any], Any]) -> Any:
-    """The fields of an answer, or of the failure, of one call. `finish` gives the result of an awaitable."""
-    with reward_calls.Caught(SystemExit) as caught:
-        returned = function()
-        fields = check(finish(returned) if inspect.isawaitable(returned) else returned)
-        json.dumps(fields)  # raises for content that is no JSON
-        return fields
-    error = caught.error
-    assert error is not None
-    if isinstance(error, AnswerError):
-        return {"failed": ["no answer", str(error)]}
-    return {"failed": [type(error).__name__, reward_calls.described(_from_outside(error))]}
-
-
 def _from_outside(error: BaseException) -> BaseException:
     """The error, with the last line of this file as the first of its traceback."""
     trace = error.__traceback__
@@ -109,7 +95,7 @@ def _from_outside(error: BaseException) -> BaseException:
 
 
 class Conversation:
-    """The environment of one conversation, in this process."""
+    """The environment of one conversation, in this process. `finish` gives the result of an awaitable."""
 
     def __init__(self, factory: Callable[[], Any], finish: Callable[[Any], Any]) -> None:
         self._factory = factory
@@ -123,11 +109,24 @@ class Conversation:
             self._environment = self._factory()
             return self._environment.reset(row)
 
-        return call(begin, lambda x: {"content": checked_content(x, opening=True)}, self._finish)
+        return self._call(begin, lambda x: {"content": checked_content(x, opening=True)})
 
     def step(self, text: str) -> dict[str, Any]:
         """The fields of the answer to `step`."""
-        return call(lambda: self._environment.step(text), checked_step, self._finish)
+        return self._call(lambda: self._environment.step(text), checked_step)
+
+    def _call(self, function: Callable[[], Any], check: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """The fields of an answer, or of the failure, of one call."""
+        with reward_calls.Caught(SystemExit) as caught:
+            returned = function()
+            fields = check(self._finish(returned) if inspect.isawaitable(returned) else returned)
+            json.dumps(fields)  # raises for content that is no JSON
+            return fields
+        error = caught.error
+        assert error is not None
+        if isinstance(error, AnswerError):
+            return {"failed": ["no answer", str(error)]}
+        return {"failed": [type(error).__name__, reward_calls.described(_from_outside(error))]}
 
 
 def converse(connection: Connection, factory: Callable[[], Any]) -> None:

@@ -9,7 +9,6 @@ import reprlib
 import resource
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection
@@ -24,9 +23,8 @@ from smd_jax.tasks.reward_callers import START_SECONDS, pickled_function
 from smd_jax.tasks.task import Row
 from smd_jax.text.child_process import ChildEndedError, ChildProcess, pickled_value
 
-# Of an answer: JSON writes a character in up to 12 bytes.
 OTHER_FILES = 512  # of the run, with some to spare
-LONGEST_BYTES = 12 * environment_process.LONGEST + 4096
+LONGEST_BYTES = 12 * environment_process.LONGEST + 4096  # of an answer: JSON writes a character in up to 12 bytes
 
 
 class UnloadableEnvironmentError(RuntimeError):
@@ -60,7 +58,7 @@ class EnvironmentsHere:
     def __init__(self, factory: Callable[[], Environment]) -> None:
         self._factory = factory
         self._conversations: list[Conversation] = []
-        self._answers: deque[tuple[int, Answer]] = deque()
+        self._answers: list[tuple[int, Answer]] = []
         self._loop = reward_calls.EventLoop()
 
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
@@ -74,9 +72,8 @@ class EnvironmentsHere:
         self._answers.append((conversation, answer_of(self._conversations[conversation].step(text))))
 
     def receive(self, wait: bool) -> list[tuple[int, Answer]]:
-        answers = list(self._answers)
+        answers, self._answers = self._answers, []
         assert answers or not wait, "nothing was asked"
-        self._answers.clear()
         return answers
 
     def close(self) -> None:

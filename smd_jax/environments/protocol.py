@@ -30,14 +30,12 @@ class Environment(Protocol):
 
     def reset(self, row: Row) -> Any:
         """The prompt of a conversation about a task's row: a text, chat messages, or an Opening."""
-        ...
 
     def step(self, text: str) -> Any:
         """The answer to a turn of the policy, `(text, reward, done)`.
 
         The first is a text or chat messages. `done` is a boolean, or a text which says why the conversation ends.
         """
-        ...
 
 
 class Failure(NamedTuple):

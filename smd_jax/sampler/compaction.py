@@ -211,10 +211,7 @@ def converse_compacting(
 
 def _without_absent(trajectory: Trajectory, active: Bool[Array, " rows"]) -> Trajectory:
     """The trajectory, in which rows that are not active have no valid token."""
-    mask = trajectory.mask
-    evicted_at = jnp.where(active[:, None, None, None], mask.evicted_at, 0)
-    valid = trajectory.valid & active[:, None]
-    routing = trajectory.routing
-    if routing is not None:
-        routing = jnp.where(active[:, None, None, None], routing, NOT_RECORDED)
-    return trajectory.replace(valid=valid, mask=mask.replace(evicted_at=evicted_at), routing=routing)
+    there = active[:, None, None, None]
+    mask = trajectory.mask.replace(evicted_at=jnp.where(there, trajectory.mask.evicted_at, 0))
+    routing = None if trajectory.routing is None else jnp.where(there, trajectory.routing, NOT_RECORDED)
+    return trajectory.replace(valid=trajectory.valid & active[:, None], mask=mask, routing=routing)

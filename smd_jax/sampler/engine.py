@@ -256,14 +256,10 @@ class _Loop:
     """The host loop. It tracks which row of the trajectory each decode row holds.
 
     Attributes:
-      queue: waiting prompts.
       prefilled: a batch of prompts, while rows wait for it.
       waiting: these rows: (index of the prompt in the batch, row of the trajectory).
-      records: records of every row.
       seated: `[decode_rows]` the row of the trajectory in each decode row, -1: free.
-      state: on the device. Every program that changes it donates it, so that caches are updated in place; do not read
-        the old `state` after such a call.
-      steps, segments, prefills: counts so far.
+      state: on the device. Every program that changes it donates it, so do not read an old one.
     """
 
     def __init__(

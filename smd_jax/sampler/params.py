@@ -14,9 +14,6 @@ from smd_jax.model.protocol import LanguageModel, Params
 def sampler_params(model: LanguageModel, params: Params) -> Params:
     """`model.compute_params`, with barriers that keep the conversion outside a decode loop.
 
-    Args:
-      params: parameters of the model.
-
     Raises:
       TypeError: as `check_reads_lora`.
     """
