@@ -140,15 +140,18 @@ def check_policy(policy: object) -> None:
         ) from error
 
 
-def check_at_least(policy: EvictionPolicy, field: str, value: float | int, least: int) -> None:
-    """Raises ValueError unless a policy's number, such as its sinks, is at least `least`."""
-    # Not `value < least`, which is false for NaN.
-    if not value >= least:
-        raise ValueError(f"expected {type(policy).__name__}.{field} >= {least}; got {value}")
+def check_at_least(policy: EvictionPolicy, least: int, *fields: str) -> None:
+    """Raises ValueError unless a policy's numbers, such as its sinks, are at least `least`."""
+    for field in fields:
+        value = getattr(policy, field)
+        # Not `value < least`, which is false for NaN.
+        if not value >= least:
+            raise ValueError(f"expected {type(policy).__name__}.{field} >= {least}; got {value}")
 
 
-def check_share(policy: EvictionPolicy, field: str, value: float | int) -> None:
+def check_share(policy: EvictionPolicy, field: str) -> None:
     """Raises ValueError unless a policy's number is between 0 and 1."""
+    value = getattr(policy, field)
     if not 0 <= value <= 1:
         raise ValueError(f"expected {type(policy).__name__}.{field} from 0 to 1, because it is a share; got {value}")
 

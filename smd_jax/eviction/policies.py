@@ -105,7 +105,7 @@ class StreamingLLM(EvictionPolicy):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, "sinks", self.sinks, 0)
+        check_at_least(self, 0, "sinks")
 
     def protected(self, budget: int) -> int:
         # A budget equal to the sinks would leave no window.
@@ -129,7 +129,7 @@ class H2O(EvictionPolicy):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_share(self, "recent", self.recent)
+        check_share(self, "recent")
 
     @property
     def statistics(self) -> tuple[ReceivedAttention]:
@@ -184,8 +184,7 @@ class SnapKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, "window", self.window, 1)
-        check_at_least(self, "kernel", self.kernel, 1)
+        check_at_least(self, 1, "window", "kernel")
 
     @property
     def statistics(self) -> tuple[NewestQueries]:
@@ -223,9 +222,8 @@ class RKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, "window", self.window, 1)
-        check_at_least(self, "kernel", self.kernel, 1)
-        check_share(self, "weight", self.weight)
+        check_at_least(self, 1, "window", "kernel")
+        check_share(self, "weight")
 
     @property
     def statistics(self) -> tuple[NewestQueries]:
@@ -332,8 +330,8 @@ class TriAttention(EvictionPolicy):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_at_least(self, "sinks", self.sinks, 0)
-        check_at_least(self, "longest", self.longest, 1)
+        check_at_least(self, 0, "sinks")
+        check_at_least(self, 1, "longest")
 
     def protected(self, budget: int) -> int:
         return self.sinks

@@ -59,8 +59,7 @@ class Protect(_Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, "sinks", self.sinks, 0)
-        check_at_least(self, "recent", self.recent, 0)
+        check_at_least(self, 0, "sinks", "recent")
 
     def protected(self, budget: int) -> int:
         # A sum, because the inner policy may protect other keys.
@@ -90,7 +89,7 @@ class Pyramid(_Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Below 1 the last layer would get more than the first.
-        check_at_least(self, "beta", self.beta, 1)
+        check_at_least(self, 1, "beta")
 
     def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
         if num_layers == 1:  # L - 1 is 0

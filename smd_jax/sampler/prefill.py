@@ -61,8 +61,9 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     first = sampler.prompt_width - width
     columns = jnp.where(prompts.valid, first + jnp.arange(width, dtype=jnp.int32)[None], EMPTY)
     mask = dense_mask(prompts.valid)
-    spans, span_evicted_at = _read_spans(sampler, prompts)
-    if span_evicted_at is not None:
+    spans, span_evicted_at = None, None
+    if sampler.policy.spans is not None:
+        spans, span_evicted_at = sampler.policy.spans.read(prompts.tokens, prompts.valid, first)
         mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, span_evicted_at[:, None, None]))
     masks = layer_masks(model.shape, prompts.tokens, mask)
     progress = _progress(sampler, _first_column(sampler, prompts), rng, jnp.int32(sampler.prompt_width))
@@ -92,16 +93,6 @@ def _with_routing(
     missing = sampler.prompt_width - routing.shape[1]
     routing = jnp.pad(routing, [(0, 0), (missing, 0), (0, 0), (0, 0)], constant_values=NOT_RECORDED)
     return records[0].replace(routing=routing), *records[1:]
-
-
-def _read_spans(
-    sampler: Sampler, prompts: PromptBatch
-) -> tuple[SpanState | None, Int[Array, "prompts P_or_fewer"] | None]:
-    """The state of the spans after the prompts, and the first column that does not see each key."""
-    if sampler.policy.spans is None:
-        return None, None
-    first = sampler.prompt_width - prompts.tokens.shape[1]
-    return sampler.policy.spans.read(prompts.tokens, prompts.valid, first)
 
 
 @dataclass(frozen=True)
@@ -154,9 +145,11 @@ def _prefill_chunks(
     missing = count * length - width
     padded = PromptBatch(*(jnp.pad(x, [(0, 0), (missing, 0)]) for x in (prompts.tokens, prompts.valid)))
     start = _first_column(sampler, prompts)
-    spans, span_evicted_at = _read_spans(sampler, prompts)
-    if span_evicted_at is not None:  # by columns of the widest prompt
+    spans, span_evicted_at = None, None
+    if sampler.policy.spans is not None:
         missing = sampler.prompt_width - width
+        spans, span_evicted_at = sampler.policy.spans.read(prompts.tokens, prompts.valid, missing)
+        # By columns of the widest prompt.
         span_evicted_at = jnp.pad(
             jnp.where(span_evicted_at < NEVER, span_evicted_at + missing, NEVER),
             [(0, 0), (missing, 0)],

@@ -206,7 +206,16 @@ def _encode(
         slots = tuple(query_number % layer.slots for layer in state.cache)
     column = sampler.prompt_width + state.drawn - 1  # column of the token that `_draw` has just counted
     columns = jnp.where(state.done, EMPTY, column)[:, None]
-    state = _evict_spans(sampler, state, token, columns[:, 0])
+    if sampler.policy.spans is not None:
+        assert state.spans is not None, "prefill made it"
+        spans, first, end = sampler.policy.spans.advance(state.spans, token, columns[:, 0])
+
+        def drop(layer: LayerCache) -> LayerCache:
+            """Empties the slots of spans that this token evicts, before its query."""
+            low, high = (x.reshape(-1, *(1,) * (layer.columns.ndim - 1)) for x in (first, end))
+            return kv_cache.drop(layer, (low <= layer.columns) & (layer.columns < high))
+
+        state = state.replace(spans=spans, cache=tuple(drop(layer) for layer in state.cache))
     hidden, cache, chosen = read_tokens(
         sampler, params, token[:, None], place, state.cache, slots, columns, state.start, query_number
     )
@@ -214,19 +223,3 @@ def _encode(
         # A row that has ended reads padding.
         chosen = jnp.where(state.done[:, None, None], NOT_RECORDED, chosen[:, 0])
     return state.replace(hidden=hidden[:, 0], cache=cache), chosen
-
-
-def _evict_spans(
-    sampler: Sampler, state: SamplerState, token: Int[Array, " rows"], columns: Int[Array, " rows"]
-) -> SamplerState:
-    """Empties the slots of spans that this token evicts, before its query."""
-    if sampler.policy.spans is None:
-        return state
-    assert state.spans is not None, "prefill made it"
-    spans, first, end = sampler.policy.spans.advance(state.spans, token, columns)
-
-    def drop(layer: LayerCache) -> LayerCache:
-        low, high = (x.reshape(-1, *(1,) * (layer.columns.ndim - 1)) for x in (first, end))
-        return kv_cache.drop(layer, (low <= layer.columns) & (layer.columns < high))
-
-    return state.replace(spans=spans, cache=tuple(drop(layer) for layer in state.cache))
