@@ -473,7 +473,7 @@ class Decoder(nn.Module):
         they are used in float32. So is a gate of evictions, which sampler and learner must read alike."""
 
         def converted(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            # Unconverted leaves stay the same object, which `smd_jax.sampler.params` checks.
+            # Unconverted leaves stay the same object, which `smd_jax.sampler.static` checks.
             name = getattr(path[-1], "key", None)  # a user's gate may hold a list
             of_gate = getattr(path[0], "key", None) == EVICTION_GATE
             unchanged = name in ("scale", "sinks") or of_gate or leaf.dtype == self.config.dtype

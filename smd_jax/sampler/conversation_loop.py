@@ -39,8 +39,7 @@ from smd_jax.sampler.conversation import (
 )
 from smd_jax.sampler.host_records import host_device
 from smd_jax.sampler.keys import prompt_keys, row_keys
-from smd_jax.sampler.params import gathered_params
-from smd_jax.sampler.static import Sampler
+from smd_jax.sampler.static import Sampler, gathered_params
 from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 from smd_jax.typed_fields import check_types

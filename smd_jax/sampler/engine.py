@@ -37,11 +37,10 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, check_limits, check_sampler
 from smd_jax.sampler.host_records import HostRecords
 from smd_jax.sampler.keys import prompt_keys, row_keys
-from smd_jax.sampler.params import gathered_params
 from smd_jax.sampler.prefill import Prefilled, prefill
 from smd_jax.sampler.seats import SamplerState, Seats, constrained, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
-from smd_jax.sampler.static import Sampler
+from smd_jax.sampler.static import Sampler, gathered_params
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 

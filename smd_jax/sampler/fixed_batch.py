@@ -25,12 +25,11 @@ from smd_jax.sampler.config import cache_bytes as cache_bytes
 from smd_jax.sampler.config import check_limits, check_sampler
 from smd_jax.sampler.config import plan as plan
 from smd_jax.sampler.keys import prompt_keys, row_keys
-from smd_jax.sampler.params import sampler_params
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.records import no_records, segment_count, to_trajectory
 from smd_jax.sampler.seats import SamplerState, begin
 from smd_jax.sampler.segment import SegmentRecord, run_segment
-from smd_jax.sampler.static import Sampler
+from smd_jax.sampler.static import Sampler, sampler_params
 from smd_jax.text.prompts import PromptBatch, check_prompt_batch, check_prompts, repeat_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 

@@ -31,7 +31,8 @@ prompt. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
     row A     p0   p1   r0   r1   r2   r3        r0 is written to slot 2, when query_number is 2
     row B     r1   r2   r3   p0   p1   r0        r0 to slot 5, then round the ring
 
-`Sampler` holds the static parts. The rest are pure functions of it, the parameters and a state:
+`Sampler` holds the static parts, and `sampler_params` converts the parameters once. The rest are pure functions of both
+and a state:
 
     smd_jax.sampler.prefill     prompts ─► Prefilled
     smd_jax.sampler.seats       Prefilled ─► rows of a SamplerState
@@ -45,11 +46,16 @@ refilling finished rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+import jax
 
 from smd_jax.cache.compression import Compression
+from smd_jax.devices.sharding import constrain_tree, gathered_tree
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.layer_runs import equal_runs
-from smd_jax.model.protocol import LanguageModel
+from smd_jax.model.lora import check_reads_lora
+from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, plan
 
 
@@ -146,3 +152,32 @@ class Sampler:
     def row_buffer(self) -> int:
         """Slots of each layer's buffer."""
         return plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)[1]
+
+
+def sampler_params(model: LanguageModel, params: Params) -> Params:
+    """`model.compute_params`, with barriers that keep the conversion outside a decode loop.
+
+    Raises:
+      TypeError: as `check_reads_lora`.
+    """
+    check_reads_lora(model, params)
+    # A leaf that is the same object was not converted, and needs no barrier.
+    given = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def converted_here(leaf: jax.Array) -> jax.Array:
+        # The compiler must not move the conversion into the decode loop.
+        return leaf if id(leaf) in given else jax.lax.optimization_barrier(leaf)
+
+    return jax.tree.map(converted_here, model.compute_params(params))
+
+
+@partial(jax.jit, static_argnames="model")
+def converted(model: LanguageModel, params: Params) -> Params:
+    """Converts the parameters in a separate program, for a sampler in another program; keeps their sharding."""
+    return constrain_tree(sampler_params(model, params))
+
+
+@partial(jax.jit, static_argnames="model")
+def gathered_params(model: LanguageModel, params: Params) -> Params:
+    """`sampler_params`, gathered here and not in every step of a segment."""
+    return gathered_tree(sampler_params(model, params))

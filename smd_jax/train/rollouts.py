@@ -28,8 +28,7 @@ from smd_jax.sampler.engine import Engine, Progress
 from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.keys import row_keys
-from smd_jax.sampler.params import converted
-from smd_jax.sampler.static import Sampler
+from smd_jax.sampler.static import Sampler, converted
 from smd_jax.tasks.task import Row, prompt_text
 from smd_jax.text.prompts import PromptBatch, Tokenizer, encode_prompts, repeat_prompts, wants_special_tokens
 from smd_jax.text.stop_strings import StopTable, stop_table

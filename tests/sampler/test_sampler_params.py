@@ -11,7 +11,7 @@ from smd_jax.config import Experts, ModelConfig
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
-from smd_jax.sampler.params import sampler_params
+from smd_jax.sampler.static import sampler_params
 from smd_jax.testing import random_params, tiny_model_config
 
 TOKENS = jnp.array([[1, 5, 2, 7], [3, 3, 8, 4]])
