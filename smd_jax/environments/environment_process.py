@@ -150,7 +150,9 @@ def serve(parent: Connection) -> None:
         for name, file in files:
             reward_calls.load_file(name, file)
         factory = pickle.loads(pickled)
-        prepare(factory)
+        # Forks share what the environment's `prepare` imports and reads, if its class has one.
+        if hasattr(getattr(factory, "func", factory), "prepare"):  # `func`: the class of a partial
+            factory().prepare()
     if caught.error is not None:
         parent.send_bytes(f"{type(caught.error).__name__}: {reward_calls.described(caught.error)}".encode())
         return
@@ -170,12 +172,6 @@ def serve(parent: Connection) -> None:
     finally:  # the parent may have been killed
         for process in forked:
             end(process)
-
-
-def prepare(factory: Callable[[], Any]) -> None:
-    """Calls the environment's `prepare`, if its class has one. Forks share what it imports and reads."""
-    if hasattr(getattr(factory, "func", factory), "prepare"):  # `func`: the class of a partial
-        factory().prepare()
 
 
 def end(process: int) -> int:

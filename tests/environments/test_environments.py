@@ -204,7 +204,7 @@ def test_prepare_is_called_once_before_the_forks():
             prepared, parent = answer.content.split()
             assert prepared == parent
     found.close()
-    with pytest.raises(UnloadableEnvironmentError, match="OSError: no such index"):
+    with pytest.raises(UnloadableEnvironmentError, match=r"OSError: no such index \(.*test_environments.py, line"):
         EnvironmentsInProcesses(Unprepared, seconds=20.0).reset(ROWS)
 
 
