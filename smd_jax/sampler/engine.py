@@ -131,7 +131,7 @@ class Engine:
             return
         if len(elsewhere := {device.process_index for device in self.mesh.devices.flat} - {jax.process_index()}):
             raise ValueError(
-                "expected a mesh of devices of this process, because the host sees every row: give each process an "
+                "expected a mesh of devices of this process, because the host sees every row: give each process a "
                 f"separate engine and prompts; got devices of processes {sorted(elsewhere)}"
             )
         check_rows(self.decode_rows, self.mesh, "a cache of decode_rows")

@@ -344,6 +344,13 @@ def test_bad_sizes():
         run(POLICIES["SnapKV"].__class__())
 
 
+def test_mesh_of_another_process(monkeypatch: pytest.MonkeyPatch):
+    mesh = make_mesh(data=len(jax.devices()))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match=r"give each process a separate engine .* processes \[0\]"):
+        Engine(MODEL, Knorm(), SIZES, decode_rows=8, mesh=mesh)
+
+
 # Compilations.
 
 
