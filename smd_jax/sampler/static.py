@@ -32,15 +32,7 @@ prompt. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
     row B     r1   r2   r3   p0   p1   r0        r0 to slot 5, then round the ring
 
 `Sampler` holds the static parts, and `sampler_params` converts the parameters once. The rest are pure functions of both
-and a state:
-
-    smd_jax.sampler.prefill     prompts ─► Prefilled
-    smd_jax.sampler.seats       Prefilled ─► rows of a SamplerState
-    smd_jax.sampler.segment     SamplerState ─► SamplerState, SegmentRecord
-    smd_jax.sampler.records     records of all segments ─► Trajectory
-
-`smd_jax.sampler.fixed_batch` runs them as one program for a fixed batch, `smd_jax.sampler.engine` segment by segment,
-refilling finished rows.
+and a state: `docs/data.md` lists them.
 """
 
 from __future__ import annotations
