@@ -274,10 +274,8 @@ def _evicted_at(
                 f"evicted_at: expected the shape {(rows, layers, kv_heads, columns)}, with 1 for layers or KV heads "
                 f"that share it; got {given.shape}"
             )
-        by_row = evicted_by_row(
-            lengths, layers, kv_heads, kept=None, dropped=None,
-            evicted_at=[given[row, :, :, : lengths[row]] for row in range(rows)],
-        )  # fmt: skip
+        trimmed = [given[row, :, :, : lengths[row]] for row in range(rows)]
+        by_row = evicted_by_row(lengths, layers, kv_heads, evicted_at=trimmed)
         found = _stack(by_row, columns)
     elif "kept" in arrays:
         kept, after = arrays["kept"], arrays["kept_after"]
@@ -294,7 +292,7 @@ def _evicted_at(
             ]
             for row in range(rows)
         ]
-        by_row = evicted_by_row(lengths, layers, kv_heads, kept=compressions, dropped=None, evicted_at=None)
+        by_row = evicted_by_row(lengths, layers, kv_heads, kept=compressions)
         found = _stack(by_row, columns)
     inside = np.arange(columns) < lengths[:, None]
     found = np.where(found < lengths[:, None, None, None], found, NEVER)
@@ -313,8 +311,9 @@ def _support(
 ) -> tuple[np.ndarray, ...] | None:
     if not _both(arrays, "support_ids", "support_offsets"):
         return None
-    ids, offsets = arrays["support_ids"], arrays["support_offsets"]
-    return tuple(split_support(ids, offsets, tokens[response], vocab_size, " (support_ids, support_offsets)"))
+    ids, offsets, drawn = arrays["support_ids"], arrays["support_offsets"], tokens[response]
+    where = " (support_ids, support_offsets)"
+    return tuple(split_support(ids, offsets, drawn, vocab_size, where, np.ones(len(drawn), bool)))
 
 
 def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int) -> Top | None:

@@ -13,9 +13,9 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from smd_jax.message.foreign_tokens import Ints, check_sampled, whole_numbers
+from smd_jax.message.foreign import Ints, check_sampled, whole_numbers
 from smd_jax.message.quantization import packed_size, unpack
-from smd_jax.message.sampling import among, is_one_of
+from smd_jax.message.sampling import ID_BYTES, among, is_one_of
 from smd_jax.pytrees import any_leaves
 
 # A finite substitute for -inf, which gives NaN in differences and products with 0. exp() of it is 0 in every dtype.
@@ -65,7 +65,7 @@ class DrawableTokens(struct.PyTreeNode):
             raise ValueError(f"expected the sampling support of {len(responses)} rows; got {len(support)}")
         flags = check_sampled(sampled, responses)
         by_row = [
-            split_support(*sets, responses[row], vocab_size, f" of row {row}", None if flags is None else flags[row])
+            split_support(*sets, responses[row], vocab_size, f" of row {row}", flags[row])
             for row, sets in enumerate(support)
         ]
         longest = max(map(len, by_row))
@@ -73,19 +73,17 @@ class DrawableTokens(struct.PyTreeNode):
         if width < longest:
             raise ValueError(f"expected response_width of at least {longest}, the longest response; got {width}")
         most = max(1, *(len(ids) for sets in by_row for ids in sets))
-        if vocab_size is not None and 4 * most > packed_size(vocab_size, 1):
-            bits = np.zeros((len(by_row), width, packed_size(vocab_size, 1)), np.uint8)
-            for row, sets in enumerate(by_row):
-                for column, ids in enumerate(sets):
-                    # One token at a time: the booleans of all tokens would take eight times the memory of the bits.
-                    inside = np.zeros(vocab_size, bool)
-                    inside[ids] = True
-                    bits[row, column] = np.packbits(inside, bitorder="little")
-            return cls(jnp.asarray(bits))
-        found = np.full((len(by_row), width, most), -1, np.int32)
+        size = ID_BYTES * most if vocab_size is None else packed_size(vocab_size, 1)
+        if as_bits := ID_BYTES * most > size:
+            found = np.zeros((len(by_row), width, size), np.uint8)
+        else:
+            found = np.full((len(by_row), width, most), -1, np.int32)
         for row, sets in enumerate(by_row):
             for column, ids in enumerate(sets):
-                found[row, column, : len(ids)] = ids
+                if as_bits:
+                    np.bitwise_or.at(found[row, column], ids // 8, (1 << ids % 8).astype(np.uint8))
+                else:
+                    found[row, column, : len(ids)] = ids
         return cls(jnp.asarray(found))
 
     def first_columns(self, columns: int) -> DrawableTokens:
@@ -100,9 +98,14 @@ class DrawableTokens(struct.PyTreeNode):
         Raises:
           ValueError: if the sets are bits of another vocabulary.
         """
-        drawable = jnp.ones((1, columns.shape[0], vocab), bool)
-        if self.sets is not None:
-            drawable = _to_boolean(self.sets[:, columns], vocab)
+        if self.sets is None:
+            drawable = jnp.ones((1, columns.shape[0], vocab), bool)
+        elif self.sets.dtype != jnp.uint8:  # ids, not bits
+            drawable = among(self.sets[:, columns], vocab)
+        elif (size := self.sets.shape[-1]) == (expected := packed_size(vocab, 1)):
+            drawable = unpack(self.sets[:, columns], 1, vocab) == 1
+        else:
+            raise ValueError(f"expected {expected} bytes of bits for a vocabulary of {vocab}; got {size} bytes")
         if self.eos_token_id is None or self.min_new_tokens == 0:
             return drawable
         # Without filters only the minimum length removes tokens.
@@ -120,19 +123,8 @@ class DrawableTokens(struct.PyTreeNode):
         return jnp.where(self.to_boolean(logits.shape[-1], columns), logits, OUTSIDE)
 
 
-def _to_boolean(sets: Array, vocab: int) -> Bool[Array, "batch columns vocab"]:
-    # Bits are uint8, ids int32.
-    if sets.dtype != jnp.uint8:
-        return among(sets, vocab)
-    if sets.shape[-1] != packed_size(vocab, 1):
-        raise ValueError(
-            f"expected {packed_size(vocab, 1)} bytes of bits for a vocabulary of {vocab}; got {sets.shape[-1]} bytes"
-        )
-    return unpack(sets, 1, vocab) == 1
-
-
 def split_support(
-    ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None, where: str, sampled: np.ndarray | None = None
+    ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None, where: str, sampled: np.ndarray
 ) -> list[np.ndarray]:
     """The set of every token from compressed rows, checked.
 
@@ -140,7 +132,7 @@ def split_support(
       ids, offsets: token t could be any of `ids[offsets[t]:offsets[t + 1]]`.
       tokens: the response tokens.
       where: suffix of "sampling support" in messages.
-      sampled: which of them were sampled; the sets of the others may be empty and are left out. None: all.
+      sampled: which of them were sampled; the sets of the others may be empty and are left out.
 
     Raises:
       ValueError: see `DrawableTokens.from_csr`.
@@ -148,7 +140,6 @@ def split_support(
     ids = whole_numbers(ids, f"token ids of the sampling support{where}")
     offsets = whole_numbers(offsets, f"offsets of the sampling support{where}")
     count = len(tokens)
-    sampled = np.ones(count, bool) if sampled is None else sampled
     if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < sampled).any():
         raise ValueError(
             f"expected {count + 1} rising offsets from 0 to {len(ids)} in the sampling support{where}, one more than "

@@ -1,4 +1,4 @@
-"""Converts the eviction records of another engine to a shadow mask.
+"""Checks the records of another engine, and converts them to the arrays of a trajectory.
 
 Rows have no padding, and tokens are numbered by their position in their own row: prompt 0 … p-1, response p … n-1. One
 layer and KV head of a row with a prompt of 4 and a response of 5:
@@ -11,21 +11,197 @@ layer and KV head of a row with a prompt of 4 and a response of 5:
 
 Token 8 was sampled from the output of query 7. Whether its key entered the cache does not matter: no query follows.
 
+Expert routing has the form in which engines report it:
+
+    vLLM      routed_experts [n or n - 1, layers, k] of a request: prompt and response, the last token often left out
+    sglang    the same numbers, flat
+    Tunix     [width, layers, k], -1 where there is no token
+
 NumPy only. `Trajectory.from_records` documents the accepted records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 import numpy as np
 
-from smd_jax.message.foreign_tokens import Ints, PaddedRows, whole_numbers
 from smd_jax.message.masks import NEVER
+
+Ints = Sequence[SupportsIndex] | np.ndarray
+Floats = Sequence[SupportsFloat] | np.ndarray
 
 # The position of the last query that saw the dropped keys, and positions of keys, `[layer][kv_head][…]`.
 Compression = tuple[SupportsIndex, Sequence[Sequence[Ints]] | np.ndarray]
+
+ROUNDING = 1e-4  # nats above 0 that a log-probability may reach by float32 rounding
+MOST_IDS = np.iinfo(np.int32).max
+NO_EXPERT = -1
+
+
+# --- tokens and log-probabilities
+
+
+class PaddedRows(NamedTuple):
+    """Tokens of a batch in a Trajectory's layout: prompts end at column P - 1, responses begin at P.
+
+    Attributes:
+      tokens, valid: `[batch, T]`.
+      logprobs: `[batch, R]` float32, 0 after the end of a row.
+      start: `[batch]` column of each row's position 0.
+      lengths: `[batch]` tokens of each row.
+      sampled: `[batch, R]` which response tokens the policy sampled; None: all.
+    """
+
+    tokens: np.ndarray
+    valid: np.ndarray
+    logprobs: np.ndarray
+    start: np.ndarray
+    lengths: np.ndarray
+    sampled: np.ndarray | None
+
+
+def unpad(padded: np.ndarray, valid: np.ndarray) -> list[np.ndarray]:
+    """Removes the padding of rows.
+
+    Args:
+      padded: `[batch, width]` tokens or log-probabilities.
+      valid: `[batch, width]` booleans, or ones and zeros.
+
+    Raises:
+      ValueError: different shapes, or `valid` is not a mask.
+    """
+    padded, valid = np.asarray(padded), np.asarray(valid)
+    if padded.ndim != 2 or padded.shape != valid.shape:
+        raise ValueError(f"expected two arrays of one shape [batch, width]; got {padded.shape} and {valid.shape}")
+    if not np.isin(valid, (0, 1)).all():
+        raise ValueError(f"expected booleans, or ones and zeros, in `valid`; got {np.unique(valid)[:4]}")
+    return [row[mask] for row, mask in zip(padded, valid.astype(bool), strict=True)]
+
+
+def check_terminated(terminated: Sequence[bool] | np.ndarray, rows: int) -> np.ndarray:
+    """The booleans as an array. Raises ValueError unless there is one for each row."""
+    ended = np.asarray(terminated)
+    if ended.shape != (rows,) or ended.dtype != bool:
+        raise ValueError(f"expected a boolean for each of {rows} rows in terminated; got {terminated}")
+    return ended
+
+
+def check_sampled(sampled: Sequence[Sequence[bool] | np.ndarray] | None, responses: Sequence[Ints]) -> list[np.ndarray]:
+    """The booleans as arrays, all true for None. Raises ValueError unless there is one for each response token."""
+    if sampled is None:
+        return [np.ones(len(response), bool) for response in responses]
+    if len(sampled) != len(responses):
+        raise ValueError(f"expected sampled of {len(responses)} rows; got {len(sampled)}")
+    found = [np.asarray(row) for row in sampled]
+    for index, (row, response) in enumerate(zip(found, responses, strict=True)):
+        if row.shape != (len(response),) or row.dtype != bool:
+            raise ValueError(
+                f"expected a boolean for each of the {len(response)} response tokens of row {index} in sampled; got an "
+                f"array of shape {row.shape} and {row.dtype}"
+            )
+    return found
+
+
+def check_longest(longest: int | None, lengths: np.ndarray) -> None:
+    """Raises ValueError for a row of more than `longest` tokens."""
+    if longest is not None and lengths.max() > longest:
+        row = int(np.argmax(lengths))
+        raise ValueError(f"expected longest of at least {lengths[row]}, the tokens of row {row}; got {longest}")
+
+
+def pad_tokens(
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    logprobs: Sequence[Floats],
+    sampled: Sequence[Sequence[bool] | np.ndarray] | None,
+    vocab_size: int | None,
+    widths: tuple[int | None, int | None],
+    pad_token_id: int,
+) -> PaddedRows:
+    """Pads prompts on the left and responses on the right; `widths`: of both. See `Trajectory.from_records`."""
+    if not len(prompts) == len(responses) == len(logprobs) or not len(prompts):
+        raise ValueError(
+            "expected as many prompts, responses and rows of log-probabilities, and at least one; got "
+            f"{len(prompts)}, {len(responses)} and {len(logprobs)}"
+        )
+    most = MOST_IDS if vocab_size is None else vocab_size
+    asked = [_tokens(row, index, "prompt", most) for index, row in enumerate(prompts)]
+    drawn = [_tokens(row, index, "response", most) for index, row in enumerate(responses)]
+    flags = check_sampled(sampled, drawn)
+    known = [_logprobs(row, index, flags[index]) for index, row in enumerate(logprobs)]
+    _check_ids(np.array([pad_token_id]), most, "pad_token_id")
+    before = _width("prompt_width", widths[0], asked)
+    after = _width("response_width", widths[1], drawn)
+    tokens = np.full((len(asked), before + after), pad_token_id, np.int32)
+    valid = np.zeros(tokens.shape, bool)
+    padded = np.zeros((len(asked), after), np.float32)
+    counted = np.zeros(padded.shape, bool)
+    for row, (prompt, response, of_response) in enumerate(zip(asked, drawn, known, strict=True)):
+        columns = slice(before - len(prompt), before + len(response))
+        tokens[row, columns] = np.concatenate([prompt, response])
+        valid[row, columns] = True
+        padded[row, : len(response)] = of_response
+        counted[row, : len(response)] = flags[row]
+    start = before - np.array([len(prompt) for prompt in asked])
+    return PaddedRows(tokens, valid, padded, start, valid.sum(axis=1), None if sampled is None else counted)
+
+
+def _tokens(row: Ints, index: int, what: str, most: int) -> np.ndarray:
+    tokens = whole_numbers(row, f"{what} of row {index}")
+    if not len(tokens):
+        raise ValueError(f"expected at least one token in every {what}; got none in row {index}")
+    _check_ids(tokens, most, f"{what} of row {index}")
+    return tokens
+
+
+def _check_ids(tokens: np.ndarray, most: int, where: str) -> None:
+    # Loops over `[:1]`, here and below: the first place where something is wrong, if there is one.
+    for place in np.flatnonzero((tokens < 0) | (tokens >= most))[:1]:
+        raise ValueError(
+            f"expected ids from 0 to {most - 1}, the vocabulary; got {tokens[place]} ({where}, token {place})"
+        )
+
+
+def _logprobs(row: Floats, index: int, sampled: np.ndarray) -> np.ndarray:
+    found = np.asarray(row, np.float64)
+    if found.shape != sampled.shape:
+        raise ValueError(
+            f"expected one log-probability for each of the {len(sampled)} response tokens of row {index}; got an array "
+            f"of shape {found.shape}"
+        )
+    found = np.where(sampled, found, 0.0)  # an engine may report anything for tokens that it did not sample
+    for place in np.flatnonzero(~np.isfinite(found))[:1]:
+        raise ValueError(f"expected finite log-probabilities; got {found[place]} (row {index}, response token {place})")
+    for place in np.flatnonzero(found > ROUNDING)[:1]:
+        raise ValueError(
+            "expected log-probabilities, which are at most 0 (probabilities and negative log-probabilities are other "
+            f"numbers); got {found[place]} (row {index}, response token {place})"
+        )
+    return found.astype(np.float32)
+
+
+def _width(name: str, asked: int | None, rows: list[np.ndarray]) -> int:
+    lengths = [len(row) for row in rows]
+    if asked is not None and max(lengths) > asked:
+        raise ValueError(
+            f"expected {name} of at least {max(lengths)}, the tokens of row {int(np.argmax(lengths))}; got {asked}"
+        )
+    return max(lengths) if asked is None else asked
+
+
+def whole_numbers(numbers: Ints, where: str) -> np.ndarray:
+    """Checks for a one-dimensional array of whole numbers, which may be empty."""
+    found = np.asarray(numbers)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise ValueError(
+            f"expected whole numbers in a list; got an array of shape {found.shape} and {found.dtype} ({where})"
+        )
+    return found.astype(np.int64)
+
+
+# --- evictions: `evicted_at [layers, kv_heads, tokens]` of each row, by positions
 
 
 def evicted_by_row(
@@ -33,9 +209,9 @@ def evicted_by_row(
     layers: int,
     kv_heads: int,
     *,
-    kept: Sequence[Sequence[Compression]] | None,
-    dropped: Sequence[Sequence[Compression]] | None,
-    evicted_at: Sequence[np.ndarray] | None,
+    kept: Sequence[Sequence[Compression]] | None = None,
+    dropped: Sequence[Sequence[Compression]] | None = None,
+    evicted_at: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from the given record. The first two axes are
     1 if they are 1 in the record of every row.
@@ -45,22 +221,20 @@ def evicted_by_row(
     """
     if layers < 1 or kv_heads < 1:
         raise ValueError(f"expected layers >= 1 and kv_heads >= 1; got {layers} and {kv_heads}")
-    records = {"kept": kept, "dropped": dropped, "evicted_at": evicted_at}
+    records: dict[str, Any] = {"kept": kept, "dropped": dropped, "evicted_at": evicted_at}
     given = [name for name, record in records.items() if record is not None]
     if len(given) != 1:
         raise ValueError(f"expected exactly one of {', '.join(records)}; got {' and '.join(given) or 'none'}")
-    for name, record in records.items():
-        if record is not None and len(record) != len(lengths):
-            raise ValueError(f"expected {name} of {len(lengths)} rows; got {len(record)}")
-    all_sizes = [_Sizes(row, tokens, layers, kv_heads) for row, tokens in enumerate(lengths.tolist())]
-    if evicted_at is not None:
-        checked = [_check_evicted_at(of_row, sizes) for of_row, sizes in zip(evicted_at, all_sizes, strict=True)]
-        # An axis that all rows share stays 1, because all layers and heads of a long batch take gigabytes.
-        shared = np.max([of_row.shape[:2] for of_row in checked], axis=0).tolist()
-        return [np.broadcast_to(of_row, (*shared, of_row.shape[2])) for of_row in checked]
-    kind, compressions = ("dropped", dropped) if kept is None else ("kept", kept)
-    assert compressions is not None, "checked above"
-    return [_from_compressions(of_row, kind, sizes) for of_row, sizes in zip(compressions, all_sizes, strict=True)]
+    (name,) = given
+    if len(records[name]) != len(lengths):
+        raise ValueError(f"expected {name} of {len(lengths)} rows; got {len(records[name])}")
+    rows = [(row, of_row, (layers, kv_heads, int(lengths[row]))) for row, of_row in enumerate(records[name])]
+    if name != "evicted_at":
+        return [_from_compressions(of_row, name, row, shape) for row, of_row, shape in rows]
+    checked = [_check_evicted_at(np.asarray(of_row), row, shape) for row, of_row, shape in rows]
+    # An axis that all rows share stays 1, because all layers and heads of a long batch take gigabytes.
+    shared = np.max([of_row.shape[:2] for of_row in checked], axis=0).tolist()
+    return [np.broadcast_to(of_row, (*shared, of_row.shape[2])) for of_row in checked]
 
 
 def to_columns(by_row: Sequence[np.ndarray], rows: PaddedRows) -> np.ndarray:
@@ -79,24 +253,12 @@ def to_columns(by_row: Sequence[np.ndarray], rows: PaddedRows) -> np.ndarray:
     return found
 
 
-# --- one row: `evicted_at [layers, kv_heads, tokens]`, by positions
-
-
-class _Sizes(NamedTuple):
-    """A row's number in the batch, for messages, its tokens, and the model's layers and KV heads."""
-
-    row: int
-    tokens: int
-    layers: int
-    kv_heads: int
-
-
 def _from_compressions(
-    compressions: Sequence[Compression], kind: Literal["kept", "dropped"], sizes: _Sizes
+    compressions: Sequence[Compression], kind: str, row: int, shape: tuple[int, int, int]
 ) -> np.ndarray:
-    """Reads compressions in time order; two may follow the same query."""
-    row, tokens, layers, kv_heads = sizes
-    evicted_at = np.full((layers, kv_heads, tokens), NEVER, np.int32)
+    """Reads "kept" or "dropped" compressions of one row in time order; two may follow the same query."""
+    layers, kv_heads, tokens = shape
+    evicted_at = np.full(shape, NEVER, np.int32)
     by_head = evicted_at.reshape(layers * kv_heads, tokens)  # a view: writes below change `evicted_at`
     before = 0
     for number, (after, keys) in enumerate(compressions):
@@ -109,14 +271,15 @@ def _from_compressions(
             )
         before = last
         heads, named = _named_keys(keys, layers, kv_heads, where)
-        _check_named(heads, named, by_head[:, : last + 1], kind, kv_heads, f"{where} after query {last}")
+        seen = by_head[:, : last + 1]
+        _check_named(heads, named, seen, kind, kv_heads, f"{where} after query {last}")
         if kind == "dropped":
             # Only the named keys: an engine that evicts at every step has as many compressions as tokens.
             by_head[heads, named] = last + 1
         else:
-            goes = by_head[:, : last + 1] == NEVER
+            goes = seen == NEVER
             goes[heads, named] = False
-            by_head[:, : last + 1][goes] = last + 1
+            seen[goes] = last + 1
     return evicted_at
 
 
@@ -137,12 +300,7 @@ def _named_keys(
 
 
 def _check_named(
-    heads: np.ndarray,
-    keys: np.ndarray,
-    evicted_at: np.ndarray,
-    kind: Literal["kept", "dropped"],
-    kv_heads: int,
-    where: str,
+    heads: np.ndarray, keys: np.ndarray, evicted_at: np.ndarray, kind: str, kv_heads: int, where: str
 ) -> None:
     """Raises ValueError unless every named key is in the cache and is named once.
 
@@ -151,7 +309,6 @@ def _check_named(
       evicted_at: `[layers * kv_heads, keys]` of the keys so far.
     """
     count = evicted_at.shape[1]
-    # Loops over `[:1]`, here and below, report the first error.
     for place in np.flatnonzero((keys < 0) | (keys >= count))[:1]:
         raise ValueError(
             f"expected {kind} keys from 0 to {count - 1}, those that the query could see; got {keys[place]} "
@@ -173,19 +330,17 @@ def _check_named(
         )
 
 
-def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
+def _check_evicted_at(found: np.ndarray, row: int, shape: tuple[int, int, int]) -> np.ndarray:
     """`[layers or 1, kv_heads or 1, tokens]`, checked."""
-    row, tokens, layers, kv_heads = sizes
-    found, expected = np.asarray(evicted_at), (layers, kv_heads, tokens)
-    fits = found.ndim == 3 and all(got in (1, want) for got, want in zip(found.shape[:2], expected, strict=False))
-    if not fits or found.shape[2] != tokens:
+    fits = found.ndim == 3 and all(got in (1, want) for got, want in zip(found.shape[:2], shape, strict=False))
+    if not fits or found.shape[2] != shape[2]:
         raise ValueError(
-            f"expected evicted_at of row {row} to be {expected} (layers, KV heads, tokens of prompt and response); got "
+            f"expected evicted_at of row {row} to be {shape} (layers, KV heads, tokens of prompt and response); got "
             f"{found.shape}"
         )
     if not np.issubdtype(found.dtype, np.integer):
         raise ValueError(f"expected whole numbers in evicted_at; got {found.dtype} (row {row})")
-    for layer, head, key in np.argwhere(found <= np.arange(tokens))[:1]:
+    for layer, head, key in np.argwhere(found <= np.arange(shape[2]))[:1]:
         raise ValueError(
             f"expected evicted_at of at least {key + 1}, because a query sees its own key; got "
             f"{found[layer, head, key]} (row {row}, {_place(layer, head)}, key {key})"
@@ -195,3 +350,80 @@ def _check_evicted_at(evicted_at: np.ndarray, sizes: _Sizes) -> np.ndarray:
 
 def _place(layer: SupportsIndex, head: SupportsIndex) -> str:
     return f"layer {layer}, kv head {head}"
+
+
+# --- expert routing
+
+
+class ExpertSizes(NamedTuple):
+    """The experts of a model.
+
+    Attributes:
+      layers: number of layers with experts. count: experts per layer. per_token: experts per token.
+    """
+
+    layers: int
+    count: int
+    per_token: int
+
+
+def routing_by_column(
+    routed: Sequence[np.ndarray] | None, rows: PaddedRows, sizes: ExpertSizes | None
+) -> np.ndarray | None:
+    """`[batch, T, layers, per_token]` in the smallest integers, -1 where nothing was reported; None without routing.
+
+    Raises:
+      ValueError: one of the two arguments without the other; routing of another number of rows, tokens, layers or
+        experts; an expert that the model does not have, or twice for a token; only some of a token's experts. The
+        message names row, token and layer.
+    """
+    if routed is None and sizes is None:
+        return None
+    if routed is None or sizes is None:
+        given = "None" if routed is None else f"of {len(routed)} rows"
+        raise ValueError(f"expected experts and routed_experts together; got experts={sizes} and {given}")
+    if len(routed) != len(rows.lengths):
+        raise ValueError(f"expected routed_experts of {len(rows.lengths)} rows; got {len(routed)}")
+    kind = np.int8 if sizes.count <= 2**7 else np.int16
+    found = np.full((*rows.tokens.shape, sizes.layers, sizes.per_token), NO_EXPERT, kind)
+    for row, given in enumerate(routed):
+        experts = _experts_of_row(np.asarray(given), row, int(rows.lengths[row]), sizes)
+        start = int(rows.start[row])
+        found[row, start : start + len(experts)] = experts
+    return found
+
+
+def _experts_of_row(given: np.ndarray, row: int, tokens: int, sizes: ExpertSizes) -> np.ndarray:
+    """`[tokens or one less, layers, per_token]`, checked."""
+    if given.dtype.kind not in "iu":
+        raise ValueError(f"expected routed_experts as integers; got {given.dtype} in row {row}")
+    each = (sizes.layers, sizes.per_token)
+    if given.ndim == 1 and given.size % (sizes.layers * sizes.per_token) == 0:
+        given = given.reshape(-1, *each)
+    if given.ndim != 3 or given.shape[1:] != each:
+        raise ValueError(
+            f"expected routed_experts [tokens, layers, experts of a token] of {each[0]} layers and {each[1]} experts; "
+            f"got {given.shape} in row {row}"
+        )
+    given = given.astype(np.int64)
+    # An engine's padding after the row's last token.
+    if (given[tokens:] != NO_EXPERT).any() or len(given) < tokens - 1:
+        raise ValueError(
+            f"expected routed_experts of {tokens} tokens, or of {tokens - 1} without the last; got {len(given)} in row "
+            f"{row}"
+        )
+    given = given[:tokens]
+    for token, layer, place in np.argwhere((given < NO_EXPERT) | (given >= sizes.count))[:1]:
+        raise ValueError(
+            f"expected experts from 0 to {sizes.count - 1}, or {NO_EXPERT}; got {given[token, layer, place]} in row "
+            f"{row}, token {token}, layer {layer}"
+        )
+    ordered = np.sort(given, axis=-1)
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != NO_EXPERT)).any(-1)
+    some = (given == NO_EXPERT).any(-1) & (given != NO_EXPERT).any(-1)
+    for token, layer in np.argwhere(twice | some)[:1]:
+        raise ValueError(
+            f"expected {sizes.per_token} different experts of a token, or none; got {given[token, layer].tolist()} in "
+            f"row {row}, token {token}, layer {layer}"
+        )
+    return given

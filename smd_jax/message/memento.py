@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from smd_jax.message.foreign_tokens import Ints, whole_numbers
+from smd_jax.message.foreign import Ints, whole_numbers
 from smd_jax.message.masks import NEVER
 from smd_jax.typed_fields import check_types
 

@@ -24,7 +24,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from smd_jax.config import check_choice
-from smd_jax.message.foreign_tokens import Ints
+from smd_jax.message.foreign import Ints
 from smd_jax.message.masks import NEVER
 
 EvictionMode = Literal["union", "per_head", "per_layer_perhead"]

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.message import foreign, foreign_routing, foreign_tokens
+from smd_jax.message import foreign
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.draws import EvictionDraws
 from smd_jax.message.masks import ShadowMask, dense_mask, positions
@@ -64,9 +64,9 @@ class Trajectory(struct.PyTreeNode):
     @classmethod
     def from_records(
         cls,
-        prompts: Sequence[foreign_tokens.Ints],
-        responses: Sequence[foreign_tokens.Ints],
-        logprobs: Sequence[foreign_tokens.Floats],
+        prompts: Sequence[foreign.Ints],
+        responses: Sequence[foreign.Ints],
+        logprobs: Sequence[foreign.Floats],
         *,
         terminated: Sequence[bool] | np.ndarray,
         layers: int,
@@ -74,10 +74,10 @@ class Trajectory(struct.PyTreeNode):
         kept: Sequence[Sequence[foreign.Compression]] | None = None,
         dropped: Sequence[Sequence[foreign.Compression]] | None = None,
         evicted_at: Sequence[np.ndarray] | None = None,
-        support: Sequence[tuple[foreign_tokens.Ints, foreign_tokens.Ints]] | None = None,
+        support: Sequence[tuple[foreign.Ints, foreign.Ints]] | None = None,
         sampled: Sequence[Sequence[bool] | np.ndarray] | None = None,
         routed_experts: Sequence[np.ndarray] | None = None,
-        experts: foreign_routing.ExpertSizes | None = None,
+        experts: foreign.ExpertSizes | None = None,
         temperature: float = 1.0,
         vocab_size: int | None = None,
         prompt_width: int | None = None,
@@ -87,7 +87,7 @@ class Trajectory(struct.PyTreeNode):
     ) -> Trajectory:
         """Builds and checks a trajectory from the records of another sampler. `smd_jax.message.foreign` has an example.
 
-        Rows have no padding (`smd_jax.message.foreign_tokens.unpad` removes it). Tokens, queries and keys are numbered
+        Rows have no padding (`smd_jax.message.foreign.unpad` removes it). Tokens, queries and keys are numbered
         by their position in their own row: prompt 0 … p-1, response p … n-1. Give exactly one of `kept`, `dropped` and
         `evicted_at`, one entry per row. Keys must be cached after RoPE at these positions, unchanged.
 
@@ -104,7 +104,7 @@ class Trajectory(struct.PyTreeNode):
           support: the tokens that pass the sampler's filters, see `DrawableTokens.from_csr`; None: all tokens.
           sampled: which response tokens the policy sampled. The others were given, such as the answer of a tool; their
             log-probabilities are ignored, and their support may be empty. None: all were sampled.
-          routed_experts, experts: of a model with experts, see `smd_jax.message.foreign_routing`; None: not recorded.
+          routed_experts, experts: of a model with experts, see `smd_jax.message.foreign`; None: not recorded.
           temperature, pad_token_id: of the sampler.
           prompt_width, response_width: columns P and R of the batch; None: as the longest row needs. With the same
             values for every batch of a run, jitted functions compile once.
@@ -117,13 +117,13 @@ class Trajectory(struct.PyTreeNode):
         """
         if not 0 < temperature < math.inf:
             raise ValueError(f"expected a temperature > 0, because a greedy choice is no draw; got {temperature}")
-        rows = foreign_tokens.pad_tokens(
+        rows = foreign.pad_tokens(
             prompts, responses, logprobs, sampled, vocab_size, (prompt_width, response_width), pad_token_id
         )
-        foreign_tokens.check_longest(longest, rows.lengths)
-        ended = foreign_tokens.check_terminated(terminated, len(rows.lengths))
+        foreign.check_longest(longest, rows.lengths)
+        ended = foreign.check_terminated(terminated, len(rows.lengths))
         seen = foreign.evicted_by_row(rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at)
-        routing = foreign_routing.routing_by_column(routed_experts, rows, experts)
+        routing = foreign.routing_by_column(routed_experts, rows, experts)
         drawable, width = None, rows.logprobs.shape[1]
         if support is not None:
             drawable = DrawableTokens.from_csr(support, responses, sampled, response_width=width, vocab_size=vocab_size)

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from smd_jax.message.foreign_routing import ExpertSizes
-from smd_jax.message.foreign_tokens import Floats, Ints, whole_numbers
+from smd_jax.message.foreign import ExpertSizes, Floats, Ints, whole_numbers
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 

@@ -16,7 +16,7 @@ from smd_jax.learner.packed import make_packed_update, packed_trajectory, packs_
 from smd_jax.learner.packs import ABSENT
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
-from smd_jax.message.foreign_routing import ExpertSizes
+from smd_jax.message.foreign import ExpertSizes
 from smd_jax.message.tree import Branch, to_trajectory
 from smd_jax.model.decoder import Decoder
 from tests.learner.test_routing_replay import CONFIG, params_of, replay_jitted, sampled

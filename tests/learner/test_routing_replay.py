@@ -14,7 +14,7 @@ import pytest
 from smd_jax.config import Experts, ModelConfig
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.forward import replay
-from smd_jax.message.foreign_routing import ExpertSizes
+from smd_jax.message.foreign import ExpertSizes
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder

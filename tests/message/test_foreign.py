@@ -18,8 +18,7 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.packed import packed_trajectory, packs_of
 from smd_jax.learner.state import TrainBatch
-from smd_jax.message.foreign import Compression, evicted_by_row
-from smd_jax.message.foreign_tokens import unpad
+from smd_jax.message.foreign import Compression, evicted_by_row, unpad
 from smd_jax.message.masks import NEVER, Segments, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
@@ -144,7 +143,7 @@ def test_the_forms_of_random_evictions_agree():
         for record, named in ((kept, stays), (dropped, goes)):
             record.append((query, [[rng.permutation(np.flatnonzero(head)) for head in layer] for layer in named]))
     for of_kept, of_dropped in (([kept], None), (None, [dropped])):
-        (found,) = evicted_by_row(np.array([tokens]), *sides, kept=of_kept, dropped=of_dropped, evicted_at=None)
+        (found,) = evicted_by_row(np.array([tokens]), *sides, kept=of_kept, dropped=of_dropped)
         np.testing.assert_array_equal(found, expected)
 
 
@@ -154,7 +153,7 @@ def test_dropped_keys_are_read_without_a_pass_over_the_row():
     dropped = [[(tokens - 2, [[[5], [6]]]), (tokens - 1, [[[7], []]])]]
     tracemalloc.start()
     try:
-        (found,) = evicted_by_row(np.array([tokens]), 1, 2, kept=None, dropped=dropped, evicted_at=None)
+        (found,) = evicted_by_row(np.array([tokens]), 1, 2, dropped=dropped)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
