@@ -18,7 +18,7 @@ tree is that of separate rows by definition: a sampled token that two branches s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,11 @@ class Branch:
     routed_experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        tokens = whole_numbers(self.tokens, "a branch").astype(np.int32)
-        if len(tokens) < 2:
-            raise ValueError(f"expected at least two tokens in a branch, one to predict another; got {len(tokens)}")
-        sampled = self.sampled if len(self.sampled) else np.arange(len(tokens)) > 0
-        _set_tokens(self, tokens, sampled, self.logprobs, "a branch")
+        _set_tokens(self, "a branch", lambda count: np.arange(count) > 0)
+        if len(self.tokens) < 2:
+            raise ValueError(
+                f"expected at least two tokens in a branch, one to predict another; got {len(self.tokens)}"
+            )
         if self.sampled[0]:
             raise ValueError("expected a given first token, because nothing predicts it; got a sampled one")
 
@@ -81,9 +81,7 @@ class Node:
     logprobs: Floats = ()
 
     def __post_init__(self) -> None:
-        tokens = whole_numbers(self.tokens, "a node").astype(np.int32)
-        sampled = self.sampled if len(self.sampled) else np.zeros(len(tokens), bool)
-        _set_tokens(self, tokens, sampled, self.logprobs, "a node")
+        _set_tokens(self, "a node", lambda count: np.zeros(count, bool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +149,10 @@ class Tree:
         for leaf in self.leaves:
             path = self.path(leaf)
             nodes = [self.nodes[index] for index in path]
-            counts = [
-                np.full(len(node.tokens), not once or index not in before)
-                for index, node in zip(path, nodes, strict=True)
-            ]
-            tokens, sampled, logprobs = (
-                np.concatenate([getattr(node, name) for node in nodes]) for name in ("tokens", "sampled", "logprobs")
-            )
-            sampled = sampled & np.concatenate(counts)
-            found.append(Branch(tokens, sampled, np.where(sampled, logprobs, 0)))
+            counts = [np.asarray(self.nodes[index].sampled) & (not once or index not in before) for index in path]
+            tokens = np.concatenate([np.asarray(node.tokens) for node in nodes])
+            logprobs = np.concatenate([np.asarray(node.logprobs) for node in nodes])
+            found.append(Branch(tokens, np.concatenate(counts), logprobs))
             before |= set(path)
         return tuple(found)
 
@@ -309,10 +302,11 @@ def to_trajectory(
     )
 
 
-def _set_tokens(part: Branch | Node, tokens: np.ndarray, sampled: Flags, logprobs: Floats, what: str) -> None:
-    """Sets the arrays of a frozen `part` after checking that they fit its tokens."""
-    sampled = np.asarray(sampled)
-    logprobs = np.asarray(logprobs, np.float32) if len(logprobs) else np.zeros(len(tokens), np.float32)
+def _set_tokens(part: Branch | Node, what: str, default: Callable[[int], np.ndarray]) -> None:
+    """Checks the arrays of a frozen `part`, and sets them. `default`: `sampled` of so many tokens, if it is empty."""
+    tokens = whole_numbers(part.tokens, what).astype(np.int32)
+    sampled = np.asarray(part.sampled) if len(part.sampled) else default(len(tokens))
+    logprobs = np.asarray(part.logprobs, np.float32) if len(part.logprobs) else np.zeros(len(tokens), np.float32)
     if sampled.shape != tokens.shape or sampled.dtype != bool:
         raise ValueError(
             f"expected sampled of {what} to be booleans {tokens.shape}; got {sampled.dtype} {sampled.shape}"
