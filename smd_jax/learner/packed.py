@@ -66,7 +66,7 @@ def make_packed_update(
     The old state's buffers are donated.
 
     Args:
-      share_beginnings: share equal beginnings as far as `smd_jax.message.beginnings` allows; `config.rows_per_prompt`
+      share_beginnings: share equal beginnings as far as `smd_jax.message.packing` allows; `config.rows_per_prompt`
         above 1 also enables it. `update/shared` is the share of the batch's tokens that were not read again.
 
     The returned function raises ValueError as that of `make_update`, and for boolean masks, quantised caches, sampled

@@ -19,7 +19,7 @@ from flax import struct
 from jaxtyping import Bool, Int
 
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.message.beginnings import shared_beginning
+from smd_jax.message.packing import shared_beginning
 from smd_jax.pytrees import any_leaves
 
 ABSENT = -1

@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.message.beginnings import shared_beginning
 from smd_jax.message.masks import NEVER, ShadowMask
+from smd_jax.message.packing import shared_beginning
 
 
 def of_row(first: np.ndarray, second: np.ndarray, shared: int) -> np.ndarray | None:
