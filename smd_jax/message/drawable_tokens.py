@@ -126,16 +126,11 @@ class DrawableTokens(struct.PyTreeNode):
 def split_support(
     ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None, where: str, sampled: np.ndarray
 ) -> list[np.ndarray]:
-    """The set of every token from compressed rows, checked.
+    """The checked set of every token; arguments and errors are those of `DrawableTokens.from_csr`, for one row.
 
     Args:
-      ids, offsets: token t could be any of `ids[offsets[t]:offsets[t + 1]]`.
-      tokens: the response tokens.
       where: suffix of "sampling support" in messages.
-      sampled: which of them were sampled; the sets of the others may be empty and are left out.
-
-    Raises:
-      ValueError: see `DrawableTokens.from_csr`.
+      sampled: the sets of tokens that were not sampled may be empty and are left out.
     """
     ids = whole_numbers(ids, f"token ids of the sampling support{where}")
     offsets = whole_numbers(offsets, f"offsets of the sampling support{where}")

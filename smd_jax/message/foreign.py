@@ -214,11 +214,7 @@ def evicted_by_row(
     evicted_at: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """`evicted_at [layers, kv_heads, tokens]` of every row, in positions, from the given record. The first two axes are
-    1 if they are 1 in the record of every row.
-
-    Args:
-      lengths: `[batch]` tokens of each row. For the others see `Trajectory.from_records`.
-    """
+    1 if they are 1 in the record of every row. `lengths`: tokens of each row; others: see `Trajectory.from_records`."""
     if layers < 1 or kv_heads < 1:
         raise ValueError(f"expected layers >= 1 and kv_heads >= 1; got {layers} and {kv_heads}")
     records: dict[str, Any] = {"kept": kept, "dropped": dropped, "evicted_at": evicted_at}
@@ -302,12 +298,7 @@ def _named_keys(
 def _check_named(
     heads: np.ndarray, keys: np.ndarray, evicted_at: np.ndarray, kind: str, kv_heads: int, where: str
 ) -> None:
-    """Raises ValueError unless every named key is in the cache and is named once.
-
-    Args:
-      heads, keys: from `_named_keys`.
-      evicted_at: `[layers * kv_heads, keys]` of the keys so far.
-    """
+    """Raises ValueError unless every named key is in the cache and is named once."""
     count = evicted_at.shape[1]
     for place in np.flatnonzero((keys < 0) | (keys >= count))[:1]:
         raise ValueError(

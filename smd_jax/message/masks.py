@@ -99,7 +99,15 @@ class ShadowMask(struct.PyTreeNode):
             self.quantized.check_segments(segments)
         evicted_at = np.asarray(self.evicted_at)
         for layer in range(max(layers, len(segments))):
-            _check_segments(evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)], layer)
+            keys, given = evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)]
+            for column in range(given.first, keys.shape[-1], given.length):
+                # The query at the boundary sees a key only if `column < evicted_at`: keys evicted there do not count.
+                visible = (keys[..., :column] > column).sum(-1)
+                for batch, head in np.argwhere(visible > given.budget)[:1]:
+                    raise ValueError(
+                        f"expected at most {given.budget} earlier keys visible at column {column} for {given}; got "
+                        f"{visible[batch, head]} (batch {batch}, layer {layer}, kv head {head})"
+                    )
         return self.replace(segments=segments)
 
     def to_boolean(self) -> Bool[Array, "batch layers kv_heads keys keys"]:
@@ -128,41 +136,21 @@ class ShadowMask(struct.PyTreeNode):
         evicted_at = np.where(visible.any(-2), np.arange(keys) + visible.sum(-2), 0)
         evicted_at = np.where(evicted_at >= queries, NEVER, evicted_at).astype(np.int32)
         query = np.arange(queries)[:, None]
-        _refuse_unequal(visible, (np.arange(keys) <= query) & (query < evicted_at[..., None, :]))
+        rebuilt = (np.arange(keys) <= query) & (query < evicted_at[..., None, :])
+        for batch, layer, head, at, key in np.argwhere(visible != rebuilt)[:1]:
+            where = f"batch {batch}, layer {layer}, kv head {head}, key {key}"
+            if key > at:
+                raise ValueError(f"expected a causal mask; got query {at} seeing the later key ({where})")
+            raise ValueError(
+                "expected every key to be visible from its own query on without a gap, because an evicted key never "
+                f"comes back; got queries {_runs(np.flatnonzero(visible[batch, layer, head, :, key]))} seeing it "
+                f"({where}). Keep such a mask in its boolean form."
+            )
         return cls(jnp.asarray(evicted_at))
 
 
 Mask = ShadowMask | Bool[Array, "#batch #layers #kv_heads queries keys"]
 LayerMask = KeyInterval | Bool[Array, "#batch #kv_heads queries keys"]
-
-
-def _refuse_unequal(given: np.ndarray, rebuilt: np.ndarray) -> None:
-    """Raises ValueError if `given` differs from the mask rebuilt from its intervals."""
-    wrong = np.argwhere(given != rebuilt)
-    if not len(wrong):
-        return
-    batch, layer, head, query, key = wrong[0]
-    where = f"batch {batch}, layer {layer}, kv head {head}, key {key}"
-    if key > query:
-        raise ValueError(f"expected a causal mask; got query {query} seeing the later key ({where})")
-    seen = np.flatnonzero(given[batch, layer, head, :, key])
-    raise ValueError(
-        "expected every key to be visible from its own query on without a gap, because an evicted key never comes "
-        f"back; got queries {_runs(seen)} seeing it ({where}). Keep such a mask in its boolean form."
-    )
-
-
-def _check_segments(evicted_at: np.ndarray, segments: Segments, layer: int) -> None:
-    """Raises ValueError if more keys than the budget are visible across a boundary."""
-    for column in range(segments.first, evicted_at.shape[-1], segments.length):
-        # The query at the boundary sees a key only if `column < evicted_at`: keys evicted there do not count.
-        visible = (evicted_at[..., :column] > column).sum(-1)
-        if (visible > segments.budget).any():
-            batch, head = np.argwhere(visible > segments.budget)[0]
-            raise ValueError(
-                f"expected at most {segments.budget} earlier keys visible at column {column} for {segments}; got "
-                f"{visible[batch, head]} (batch {batch}, layer {layer}, kv head {head})"
-            )
 
 
 def _runs(indices: np.ndarray) -> str:
@@ -210,8 +198,7 @@ def layer_mask(mask: Mask, index: int) -> LayerMask:
 
 def windowed(mask: LayerMask, window: int | None) -> LayerMask:
     """Restricts a layer's mask to a sliding window: each query sees only the `window` newest columns, including its
-    own.
-    None: no window.
+    own. None: no window.
 
     A sliding window is an eviction known in advance, `evicted_at <= s + window`, so all implementations of attention
     support it. Applying a window twice has no effect.
@@ -274,13 +261,12 @@ def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: i
       TypeError: for numbers instead of booleans.
       ValueError: unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`.
     """
+    sizes = (batch, layers, kv_heads, columns)
     if isinstance(mask, ShadowMask):
-        shape = mask.evicted_at.shape
-        expected = (batch, layers, kv_heads, columns)
+        shape, expected = mask.evicted_at.shape, sizes
     else:
         check_booleans(mask)
-        shape = mask.shape
-        expected = (batch, layers, kv_heads, columns, columns)
+        shape, expected = mask.shape, (*sizes, columns)
     fits = len(shape) == len(expected) and all(got in (1, want) for got, want in zip(shape, expected, strict=True))
     if not fits or shape[3:] != expected[3:]:
         raise ValueError(
@@ -288,9 +274,8 @@ def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: i
         )
     if isinstance(mask, ShadowMask) and mask.quantized is not None:
         shape = mask.quantized.parity.keys.shape[:4]
-        expected = (batch, layers, kv_heads, columns)
-        if shape != expected:
-            raise ValueError(f"expected parities {expected} (batch, layers, kv heads, columns); got {tuple(shape)}")
+        if shape != sizes:
+            raise ValueError(f"expected parities {sizes} (batch, layers, kv heads, columns); got {tuple(shape)}")
 
 
 def positions(valid: Bool[Array, "batch columns"]) -> Int[Array, "batch columns"]:

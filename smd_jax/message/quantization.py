@@ -83,13 +83,10 @@ def pack(codes: UInt8[Array, "*lead count"], bits: int) -> UInt8[Array, "*lead b
     """Packs codes of 1, 2, 4 or 8 bits, the first in a byte's lowest bits; zeros fill the last byte."""
     each = BYTE // bits
     codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % each)])
-    parts = codes.reshape(*codes.shape[:-1], -1, each) << _shifts(bits, codes.ndim)
+    shifts = jnp.expand_dims(jnp.arange(0, BYTE, bits, dtype=jnp.uint8), range(codes.ndim))
+    parts = codes.reshape(*codes.shape[:-1], -1, each) << shifts
     # Shifted codes share no bits, so their sum is their bitwise or.
     return jnp.sum(parts, axis=-1, dtype=jnp.uint8)
-
-
-def _shifts(bits: int, ndim: int) -> UInt8[Array, ...]:
-    return jnp.arange(0, BYTE, bits, dtype=jnp.uint8).reshape((1,) * ndim + (-1,))
 
 
 @any_leaves

@@ -18,9 +18,7 @@ case, and only some of them in the second.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from dataclasses import dataclass
 from functools import partial
 
@@ -143,8 +141,7 @@ def forbid(
 
 def is_one_of(tokens: Int[Array, "*shape"], token_ids: int | tuple[int, ...]) -> Bool[Array, "*shape"]:
     """Whether each token is this id, or one of these ids."""
-    ids = token_ids if isinstance(token_ids, tuple) else (token_ids,)
-    return functools.reduce(operator.or_, [tokens == token_id for token_id in ids])
+    return jnp.isin(tokens, jnp.asarray(token_ids))
 
 
 def _logprobs_and_entropy(
