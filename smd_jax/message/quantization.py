@@ -29,8 +29,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
-from smd_kernels.codes import BYTE, unpack
-from smd_kernels.codes import dequantize as codes_to_numbers
+from smd_kernels.codes import BYTE, dequantize, unpack
 from smd_kernels.copies import Copies
 from smd_kernels.segments import Segments
 
@@ -178,13 +177,6 @@ def quantize(
     return jnp.clip(codes, lowest, config.highest - 1 + lowest).astype(jnp.uint8)
 
 
-def dequantize(
-    codes: UInt8[Array, "batch kv_heads rows head_dim"], ranges: Ranges
-) -> Float[Array, "batch kv_heads rows head_dim"]:
-    """The values of codes, in the dtype of the ranges; computed in float32 or wider."""
-    return codes_to_numbers(codes, ranges.low, ranges.scale)
-
-
 def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -251,6 +243,6 @@ class QuantizedReplay(struct.PyTreeNode):
         # All columns at once: no group crosses the end of a segment, so groups equal the sampler's.
         of_keys = of_columns(key_ranges(k, valid, self.first, self.config), self.first, columns, self.config)
         of_values = of_channels(value_ranges(v, self.config), head_dim, self.config)
-        keys = dequantize(quantize(k, of_keys, self.config, key_bits), of_keys)
-        values = dequantize(quantize(v, of_values, self.config, value_bits), of_values)
+        keys = dequantize(quantize(k, of_keys, self.config, key_bits), of_keys.low, of_keys.scale)
+        values = dequantize(quantize(v, of_values, self.config, value_bits), of_values.low, of_values.scale)
         return Copies(keys, values, self.first, self.length)

@@ -105,14 +105,14 @@ def values_reference(values: np.ndarray, config: QuantConfig) -> Reference:
 def quantized_keys(keys: Any, valid: Any, first: int, config: QuantConfig) -> tuple[Any, Any]:
     ranges = of_columns(key_ranges(keys, valid, first, config), first, keys.shape[2], config)
     codes = to_codes(keys, ranges, config)
-    return codes, dequantize(codes, ranges)
+    return codes, dequantize(codes, ranges.low, ranges.scale)
 
 
 @partial(jax.jit, static_argnums=1)
 def quantized_values(values: Any, config: QuantConfig) -> tuple[Any, Any]:
     ranges = of_channels(value_ranges(values, config), values.shape[3], config)
     codes = to_codes(values, ranges, config)
-    return codes, dequantize(codes, ranges)
+    return codes, dequantize(codes, ranges.low, ranges.scale)
 
 
 # Bits, group, first and columns, few so that programs are compiled once for many keys: groups that begin before, at
