@@ -222,21 +222,15 @@ def check_record(
                 f"in row {row}"
             )
     inside = np.arange(columns) < lengths[:, None]
-    wrong = inside & ((tokens < 0) | (tokens >= vocab_size))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise ValueError(
-            f"tokens: expected ids below {vocab_size}, the model's vocabulary; got {tokens[row, column]} in row {row}, "
-            f"column {column}. Was the record made with another tokenizer?"
-        )
+    _refuse(
+        inside & ((tokens < 0) | (tokens >= vocab_size)),
+        tokens,
+        f"tokens: expected ids below {vocab_size}, the model's vocabulary; got {{}} in {{}}. Was the record made with "
+        "another tokenizer?",
+    )
     response = inside & (np.arange(columns) >= prompts[:, None])
     logprobs = arrays["logprobs"].astype(np.float32)
-    wrong = response & ~(np.isfinite(logprobs) & (logprobs <= 1e-3))
-    if wrong.any():
-        row, column = np.argwhere(wrong)[0]
-        raise ValueError(
-            f"logprobs: expected finite numbers <= 0; got {logprobs[row, column]} in row {row}, column {column}"
-        )
+    _refuse(response & ~_is_logprob(logprobs), logprobs, "logprobs: expected finite numbers <= 0; got {} in {}")
     temperature = float(arrays.get("temperature", np.float32(1.0)))
     if not 0 < temperature < np.inf:
         raise ValueError(f"temperature: expected a number > 0; got {temperature}")
@@ -265,7 +259,7 @@ def _evicted_at(
     if _both(arrays, "kept", "kept_after") and "evicted_at" in arrays:
         raise ValueError("expected evicted_at or kept; got both")
     rows = len(lengths)
-    found = np.full((rows, 1, 1, columns), NEVER, np.int32)
+    by_row = [np.full((1, 1, length), NEVER) for length in lengths]
     if "evicted_at" in arrays:
         given = arrays["evicted_at"]
         fits = given.ndim == 4 and given.shape[::3] == (rows, columns)
@@ -276,7 +270,6 @@ def _evicted_at(
             )
         trimmed = [given[row, :, :, : lengths[row]] for row in range(rows)]
         by_row = evicted_by_row(lengths, layers, kv_heads, evicted_at=trimmed)
-        found = _stack(by_row, columns)
     elif "kept" in arrays:
         kept, after = arrays["kept"], arrays["kept_after"]
         if kept.ndim != 5 or after.shape != kept.shape[:2] or kept.shape[0] != rows:
@@ -293,16 +286,9 @@ def _evicted_at(
             for row in range(rows)
         ]
         by_row = evicted_by_row(lengths, layers, kv_heads, kept=compressions)
-        found = _stack(by_row, columns)
-    inside = np.arange(columns) < lengths[:, None]
-    found = np.where(found < lengths[:, None, None, None], found, NEVER)
-    return np.where(inside[:, None, None], found, 0).astype(np.int32)
-
-
-def _stack(by_row: list[np.ndarray], columns: int) -> np.ndarray:
-    found = np.full((len(by_row), *by_row[0].shape[:2], columns), NEVER, np.int32)
-    for row, evicted_at in enumerate(by_row):
-        found[row, :, :, : evicted_at.shape[-1]] = evicted_at
+    found = np.zeros((rows, *by_row[0].shape[:2], columns), np.int32)
+    for row, (of_row, length) in enumerate(zip(by_row, lengths, strict=True)):
+        found[row, :, :, :length] = np.where(of_row < length, of_row, NEVER)
     return found
 
 
@@ -327,28 +313,16 @@ def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int
         )
     ids = np.where(response[..., None], ids, -1)
     there = ids != -1
-    for row, column, place in np.argwhere(there & ((ids < 0) | (ids >= vocab_size)))[:1]:
-        raise ValueError(
-            f"top_ids: expected ids below {vocab_size}, or -1 for none; got {ids[row, column, place]} in row {row}, "
-            f"column {column}"
-        )
-    ordered = np.sort(ids, axis=-1)
-    for row, column, place in np.argwhere((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1))[:1]:
-        raise ValueError(
-            f"top_ids: expected every id once for a token; got {ordered[row, column, place]} twice in row {row}, "
-            f"column {column}"
-        )
-    for row, column, place in np.argwhere(there & ~(np.isfinite(logprobs) & (logprobs <= 1e-3)))[:1]:
-        raise ValueError(
-            f"top_logprobs: expected finite numbers <= 0; got {logprobs[row, column, place]} in row {row}, column "
-            f"{column}"
-        )
+    _refuse(
+        there & ((ids < 0) | (ids >= vocab_size)),
+        ids,
+        f"top_ids: expected ids below {vocab_size}, or -1 for none; got {{}} in {{}}",
+    )
+    twice, again = _repeated(ids)
+    _refuse(twice & (again != -1), again, "top_ids: expected every id once for a token; got {} twice in {}")
+    _refuse(there & ~_is_logprob(logprobs), logprobs, "top_logprobs: expected finite numbers <= 0; got {} in {}")
     mass = np.where(there, np.exp(np.where(there, logprobs, 0)), 0).sum(axis=-1)
-    for row, column in np.argwhere(mass > 1.01)[:1]:
-        raise ValueError(
-            f"top_logprobs: expected probabilities with a sum of at most 1; got {mass[row, column]:.3g} in row {row}, "
-            f"column {column}"
-        )
+    _refuse(mass > 1.01, mass, "top_logprobs: expected probabilities with a sum of at most 1; got {:.3g} in {}")
     return Top(ids.astype(np.int32), np.where(there, logprobs, 0))
 
 
@@ -366,18 +340,10 @@ def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, experts: Rout
         )
     wrong = (given < 0) | (given >= experts.count)
     # The last token was never read, so an engine has no routing for it.
-    read = inside & np.pad(inside[:, 1:], [(0, 0), (0, 1)])
-    for row, column, layer, place in np.argwhere(wrong & read[..., None, None])[:1]:
-        raise ValueError(
-            f"routing: expected experts from 0 to {experts.count - 1}; got {given[row, column, layer, place]} in row "
-            f"{row}, column {column}, layer {layer}"
-        )
-    ordered = np.sort(given, axis=-1)
-    for row, column, layer, place in np.argwhere((ordered[..., 1:] == ordered[..., :-1]) & read[..., None, None])[:1]:
-        raise ValueError(
-            f"routing: expected different experts for a token; got {ordered[row, column, layer, place]} twice in row "
-            f"{row}, column {column}, layer {layer}"
-        )
+    read = (inside & np.pad(inside[:, 1:], [(0, 0), (0, 1)]))[..., None, None]
+    _refuse(wrong & read, given, f"routing: expected experts from 0 to {experts.count - 1}; got {{}} in {{}}")
+    twice, again = _repeated(given)
+    _refuse(twice & read, again, "routing: expected different experts for a token; got {} twice in {}")
     return np.where(wrong, -1, given).astype(np.int32)
 
 
@@ -386,3 +352,21 @@ def _both(arrays: Mapping[str, np.ndarray], one: str, other: str) -> bool:
     if (one in arrays) != (other in arrays):
         raise ValueError(f"expected {one} and {other} together; got one of them")
     return one in arrays
+
+
+def _is_logprob(numbers: np.ndarray) -> np.ndarray:
+    return np.isfinite(numbers) & (numbers <= 1e-3)
+
+
+def _repeated(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of a token's sorted ids equal the one before, and these ids."""
+    ordered = np.sort(ids, axis=-1)
+    return ordered[..., 1:] == ordered[..., :-1], ordered[..., 1:]
+
+
+def _refuse(wrong: np.ndarray, numbers: np.ndarray, message: str) -> None:
+    """Raises ValueError for the first of the wrong numbers. The message gets it and its row, column and layer."""
+    for place in np.argwhere(wrong)[:1]:
+        names = ("row", "column", "layer")[: max(wrong.ndim - 1, 2)]
+        where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=False))
+        raise ValueError(message.format(numbers[tuple(place)], where))
