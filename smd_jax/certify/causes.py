@@ -66,14 +66,6 @@ def _system_of(tokenizer: Any, plain: list[int]) -> tuple[int, ...]:
     return tuple(plain[: begins[-1]]) if len(begins) > 1 else ()
 
 
-CaseFunction = Callable[[Record, PromptFacts], Iterator[Case]]
-
-
-def _stated(record: Record, facts: PromptFacts) -> Conditions:
-    """The conditions that the record states. All have one shape, so that one program is compiled."""
-    return Conditions.of(record, len(facts.system))
-
-
 @dataclass(frozen=True)
 class Cause:
     """A cause that is tested by a separate forward pass.
@@ -81,23 +73,25 @@ class Cause:
     Attributes:
       name: name in reports and exit messages.
       fix: what to do about it.
-      cases: how it may have happened.
+      find: how it may have happened, from the conditions that the record states.
     """
 
     name: str
     fix: str
-    cases: CaseFunction
+    find: Callable[[Record, PromptFacts, Conditions], Iterator[Case]]
+
+    def cases(self, record: Record, facts: PromptFacts) -> Iterator[Case]:
+        """The ways in which the cause may have happened. All have one shape, so that one program is compiled."""
+        return self.find(record, facts, Conditions.of(record, len(facts.system)))
 
 
-def _mask_ignored(record: Record, facts: PromptFacts) -> Iterator[Case]:
+def _mask_ignored(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     if record.has_evictions:
-        at = _stated(record, facts)
         dense = np.where(at.evicted_at > 0, NEVER, 0).astype(np.int32)
         yield Case("nothing was evicted", replace(at, evicted_at=dense))
 
 
-def _mask_off_by_one(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = _stated(record, facts)
+def _mask_off_by_one(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     evicted = (at.evicted_at > 0) & (at.evicted_at < NEVER)
     if evicted.any():
         keys = np.arange(at.evicted_at.shape[-1])
@@ -106,8 +100,7 @@ def _mask_off_by_one(record: Record, facts: PromptFacts) -> Iterator[Case]:
             yield Case(f"keys were evicted {said} than recorded", replace(at, evicted_at=moved.astype(np.int32)))
 
 
-def _positions_shifted(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = _stated(record, facts)
+def _positions_shifted(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     columns = np.arange(at.tokens.shape[1])
     response = columns >= at.first[:, None]
     for by in (1, -1):
@@ -118,22 +111,19 @@ def _positions_shifted(record: Record, facts: PromptFacts) -> Iterator[Case]:
         yield Case("positions were 0, 1, 2, … in every row", replace(at, positions=plain))
 
 
-def _positions_of_slots(record: Record, facts: PromptFacts) -> Iterator[Case]:
+def _positions_of_slots(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     if not record.has_evictions:
         return
-    at = _stated(record, facts)
-    rows, columns = at.tokens.shape
-    queries = np.arange(columns)
-    positions = np.zeros((rows, columns), np.int32)
-    for row in range(rows):
-        evicted_at = at.evicted_at[row, 0, 0]
-        visible = (queries[None] <= queries[:, None]) & (queries[:, None] < evicted_at[None])
-        positions[row] = np.maximum(visible.sum(axis=1) - 1, 0)
+    queries = np.arange(at.tokens.shape[1])
+    kept = [
+        ((queries <= queries[:, None]) & (queries[:, None] < evicted_at)).sum(axis=1)
+        for evicted_at in at.evicted_at[:, 0, 0]
+    ]
+    positions = np.maximum(np.stack(kept) - 1, 0).astype(np.int32)
     yield Case("positions counted the keys left in the cache", replace(at, positions=positions))
 
 
-def _padding_attended(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = _stated(record, facts)
+def _padding_attended(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     counts = record.prompt_lengths.max() - record.prompt_lengths
     if not counts.any():
         return
@@ -144,10 +134,9 @@ def _padding_attended(record: Record, facts: PromptFacts) -> Iterator[Case]:
     yield Case("the padding left of short prompts was attended to and counted", at.with_prefix(pads, later))
 
 
-def _bos(record: Record, facts: PromptFacts) -> Iterator[Case]:
+def _bos(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     if facts.bos is None:
         return
-    at = _stated(record, facts)
     rows = len(record.lengths)
     yield Case(
         "the prompts began with one more BOS token",
@@ -158,8 +147,7 @@ def _bos(record: Record, facts: PromptFacts) -> Iterator[Case]:
         yield Case("the prompts had no BOS token", at.without_columns(zeros, zeros + 1))
 
 
-def _template(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = _stated(record, facts)
+def _template(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     rows = len(record.lengths)
     system = np.array(facts.system, np.int32)
     count = len(system)
@@ -180,8 +168,7 @@ def _template(record: Record, facts: PromptFacts) -> Iterator[Case]:
         yield Case("the prompts had no generation prompt", at.without_columns(ends - count, ends))
 
 
-def _swapped(record: Record, facts: PromptFacts) -> Iterator[Case]:
-    at = _stated(record, facts)
+def _swapped(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     _, layers, heads, _ = at.evicted_at.shape
     if layers > 1:
         yield Case("the masks of the layers came in reverse order", replace(at, evicted_at=at.evicted_at[:, ::-1]))
@@ -196,10 +183,9 @@ def _swapped(record: Record, facts: PromptFacts) -> Iterator[Case]:
             yield Case(f"the masks were shifted by {by:+d} KV head", replace(at, evicted_at=rolled))
 
 
-def _routing_ignored(record: Record, facts: PromptFacts) -> Iterator[Case]:
+def _routing_ignored(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     if record.routing is not None:
-        own = replace(_stated(record, facts), routing=None)
-        yield Case("tokens went to the experts that the learner's router chooses", own)
+        yield Case("tokens went to the experts that the learner's router chooses", replace(at, routing=None))
 
 
 SAME_TOKENS = "encode prompts once, and pass token ids to both sides"

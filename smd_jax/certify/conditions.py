@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,12 +48,15 @@ class Conditions:
         """
         # A cause may also put padding before the prompts, up to the longest of them.
         spare = max(SPARE, int(np.ptp(record.prompt_lengths)), system)
+        routing = record.routing
+        if routing is not None:
+            routing = np.pad(routing, [(0, 0), (0, spare), (0, 0), (0, 0)], constant_values=-1)
         return cls(
             _widened(record.tokens, spare),
             _widened(record.positions, spare),
             _widened(record.evicted_at, spare),
             record.prompt_lengths,
-            None if record.routing is None else _padded_columns(record.routing, spare),
+            routing,
         )
 
     def with_prefix(self, prefixes: list[np.ndarray], positions: list[np.ndarray]) -> Conditions:
@@ -64,54 +66,36 @@ class Conditions:
           prefixes: tokens of each row, at most as many as there are spare columns. positions: of the row's own tokens,
             given its old ones.
         """
-        tokens, places, evicted, first = [], [], [], []
-        routing = None if self.routing is None else self.routing.copy()
-        for row, prefix in enumerate(prefixes):
-            count = len(prefix)
-            if routing is not None and count:
-                routing[row, count:] = routing[row, :-count].copy()
-                routing[row, :count] = -1
-            tokens.append(_shifted(self.tokens[row], count, prefix))
-            places.append(_shifted(positions[row], count, np.arange(count)))
-            old = self.evicted_at[row]
-            moved = np.where((old == NEVER) | (old == 0), old, old + count)
-            evicted.append(_shifted(moved, count, np.full((*old.shape[:2], count), NEVER)))
-            first.append(self.first[row] + count)
-        return Conditions(_stacked(tokens), _stacked(places), _stacked(evicted), _stacked(first), routing)
+        counts = np.array([len(prefix) for prefix in prefixes])
+        found = self._moved(np.zeros_like(counts), counts, np.stack(positions))
+        for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
+            found.tokens[row, :count], found.positions[row, :count] = prefix, np.arange(count)
+            found.evicted_at[row, :, :, :count] = NEVER
+        return found
 
     def without_columns(self, starts: np.ndarray, ends: np.ndarray) -> Conditions:
         """The conditions of rows without the columns `starts` to `ends` of the prompt."""
-        tokens, places, evicted, first = [], [], [], []
-        routing = None if self.routing is None else self.routing.copy()
-        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            cut = int(end - start)
-            if routing is not None and cut:
-                routing[row, start:-cut] = routing[row, end:].copy()
-                routing[row, -cut:] = -1
-            gone = np.arange(start, end)
-            old = self.evicted_at[row]
-            moved = np.where((old == NEVER) | (old < end), old, old - cut)
-            tokens.append(np.concatenate([np.delete(self.tokens[row], gone), np.zeros(cut)]))
-            places.append(np.arange(self.tokens.shape[1]))
-            evicted.append(np.concatenate([np.delete(moved, gone, -1), np.zeros((*old.shape[:2], cut))], -1))
-            first.append(self.first[row] - cut)
-        return Conditions(_stacked(tokens), _stacked(places), _stacked(evicted), _stacked(first), routing)
+        cuts, columns = ends - starts, np.arange(self.tokens.shape[1])
+        return self._moved(starts, -cuts, columns - np.where(columns < starts[:, None], 0, cuts[:, None]))
+
+    def _moved(self, starts: np.ndarray, by: np.ndarray, positions: np.ndarray) -> Conditions:
+        """Moves the columns from `starts` on to the right, or with negative numbers over the columns at their left."""
+        width = self.tokens.shape[1]
+        columns = np.arange(width) - np.where(np.arange(width) < starts[:, None], 0, by[:, None])
+        inside = (columns >= 0) & (columns < width)
+        at = np.where(inside, columns, 0)
+        tokens, positions = (np.where(inside, np.take_along_axis(x, at, 1), 0) for x in (self.tokens, positions))
+        later = (self.evicted_at >= np.maximum(starts - by, 1)[:, None, None, None]) & (self.evicted_at < NEVER)
+        evicted_at = np.take_along_axis(self.evicted_at + later * by[:, None, None, None], at[:, None, None], 3)
+        arrays = (tokens, positions, np.where(inside[:, None, None], evicted_at, 0), self.first + by)
+        routing = self.routing
+        if routing is not None:
+            routing = np.where(inside[..., None, None], np.take_along_axis(routing, at[..., None, None], 1), -1)
+        return Conditions(*(array.astype(np.int32) for array in arrays), routing)
 
 
 def _widened(array: np.ndarray, spare: int) -> np.ndarray:
     return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, spare)]).astype(np.int32)
-
-
-def _padded_columns(routing: np.ndarray, spare: int) -> np.ndarray:
-    return np.pad(routing, [(0, 0), (0, spare), (0, 0), (0, 0)], constant_values=-1)
-
-
-def _stacked(rows: Sequence[np.ndarray | np.integer | int]) -> np.ndarray:
-    return np.stack([np.asarray(row) for row in rows]).astype(np.int32)
-
-
-def _shifted(array: np.ndarray, count: int, front: np.ndarray) -> np.ndarray:
-    return np.concatenate([front, array[..., : array.shape[-1] - count]], axis=-1)
 
 
 @partial(jax.jit, static_argnums=(0, 7))
@@ -157,7 +141,6 @@ def replay_logits(model: LanguageModel, params: Params, conditions: Conditions, 
     """`response_logits` under the conditions. Shared axes of the mask are expanded, so that one program is compiled."""
     rows, columns = conditions.tokens.shape
     shape = (rows, model.shape.num_layers, model.shape.num_kv_heads, columns)
-    evicted_at = jnp.broadcast_to(jnp.asarray(conditions.evicted_at), shape)
-    arrays = (jnp.asarray(x) for x in (conditions.tokens, conditions.positions))
-    routing = None if conditions.routing is None else jnp.asarray(conditions.routing)
-    return response_logits(model, params, *arrays, evicted_at, jnp.asarray(conditions.first), routing, responses)
+    evicted_at = np.broadcast_to(conditions.evicted_at, shape)
+    arrays = (conditions.tokens, conditions.positions, evicted_at, conditions.first, conditions.routing)
+    return response_logits(model, params, *arrays, responses)

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from smd_jax.certify.causes import CAUSES, PromptFacts
 from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
-from smd_jax.certify.record import Record, Top
+from smd_jax.certify.record import Record
 from smd_jax.message.masks import NEVER
 from smd_jax.model.protocol import LanguageModel, Params
 
@@ -114,8 +114,8 @@ class Verdict:
     @property
     def growth(self) -> tuple[float, float]:
         """Mean |difference| in the first and in the last third of the response columns."""
-        thirds = np.array_split(np.abs(self.difference), 3, axis=1)
-        return _mean(thirds[0]), _mean(thirds[-1])
+        thirds = np.array_split(self.difference, 3, axis=1)
+        return _mean_abs(thirds[0]), _mean_abs(thirds[-1])
 
     @property
     def kind(self) -> str:
@@ -127,8 +127,8 @@ class Verdict:
         return "bias" if abs(mean) > 3 * error or last > 2 * first else "noise"
 
 
-def _mean(values: np.ndarray) -> float:
-    found = values[np.isfinite(values)]
+def _mean_abs(differences: np.ndarray) -> float:
+    found = np.abs(differences[np.isfinite(differences)])
     return float(found.mean()) if found.size else 0.0
 
 
@@ -142,51 +142,42 @@ class _Replays:
         self.stated = Conditions.of(record, len(facts.system))
         columns, self.inside = record.response_columns
         self.responses = columns.shape[1]
-        self.response = np.take_along_axis(record.tokens, columns, axis=1)
-        self.sampled = np.take_along_axis(record.logprobs, columns, axis=1)
         self.support = None if record.support is None else _padded(record.support, self.inside)
-        self.top: Top | None = None
+        # Of the sampled token, then of the top log-probabilities: `[rows, responses, 1 + k]`.
+        self.ids, self.sampled = (
+            np.take_along_axis(x, columns, axis=1)[..., None]
+            for x in (record.tokens, record.logprobs.astype(np.float64))
+        )
         if record.top is not None:
-            ids, logprobs = (np.take_along_axis(x, columns[..., None], axis=1) for x in record.top)
-            self.top = Top(np.where(self.inside[..., None], ids, -1), logprobs)
+            top_ids, top_logprobs = (np.take_along_axis(x, columns[..., None], axis=1) for x in record.top)
+            self.ids = np.concatenate([self.ids, top_ids], axis=-1)
+            self.sampled = np.concatenate([self.sampled, top_logprobs], axis=-1)
+        self.there = self.inside[..., None] & (self.ids >= 0)
 
     def logits(self, conditions: Conditions, params: Params | None = None) -> Array:
         params = self.models.params if params is None else params
         return replay_logits(self.models.model, params, conditions, self.responses)
 
-    def difference(self, logits: Array, temperature: float | None = None) -> np.ndarray:
-        """Learner less sampler over the recorded sampling support, NaN outside of responses."""
-        return self._over(logits, temperature, self.support)[..., 0]
-
-    def all_differences(self, logits: Array, temperature: float | None = None) -> np.ndarray:
-        """The same of the sampled tokens and of the top log-probabilities, NaN where there is none."""
-        return self._over(logits, temperature, self.support)
+    def differences(self, logits: Array) -> np.ndarray:
+        """Learner less sampler over the recorded support, `[rows, responses, 1 + k]`; NaN where there is none."""
+        return self._over(logits, self.record.temperature, self.support)
 
     def gap(self, logits: Array, temperature: float | None = None) -> float:
-        """Mean |difference| over the recorded sampling support."""
-        return _mean(np.abs(self._over(logits, temperature, self.support)))
+        """Mean |difference| over the recorded sampling support. `temperature`: None: the recorded one."""
+        return _mean_abs(self._over(logits, temperature or self.record.temperature, self.support))
 
     def gap_over(self, logits: Array, sets: np.ndarray | None) -> float:
         """Mean |difference| over other sets of ids, `[rows, responses, most]`; None: over the whole vocabulary."""
-        return _mean(np.abs(self._over(logits, None, sets)))
+        return _mean_abs(self._over(logits, self.record.temperature, sets))
 
     def left(self, conditions: Conditions) -> float:
         """Mean |difference| under the conditions."""
         return self.gap(self.logits(conditions))
 
-    def _over(self, logits: Array, temperature: float | None, sets: np.ndarray | None) -> np.ndarray:
-        """`[rows, responses, 1 + k]`: of the sampled token, then of the top log-probabilities."""
-        ids, sampled = self.response[..., None], self.sampled[..., None].astype(np.float64)
-        there = self.inside[..., None]
-        if self.top is not None:
-            ids = np.concatenate([ids, self.top.ids], axis=-1)
-            sampled = np.concatenate([sampled, self.top.logprobs], axis=-1)
-            there = np.concatenate([there, self.top.ids >= 0], axis=-1)
-        temperature = self.record.temperature if temperature is None else temperature
-        over = None if sets is None else jnp.asarray(sets)
-        logprobs = logprobs_of(jnp.asarray(ids), logits, jnp.float32(temperature), over)
-        difference = np.asarray(logprobs, np.float64) - sampled
-        return np.where(there, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
+    def _over(self, logits: Array, temperature: float, sets: np.ndarray | None) -> np.ndarray:
+        logprobs = logprobs_of(self.ids, logits, jnp.float32(temperature), sets)
+        difference = np.asarray(logprobs, np.float64) - self.sampled
+        return np.where(self.there, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
 
 
 def _padded(support: tuple[np.ndarray, ...], inside: np.ndarray) -> np.ndarray:
@@ -213,19 +204,18 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         raise ValueError(f"lengths: expected rows of at most {most} tokens (the model's context); got {longest}")
     replays = _Replays(models, record, facts or PromptFacts())
     logits = replays.logits(replays.stated)
-    difference = replays.difference(logits)
-    base = _mean(np.abs(difference))
+    differences = replays.differences(logits)
+    difference, base = differences[..., 0], _mean_abs(differences[..., 0])
     low = models.model.shape.dtype == "bfloat16"
     if not low and base <= TOLERANCE:
         return Verdict(difference, TOLERANCE, None, ())
     rounding = None
     if models.other is not None:
-        other = replays.all_differences(replay_logits(*models.other, replays.stated, replays.responses))
-        rounding = other - replays.all_differences(logits)
+        rounding = replays.differences(replay_logits(*models.other, replays.stated, replays.responses)) - differences
     tolerance = TOLERANCE
     if low:
         # Measured by our own replay in the other dtype; without it, a typical value for bfloat16.
-        tolerance = ROUNDING * (_mean(np.abs(rounding[..., 0])) if rounding is not None else 0.02)
+        tolerance = ROUNDING * (_mean_abs(rounding[..., 0]) if rounding is not None else 0.02)
         if base <= tolerance:
             return Verdict(difference, tolerance, None, ())
     findings = []
@@ -235,10 +225,10 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         if finding.difference <= tolerance:
             break
     findings.sort(key=lambda finding: finding.difference)
-    allowed = max(EXPLAINED * replays.gap(logits), tolerance)
+    allowed = max(EXPLAINED * _mean_abs(differences), tolerance)
     if findings and findings[0].difference <= allowed:
         return Verdict(difference, tolerance, findings[0], tuple(findings))
-    cause, layers = _by_elimination(replays, logits, rounding, allowed)
+    cause, layers = _by_elimination(replays, differences, rounding, allowed)
     return Verdict(difference, tolerance, cause, tuple(findings), layers)
 
 
@@ -250,7 +240,9 @@ def _explanations(replays: _Replays, logits: Array) -> Iterator[Finding]:
     if previous is not None:
         left = replays.gap(replays.logits(replays.stated, previous))
         yield Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_FIX, left)
-    yield from _of_conditions(replays)
+    for cause in CAUSES:
+        for case in cause.cases(replays.record, replays.facts):
+            yield Finding(cause.name, case.detail, cause.fix, replays.left(case.conditions))
 
 
 def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
@@ -278,7 +270,7 @@ def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
     A sampler that normalises over a set of tokens with probability m has log p / m where the learner has log p. So the
     difference of every token is log m.
     """
-    mass = np.exp(replays.difference(logits)[replays.inside])
+    mass = np.exp(replays.differences(logits)[..., 0][replays.inside])
     if np.quantile(mass, 0.99) > 1.001:
         return  # the sampler cannot have lost probability by a filter
     probabilities = np.asarray(jax.nn.softmax(logits / replays.record.temperature, axis=-1))
@@ -298,40 +290,30 @@ def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
 
 def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
     """Recorded log-probabilities that belong to the neighbouring token."""
-    learner = replays.difference(logits) + replays.sampled
+    sampled = replays.sampled[..., 0]
+    learner = replays.differences(logits)[..., 0] + sampled
     for by, said in ((1, "next"), (-1, "previous")):
-        moved = np.full_like(learner, np.nan)
-        if by == 1:
-            moved[:, :-1] = learner[:, 1:]
-        else:
-            moved[:, 1:] = learner[:, :-1]
+        moved = np.roll(learner, -by, axis=1)
+        moved[:, -1 if by > 0 else 0] = np.nan
         both = np.isfinite(moved) & replays.inside
         # A shift of a few tokens may leave nothing to compare.
         if both.sum() > replays.inside.sum() / 2:
-            moves = np.abs(moved - replays.sampled)[both]
+            moves = (moved - sampled)[both]
             # The top log-probabilities may be at their own token, or moved along with the sampled one's.
             both_ways = (logits, jnp.roll(logits, -by, axis=1))
-            tops = min((np.abs(replays.all_differences(x)[..., 1:]) for x in both_ways), key=_mean)
-            left = _mean(np.concatenate([moves.ravel(), tops[both].ravel()]))
+            tops = min((replays.differences(x)[..., 1:] for x in both_ways), key=_mean_abs)
+            left = _mean_abs(np.concatenate([moves.ravel(), tops[both].ravel()]))
             yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_FIX, left)
 
 
-def _of_conditions(replays: _Replays) -> Iterator[Finding]:
-    for cause in CAUSES:
-        for case in cause.cases(replays.record, replays.facts):
-            yield Finding(cause.name, case.detail, cause.fix, replays.left(case.conditions))
-
-
 def _by_elimination(
-    replays: _Replays, logits: Array, rounding: np.ndarray | None, allowed: float
+    replays: _Replays, differences: np.ndarray, rounding: np.ndarray | None, allowed: float
 ) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
     """A cause that no single replay shows: rounding, other weights, or evictions other than recorded."""
-    difference = replays.difference(logits)
-    base = replays.gap(logits)
+    difference, base = differences[..., 0], _mean_abs(differences)
     if rounding is not None:
         # Both differences have the sampler subtracted once: if the sampler computed in the other dtype, the replay in
         # this one is too high where the replay in the other is too low.
-        differences = replays.all_differences(logits)
         there = np.isfinite(differences)
         if float(np.corrcoef(rounding[there], differences[there])[0, 1]) < FOLLOWS:
             said = f"the sampler computed in {replays.models.other_dtype}"
@@ -341,7 +323,7 @@ def _by_elimination(
     columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
     # The token of column t is predicted by query t - 1.
     early = replays.inside & (columns - 1 < evicted[:, None])
-    before, after = _mean(np.abs(difference[early])), _mean(np.abs(difference[replays.inside & ~early]))
+    before, after = _mean_abs(difference[early]), _mean_abs(difference[replays.inside & ~early])
     if not record.has_evictions or (early.sum() >= replays.inside.sum() / 20 and before > 0.3 * after):
         said = "no tested condition explains the difference, and tokens without evictions have it, too"
         return Finding(WEIGHTS, said, WEIGHTS_FIX, base), ()
