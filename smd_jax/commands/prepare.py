@@ -38,8 +38,7 @@ from smd_jax.model.peft_format import check_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import add_value_head
 from smd_jax.model.weights import check_export_source
-from smd_jax.monitor.tensorboard import check_tensorboard
-from smd_jax.monitor.weights_and_biases import check_wandb
+from smd_jax.monitor.loggers import check_tensorboard, check_wandb
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.text.chat_template import DAY
 from smd_jax.text.prompts import pad_token_id

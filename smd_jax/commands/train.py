@@ -58,11 +58,9 @@ from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.model.weights import check_export, load_checkpoint, save_checkpoint
 from smd_jax.monitor.completions import CompletionsLog
-from smd_jax.monitor.loggers import Logger
+from smd_jax.monitor.loggers import Logger, TensorBoardLogger, WandbLogger
 from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.run_plots import plot_runs
-from smd_jax.monitor.tensorboard import TensorBoardLogger
-from smd_jax.monitor.weights_and_biases import WandbLogger
 from smd_jax.runs.checkpoint.errors import (
     DamagedCheckpointError,
     OtherConfigError,

@@ -7,8 +7,8 @@ matplotlib, and `import smd_jax.monitor` imports neither.
 from smd_jax.monitor.metrics_log import MetricsWriter as MetricsWriter
 from smd_jax.monitor.metrics_log import read_metrics as read_metrics
 from smd_jax.monitor.loggers import Logger as Logger
-from smd_jax.monitor.tensorboard import TensorBoardLogger as TensorBoardLogger
-from smd_jax.monitor.weights_and_biases import WandbLogger as WandbLogger
+from smd_jax.monitor.loggers import TensorBoardLogger as TensorBoardLogger
+from smd_jax.monitor.loggers import WandbLogger as WandbLogger
 from smd_jax.monitor.completions import CompletionsLog as CompletionsLog
 from smd_jax.monitor.saved_masks import SavedMask as SavedMask
 from smd_jax.monitor.saved_masks import extract_mask as extract_mask

@@ -3,20 +3,31 @@
     train(loop, state, run, directory, config=config, loggers=[TensorBoardLogger(directory)])
 
 metrics.jsonl is the record, and a run that cannot write it stops. Each logger writes a copy on its own thread, so that
-a slow network costs no step. A logger that raises gets no more rows, and one line says so.
+a slow network costs no step. A logger that raises gets no more rows, and one line says so. TensorBoard needs
+`tensorboardX` (`pip install -e '.[train]'`), Weights & Biases needs `wandb` (`pip install -e '.[wandb]'`).
 """
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
-from types import TracebackType
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from smd_jax.disk import replaced
 from smd_jax.tasks.task import MissingExtraError
 from smd_jax.text.visible_text import one_line
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
 
 
 @runtime_checkable
@@ -54,12 +65,7 @@ def is_evaluation(metrics: Mapping[str, float]) -> bool:
 
 
 def check_installed(package: str, extra: str, what: str) -> None:
-    """Raises MissingExtraError if a logger's package is not installed, without importing it.
-
-    Args:
-      extra: extra with the package.
-      what: begin of the message.
-    """
+    """Raises MissingExtraError if a logger's package, of the extra, is not installed. Does not import it."""
     spec = find_spec(package)
     # A folder of that name in the working directory, such as wandb's, has no origin.
     if spec is None or spec.origin is None:
@@ -94,9 +100,7 @@ class Loggers:
     def __enter__(self) -> Loggers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _look_at(self, index: int, wait: bool) -> None:
@@ -105,19 +109,160 @@ class Loggers:
         while waiting and (wait or waiting[0].done()):
             # `exception` waits, and returns the error of the logger.
             error = waiting.pop(0).exception()
-            if error is not None:
-                if index not in self._failed:
-                    _say(self._working[index][0], error)
+            if error is None:
+                continue
+            for row in waiting:
+                row.cancel()
+            waiting.clear()
+            if index not in self._failed:
                 self._failed.add(index)
-                for row in waiting:
-                    row.cancel()
-                waiting.clear()
+                print(
+                    f"{type(self._working[index][0]).__name__} failed and gets no more metrics of this run; "
+                    f"metrics.jsonl has all of them. {one_line(f'{type(error).__name__}: {error}')}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
-def _say(logger: Logger, error: BaseException) -> None:
-    what = one_line(f"{type(error).__name__}: {error}")
-    print(
-        f"{type(logger).__name__} failed and gets no more metrics of this run; metrics.jsonl has all of them. {what}",
-        file=sys.stderr,
-        flush=True,
-    )
+def check_tensorboard() -> None:
+    """Raises MissingExtraError without tensorboardX."""
+    check_installed("tensorboardX", "train", "TensorBoard's files need")
+
+
+class TensorBoardLogger:
+    """Writes event files into `directory/tensorboard`: `tensorboard --logdir DIRECTORY`.
+
+    Each process of a resumed run writes its own file, which first invalidates older rows from its first step on. So
+    TensorBoard shows every step once.
+
+    Args:
+      directory: of the run.
+
+    Raises:
+      MissingExtraError: without tensorboardX.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        # Fails now and not after a rollout if the package is missing or broken.
+        check_tensorboard()
+        importlib.import_module("tensorboardX.event_file_writer")
+        self._folder = Path(directory) / "tensorboard"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer: EventsWriter | None = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboardX.summary import scalar
+
+        if self._writer is None:
+            # The training row of an evaluation that the run before left out is in its file, and stays valid.
+            self._writer = self._begin(step + (step > 0 and is_evaluation(metrics)))
+        now = time.time()
+        for name, value in metrics.items():
+            summary = scalar(dashboard_name(name), value)
+            self._writer.write_event(messages().Event(wall_time=now, step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _begin(self, step: int) -> EventsWriter:
+        # Not tensorboardX's SummaryWriter: a full disk kills its thread, and a later write would wait forever.
+        from tensorboardX.event_file_writer import EventsWriter
+
+        # Files are named by the second, and opening one empties it: a number separates quick restarts.
+        number = len(list(self._folder.iterdir()))
+        writer = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{number}")
+        # TensorBoard then ignores this and later steps of older files.
+        session = messages().SessionLog(status=messages().SessionLog.START)
+        writer.write_event(messages().Event(wall_time=time.time(), step=step, session_log=session))
+        return writer
+
+
+def messages() -> ModuleType:
+    """The classes of TensorBoard's messages, which are made at import, so that no type checker sees them."""
+    return importlib.import_module("tensorboardX.proto.event_pb2")
+
+
+def check_wandb() -> None:
+    """Raises MissingExtraError without wandb."""
+    check_installed("wandb", "wandb", "Weights & Biases needs")
+
+
+class WandbLogger:
+    """Logs to Weights & Biases, or with "offline" only into `directory/wandb`, for a later `wandb sync`.
+
+    `directory/wandb.json` holds the run's id and its next steps. A resumed run continues under the same id and skips
+    the steps that were logged before: repeated steps are bitwise equal. Weights & Biases takes no row of an earlier
+    step, so an evaluation that the run before left out appears one step later, unless that step has one, too.
+
+    Args:
+      directory: of the run.
+      project: of the run; None: the variable WANDB_PROJECT, or else smd_jax.
+      name: of the run; None: Weights & Biases chooses one.
+      config: shown as the run's configuration.
+      mode: "offline" needs neither a network nor an account; None: the variable WANDB_MODE, or else "online".
+      resume: continue the run of this directory, if there is one.
+
+    Raises:
+      MissingExtraError: without wandb.
+      OSError: Weights & Biases does not start, as online without a key or a network.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        project: str | None = None,
+        *,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        mode: Literal["online", "offline"] | None = None,
+        resume: bool = False,
+    ) -> None:
+        check_wandb()
+        import wandb
+
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = directory / "wandb.json"
+        known = json.loads(self._file.read_text()) if resume and self._file.is_file() else {}
+        self._known: dict[str, Any] = {"id": secrets.token_hex(4), "next_step": 0} | known
+        self._known.setdefault("next_evaluation", self._known["next_step"])
+        self._first = dict(self._known)
+        try:
+            self._run = wandb.init(
+                project=project or os.environ.get("WANDB_PROJECT") or "smd_jax",
+                name=name,
+                id=self._known["id"],
+                dir=directory,
+                config=None if config is None else dict(config),
+                mode=mode,
+                resume="allow",
+                # Keeps this run separate from other runs in the process, such as the user's own.
+                reinit="create_new",
+                # Not captured: standard output has frames of the progress bar.
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            got = one_line(str(error), 300).rstrip(".")
+            raise OSError(
+                f"expected Weights & Biases to start; got {got}. `wandb login` stores a key; WANDB_MODE=offline writes "
+                "files to upload later"
+            ) from error
+        self._save()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        kind = "next_evaluation" if is_evaluation(metrics) else "next_step"
+        if step < self._first[kind]:
+            return
+        named = {dashboard_name(name): value for name, value in metrics.items()}
+        self._run.log(named, step=max(step, self._first["next_step"]))
+        self._known[kind] = step + 1
+        self._save()
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _save(self) -> None:
+        with replaced(self._file) as temporary:
+            temporary.write_text(json.dumps(self._known) + "\n")

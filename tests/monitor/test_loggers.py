@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 
-from smd_jax.monitor.loggers import Loggers, dashboard_name
+from smd_jax.monitor.loggers import Loggers, TensorBoardLogger, WandbLogger, dashboard_name, messages
 from smd_jax.monitor.memory_use import memory_in_use
 from smd_jax.monitor.metrics_log import MEMORY_METRICS
-from smd_jax.monitor.tensorboard import TensorBoardLogger, messages
-from smd_jax.monitor.weights_and_biases import WandbLogger
 from tests.plain_runs import Recorder
 
 
@@ -153,8 +151,7 @@ def wandb_history(path: Path) -> Iterator[dict[str, float]]:
 
 OFFLINE_RUN = """
 import sys
-from smd_jax.monitor.loggers import Loggers
-from smd_jax.monitor.weights_and_biases import WandbLogger
+from smd_jax.monitor.loggers import Loggers, WandbLogger
 
 directory, resume = sys.argv[1], sys.argv[2] == "resume"
 # In a thread of its own, as in a run.
