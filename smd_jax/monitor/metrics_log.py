@@ -6,8 +6,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from smd_jax.metrics import CORRECTION_METRICS, EVALUATION_METRICS, SAMPLER_LEAR
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+STATM = Path("/proc/self/statm")  # Linux: sizes of this process in pages
 
 Scalar = Array | np.ndarray | np.generic | float | int
 
@@ -100,6 +101,21 @@ METRICS: dict[str, str] = {
 }
 
 
+def memory_in_use(statm: Path = STATM) -> dict[str, float]:
+    """The `MEMORY_METRICS` that are known on this machine, in bytes. Reads counters, and waits for no device."""
+    found: dict[str, float] = {}
+    if statm.is_file():
+        # The second number is the resident memory.
+        found["memory/host_bytes"] = float(int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    # A CPU has no statistics: its arrays are memory of the process.
+    reports = [report for device in jax.local_devices() if (report := device.memory_stats())]
+    for name, field in (("memory/device_bytes", "bytes_in_use"), ("memory/device_peak_bytes", "peak_bytes_in_use")):
+        values = [float(report[field]) for report in reports if field in report]
+        if values:
+            found[name] = max(values)
+    return found
+
+
 def meaning(name: str) -> str:
     """The meaning of a metric in `METRICS`, with names for placeholders; "" for an unknown one.
 
@@ -143,14 +159,14 @@ class MetricsWriter:
                 f"or take another directory"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for step, line in rows if next_step is None or step < next_step]
+        kept = [(step, line) for step, line in rows if next_step is not None and step < next_step]
         # Checked before it is replaced: a file with an unreadable line stays unchanged.
         with replaced(self.path) as temporary, open(temporary, "wb") as file:
-            file.writelines(line + b"\n" for line in kept)
+            file.writelines(line + b"\n" for _, line in kept)
             file.flush()
             # On the disk before the rename: otherwise a power cut could leave an empty file.
             os.fsync(file.fileno())
-        self._last_step = max((step for step, _ in rows if next_step is not None and step < next_step), default=None)
+        self._last_step = max((step for step, _ in kept), default=None)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
 
     def write(self, step: int, metrics: Mapping[str, Scalar]) -> dict[str, float | int | None]:
@@ -163,7 +179,14 @@ class MetricsWriter:
             raise ValueError(f"expected a step later than {self._last_step}, the last in {self.path}; got {step}")
         if "step" in metrics:
             raise ValueError(f"expected metrics without the reserved name 'step'; got {sorted(metrics)}")
-        row = {"step": step} | numbers(metrics)
+        row: dict[str, float | int | None] = {"step": step}
+        for name, value in jax.device_get(dict(metrics)).items():
+            if np.shape(value) != ():
+                raise ValueError(f"metric {name!r} must be a scalar; got shape {np.shape(value)}")
+            number = np.asarray(value).item()
+            if not isinstance(number, bool | int | float):
+                raise ValueError(f"metric {name!r} must be a real number; got {type(number).__name__} {number!r}")
+            row[name] = number if math.isfinite(number) else None  # JSON has neither NaN nor infinity
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self._last_step = step
@@ -175,9 +198,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -190,33 +211,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"expected a metrics file; found none at {path}")
-    return [without_nulls(json.loads(line)) for _, line in _read_lines(Path(path))]
-
-
-def numbers(metrics: Mapping[str, Scalar]) -> dict[str, float | int | None]:
-    """Metrics as numbers that JSON has, fetched from the devices in one transfer: NaN and infinities are None.
-
-    Raises:
-      ValueError: a metric is no scalar.
-    """
-    values = jax.device_get(dict(metrics))
-    return {name: _number(name, value) for name, value in values.items()}
-
-
-def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with NaN instead of None."""
-    return {name: math.nan if value is None else value for name, value in row.items()}
-
-
-def _number(name: str, value: Any) -> float | int | None:
-    array = np.asarray(value)
-    if array.shape != ():
-        raise ValueError(f"metric {name!r} must be a scalar; got shape {array.shape}")
-    number = array.item()
-    if not isinstance(number, bool | int | float):
-        raise ValueError(f"metric {name!r} must be a real number; got {type(number).__name__} {number!r}")
-    # JSON has neither NaN nor infinity.
-    return number if math.isfinite(number) else None
+    rows = [json.loads(line) for _, line in _read_lines(Path(path))]
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
 
 
 def _read_lines(path: Path) -> list[tuple[int, bytes]]:
@@ -225,17 +221,11 @@ def _read_lines(path: Path) -> list[tuple[int, bytes]]:
         return []
     # Every complete row ends with a newline, so that the rest is empty or incomplete.
     *lines, tail = path.read_bytes().split(b"\n")
-    rows = [(_step_of(path, number, line), line) for number, line in enumerate(lines, start=1)]
     # A crash may cut off the newline only; then the row is complete.
-    return [*rows, (_step_of(path, len(lines) + 1, tail), tail)] if _is_json(tail) else rows
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        json.loads(tail)
+        lines.append(tail)
+    return [(_step_of(path, number, line), line) for number, line in enumerate(lines, start=1)]
 
 
 def _step_of(path: Path, number: int, line: bytes) -> int:

@@ -16,7 +16,7 @@ import jax
 from smd_jax.devices.processes import all_or_none, gather_json, is_first
 from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Loggers
-from smd_jax.monitor.memory_use import memory_in_use
+from smd_jax.monitor.metrics_log import memory_in_use
 from smd_jax.monitor.progress import Report
 from smd_jax.runs.checkpoint.writing import Writer
 from smd_jax.runs.frozen_base import without_base

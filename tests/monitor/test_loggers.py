@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from smd_jax.monitor.loggers import Loggers, TensorBoardLogger, WandbLogger, dashboard_name, messages
-from smd_jax.monitor.memory_use import memory_in_use
-from smd_jax.monitor.metrics_log import MEMORY_METRICS
+from smd_jax.monitor.metrics_log import MEMORY_METRICS, memory_in_use
 from tests.plain_runs import Recorder
 
 
