@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from smd_jax.disk import replaced
-from smd_jax.monitor.curves import Run, load_runs, main_metrics
-from smd_jax.monitor.run_plots import runs_figure, save_figure
+from smd_jax.monitor.run_plots import Run, load_runs, main_metrics, runs_figure, save_figure
 from smd_jax.monitor.saved_masks import SavedMask, load_masks
 from smd_jax.text.visible_text import visible
 
@@ -47,14 +46,6 @@ def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_j
     runs = load_runs(paths)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    text = page_text(runs, title)
-    with replaced(out) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return [run.path for run in runs]
-
-
-def page_text(runs: Sequence[Run], title: str = "smd_jax") -> str:
-    """The page of these runs, with the masks that they have saved."""
     style, script, viewer = map(asset, ("page.css", "page.js", "viewer.html"))
     security = SECURITY.format(style=digest(style), script=digest(script))
     picture = io.BytesIO()
@@ -74,7 +65,9 @@ def page_text(runs: Sequence[Run], title: str = "smd_jax") -> str:
         f'</main><script type="application/json" id="masks">{embedded(masks)}</script>',
         f"<script>{script}</script></body></html>\n",
     ]
-    return "\n".join(parts)
+    with replaced(out) as temporary:
+        temporary.write_text("\n".join(parts), encoding="utf-8")
+    return [run.path for run in runs]
 
 
 def collect_masks(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich import box
 from rich.console import Console, Group
@@ -86,7 +87,8 @@ def _plain_report(file: TextFile | None, name: str, total: int, start: int, ever
         due = step - last_step >= every or now - last_time >= SILENCE
         if due or step == total or any(map(evaluated, metrics)):
             last_time, last_step = now, step
-            _print_line(" ".join(filter(None, [name, f"{step}/{total}", status(metrics), _clock(now - began)])), file)
+            shown = [name, f"{step}/{total}", status(metrics), str(timedelta(seconds=int(now - began)))]
+            _print_line(" ".join(filter(None, shown)), file)
 
     return report
 
@@ -126,7 +128,7 @@ def rollout_report(*, every: float = 10.0, file: TextFile | None = None) -> Call
         _print_line(
             f"rollout {progress.finished}/{progress.rows} done, {progress.live}/{progress.decode_rows} rows live, "
             f"{progress.tokens:,} tokens, {progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s, "
-            f"{_clock(progress.seconds)}",
+            f"{timedelta(seconds=int(progress.seconds))}",
             file,
         )
 
@@ -226,9 +228,3 @@ def _print_line(line: str, file: TextFile | None) -> None:
 def _text(content: str, encoding: str, style: str = "") -> Text:
     """Text without rich's markup, without escape sequences, and without characters that the output would refuse."""
     return Text(visible(content).encode(encoding, "backslashreplace").decode(encoding), style=style)
-
-
-def _clock(seconds: float) -> str:
-    """`0:01:20`"""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
