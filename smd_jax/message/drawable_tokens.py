@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from smd_jax.message.foreign import Ints, check_sampled, whole_numbers
+from smd_jax.message.foreign import Ints, check_sampled, check_width, whole_numbers
 from smd_jax.message.quantization import packed_size, unpack
 from smd_jax.message.sampling import ID_BYTES, among, is_one_of
 from smd_jax.pytrees import any_leaves
@@ -68,10 +68,7 @@ class DrawableTokens(struct.PyTreeNode):
             split_support(*sets, responses[row], vocab_size, f" of row {row}", flags[row])
             for row, sets in enumerate(support)
         ]
-        longest = max(map(len, by_row))
-        width = longest if response_width is None else response_width
-        if width < longest:
-            raise ValueError(f"expected response_width of at least {longest}, the longest response; got {width}")
+        width = check_width("response_width", response_width, [len(sets) for sets in by_row])
         most = max(1, *(len(ids) for sets in by_row for ids in sets))
         size = ID_BYTES * most if vocab_size is None else packed_size(vocab_size, 1)
         if as_bits := ID_BYTES * most > size:

@@ -104,11 +104,14 @@ def check_sampled(sampled: Sequence[Sequence[bool] | np.ndarray] | None, respons
     return found
 
 
-def check_longest(longest: int | None, lengths: np.ndarray) -> None:
-    """Raises ValueError for a row of more than `longest` tokens."""
-    if longest is not None and lengths.max() > longest:
-        row = int(np.argmax(lengths))
-        raise ValueError(f"expected longest of at least {lengths[row]}, the tokens of row {row}; got {longest}")
+def check_width(name: str, width: int | None, lengths: Sequence[int] | np.ndarray) -> int:
+    """The width, by default that of the longest row. Raises ValueError if a row is longer."""
+    longest = int(max(lengths))
+    if width is not None and width < longest:
+        raise ValueError(
+            f"expected {name} of at least {longest}, the tokens of row {int(np.argmax(lengths))}; got {width}"
+        )
+    return longest if width is None else width
 
 
 def pad_tokens(
@@ -132,8 +135,8 @@ def pad_tokens(
     flags = check_sampled(sampled, drawn)
     known = [_logprobs(row, index, flags[index]) for index, row in enumerate(logprobs)]
     _check_ids(np.array([pad_token_id]), most, "pad_token_id")
-    before = _width("prompt_width", widths[0], asked)
-    after = _width("response_width", widths[1], drawn)
+    before = check_width("prompt_width", widths[0], [len(row) for row in asked])
+    after = check_width("response_width", widths[1], [len(row) for row in drawn])
     tokens = np.full((len(asked), before + after), pad_token_id, np.int32)
     valid = np.zeros(tokens.shape, bool)
     padded = np.zeros((len(asked), after), np.float32)
@@ -180,15 +183,6 @@ def _logprobs(row: Floats, index: int, sampled: np.ndarray) -> np.ndarray:
             f"numbers); got {found[place]} (row {index}, response token {place})"
         )
     return found.astype(np.float32)
-
-
-def _width(name: str, asked: int | None, rows: list[np.ndarray]) -> int:
-    lengths = [len(row) for row in rows]
-    if asked is not None and max(lengths) > asked:
-        raise ValueError(
-            f"expected {name} of at least {max(lengths)}, the tokens of row {int(np.argmax(lengths))}; got {asked}"
-        )
-    return max(lengths) if asked is None else asked
 
 
 def whole_numbers(numbers: Ints, where: str) -> np.ndarray:

@@ -120,7 +120,7 @@ class Trajectory(struct.PyTreeNode):
         rows = foreign.pad_tokens(
             prompts, responses, logprobs, sampled, vocab_size, (prompt_width, response_width), pad_token_id
         )
-        foreign.check_longest(longest, rows.lengths)
+        foreign.check_width("longest", longest, rows.lengths)
         ended = foreign.check_terminated(terminated, len(rows.lengths))
         seen = foreign.evicted_by_row(rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at)
         routing = foreign.routing_by_column(routed_experts, rows, experts)

@@ -119,5 +119,5 @@ def test_bits_are_packed_token_by_token():
 
 def test_a_width_below_the_longest_response_is_refused():
     for vocab_size in (None, 100):
-        with pytest.raises(ValueError, match="response_width of at least 2, the longest response; got 1"):
+        with pytest.raises(ValueError, match="response_width of at least 2, the tokens of row 0; got 1"):
             DrawableTokens.from_csr([([1, 2], [0, 1, 2])], [[1, 2]], response_width=1, vocab_size=vocab_size)
