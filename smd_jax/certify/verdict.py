@@ -33,19 +33,14 @@ MOST_DIFFERENT = 50.0
 # Correlation of the difference with what the other dtype changes, below which the other dtype is its cause.
 FOLLOWS = -0.5
 
-WEIGHTS = "stale weights"
-WEIGHTS_FIX = "update the sampler's weights before it samples, and compare their checksums"
-DTYPE = "dtype"
-DTYPE_FIX = "compute in the same dtype on both sides, or accept its rounding: certify with --dtype"
-SUPPORT = "sampling support"
-SUPPORT_FIX = "record the tokens that filters left (support_ids), and replay over these"
-TEMPERATURE = "temperature"
-TEMPERATURE_FIX = "divide logits by the same temperature on both sides before the softmax"
-ALIGNMENT = "tokens misaligned"
-ALIGNMENT_FIX = "column t of logprobs belongs to token t"
-VISIBILITY = "evictions"
-VISIBILITY_FIX = "record what the engine evicted, after it evicted it"
-SWAPPED = "layers or heads swapped"
+FIXES = {cause.name: cause.fix for cause in CAUSES} | {
+    "stale weights": "update the sampler's weights before it samples, and compare their checksums",
+    "dtype": "compute in the same dtype on both sides, or accept its rounding: certify with --dtype",
+    "sampling support": "record the tokens that filters left (support_ids), and replay over these",
+    "temperature": "divide logits by the same temperature on both sides before the softmax",
+    "tokens misaligned": "column t of logprobs belongs to token t",
+    "evictions": "record what the engine evicted, after it evicted it",
+}
 
 
 class Models(NamedTuple):
@@ -71,8 +66,12 @@ class Finding(NamedTuple):
 
     cause: str
     detail: str
-    fix: str
     difference: float
+
+    @property
+    def fix(self) -> str:
+        """What to do about the cause."""
+        return FIXES[self.cause]
 
 
 @dataclass(frozen=True)
@@ -239,10 +238,10 @@ def _explanations(replays: _Replays, logits: Array) -> Iterator[Finding]:
     previous = replays.models.previous
     if previous is not None:
         left = replays.gap(replays.logits(replays.stated, previous))
-        yield Finding(WEIGHTS, "the sampler had the previous weights", WEIGHTS_FIX, left)
+        yield Finding("stale weights", "the sampler had the previous weights", left)
     for cause in CAUSES:
         for case in cause.cases(replays.record, replays.facts):
-            yield Finding(cause.name, case.detail, cause.fix, replays.left(case.conditions))
+            yield Finding(cause.name, case.detail, replays.left(case.conditions))
 
 
 def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
@@ -256,10 +255,10 @@ def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
         fitted, least = float(temperatures[best]), left[best]
         temperatures = np.geomspace(low, high, 9)
     said = f"the sampler's temperature was {fitted:.3g}; the record says {record.temperature:.3g}"
-    yield Finding(TEMPERATURE, said, TEMPERATURE_FIX, least)
+    yield Finding("temperature", said, least)
     if replays.support is not None:
         left = replays.gap_over(logits, None)
-        yield Finding(SUPPORT, "log-probabilities were taken over the whole vocabulary", SUPPORT_FIX, left)
+        yield Finding("sampling support", "log-probabilities were taken over the whole vocabulary", left)
         return
     yield from _of_filters(replays, logits)
 
@@ -285,7 +284,7 @@ def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
     )
     for name, ids in sets:
         left = replays.gap_over(logits, ids.astype(np.int32))
-        yield Finding(SUPPORT, f"log-probabilities were taken over the tokens of {name}", SUPPORT_FIX, left)
+        yield Finding("sampling support", f"log-probabilities were taken over the tokens of {name}", left)
 
 
 def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
@@ -303,7 +302,7 @@ def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
             both_ways = (logits, jnp.roll(logits, -by, axis=1))
             tops = min((replays.differences(x)[..., 1:] for x in both_ways), key=_mean_abs)
             left = _mean_abs(np.concatenate([moves.ravel(), tops[both].ravel()]))
-            yield Finding(ALIGNMENT, f"log-probabilities belong to the {said} token", ALIGNMENT_FIX, left)
+            yield Finding("tokens misaligned", f"log-probabilities belong to the {said} token", left)
 
 
 def _by_elimination(
@@ -317,7 +316,7 @@ def _by_elimination(
         there = np.isfinite(differences)
         if float(np.corrcoef(rounding[there], differences[there])[0, 1]) < FOLLOWS:
             said = f"the sampler computed in {replays.models.other_dtype}"
-            return Finding(DTYPE, said, DTYPE_FIX, base), ()
+            return Finding("dtype", said, base), ()
     record = replays.record
     evicted = np.where(record.evicted_at > 0, record.evicted_at, NEVER).min(axis=(1, 2, 3))
     columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
@@ -326,14 +325,14 @@ def _by_elimination(
     before, after = _mean_abs(difference[early]), _mean_abs(difference[replays.inside & ~early])
     if not record.has_evictions or (early.sum() >= replays.inside.sum() / 20 and before > 0.3 * after):
         said = "no tested condition explains the difference, and tokens without evictions have it, too"
-        return Finding(WEIGHTS, said, WEIGHTS_FIX, base), ()
+        return Finding("stale weights", said, base), ()
     swapped, layers = _swap(replays)
     if swapped is not None and swapped.difference <= allowed:
         return swapped, layers
     if not early.any():
         return None, layers
     said = "only tokens after the first eviction differ, and no tested condition explains how"
-    return Finding(VISIBILITY, said, VISIBILITY_FIX, base), layers
+    return Finding("evictions", said, base), layers
 
 
 def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
@@ -364,5 +363,4 @@ def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], .
             difference = with_layers({layer: masks[:, layer, order]})
             found.append((difference, f"the masks of the KV heads {one} and {other} of layer {layer} were swapped"))
     difference, said = min(found)
-    fix = next(cause.fix for cause in CAUSES if cause.name == SWAPPED)
-    return Finding(SWAPPED, said, fix, difference), tuple((layer, value) for value, layer in left)
+    return Finding("layers or heads swapped", said, difference), tuple((layer, value) for value, layer in left)
