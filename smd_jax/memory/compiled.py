@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class LoopMemory:
       update: during an update with the longest responses, including `held`.
     """
 
+    title: ClassVar[str] = "memory of a device, as compiled"  # of a table of `rows()`
+
     held: int
     rollout: int
     update: int
@@ -62,11 +64,6 @@ class LoopMemory:
         # With rollouts ahead both run at the same time, and share the held memory.
         together = rollout + update - held
         return cls(held, together, together) if loop.config.samples_ahead else cls(held, rollout, update)
-
-    @property
-    def title(self) -> str:
-        """Title of a table of `rows()`."""
-        return "memory of a device, as compiled"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(part, in the rollout, in the update), for `smd_jax.monitor.progress.summary_table`."""
@@ -124,18 +121,14 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
         sampling = segment_memory(engine, read, config.prompt_width).total
     # The program's arguments include the weights that it reads.
     shared = 0 if placement.has_own_mesh else tree_bytes(params, loop.mesh)
-    return sampling + tree_bytes(state, loop.mesh) - shared + _earlier_rollouts(loop, params)
-
-
-def _earlier_rollouts(loop: PolicyLoop, params: Params) -> int:
-    """Bytes of a device for the trajectories that dynamic sampling keeps while it samples the last rollout."""
-    config = loop.config
-    if not config.extra_rollouts:
-        return 0
-    with jax.set_mesh(loop.mesh):
-        sizes = (config.prompts_per_step, config.policy, config.rollout, config.group_size)
-        trajectory = loop.rollouts.shapes(params, *sizes)
-    return config.extra_rollouts * tree_bytes(trajectory) // row_ways(loop.mesh)
+    needed = sampling + tree_bytes(state, loop.mesh) - shared
+    if config.extra_rollouts:
+        # Dynamic sampling keeps the earlier trajectories while it samples the last rollout.
+        with jax.set_mesh(loop.mesh):
+            sizes = (config.prompts_per_step, config.policy, config.rollout, config.group_size)
+            trajectory = loop.rollouts.shapes(params, *sizes)
+        needed += config.extra_rollouts * tree_bytes(trajectory) // row_ways(loop.mesh)
+    return needed
 
 
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:

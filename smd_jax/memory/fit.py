@@ -16,13 +16,7 @@ from smd_jax.byte_sizes import UNITS, show_bytes
 from smd_jax.cache.row_parts import PARTS
 from smd_jax.devices.sharding import row_ways, sampling_ways
 from smd_jax.learner.state import TrainState
-from smd_jax.memory.compiled import (
-    LoopMemory,
-    evaluation_memory,
-    rollout_memory,
-    tree_bytes,
-    update_memory,
-)
+from smd_jax.memory.compiled import LoopMemory, evaluation_memory, rollout_memory, tree_bytes, update_memory
 from smd_jax.train.decoding import Decode
 from smd_jax.train.evaluation import Evaluator
 from smd_jax.train.ppo import PolicyLoop
@@ -31,8 +25,6 @@ L = TypeVar("L", bound=PolicyLoop)
 
 # More than any device has: such a number has the wrong unit.
 MOST_BYTES = 64 * UNITS["TiB"]
-
-MESH = "spread it over more devices (fsdp or tensor of make_mesh)"
 
 
 def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemory]:
@@ -48,7 +40,14 @@ def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemo
     if loop.environment is not None:
         raise ValueError("expected single completions, whose programs are measured; got an environment: set the sizes")
     held = tree_bytes(state, loop.mesh)
-    _check_held(held, memory_bytes)
+    if not 0 < memory_bytes <= MOST_BYTES:
+        raise ValueError(
+            f"expected the memory of one device, more than 0 and at most {show_bytes(MOST_BYTES)}; "
+            f"got {show_bytes(memory_bytes)}"
+        )
+    if held > memory_bytes:
+        what = "weights, optimizer and reference: spread it over more devices (fsdp or tensor of make_mesh)"
+        raise _too_much(memory_bytes, held, what)
     loop, update = _fit_microbatch(loop, state, memory_bytes)
     # With rollouts ahead, rollout and update share the memory.
     left = memory_bytes - (update - held if loop.config.samples_ahead else 0)
@@ -148,17 +147,6 @@ def _fit_decode_rows(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, 
     sizes = [each * ways for each in each_device]
     rows, needed = _first_fitting(sizes, lambda rows: rollout_memory(sized(rows), state), memory_bytes)
     return sized(rows), needed
-
-
-def _check_held(held: int, memory_bytes: int) -> None:
-    """Raises ValueError for a number of bytes that no device has, and for a state that does not fit."""
-    if not 0 < memory_bytes <= MOST_BYTES:
-        raise ValueError(
-            f"expected the memory of one device, more than 0 and at most {show_bytes(MOST_BYTES)}; "
-            f"got {show_bytes(memory_bytes)}"
-        )
-    if held > memory_bytes:
-        raise _too_much(memory_bytes, held, f"weights, optimizer and reference: {MESH}")
 
 
 def _too_much(memory_bytes: int, needed: int, what: str) -> ValueError:
