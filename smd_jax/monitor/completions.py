@@ -19,7 +19,7 @@ import numpy as np
 
 from smd_jax.disk import replaced
 from smd_jax.monitor.progress import TextFile, summary_table
-from smd_jax.monitor.saved_masks import SavedMask, extract_mask, save_masks
+from smd_jax.monitor.saved_masks import SavedMask, decoded, extract_mask, save_masks
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.visible_text import one_line
 from smd_jax.train.samples import Samples
@@ -171,17 +171,11 @@ def shortened_text(text: str, limit: int = 400) -> str:
 
 
 def _prompts(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray, prompt_width: int) -> list[str]:
+    rows = zip(tokens[:, :prompt_width], valid[:, :prompt_width], strict=True)
+    prompts = [tuple(row[keep].tolist()) for row, keep in rows]
     # Decoding is slow, and all completions of a group have the same prompt.
-    seen: dict[bytes, str] = {}
-    texts = []
-    for row, keep in zip(tokens[:, :prompt_width], valid[:, :prompt_width], strict=True):
-        key = row[keep].tobytes()
-        if key not in seen:
-            text = tokenizer.decode(row[keep].tolist(), skip_special_tokens=False)
-            assert isinstance(text, str)
-            seen[key] = text
-        texts.append(seen[key])
-    return texts
+    texts = {ids: decoded(tokenizer, list(ids)) for ids in set(prompts)}
+    return [texts[ids] for ids in prompts]
 
 
 def _whole(value: Any) -> Any:

@@ -22,6 +22,9 @@ from smd_jax.disk import replaced
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.text.prompts import Tokenizer
 
+CONTEXT = 8  # tokens; a character has at most four bytes
+UNFINISHED = "\ufffd"
+
 
 @dataclass(frozen=True)
 class SavedMask:
@@ -76,19 +79,14 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     pieces = []
     # A few preceding tokens determine where a word begins and which bytes belong together.
     for index in range(len(ids)):
-        before = _text(tokenizer, ids[max(index - CONTEXT, 0) : index])
-        after = _text(tokenizer, ids[max(index - CONTEXT, 0) : index + 1])
-        whole = not after.endswith(UNFINISHED)
+        before = decoded(tokenizer, ids[max(index - CONTEXT, 0) : index])
+        after = decoded(tokenizer, ids[max(index - CONTEXT, 0) : index + 1])
         shared = len(os.path.commonprefix([before, after]))
-        pieces.append(after[shared:] if whole else "")
+        pieces.append("" if after.endswith(UNFINISHED) else after[shared:])
     return pieces
 
 
-CONTEXT = 8  # tokens; a character has at most four bytes
-UNFINISHED = "\ufffd"
-
-
-def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
     assert isinstance(text, str)
     return text

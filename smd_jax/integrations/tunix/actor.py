@@ -31,7 +31,8 @@ class Actor(nnx.Module):
         named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
         self.model = model
         self._names = tuple(named)
-        self.weights = nnx.Dict({name: _variable(name, leaf) for name, leaf in named.items()})
+        kinds = {name: nnx.LoRAParam if name.split(".")[0] == LORA else nnx.Param for name in named}
+        self.weights = nnx.Dict({name: kinds[name](jnp.asarray(leaf)) for name, leaf in named.items()})
 
     @property
     def params(self) -> Params:
@@ -69,8 +70,3 @@ class Replay(nnx.Module):
         hidden = response_hidden(model, params, trajectory, trajectory.mask)
         logits = response_logits(model, params, hidden, trajectory, jnp.arange(hidden.shape[1]))
         return jnp.pad(logits, ((0, 0), (0, 1), (0, 0))), None
-
-
-def _variable(name: str, leaf: Array) -> nnx.Param:
-    kind = nnx.LoRAParam if name.split(".")[0] == LORA else nnx.Param
-    return kind(jnp.asarray(leaf))
