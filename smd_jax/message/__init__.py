@@ -10,8 +10,8 @@ from smd_jax.message.sampling import SamplingConfig as SamplingConfig
 from smd_jax.message.quantization import QuantConfig as QuantConfig
 from smd_jax.message.drawable_tokens import DrawableTokens as DrawableTokens
 from smd_jax.message.draws import EvictionDraws as EvictionDraws
-from smd_jax.message.memento import MementoBlocks as MementoBlocks
-from smd_jax.message.memento import memento_evictions as memento_evictions
-from smd_jax.message.tensorrt_llm import Round as Round
-from smd_jax.message.tensorrt_llm import tensorrt_llm_evictions as tensorrt_llm_evictions
+from smd_jax.message.engine_records import MementoBlocks as MementoBlocks
+from smd_jax.message.engine_records import memento_evictions as memento_evictions
+from smd_jax.message.engine_records import Round as Round
+from smd_jax.message.engine_records import tensorrt_llm_evictions as tensorrt_llm_evictions
 from smd_jax.message.packing import Packing as Packing

@@ -16,10 +16,9 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import TriAttention
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.learner.forward import replay
+from smd_jax.message.engine_records import EvictionMode, MementoBlocks, Round, memento_evictions, tensorrt_llm_evictions
 from smd_jax.message.masks import NEVER
-from smd_jax.message.memento import MementoBlocks, memento_evictions
 from smd_jax.message.spans import TokenSpans
-from smd_jax.message.tensorrt_llm import EvictionMode, Round, tensorrt_llm_evictions
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.query_centers import measure_query_centers

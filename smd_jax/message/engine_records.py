@@ -1,6 +1,7 @@
-"""Evictions of TensorRT-LLM's TriAttention, from the engine's rounds and kept ordinals.
+"""Evictions of other engines from their own records, in positions, for `Trajectory.from_records(evicted_at=...)`.
 
-Facts of `tensorrt_llm/_torch/kv_cache_compression/triattention/{triattention,compaction}.py` at 1.2 (PR #16957):
+TensorRT-LLM's TriAttention, from the rounds and kept ordinals. Facts of
+`tensorrt_llm/_torch/kv_cache_compression/triattention/{triattention,compaction}.py` at 1.2 (PR #16957):
 
 * Every `beta` generated tokens the cache of a request is compacted in place to the prompt and `top_B` keys of what
   follows. Kept keys keep their RoPE positions.
@@ -13,6 +14,18 @@ One KV head with a prompt of 2, two rounds:
     cache      p0 p1 r2 r3 r4 r5                 Round(cached=6, kept=[3, 4])          keeps r3 and r4
                p0 p1 r3 r4 r6 r7                 Round(cached=6, kept=[2, 5])          keeps r3 and r7
     evicted_at of r2 and r5 is 6, of r4 and r6 it is 8; with `in_flight=1` it is 7 and 9
+
+Memento (arXiv:2604.09852), from the tokens and the ids of its four special tokens. Facts of microsoft/memento
+`vllm/v1/core/block_masking/{tracker,processor}.py` and `scheduler.py`:
+
+* A block is evicted when its summary's last token has been sampled, before that token's query is computed.
+* `block_end` ends the innermost open block; a summary belongs to the newest closed block that has none yet.
+* With `keep_last_n_blocks` N, a summary's end evicts the oldest of the remaining blocks if there are more than N.
+* With `keep_last_block_for_answer`, a block is evicted when the next one begins.
+* Keys are evicted in all layers and heads.
+
+Not supported, because one mask cannot express it: `restart_mode`, which recomputes the keys of a summary, and blocks
+that end within the prompt.
 """
 
 from __future__ import annotations
@@ -24,8 +37,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from smd_jax.config import check_choice
-from smd_jax.message.foreign import Ints
+from smd_jax.message.foreign import Ints, whole_numbers
 from smd_jax.message.masks import NEVER
+from smd_jax.typed_fields import check_types
 
 EvictionMode = Literal["union", "per_head", "per_layer_perhead"]
 
@@ -82,12 +96,12 @@ def tensorrt_llm_evictions(
     for row, of_row in enumerate(rounds):
         prompt, tokens = len(prompts[row]), len(prompts[row]) + len(responses[row])
         evicted_at = np.full((layers, kv_heads, tokens), NEVER, np.int64)
-        evicted_at[compacted] = _evicted_at(of_row, prompt, tokens, shape[0] * shape[1], row).reshape(*shape, tokens)
+        evicted_at[compacted] = _after_rounds(of_row, prompt, tokens, shape[0] * shape[1], row).reshape(*shape, tokens)
         found.append(evicted_at)
     return found
 
 
-def _evicted_at(rounds: Sequence[Round], prompt: int, tokens: int, selections: int, row: int) -> np.ndarray:
+def _after_rounds(rounds: Sequence[Round], prompt: int, tokens: int, selections: int, row: int) -> np.ndarray:
     """`[selections, tokens]` of one row."""
     evicted_at = np.full((selections, tokens), NEVER, np.int64)
     cache = np.tile(np.arange(prompt), (selections, 1))  # positions in their stored order
@@ -131,3 +145,95 @@ def _ordinals(one: Round, prompt: int, selections: int, where: str) -> np.ndarra
             f"cache; got {np.array2string(kept, threshold=8)} ({where})"
         )
     return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class MementoBlocks:
+    """The engine's `BlockMaskingConfig`, with ids instead of texts.
+
+    Attributes:
+      block_start, block_end, summary_start, summary_end: ids of the special tokens.
+      mask_delimiters: whether `block_start` and `block_end` are evicted with the block.
+      keep_last_n_blocks: completed blocks that stay; -1: all.
+      keep_last_block_for_answer: whether a block stays until the next one begins.
+
+    Raises:
+      TypeError, ValueError: a value that its field does not allow, or ids that are not different.
+    """
+
+    block_start: int
+    block_end: int
+    summary_start: int
+    summary_end: int
+    mask_delimiters: bool
+    keep_last_n_blocks: int = 0
+    keep_last_block_for_answer: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        ids = (self.block_start, self.block_end, self.summary_start, self.summary_end)
+        if min(ids) < 0 or len(set(ids)) < 4:
+            raise ValueError(f"expected four different token ids >= 0; got {ids}")
+        if self.keep_last_n_blocks < -1:
+            raise ValueError(f"expected keep_last_n_blocks >= -1; got {self.keep_last_n_blocks}")
+
+
+def memento_evictions(
+    prompts: Sequence[Ints], responses: Sequence[Ints], blocks: MementoBlocks, *, in_flight: int = 0
+) -> list[np.ndarray]:
+    """`evicted_at [1, 1, tokens]` of every row, in positions, for `Trajectory.from_records(evicted_at=...)`.
+
+    Args:
+      prompts, responses: token ids.
+      in_flight: number of queries, from the triggering token's, that still see a block: 1 with vLLM's asynchronous
+        scheduling, which schedules the next step before the token is known; otherwise 0.
+
+    Raises:
+      ValueError: other numbers of prompts and responses, or a prompt that begins a block.
+    """
+    if len(prompts) != len(responses):
+        raise ValueError(f"expected as many prompts as responses; got {len(prompts)} and {len(responses)}")
+    found = []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        asked = whole_numbers(prompt, f"prompt of row {row}")
+        for place in np.flatnonzero(asked == blocks.block_start)[:1]:
+            raise ValueError(
+                f"expected blocks in the response only; got block_start {blocks.block_start} in the prompt (row {row}, "
+                f"token {place})"
+            )
+        answer = whole_numbers(response, f"response of row {row}")
+        evicted_at = _after_blocks(answer.tolist(), len(asked), blocks)
+        found.append(np.where(evicted_at < NEVER, evicted_at + in_flight, NEVER)[None, None])
+    return found
+
+
+def _after_blocks(response: list[int], prompt: int, config: MementoBlocks) -> np.ndarray:
+    """`[tokens]` of one row. A block is a pair of positions, of its start and of its end."""
+    evicted_at = np.full(prompt + len(response), NEVER, np.int64)
+    keep = config.keep_last_n_blocks
+    deferred = config.keep_last_block_for_answer and keep == 0
+    inside = 0 if config.mask_delimiters else 1
+    opened: list[int] = []  # starts of blocks without an end
+    closed: list[tuple[int, int]] = []  # blocks whose summary has not begun
+    summarised: tuple[int, int] | None = None  # whose summary is being written
+    complete: list[tuple[int, int]] = []  # still seen
+
+    for position, token in enumerate(response, prompt):
+        if token == config.block_start:
+            opened.append(position)
+        elif token == config.block_end and opened:
+            closed.append((opened.pop(), position))
+        elif token == config.summary_start and closed:
+            summarised = max(closed)
+            closed.remove(summarised)
+        elif token == config.summary_end and summarised is not None:
+            complete.append(summarised)
+            summarised = None
+        else:
+            continue
+        if token == (config.block_start if deferred else config.summary_end) and 0 <= keep < len(complete):
+            start, end = complete.pop(0)
+            # An inner block may have been evicted before.
+            span = evicted_at[start + inside : end + 1 - inside]
+            np.minimum(span, position, out=span)
+    return evicted_at
