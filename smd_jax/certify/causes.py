@@ -19,12 +19,7 @@ from smd_jax.text.chat_template import render_messages
 
 
 class Case(NamedTuple):
-    """One way in which a cause may have happened.
-
-    Attributes:
-      detail: what the sampler did instead of what the record states.
-      conditions: of the sampler.
-    """
+    """One way in which a cause may have happened: what the sampler did instead of what the record states."""
 
     detail: str
     conditions: Conditions
@@ -56,27 +51,18 @@ def prompt_facts(tokenizer: Any) -> PromptFacts:
     except ValueError:  # a TemplateError, or several templates without a default
         return without_template
     plain, asked = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
-    return replace(without_template, system=_system_of(tokenizer, plain), generation=tuple(asked[len(plain) :]))
-
-
-def _system_of(tokenizer: Any, plain: list[int]) -> tuple[int, ...]:
-    """Ids before the last turn: turns begin with the same special token, as `<|im_start|>` or `<start_of_turn>`."""
+    # Turns begin with the same special token, such as `<|im_start|>`; a system message is before the last of them.
     special = set(tokenizer.all_special_ids)
     begins = [index for index, token in enumerate(plain) if token == plain[0] and token in special]
-    return tuple(plain[: begins[-1]]) if len(begins) > 1 else ()
+    system = tuple(plain[: begins[-1]]) if len(begins) > 1 else ()
+    return replace(without_template, system=system, generation=tuple(asked[len(plain) :]))
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause that is tested by a separate forward pass.
+    """A cause that is tested by a separate forward pass; `find` gets the conditions that the record states."""
 
-    Attributes:
-      name: name in reports and exit messages.
-      fix: what to do about it.
-      find: how it may have happened, from the conditions that the record states.
-    """
-
-    name: str
+    name: str  # in reports and exit messages
     fix: str
     find: Callable[[Record, PromptFacts, Conditions], Iterator[Case]]
 

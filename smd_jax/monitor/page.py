@@ -40,8 +40,7 @@ def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_j
       The folders of its runs.
 
     Raises:
-      FileNotFoundError: a path without any run.
-      ValueError: a file of a run that cannot be read, or none of the main metrics in any of them.
+      FileNotFoundError, ValueError: as `load_runs` and `runs_figure`.
     """
     runs = load_runs(paths)
     out = Path(out)

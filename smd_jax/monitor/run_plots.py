@@ -46,13 +46,7 @@ MARKED = 30  # curves with at most this many points also show them as dots
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
-
-    Attributes:
-      name: its path below the folder that all runs share.
-      path: its folder.
-      history: the rows of `read_history`.
-    """
+    """One run: its path below the folder that all runs share, its folder, and the rows of `read_history`."""
 
     name: str
     path: Path
@@ -118,8 +112,7 @@ def plot_runs(paths: Sequence[str | Path], out: str | Path) -> None:
       out: the image file; its ending chooses the format.
 
     Raises:
-      FileNotFoundError: a path without any run.
-      ValueError: a file of a run that cannot be read, or none of the main metrics in any of them.
+      FileNotFoundError, ValueError: as `load_runs` and `runs_figure`.
     """
     out = Path(out)
     figure = runs_figure(load_runs(paths))
