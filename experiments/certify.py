@@ -24,8 +24,7 @@ import tyro
 
 import smd_jax as smd
 from lib.provenance import provenance
-from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
-from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, logprobs_of, prompt_facts, replay_logits
 from smd_jax.certify.record import Record, arrays_of, check_record
 from smd_jax.certify.verdict import Models, certify
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from smd_jax.certify.causes import CAUSES, PromptFacts
-from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, logprobs_of, replay_logits
 from smd_jax.certify.record import Record
 from smd_jax.message.masks import NEVER
 from smd_jax.model.protocol import LanguageModel, Params
@@ -141,7 +140,11 @@ class _Replays:
         self.stated = Conditions.of(record, len(facts.system))
         columns, self.inside = record.response_columns
         self.responses = columns.shape[1]
-        self.support = None if record.support is None else _padded(record.support, self.inside)
+        self.support: np.ndarray | None = None  # `[rows, responses, most]`, padded with -1
+        if record.support is not None:
+            self.support = np.full((*self.inside.shape, max(map(len, record.support))), -1, np.int32)
+            for (row, column), ids in zip(np.argwhere(self.inside), record.support, strict=True):
+                self.support[row, column, : len(ids)] = ids
         # Of the sampled token, then of the top log-probabilities: `[rows, responses, 1 + k]`.
         self.ids, self.sampled = (
             np.take_along_axis(x, columns, axis=1)[..., None]
@@ -177,14 +180,6 @@ class _Replays:
         logprobs = logprobs_of(self.ids, logits, jnp.float32(temperature), sets)
         difference = np.asarray(logprobs, np.float64) - self.sampled
         return np.where(self.there, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
-
-
-def _padded(support: tuple[np.ndarray, ...], inside: np.ndarray) -> np.ndarray:
-    """`[rows, responses, most]`, padded with -1."""
-    sets = np.full((*inside.shape, max(len(ids) for ids in support)), -1, np.int32)
-    for (row, column), ids in zip(np.argwhere(inside), support, strict=True):
-        sets[row, column, : len(ids)] = ids
-    return sets
 
 
 def certify(models: Models, record: Record, facts: PromptFacts | None = None) -> Verdict:

@@ -15,8 +15,7 @@ import pytest
 
 import smd_jax as smd
 from smd_jax.certify import report
-from smd_jax.certify.causes import CAUSES, PromptFacts, prompt_facts
-from smd_jax.certify.conditions import Conditions, logprobs_of, replay_logits
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, logprobs_of, prompt_facts, replay_logits
 from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.certify import main
