@@ -1,7 +1,7 @@
 """Conditions under which a sampler may have sampled a record's tokens, the replay under them, and known causes.
 
 A cause of a mismatch between sampler and learner is hypothetical conditions of the sampler. `smd_jax.certify.verdict`
-replays a record under each of them. The cause whose replay gives the recorded log-probabilities is that of the mismatch.
+replays a record under each of them. The cause whose replay gives the recorded log-probabilities is the right one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from smd_jax.certify.record import Record
@@ -22,14 +23,15 @@ from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.sampling import among
 from smd_jax.model.protocol import LanguageModel, Params, Routed
 from smd_jax.model.teacher_forced import TeacherForced, layer_masks
+from smd_jax.pytrees import any_leaves
 from smd_jax.text.chat_template import render_messages
 
 # Fewest columns that are added at the right, for tokens that a cause puts before the prompt.
 SPARE = 48
 
 
-@dataclass(frozen=True)
-class Conditions:
+@any_leaves
+class Conditions(struct.PyTreeNode):
     """Inputs of a forward pass that predicts the response tokens of a record.
 
     Attributes:
@@ -105,22 +107,19 @@ def _widened(array: np.ndarray, spare: int) -> np.ndarray:
     return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, spare)]).astype(np.int32)
 
 
-@partial(jax.jit, static_argnums=(0, 7))
-def response_logits(
-    model: LanguageModel,
-    params: Params,
-    tokens: Int[Array, "rows T"],
-    positions: Int[Array, "rows T"],
-    evicted_at: Int[Array, "rows layers kv_heads T"],
-    first: Int[Array, " rows"],
-    routing: Int[Array, "rows T mixtures per_token"] | None,
-    responses: int,
+@partial(jax.jit, static_argnums=(0, 3))
+def replay_logits(
+    model: LanguageModel, params: Params, conditions: Conditions, responses: int
 ) -> Float[Array, "rows responses vocab"]:
     """Logits of the response tokens, before the temperature. `responses`: tokens of the longest response."""
+    tokens, positions, evicted_at, first = map(
+        jnp.asarray, (conditions.tokens, conditions.positions, conditions.evicted_at, conditions.first)
+    )
     # `certify` compares the record's own rows with the context, which spare columns may exceed.
     longest = min(tokens.shape[1], model.shape.max_positions)
     states = layer_masks(model.shape, tokens, ShadowMask(evicted_at), longest)
-    if routing is not None and model.shape.routing is not None:
+    if conditions.routing is not None and model.shape.routing is not None:
+        routing = jnp.asarray(conditions.routing)
         of_layer = {layer: routing[:, :, place] for place, layer in enumerate(model.shape.routing.layers)}
         states = tuple(Routed(mask, of_layer.get(layer)) for layer, mask in enumerate(states))
     attention = TeacherForced(model.shape.attention)
@@ -142,15 +141,6 @@ def logprobs_of(
         logits = jnp.where(among(support, logits.shape[-1]), logits, OUTSIDE)
     chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=-1)
     return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def replay_logits(model: LanguageModel, params: Params, conditions: Conditions, responses: int) -> Array:
-    """`response_logits` under the conditions. Shared axes of the mask are expanded, so that one program is compiled."""
-    rows, columns = conditions.tokens.shape
-    shape = (rows, model.shape.num_layers, model.shape.num_kv_heads, columns)
-    evicted_at = np.broadcast_to(conditions.evicted_at, shape)
-    arrays = (conditions.tokens, conditions.positions, evicted_at, conditions.first, conditions.routing)
-    return response_logits(model, params, *arrays, responses)
 
 
 # --- known causes
