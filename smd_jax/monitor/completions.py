@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from smd_jax.text.visible_text import one_line
 from smd_jax.train.samples import Samples
 
 
+@dataclass(eq=False)
 class CompletionsLog:
     """Saves the completions of a rollout; pass it to a loop as `watch`, which calls it for every n-th and the last one.
 
@@ -48,38 +49,33 @@ class CompletionsLog:
       ValueError: a negative number.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        tokenizer: Tokenizer,
-        *,
-        table_rows: int = 2,
-        masks: int = 1,
-        file: TextFile | None = None,
-    ) -> None:
-        if table_rows < 0 or masks < 0:
-            raise ValueError(f"expected table_rows and masks >= 0; got {table_rows} and {masks}")
+    directory: str | Path
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    table_rows: int = 2
+    masks: int = 1
+    file: TextFile | None = None
+
+    def __post_init__(self) -> None:
+        if self.table_rows < 0 or self.masks < 0:
+            raise ValueError(f"expected table_rows and masks >= 0; got {self.table_rows} and {self.masks}")
         try:
             import pyarrow.parquet  # noqa: F401 - fails now and not after a rollout
         except ImportError as error:
             raise ImportError("completions as parquet need pyarrow: pip install -e '.[train]'") from error
-        self._folder = Path(directory) / "completions"
-        self._tokenizer = tokenizer
-        self._table_rows = table_rows
-        self._masks = masks
-        self._file = file
+        self._folder = Path(self.directory) / "completions"
         self._failed = False
 
     def __call__(self, step: int, samples: Samples) -> None:
-        columns = completion_columns(step, samples, self._tokenizer)
-        if self._table_rows:
-            print_completions(step, columns, self._table_rows, file=self._file)
+        columns = completion_columns(step, samples, self.tokenizer)
+        if self.table_rows:
+            print_completions(step, columns, self.table_rows, file=self.file)
         if self._failed:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_parquet(self._folder / f"completions_{step:05d}.parquet", columns)
-            if self._masks:
+            if self.masks:
                 self._keep_masks(step, samples)
         except OSError as error:
             self._failed = True
@@ -89,11 +85,11 @@ class CompletionsLog:
         trajectory, contexts = samples.trajectory, samples.contexts
         present = np.asarray(trajectory.lengths()) > 0
         masks = list[SavedMask]()
-        for row in range(min(self._masks, len(samples.completions)) * contexts):
+        for row in range(min(self.masks, len(samples.completions)) * contexts):
             completion, context = divmod(row, contexts)
             if context and not present[row]:
                 continue
-            mask = extract_mask(trajectory, row, self._tokenizer, step, float(samples.rewards[completion]))
+            mask = extract_mask(trajectory, row, self.tokenizer, step, float(samples.rewards[completion]))
             masks.append(replace(mask, row=completion, context=context + 1 if contexts > 1 else 0))
         save_masks(self._folder / f"masks_{step:05d}.npz", masks)
 
