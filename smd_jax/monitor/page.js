@@ -1,6 +1,6 @@
 "use strict";
-// The viewer of shadow masks. Texts are inserted only by textContent.
-const read = (id) => JSON.parse(document.getElementById(id).textContent);
+// The viewer of shadow masks. Query t saw token s iff s <= t < evicted(s). Texts are inserted only by textContent.
+const $ = (id) => document.getElementById(id);
 const make = (tag, name, text) => {
   const element = document.createElement(tag);
   if (name) element.className = name;
@@ -17,12 +17,10 @@ function showTip(event, text) {
 }
 const hideTip = () => { tip.style.visibility = "hidden"; };
 
-// ---- The viewer of shadow masks. Query t saw token s iff s <= t < evicted(s).
-const masks = read("masks");
+const masks = JSON.parse($("masks").textContent);
 if (masks.length) viewer();
 
 function viewer() {
-  const $ = (id) => document.getElementById(id);
   const slider = $("query"), play = $("play"), choice = $("choice"), text = $("text"), heat = $("heat"), count = $("count");
   const triangle = $("triangle"), everyHead = $("all-heads");
   const marks = ["heat-plot", "count-plot"].map((id) => ["query", "point"].map((kind) => $(id).appendChild(make("div", `mark ${kind}`))));
@@ -207,7 +205,7 @@ function viewer() {
   function load(index) {
     mask = masks[index];
     isTalk = mask.turns.some((turn, token) => turn === 0 && token >= mask.prompt);
-    document.getElementById("speakers").hidden = !isTalk;
+    $("speakers").hidden = !isTalk;
     const bytes = Uint8Array.from(atob(mask.evicted), (character) => character.charCodeAt(0));
     const view = new DataView(bytes.buffer);
     evicted = Uint32Array.from({ length: bytes.length / 4 }, (_, i) => view.getUint32(4 * i, true));
