@@ -50,11 +50,7 @@ class Conditions(struct.PyTreeNode):
 
     @classmethod
     def of(cls, record: Record, system: int = 0) -> Conditions:
-        """The conditions that the record states.
-
-        Args:
-          system: tokens of the chat template's system message, which a cause may put before the prompts.
-        """
+        """The conditions that the record states. `system`: tokens of the message that a cause may put in front."""
         # A cause may also put padding before the prompts, up to the longest of them.
         spare = max(SPARE, int(np.ptp(record.prompt_lengths)), system)
         routing = record.routing
@@ -69,12 +65,8 @@ class Conditions(struct.PyTreeNode):
         )
 
     def with_prefix(self, prefixes: list[np.ndarray], positions: list[np.ndarray]) -> Conditions:
-        """The conditions of rows that begin with these tokens, which are never evicted.
-
-        Args:
-          prefixes: tokens of each row, at most as many as there are spare columns. positions: of the row's own tokens,
-            given its old ones.
-        """
+        """The conditions of rows that begin with these tokens, which are never evicted. `positions`: of the row's own
+        tokens. There may be as many tokens as spare columns."""
         counts = np.array([len(prefix) for prefix in prefixes])
         found = self._moved(np.zeros_like(counts), counts, np.stack(positions))
         for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):

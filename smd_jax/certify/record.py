@@ -93,10 +93,7 @@ class Record:
 
 
 def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None) -> Record:
-    """Reads and checks a record.
-
-    Args:
-      layers, kv_heads, vocab_size: of the model. experts: of the model; None: it has none.
+    """Reads and checks a record of a model of these sizes; `experts`: None for a model without any.
 
     Raises:
       ValueError: a file that cannot be read, a missing or unknown array, a wrong shape, dtype or value. The message

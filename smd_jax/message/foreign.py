@@ -1,7 +1,6 @@
 """Checks the records of another engine, and converts them to the arrays of a trajectory.
 
-Rows have no padding, and tokens are numbered by their position in their own row: prompt 0 … p-1, response p … n-1. One
-layer and KV head of a row with a prompt of 4 and a response of 5:
+One layer and KV head of a row with a prompt of 4 and a response of 5, by position:
 
     position          0 1 2 3 | 4 5 6 7 8
     after query 5     1 1 . 1   1 .            kept: (5, [0, 1, 3, 4])   or dropped: (5, [2, 5])
@@ -341,11 +340,7 @@ def _place(layer: SupportsIndex, head: SupportsIndex) -> str:
 
 
 class ExpertSizes(NamedTuple):
-    """The experts of a model.
-
-    Attributes:
-      layers: number of layers with experts. count: experts per layer. per_token: experts per token.
-    """
+    """A model's number of layers with experts, of experts per layer, and of experts per token."""
 
     layers: int
     count: int

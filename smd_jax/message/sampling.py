@@ -33,8 +33,7 @@ from smd_jax.message.quantization import pack, packed_size
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
 
-# Tokens per block, see above.
-BLOCK = 128
+BLOCK = 128  # tokens
 ID_BYTES = 4
 
 

@@ -135,9 +135,6 @@ class TensorBoardLogger:
     Each process of a resumed run writes its own file, which first invalidates older rows from its first step on. So
     TensorBoard shows every step once.
 
-    Args:
-      directory: of the run.
-
     Raises:
       MissingExtraError: without tensorboardX.
     """

@@ -73,14 +73,8 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
     return [Run(path.relative_to(shared).as_posix(), found[path], history) for path, history in histories.items()]
 
 
-def read_history(directory: str | Path) -> list[dict[str, Any]]:
-    """All metrics of a run by step, of its rollouts and its evaluations.
-
-    Raises:
-      FileNotFoundError: no metrics.jsonl.
-      ValueError: a file that cannot be read.
-    """
-    directory = Path(directory)
+def read_history(directory: Path) -> list[dict[str, Any]]:
+    """All metrics of a run by step, of its rollouts and its evaluations."""
     evaluations = directory / EVALUATIONS_FILE
     rows: dict[int, dict[str, Any]] = {}
     for row in read_metrics(directory / METRICS_FILE) + (read_metrics(evaluations) if evaluations.is_file() else []):

@@ -1,11 +1,6 @@
-"""Saves the shadow masks of single completions with their text, for the page.
+"""Saves the shadow masks of single completions with their text, for the page, in .npz files without pickles.
 
-An .npz file without pickles. Padding is removed, so that tokens are numbered from 0:
-
-    pieces          [tokens]                   text of each token
-    prompt_length   []                         tokens of the prompt
-    evicted_at      [layers, kv_heads, tokens] first token whose query cannot see this one; `tokens`: never evicted
-    turns           [tokens]                   turn in which the policy sampled a token, from 1; 0: it read the token
+Padding is removed, so that tokens are numbered from 0.
 """
 
 from __future__ import annotations
