@@ -64,18 +64,19 @@ class Conditions(struct.PyTreeNode):
             routing,
         )
 
-    def with_prefix(self, prefixes: list[np.ndarray], positions: list[np.ndarray]) -> Conditions:
+    def with_prefix(self, prefixes: list[np.ndarray], positions: np.ndarray) -> Conditions:
         """The conditions of rows that begin with these tokens, which are never evicted. `positions`: of the row's own
         tokens. There may be as many tokens as spare columns."""
         counts = np.array([len(prefix) for prefix in prefixes])
-        found = self._moved(np.zeros_like(counts), counts, np.stack(positions))
+        found = self._moved(np.zeros_like(counts), counts, positions)
         for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
             found.tokens[row, :count], found.positions[row, :count] = prefix, np.arange(count)
             found.evicted_at[row, :, :, :count] = NEVER
         return found
 
-    def without_columns(self, starts: np.ndarray, ends: np.ndarray) -> Conditions:
+    def without_columns(self, starts: np.ndarray | int, ends: np.ndarray | int) -> Conditions:
         """The conditions of rows without the columns `starts` to `ends` of the prompt."""
+        starts = np.broadcast_to(starts, len(self.tokens))
         cuts, columns = ends - starts, np.arange(self.tokens.shape[1])
         return self._moved(starts, -cuts, columns - np.where(columns < starts[:, None], 0, cuts[:, None]))
 
@@ -88,11 +89,12 @@ class Conditions(struct.PyTreeNode):
         tokens, positions = (np.where(inside, np.take_along_axis(x, at, 1), 0) for x in (self.tokens, positions))
         later = (self.evicted_at >= np.maximum(starts - by, 1)[:, None, None, None]) & (self.evicted_at < NEVER)
         evicted_at = np.take_along_axis(self.evicted_at + later * by[:, None, None, None], at[:, None, None], 3)
-        arrays = (tokens, positions, np.where(inside[:, None, None], evicted_at, 0), self.first + by)
+        evicted_at = np.where(inside[:, None, None], evicted_at, 0).astype(np.int32)
         routing = self.routing
         if routing is not None:
             routing = np.where(inside[..., None, None], np.take_along_axis(routing, at[..., None, None], 1), -1)
-        return Conditions(*(array.astype(np.int32) for array in arrays), routing)
+        first = (self.first + by).astype(np.int32)
+        return Conditions(tokens.astype(np.int32), positions.astype(np.int32), evicted_at, first, routing)
 
 
 def _widened(array: np.ndarray, spare: int) -> np.ndarray:
@@ -234,23 +236,18 @@ def _padding_attended(record: Record, facts: PromptFacts, at: Conditions) -> Ite
     if not counts.any():
         return
     pads = [np.full(count, record.pad_token_id) for count in counts]
-    own = list(at.positions)
-    yield Case("the padding left of short prompts was attended to", at.with_prefix(pads, own))
-    later = [places + count for places, count in zip(own, counts, strict=True)]
+    yield Case("the padding left of short prompts was attended to", at.with_prefix(pads, at.positions))
+    later = at.positions + counts[:, None]
     yield Case("the padding left of short prompts was attended to and counted", at.with_prefix(pads, later))
 
 
 def _bos(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
     if facts.bos is None:
         return
-    rows = len(record.lengths)
-    yield Case(
-        "the prompts began with one more BOS token",
-        at.with_prefix([np.array([facts.bos])] * rows, [places + 1 for places in at.positions]),
-    )
+    longer = at.with_prefix([np.array([facts.bos])] * len(at.tokens), at.positions + 1)
+    yield Case("the prompts began with one more BOS token", longer)
     if (record.tokens[:, 0] == facts.bos).all() and (record.prompt_lengths > 1).all():
-        zeros = np.zeros(rows, np.int32)
-        yield Case("the prompts had no BOS token", at.without_columns(zeros, zeros + 1))
+        yield Case("the prompts had no BOS token", at.without_columns(0, 1))
 
 
 def _template(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
@@ -260,10 +257,9 @@ def _template(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Ca
     if count:
         has = [np.array_equal(record.tokens[row, :count], system) for row in range(rows)]
         if all(has) and (record.prompt_lengths > count).all():
-            zeros = np.zeros(rows, np.int32)
-            yield Case("the prompts had no system message", at.without_columns(zeros, zeros + count))
+            yield Case("the prompts had no system message", at.without_columns(0, count))
         elif not any(has):
-            moved = at.with_prefix([system] * rows, [places + count for places in at.positions])
+            moved = at.with_prefix([system] * rows, at.positions + count)
             yield Case("the prompts had the template's system message", moved)
     generation = np.array(facts.generation, np.int32)
     count = len(generation)
