@@ -104,8 +104,7 @@ function viewer() {
     const gone = at(row, token);
     const life = gone >= tokens ? "still there at the end" : `${gone - token} queries saw it; evicted before query ${gone}`;
     const query = +slider.value;
-    let kept = 0;
-    for (let other = 0; other <= query; other++) kept += query < at(row, other);
+    const kept = mask.pieces.filter((_, other) => other <= query && query < at(row, other)).length;
     return `${name(row)}: ${kept} of ${query + 1} tokens kept at query ${query}\ntoken ${token} ${quoted(token)}\n${life}`;
   }
 
@@ -207,8 +206,7 @@ function viewer() {
     isTalk = mask.turns.some((turn, token) => turn === 0 && token >= mask.prompt);
     $("speakers").hidden = !isTalk;
     const bytes = Uint8Array.from(atob(mask.evicted), (character) => character.charCodeAt(0));
-    const view = new DataView(bytes.buffer);
-    evicted = Uint32Array.from({ length: bytes.length / 4 }, (_, i) => view.getUint32(4 * i, true));
+    evicted = new Uint32Array(bytes.buffer);  // little-endian, like pixels
     rows = mask.layers * mask.heads;
     tokens = mask.tokens;
     const lives = Array.from(evicted, (end, place) => (end < tokens ? Math.max(end - place % tokens, 1) : 0)).filter(Boolean);
