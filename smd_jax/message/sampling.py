@@ -115,7 +115,13 @@ def sample(logits: Float[Array, "batch vocab"], uniforms: Float[Array, " batch"]
         logits, ids = over_rows(partial(jax.lax.top_k, k=config.left_by_top_k(vocab)), logits)
     # Relative to the largest logit, so that exp cannot overflow.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    weights = _filtered(jnp.exp(shifted), config, in_order=ids is not None)
+    weights = jnp.exp(shifted)
+    if config.top_p < 1:
+        # After top-k the largest weights come first.
+        threshold = _top_p_threshold if ids is None else _top_p_threshold_sorted
+        weights = jnp.where(weights >= threshold(weights, config.top_p)[:, None], weights, 0.0)
+    if config.min_p > 0:
+        weights = jnp.where(weights >= config.min_p, weights, 0.0)  # the most likely token has weight 1
     places = inverse_cdf(weights, uniforms)
     # After top-k, indices are in its order, the most likely token first; `ids` maps them to the vocabulary.
     tokens = places if ids is None else _pick(ids, places)
@@ -194,16 +200,6 @@ def _first_beyond(
 
 
 # --- filters
-
-
-def _filtered(weights: Float[Array, "batch count"], config: SamplingConfig, *, in_order: bool) -> Array:
-    """Applies top-p and min-p: sets dropped weights `exp(x - max)` to 0. `in_order`: the largest come first."""
-    if config.top_p < 1:
-        least = _top_p_threshold_sorted(weights, config.top_p) if in_order else _top_p_threshold(weights, config.top_p)
-        weights = jnp.where(weights >= least[:, None], weights, 0.0)
-    if config.min_p > 0:
-        weights = jnp.where(weights >= config.min_p, weights, 0.0)  # the most likely token has weight 1
-    return weights
 
 
 def _top_p_threshold_sorted(weights: Float[Array, "batch count"], top_p: float) -> Float[Array, " batch"]:

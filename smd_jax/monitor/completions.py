@@ -101,9 +101,13 @@ def completion_columns(step: int, samples: Samples, tokenizer: Tokenizer) -> dic
     tokens, valid, terminated, lengths = jax.device_get(host)
     lengths = lengths.reshape(-1, samples.contexts).sum(axis=1)
     tokens, valid, terminated = (x[:: samples.contexts] for x in (tokens, valid, terminated))
+    width = trajectory.prompt_width
+    prompts = [tuple(row[keep].tolist()) for row, keep in zip(tokens[:, :width], valid[:, :width], strict=True)]
+    # Decoding is slow, and all completions of a group have the same prompt.
+    texts = {ids: decoded(tokenizer, list(ids)) for ids in set(prompts)}
     columns: dict[str, list[Any]] = {
         "step": [step] * len(samples.completions),
-        "prompt": _prompts(tokenizer, tokens, valid, trajectory.prompt_width),
+        "prompt": [texts[ids] for ids in prompts],
         "completion": list(samples.completions),
         "reward": samples.rewards.tolist(),
     }
@@ -164,14 +168,6 @@ def shortened_text(text: str, limit: int = 400) -> str:
     if len(text) > limit:
         text = f"{text[:half]} […] {text[-half:]}"
     return one_line(text, limit=10 * limit)
-
-
-def _prompts(tokenizer: Tokenizer, tokens: np.ndarray, valid: np.ndarray, prompt_width: int) -> list[str]:
-    rows = zip(tokens[:, :prompt_width], valid[:, :prompt_width], strict=True)
-    prompts = [tuple(row[keep].tolist()) for row, keep in rows]
-    # Decoding is slow, and all completions of a group have the same prompt.
-    texts = {ids: decoded(tokenizer, list(ids)) for ids in set(prompts)}
-    return [texts[ids] for ids in prompts]
 
 
 def _whole(value: Any) -> Any:
