@@ -25,6 +25,12 @@ from smd_jax.typed_fields import check_types
 EVICTION_GATE = "eviction_gate"
 KEPT = 1e9  # logit of a protected key; finite, because differences of infinities are NaN
 
+Keys = Float[Array, "batch kv_heads keys head_dim"]
+Positions = Int[Array, "batch heads_or_one keys"]
+Newest = Int[Array, "batch compressions"]
+Queries = Float[Array, "batch heads compressions head_dim"]
+Worth = Float[Array, "batch kv_heads compressions keys"]
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -56,33 +62,23 @@ class Gate:
 
     @abstractmethod
     def logits(
-        self,
-        parameters: Any,
-        keys: Float[Array, "batch kv_heads keys head_dim"],
-        values: Float[Array, "batch kv_heads keys head_dim"],
-        positions: Int[Array, "batch heads_or_one keys"],
-        newest: Int[Array, "batch compressions"],
-        queries: Float[Array, "batch heads compressions head_dim"],
-    ) -> Float[Array, "batch kv_heads compressions keys"]:
-        """Worth of each key at each compression, higher = keep, in float32 or wider. Values for empty slots (negative
-        positions) and for keys after the compression are ignored.
+        self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
+    ) -> Worth:
+        """Worth of each key at each compression, `[batch, kv_heads, compressions, keys]`, higher = keep, in float32 or
+        wider. Values for empty slots (negative positions) and for keys after the compression are ignored.
 
         The sampler passes one compression and the cached keys, the learner all compressions and keys. Both must agree,
         so a key's logit may not depend on the other keys.
 
         Args:
           parameters: parameters of the layer.
-          keys, values: as cached, keys after RoPE.
-          positions: positions of the keys in their own sequence.
-          newest: position of the newest query at each compression.
-          queries: the newest query at each compression, after RoPE.
+          keys, values: `[batch, kv_heads, keys, head_dim]` as cached, keys after RoPE.
+          positions: `[batch, kv_heads or 1, keys]` of the keys in their own sequence.
+          newest: `[batch, compressions]` position of the newest query at each compression.
+          queries: `[batch, heads, compressions, head_dim]` the newest query at each compression, after RoPE.
         """
 
-    def keep_sinks(
-        self,
-        logits: Float[Array, "batch kv_heads compressions keys"],
-        positions: Int[Array, "batch heads_or_one keys"],
-    ) -> Float[Array, "batch kv_heads compressions keys"]:
+    def keep_sinks(self, logits: Worth, positions: Positions) -> Worth:
         """The logits that sampler and learner draw by: `KEPT` for the sinks."""
         return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
 
@@ -100,14 +96,8 @@ class LinearGate(Gate):
         return {"kernel": jnp.zeros((kv_heads, 2 * head_dim + 2, 2), dtype)}
 
     def logits(
-        self,
-        parameters: Any,
-        keys: Float[Array, "batch kv_heads keys head_dim"],
-        values: Float[Array, "batch kv_heads keys head_dim"],
-        positions: Int[Array, "batch heads_or_one keys"],
-        newest: Int[Array, "batch compressions"],
-        queries: Float[Array, "batch heads compressions head_dim"],
-    ) -> Float[Array, "batch kv_heads compressions keys"]:
+        self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
+    ) -> Worth:
         del queries
         wide = jnp.promote_types(keys.dtype, jnp.float32)
         # Cast to the compute dtype first, because the sampler casts its parameters and the learner does not.
@@ -149,14 +139,8 @@ class AttentionGate(Gate):
             raise ValueError(f"expected a positive, finite temperature; got {self.temperature}")
 
     def logits(
-        self,
-        parameters: Any,
-        keys: Float[Array, "batch kv_heads keys head_dim"],
-        values: Float[Array, "batch kv_heads keys head_dim"],
-        positions: Int[Array, "batch heads_or_one keys"],
-        newest: Int[Array, "batch compressions"],
-        queries: Float[Array, "batch heads compressions head_dim"],
-    ) -> Float[Array, "batch kv_heads compressions keys"]:
+        self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
+    ) -> Worth:
         del parameters, values, newest
         wide = jnp.promote_types(keys.dtype, jnp.float32)
         batch, kv_heads, _, head_dim = keys.shape
