@@ -10,8 +10,8 @@ from smd_jax.monitor.loggers import Logger as Logger
 from smd_jax.monitor.loggers import TensorBoardLogger as TensorBoardLogger
 from smd_jax.monitor.loggers import WandbLogger as WandbLogger
 from smd_jax.monitor.completions import CompletionsLog as CompletionsLog
-from smd_jax.monitor.saved_masks import SavedMask as SavedMask
-from smd_jax.monitor.saved_masks import extract_mask as extract_mask
-from smd_jax.monitor.saved_masks import load_masks as load_masks
+from smd_jax.monitor.completions import SavedMask as SavedMask
+from smd_jax.monitor.completions import extract_mask as extract_mask
+from smd_jax.monitor.completions import load_masks as load_masks
 from smd_jax.monitor.progress import summary_table as summary_table
 from smd_jax.monitor.progress import training_progress as training_progress

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from smd_jax.disk import replaced
+from smd_jax.monitor.completions import SavedMask, load_masks
 from smd_jax.monitor.run_plots import Run, load_runs, main_metrics, runs_figure, save_figure
-from smd_jax.monitor.saved_masks import SavedMask, load_masks
 from smd_jax.text.visible_text import visible
 
 MASK_NUMBERS = 4_000_000  # most eviction times in a page, of 5.3 characters each: about 20 MB

@@ -19,7 +19,7 @@ from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.config import ModelConfig
 from smd_jax.model.weights import save_checkpoint
 from smd_jax.monitor import progress
-from smd_jax.monitor.saved_masks import load_masks
+from smd_jax.monitor.completions import load_masks
 from smd_jax.runs import checkpoint
 from smd_jax.tasks import evaluated_answers
 from smd_jax.tasks.graded import Failure

@@ -22,7 +22,7 @@ from smd_jax.message.foreign import Compression, evicted_by_row, unpad
 from smd_jax.message.masks import NEVER, Segments, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.monitor.saved_masks import extract_mask
+from smd_jax.monitor.completions import extract_mask
 from smd_jax.testing import byte_tokenizer
 from tests import numpy_decoder
 from tests.tiny_update import ADVANTAGES, MODEL, PARAMS, TEMPERATURE, metrics_and_gradients

@@ -11,8 +11,15 @@ import pytest
 
 from smd_jax.message.masks import NEVER, ShadowMask, dense_mask
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.monitor.completions import CompletionsLog, print_completions, shortened_text
-from smd_jax.monitor.saved_masks import extract_mask, load_masks, save_masks, token_pieces
+from smd_jax.monitor.completions import (
+    CompletionsLog,
+    extract_mask,
+    load_masks,
+    print_completions,
+    save_masks,
+    shortened_text,
+    token_pieces,
+)
 from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.visible_text import one_line, visible

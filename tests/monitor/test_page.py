@@ -14,10 +14,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from smd_jax.monitor.completions import SavedMask, save_masks
 from smd_jax.monitor.metrics_log import MetricsWriter
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import COLOURS, Run, load_runs, main_metrics, plot_runs, points_of, runs_figure
-from smd_jax.monitor.saved_masks import SavedMask, save_masks
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \x1b[31m"
 

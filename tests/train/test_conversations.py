@@ -25,8 +25,7 @@ from smd_jax.losses.named import gspo
 from smd_jax.memory.fit import fit_loop
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
-from smd_jax.monitor.completions import CompletionsLog
-from smd_jax.monitor.saved_masks import load_masks
+from smd_jax.monitor.completions import CompletionsLog, load_masks
 from smd_jax.sampler.compaction import COMPACTED
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import ConversationConfig

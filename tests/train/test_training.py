@@ -7,9 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from smd_jax.monitor.completions import CompletionsLog
+from smd_jax.monitor.completions import CompletionsLog, load_masks
 from smd_jax.monitor.metrics_log import TIME_METRICS, read_metrics
-from smd_jax.monitor.saved_masks import load_masks
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.train.samples import Samples
