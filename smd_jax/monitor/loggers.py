@@ -148,11 +148,19 @@ class TensorBoardLogger:
         self._writer: EventsWriter | None = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        # Not tensorboardX's SummaryWriter: a full disk kills its thread, and a later write would wait forever.
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.summary import scalar
 
         if self._writer is None:
             # The training row of an evaluation that the run before left out is in its file, and stays valid.
-            self._writer = self._begin(step + (step > 0 and is_evaluation(metrics)))
+            first = step + (step > 0 and is_evaluation(metrics))
+            # Files are named by the second, and opening one empties it: a number separates quick restarts.
+            number = len(list(self._folder.iterdir()))
+            self._writer = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{number}")
+            # TensorBoard then ignores this and later steps of older files.
+            session = messages().SessionLog(status=messages().SessionLog.START)
+            self._writer.write_event(messages().Event(wall_time=time.time(), step=first, session_log=session))
         now = time.time()
         for name, value in metrics.items():
             summary = scalar(dashboard_name(name), value)
@@ -162,18 +170,6 @@ class TensorBoardLogger:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-    def _begin(self, step: int) -> EventsWriter:
-        # Not tensorboardX's SummaryWriter: a full disk kills its thread, and a later write would wait forever.
-        from tensorboardX.event_file_writer import EventsWriter
-
-        # Files are named by the second, and opening one empties it: a number separates quick restarts.
-        number = len(list(self._folder.iterdir()))
-        writer = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{number}")
-        # TensorBoard then ignores this and later steps of older files.
-        session = messages().SessionLog(status=messages().SessionLog.START)
-        writer.write_event(messages().Event(wall_time=time.time(), step=step, session_log=session))
-        return writer
 
 
 def messages() -> ModuleType:

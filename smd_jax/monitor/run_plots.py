@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -138,7 +138,7 @@ def runs_figure(runs: Sequence[Run]) -> Figure:
         label = _literal(run.name)
         # Matplotlib leaves names that begin with an underscore out of the legend.
         label = f" {label}" if label.startswith("_") else label
-        handles.append(Line2D([], [], color=COLOURS[index % len(COLOURS)], linestyle=_line_style(index), label=label))
+        handles.append(Line2D([], [], **_style(index), label=label))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
     return figure
 
@@ -160,12 +160,12 @@ def _draw_metric(axes: Axes, runs: Sequence[Run], name: str) -> None:
             continue
         steps, values = np.array(points).T
         positive |= bool((values > 0).any())
-        colour, marker = COLOURS[index % len(COLOURS)], "o" if len(steps) <= MARKED else ""
-        axes.plot(steps, values, _line_style(index), color=colour, linewidth=1.5, marker=marker, markersize=3.5)
+        marker = "o" if len(steps) <= MARKED else ""
+        axes.plot(steps, values, **_style(index), linewidth=1.5, marker=marker, markersize=3.5)
         # The 95 % interval that an evaluation has logged.
         if interval := points_of(run, f"{name}_low", f"{name}_high"):
             at, low, high = np.array(interval).T
-            axes.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+            axes.fill_between(at, low, high, color=_style(index)["color"], alpha=0.18, linewidth=0)
     if name in LOGARITHMIC and positive:
         axes.set_yscale("log", nonpositive="clip")
     end = max(1, *(row["step"] for run in runs for row in run.history))
@@ -178,9 +178,9 @@ def _draw_metric(axes: Axes, runs: Sequence[Run], name: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _line_style(index: int) -> Literal["-", "--"]:
-    """Dashed once all colours are used."""
-    return "--" if index >= len(COLOURS) else "-"
+def _style(index: int) -> dict[str, Any]:
+    """Colour and line of a run; dashed once all colours are used."""
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": "--" if index >= len(COLOURS) else "-"}
 
 
 def _literal(text: str) -> str:
