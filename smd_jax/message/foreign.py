@@ -259,7 +259,17 @@ def _from_compressions(
                 f"after query {last} ({where})"
             )
         before = last
-        heads, named = _named_keys(keys, layers, kv_heads, where)
+        if len(keys) != layers:
+            raise ValueError(f"expected keys of {layers} layers; got {len(keys)} ({where})")
+        for layer, of_layer in enumerate(keys):
+            if len(of_layer) != kv_heads:
+                raise ValueError(f"expected keys of {kv_heads} KV heads; got {len(of_layer)} ({where}, layer {layer})")
+        lists = [
+            whole_numbers(keys[layer][head], f"{where}, {_place(layer, head)}")
+            for layer, head in np.ndindex(layers, kv_heads)
+        ]
+        # Heads are numbered through all layers.
+        heads, named = np.repeat(np.arange(len(lists)), [len(x) for x in lists]), np.concatenate(lists)
         seen = by_head[:, : last + 1]
         _check_named(heads, named, seen, kind, kv_heads, f"{where} after query {last}")
         if kind == "dropped":
@@ -270,22 +280,6 @@ def _from_compressions(
             goes[heads, named] = False
             seen[goes] = last + 1
     return evicted_at
-
-
-def _named_keys(
-    keys: Sequence[Sequence[Ints]] | np.ndarray, layers: int, kv_heads: int, where: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """`[named]` heads, numbered through all layers, and positions of the named keys."""
-    if len(keys) != layers:
-        raise ValueError(f"expected keys of {layers} layers; got {len(keys)} ({where})")
-    for layer, heads in enumerate(keys):
-        if len(heads) != kv_heads:
-            raise ValueError(f"expected keys of {kv_heads} KV heads; got {len(heads)} ({where}, layer {layer})")
-    lists = [
-        whole_numbers(keys[layer][head], f"{where}, {_place(layer, head)}")
-        for layer, head in np.ndindex(layers, kv_heads)
-    ]
-    return np.repeat(np.arange(len(lists)), [len(x) for x in lists]), np.concatenate(lists)
 
 
 def _check_named(
