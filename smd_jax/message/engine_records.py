@@ -189,10 +189,12 @@ def memento_evictions(
         scheduling, which schedules the next step before the token is known; otherwise 0.
 
     Raises:
-      ValueError: other numbers of prompts and responses, or a prompt that begins a block.
+      ValueError: other numbers of prompts and responses, a negative in_flight, or a prompt that begins a block.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"expected as many prompts as responses; got {len(prompts)} and {len(responses)}")
+    if in_flight < 0:
+        raise ValueError(f"expected in_flight >= 0; got {in_flight}")
     found = []
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         asked = whole_numbers(prompt, f"prompt of row {row}")

@@ -303,3 +303,5 @@ def test_blocks_that_cannot_be():
         memento_evictions([[2, 3]], [[4]], BLOCKS)
     with pytest.raises(ValueError, match="expected as many prompts as responses; got 1 and 2"):
         memento_evictions([[1]], [[2], [3]], BLOCKS)
+    with pytest.raises(ValueError, match="expected in_flight >= 0; got -1"):
+        memento_evictions([[1]], [[2]], BLOCKS, in_flight=-1)
