@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from smd_jax.tasks.dataset_task import own_reward
-from smd_jax.tasks.gsm8k import same_answer
 from smd_jax.tasks.reward_calls import when_ready
-from smd_jax.tasks.reward_functions import math_answer
+from smd_jax.tasks.reward_functions import math_answer, same_answer
 from smd_jax.tasks.task import Prompt, Row, Task, batch_columns, completion_of
 
 

@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from smd_jax.tasks import reward_functions
-from smd_jax.tasks.answers import last_box
 from smd_jax.tasks.countdown import countdown_answer, countdown_row
-from smd_jax.tasks.gsm8k import gsm8k_row
+from smd_jax.tasks.reward_functions import GSM8K_MARKER, gsm8k_gold, last_box, math_answer, rouge_l, token_f1
 from smd_jax.tasks.rewards import RewardFunction
 from smd_jax.tasks.row_format import RowFunction
 from smd_jax.tasks.sources import DataSource
 from smd_jax.tasks.task import Row
 
+GSM8K_INSTRUCTION = 'Think step by step, then give the final answer after "####".'
 MATH_INSTRUCTION = "Think step by step, then give the final answer in \\boxed{}."
 HOTPOTQA_INSTRUCTION = "Answer the question from these paragraphs, in as few words as possible."
 GOVREPORT_INSTRUCTION = "Summarise this report of the government."
@@ -40,6 +39,15 @@ class Preset:
     columns: tuple[str, ...]
     map_row: RowFunction
     reward: RewardFunction
+
+
+def gsm8k_row(row: Row) -> Row:
+    """Grade-school mathematics (arXiv:2110.14168). Raises ValueError for a solution without "#### <number>"."""
+    answer = row["answer"]
+    if not isinstance(answer, str) or GSM8K_MARKER not in answer or not gsm8k_gold(answer):
+        got = repr(answer[-60:]) if isinstance(answer, str) else f"{type(answer).__name__} {answer!r:.60}"
+        raise ValueError(f"expected an answer that ends with '#### <number>'; got {got}")
+    return {**row, "prompt": f"{row['question']}\n{GSM8K_INSTRUCTION}"}
 
 
 def math_row(row: Row) -> Row:
@@ -84,35 +92,35 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             held_out=DataSource("openai/gsm8k", "main", "test"),
             columns=("question", "answer"),
             map_row=gsm8k_row,
-            reward=reward_functions.math_answer,
+            reward=math_answer,
         ),
         "math": Preset(
             train=DataSource("DigitalLearningGmbH/MATH-lighteval", "default", "train"),
             held_out=DataSource("HuggingFaceH4/MATH-500", "default", "test"),
             columns=("problem", "solution"),
             map_row=math_row,
-            reward=reward_functions.math_answer,
+            reward=math_answer,
         ),
         "tldr": Preset(
             train=DataSource("trl-lib/tldr", None, "train"),
             held_out=DataSource("trl-lib/tldr", None, "validation"),
             columns=("prompt", "completion"),
             map_row=tldr_row,
-            reward=reward_functions.rouge_l,
+            reward=rouge_l,
         ),
         "govreport": Preset(
             train=DataSource("ccdv/govreport-summarization", "document", "train"),
             held_out=DataSource("ccdv/govreport-summarization", "document", "validation"),
             columns=("report", "summary"),
             map_row=govreport_row,
-            reward=reward_functions.rouge_l,
+            reward=rouge_l,
         ),
         "hotpotqa": Preset(
             train=DataSource("hotpotqa/hotpot_qa", "distractor", "train"),
             held_out=DataSource("hotpotqa/hotpot_qa", "distractor", "validation"),
             columns=("context", "question", "answer"),
             map_row=hotpotqa_row,
-            reward=reward_functions.token_f1,
+            reward=token_f1,
         ),
         # The data set has one split; its last rows are held out.
         "countdown": Preset(

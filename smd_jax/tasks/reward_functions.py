@@ -7,8 +7,7 @@
     format_reward = FormatReward(pattern)                 1 if the whole completion is of a form
     Overlong(max_length, cache)                           from 0 down to -1 towards the longest completion
 
-Columns hold text or numbers, or a list of them of which one is enough (`smd_jax.tasks.answers`). If a completion has
-`<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` read the last one only.
+If a completion has `<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` read the last one only.
 """
 
 from __future__ import annotations
@@ -16,16 +15,21 @@ from __future__ import annotations
 import functools
 import re
 import string
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
-from smd_jax.tasks.answers import answer_texts, last_box
-from smd_jax.tasks.gsm8k import GSM8K_MARKER, final_answer, gsm8k_gold, same_answer
 from smd_jax.tasks.task import Completion, completion_text, missing_extra
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+BOXED = "\\boxed{"
+GSM8K_MARKER = "####"  # in GSM8K solutions the final answer follows it
+GRADED_CHARACTERS = 2_000  # at the end of a completion; matching a longer text is slow
+GRADING_SECONDS = 2  # sympy never finishes an answer such as 9^9^9^9
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
 THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
 
@@ -120,8 +124,9 @@ class FormatReward:
 
     def __call__(self, completions: Sequence[Completion], **columns: Sequence[Any]) -> list[float]:
         form = re.compile(self.pattern, re.DOTALL)
-        texts = [_with_opened_think(completion_text(completion).strip()) for completion in completions]
-        return [float(form.fullmatch(text) is not None) for text in texts]
+        texts = [completion_text(completion).strip() for completion in completions]
+        opened = [f"<think>{text}" if "</think>" in text and "<think>" not in text else text for text in texts]
+        return [float(form.fullmatch(text) is not None) for text in opened]
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,82 @@ rouge_l = RougeL()
 format_reward = FormatReward()
 
 
+def answer_texts(answer: object) -> list[str]:
+    """Lists every spelling of a reference answer that counts as right; empty for None.
+
+    Args:
+      answer: a text, a number, or a list of them, of which one is enough. A decimal number is written without an
+        exponent, which would read as a product with e, and is also right without zeros at its end: 7.0 as "7".
+
+    Raises:
+      ValueError: another type.
+    """
+    match answer:
+        case None:
+            return []
+        case str():
+            return [answer]
+        case float() | Decimal():
+            exact = Decimal(str(answer))
+            return [*dict.fromkeys([f"{exact:f}", f"{exact.normalize():f}"])]
+        case Real():
+            return [str(answer)]
+        case list() | tuple():
+            return [text for one in answer for text in answer_texts(one)]
+        case _:
+            raise ValueError(
+                f"expected an answer as text, a number or a list of them; got {type(answer).__name__} {answer!r:.80}"
+            )
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last `\boxed{…}` that closes, because the last correction counts. It may hold braces."""
+    start = text.rfind(BOXED)
+    while start >= 0:
+        depth = 1
+        for end in range(start + len(BOXED), len(text)):
+            depth += (text[end] == "{") - (text[end] == "}")
+            if not depth:
+                return text[start + len(BOXED) : end]
+        start = text.rfind(BOXED, 0, start)
+    return None
+
+
+def gsm8k_gold(solution: str) -> str:
+    """The number after the last "####" of a reference solution, without thousands separators."""
+    return solution.rpartition(GSM8K_MARKER)[2].strip().replace(",", "")
+
+
+def final_answer(completion: str) -> str:
+    r"""The part of a completion to grade: its last boxed answer, or the line after its last "####", whichever comes
+    last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number.
+    """
+    end = completion[-GRADED_CHARACTERS:]
+    # The last marker, because the last correction counts.
+    _, marker, after = end.rpartition(GSM8K_MARKER)
+    boxed = last_box(after)
+    if boxed is not None:
+        return rf"\boxed{{{boxed}}}"
+    return after.strip().partition("\n")[0] if marker else end
+
+
+def same_answer(gold: str, answer: str) -> bool:
+    """Whether math-verify finds in `answer` an expression equal to `gold`: `$18`, `18.0`, `36/2` equal 18.
+
+    An answer that takes longer than `GRADING_SECONDS` to compare is wrong. The timer is `signal.alarm`, which works in
+    the main thread only: in any other thread there is no limit.
+    """
+    try:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    except ModuleNotFoundError as error:
+        raise missing_extra("math_verify") from error
+    seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else 0  # 0 sets no clock
+    # Priority 0 comes first: a boxed answer is preferred to any other number.
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    expected, found = (parse(text, targets, parsing_timeout=seconds) for text in (gold, answer))
+    return verify(expected, found, timeout_seconds=seconds)
+
+
 def _math_reward(text: str, golds: object) -> float | None:
     expected = map(_math_gold, answer_texts(golds))
     # math-verify can compare a reference if it finds it equal to itself.
@@ -176,10 +257,6 @@ def _answer_part(completion: Completion) -> str:
     text = completion_text(completion)
     tagged = ANSWER.findall(text)
     return tagged[-1] if tagged else text
-
-
-def _with_opened_think(text: str) -> str:
-    return f"<think>{text}" if "</think>" in text and "<think>" not in text else text
 
 
 def _best(score: Callable[[str], float], golds: object) -> float | None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from smd_jax.tasks.answers import last_box
 from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
 from smd_jax.tasks.countdown import countdown_answer, countdown_row, last_answer, reaches
 from smd_jax.tasks.dataset_task import first_rows, own_reward
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.reward_functions import last_box
 from smd_jax.tasks.task import Row, Task, batch_columns
 from tests.hub_files import no_hub, questions, write_hub_folder, write_lines, write_parquet
 

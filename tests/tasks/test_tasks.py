@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from reasoning_gym.dataset import ReseedingDataset
 
 from smd_jax.tasks.build import TaskChoice, build_task
-from smd_jax.tasks.gsm8k import GRADED_CHARACTERS, final_answer, gsm8k_gold, gsm8k_row, same_answer
+from smd_jax.tasks.presets import gsm8k_row
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
-from smd_jax.tasks.reward_functions import math_answer
+from smd_jax.tasks.reward_functions import GRADED_CHARACTERS, final_answer, gsm8k_gold, math_answer, same_answer
 from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
 from smd_jax.tasks.sources import DataSource, load_rows
 from smd_jax.tasks.task import Task, batch_columns, batch_indices, prompt_text
