@@ -67,8 +67,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import load_gate
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.progress import summary_table
-from smd_jax.tasks.dataset_task import first_rows
-from smd_jax.tasks.lengths import select_prompts, usable_lengths
+from smd_jax.tasks.dataset_task import first_rows, select_prompts, usable_lengths
 from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.text.prompts import pad_token_id

@@ -11,9 +11,8 @@ from smd_jax.commands.arguments import RETRY, Common, DataArgs, DataSource, Eval
 from smd_jax.commands.errors import UserError
 from smd_jax.tasks import reward_functions
 from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
-from smd_jax.tasks.dataset_task import first_rows, own_reward
+from smd_jax.tasks.dataset_task import first_rows, own_reward, select_prompts, usable_lengths
 from smd_jax.tasks.functions import import_function
-from smd_jax.tasks.lengths import select_prompts, usable_lengths
 from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards, function_name
 from smd_jax.tasks.task import Task

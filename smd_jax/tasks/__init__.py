@@ -17,9 +17,9 @@ from smd_jax.tasks.row_format import RowFormat as RowFormat
 from smd_jax.tasks.dataset_task import DatasetTask as DatasetTask
 from smd_jax.tasks.dataset_task import first_rows as first_rows
 from smd_jax.tasks.dataset_task import own_reward as own_reward
-from smd_jax.tasks.lengths import select_prompts as select_prompts
-from smd_jax.tasks.lengths import PromptCounts as PromptCounts
-from smd_jax.tasks.lengths import usable_lengths as usable_lengths
+from smd_jax.tasks.dataset_task import select_prompts as select_prompts
+from smd_jax.tasks.dataset_task import PromptCounts as PromptCounts
+from smd_jax.tasks.dataset_task import usable_lengths as usable_lengths
 from smd_jax.tasks.functions import import_function as import_function
 from smd_jax.tasks.task import completion_text as completion_text
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask as ReasoningGymTask

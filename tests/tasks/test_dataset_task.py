@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from smd_jax.tasks.dataset_task import DatasetTask, first_rows, own_reward
-from smd_jax.tasks.lengths import select_prompts, usable_lengths
+from smd_jax.tasks.dataset_task import DatasetTask, first_rows, own_reward, select_prompts, usable_lengths
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.task import (
     Row,

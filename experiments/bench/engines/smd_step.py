@@ -19,7 +19,7 @@ import optax  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
-from smd_jax.tasks.lengths import usable_lengths  # noqa: E402
+from smd_jax.tasks.dataset_task import usable_lengths  # noqa: E402
 from smd_jax.tasks.task import Prompt, Row  # noqa: E402
 from smd_jax.text.prompts import pad_token_id  # noqa: E402
 
