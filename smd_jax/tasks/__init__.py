@@ -25,8 +25,8 @@ from smd_jax.tasks.task import completion_text as completion_text
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask as ReasoningGymTask
 from smd_jax.tasks.rewards import RewardFunction as RewardFunction
 from smd_jax.tasks.rewards import Rewards as Rewards
-from smd_jax.tasks.graded import Graded as Graded
-from smd_jax.tasks.graded import Failure as Failure
+from smd_jax.tasks.rewards import Graded as Graded
+from smd_jax.tasks.rewards import Failure as Failure
 from smd_jax.tasks.rewards import RewardWarning as RewardWarning
 from smd_jax.tasks.rewards import TooManyFailures as TooManyFailures
 from smd_jax.tasks.reward_functions import math_answer as math_answer

@@ -5,20 +5,38 @@ The package is an extra and takes a second to import, so it is imported when a t
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from smd_jax.config import check_whole
-from smd_jax.tasks.evaluated_answers import readable_answer
 from smd_jax.tasks.reward_functions import ANSWER
 from smd_jax.tasks.task import Completion, Prompt, Row, completion_text, missing_extra, question_of
 from smd_jax.text.near_names import did_you_mean
 
 # Verifiers raise these for answers of an unexpected form, as prime_factorization does for "?".
 _UNREADABLE = (ValueError, LookupError, AttributeError, TypeError)
+
+# `tests/house/test_security.py` compares both lists with the sources of the installed package.
+# Verifiers that call `eval` on answers written as Python lists.
+LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+# Verifiers that call sympy's `parse_expr`, which calls `eval`.
+EXPRESSIONS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+# Characters of an expression: no quotes, brackets or colons.
+_CHARACTERS = re.compile(r"[\w\s+\-*/^().,!=]*")
+_FUNCTIONS = {
+    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "sec", "csc", "cot"),
+    *("exp", "log", "ln", "sqrt", "Abs", "abs", "factorial", "Rational", "erf"),
+}
+_CALLS = re.compile(r"([^\W\d]\w*)\s*\(")
+# A call of something that is no name; an attribute; a name with two underscores.
+_OTHER_CODE = re.compile(r"\)\s*\(|\.\s*[^\W\d]|__")
 
 
 @dataclass(frozen=True)
@@ -71,7 +89,7 @@ class ReasoningGymTask:
         """The dataset's own score of every completion's answer; 0.0 where its verifier raises.
 
         The answer is the last `<answer>…</answer>`, as reasoning-gym extracts it; without one, the text after thinking.
-        Answers that the verifier would execute are replaced, see `evaluated_answers`.
+        Answers that the verifier would execute are replaced, see `readable_answer`.
         """
         rows = zip(map(completion_text, completions), map(question_of, prompts), answer, metadata, strict=True)
         return [self._score(*row) for row in rows]
@@ -107,3 +125,32 @@ def _create_dataset(name: str, seed: int, size: int, parameters: dict[str, Any])
         return create_dataset(name, seed=seed, size=size, **parameters)
     except (AssertionError, TypeError) as error:
         raise ValueError(f"expected parameters that {name!r} takes, of {names}; got {parameters} ({error})") from error
+
+
+def readable_answer(dataset: str, answer: str) -> str:
+    """The answer, or "?" if the verifier of this dataset might run code in it, such as `__import__("os").system(...)`.
+
+    An answer to such a verifier must be a literal or arithmetic. No verifier can read "?", which gets the reward of an
+    unreadable answer.
+    """
+    if dataset in LITERALS and not _runs_nothing(answer):
+        return "?"
+    if dataset in EXPRESSIONS and not _is_arithmetic(answer):
+        return "?"
+    return answer
+
+
+def _runs_nothing(text: str) -> bool:
+    try:
+        ast.literal_eval(text.strip())
+    except (SyntaxError, RecursionError, MemoryError):
+        return True  # `eval` raises, too
+    except (ValueError, TypeError):  # Python that is no literal
+        return False
+    return True
+
+
+def _is_arithmetic(text: str) -> bool:
+    if not _CHARACTERS.fullmatch(text) or _OTHER_CODE.search(text):
+        return False
+    return all(name in _FUNCTIONS for name in _CALLS.findall(text))

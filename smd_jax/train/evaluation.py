@@ -31,8 +31,7 @@ from smd_jax.learner.state import TrainState
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, cache_bytes
 from smd_jax.tasks.dataset_task import own_reward
-from smd_jax.tasks.graded import Failure, Graded
-from smd_jax.tasks.rewards import Rewards, check_failures
+from smd_jax.tasks.rewards import Failure, Graded, Rewards, check_failures
 from smd_jax.tasks.task import Task
 from smd_jax.text.prompts import Tokenizer, check_vocabulary
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig

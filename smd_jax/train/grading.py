@@ -23,8 +23,7 @@ from smd_jax.learner.state import Metrics
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
 from smd_jax.sampler.environment_respondent import Conversation
-from smd_jax.tasks.graded import Failure, Graded
-from smd_jax.tasks.rewards import Rewards, RewardWarning, check_failures
+from smd_jax.tasks.rewards import Failure, Graded, Rewards, RewardWarning, check_failures
 from smd_jax.tasks.task import Row, Task, batch_columns, rows_of_step
 from smd_jax.text.prompts import Tokenizer, decode_completions, repeat_each
 from smd_jax.train.conversations import EnvironmentConfig

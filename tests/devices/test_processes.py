@@ -28,7 +28,7 @@ from smd_jax.devices.sharding import make_mesh
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.runs import checkpoint
 from smd_jax.runs.settings import machine
-from smd_jax.tasks.graded import Graded
+from smd_jax.tasks.rewards import Graded
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from smd_jax.train import grading
 from smd_jax.train.grading import GradedBatch, gather_graded

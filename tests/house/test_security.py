@@ -21,11 +21,10 @@ from smd_jax.model.weights import save_checkpoint
 from smd_jax.monitor import progress
 from smd_jax.monitor.completions import load_masks
 from smd_jax.runs import checkpoint
-from smd_jax.tasks import evaluated_answers
-from smd_jax.tasks.graded import Failure
-from smd_jax.tasks.reasoning_gym import ReasoningGymTask
+from smd_jax.tasks.reasoning_gym import EXPRESSIONS, LITERALS, ReasoningGymTask, readable_answer
 from smd_jax.tasks.reward_calls import packed, unpacked
 from smd_jax.tasks.reward_functions import math_answer
+from smd_jax.tasks.rewards import Failure
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from tests.paths import ROOT
 
@@ -176,8 +175,8 @@ def test_which_verifiers_evaluate_answers():
     package = Path(find_spec("reasoning_gym").submodule_search_locations[0])  # pyright: ignore
     calls = re.compile(r"(?<![\w.])(eval|(?:sympy\.|sp\.)?(?:parse_expr|sympify))\((?:predicted_|user_)?answer\b")
     found = {path.stem: set(calls.findall(path.read_text("utf-8"))) for path in package.rglob("*.py")}
-    assert {name for name, how in found.items() if "eval" in how} == evaluated_answers.LITERALS
-    assert {name for name, how in found.items() if how - {"eval"}} == evaluated_answers.EXPRESSIONS
+    assert {name for name, how in found.items() if "eval" in how} == LITERALS
+    assert {name for name, how in found.items() if how - {"eval"}} == EXPRESSIONS
 
 
 def code(file: Path) -> list[str]:
@@ -190,7 +189,7 @@ def code(file: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(evaluated_answers.LITERALS | evaluated_answers.EXPRESSIONS))
+@pytest.mark.parametrize("name", sorted(LITERALS | EXPRESSIONS))
 def test_no_answer_is_run(name: str, tmp_path: Path):
     task = ReasoningGymTask(name, seed=0, size=1)
     row = task[0]
@@ -217,7 +216,7 @@ def test_no_answer_is_run_by_math_verify(tmp_path: Path):
     ],
 )
 def test_answers_that_are_let_through(name: str, answer: str):
-    assert evaluated_answers.readable_answer(name, answer) == answer
+    assert readable_answer(name, answer) == answer
 
 
 EVIL = "a\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \x9b2J\u202eabc\r\x00"
