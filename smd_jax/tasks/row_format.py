@@ -47,7 +47,7 @@ class RowFormat:
 
         Raises:
           ValueError: the map function raises or returns no dict; no such column; a prompt that is neither text nor chat
-            messages; chat_template_kwargs that are no dict.
+            messages, or whose last message is the assistant's; chat_template_kwargs that are no dict.
         """
         columns = dict(raw) if self.map_row is None else self._mapped(raw, where)
         if self.prompt_column not in columns:
@@ -82,11 +82,7 @@ class RowFormat:
 
 
 def _checked_prompt(prompt: Any, where: str) -> Prompt:
-    """Checks a prompt and drops fields of messages that are None, which `datasets` fills in for fields of other rows.
-
-    Raises:
-      ValueError: neither text nor chat messages; a last message of the assistant.
-    """
+    """Checks a prompt, and drops fields that are None, with which `datasets` fills messages that lack them."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):

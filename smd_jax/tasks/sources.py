@@ -13,7 +13,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -25,15 +25,8 @@ from smd_jax.tasks.text_files import FORMATS, check_first_bytes, data_format, te
 from smd_jax.text.visible_text import one_line
 from smd_jax.text.yaml_limits import load_yaml
 
-_DATA_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-)  # of `datasets`
+# What `datasets` raises for data that it cannot read.
+_DATA_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<file>.+)")
 TEXT_NAME = re.compile(r"\.(jsonl|ndjson|json|csv|tsv)(\.(gz|bz2|xz))?$")
@@ -158,13 +151,10 @@ def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
         with _one_error(source.name) as datasets:
             config = datasets.load_dataset_builder(source.name, source.config).config
     except ConnectionError:
-        try:
+        with suppress(LocalEntryNotFoundError):
             fetched = snapshot_download(source.name, repo_type="dataset", local_files_only=True)
-        except LocalEntryNotFoundError:
-            fetched = None
-        if fetched is None:
-            raise
-        return _of_folder(Path(fetched), source, columns)
+            return _of_folder(Path(fetched), source, columns)
+        raise
     found = [HUB_FILE.fullmatch(str(file)) for files in (config.data_files or {}).values() for file in files]
     matches = [match for match in found if match is not None]
     if not matches or len(matches) < len(found) or not is_text(config):
@@ -189,14 +179,11 @@ def _check_card(path: Path) -> None:
     if not path.is_file():
         return
     text = path.read_text(encoding="utf-8", errors="replace")
-    front = FRONT_MATTER.match(text)
+    if path.suffix != ".yaml":
+        front = FRONT_MATTER.match(text)
+        text = "" if front is None else front[1]
     try:
-        load_yaml(
-            text if path.suffix == ".yaml" else "" if front is None else front[1],
-            characters=2**20,
-            depth=50,
-            allow_aliases=True,
-        )
+        load_yaml(text, characters=2**20, depth=50, allow_aliases=True)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

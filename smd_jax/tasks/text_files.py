@@ -134,12 +134,7 @@ def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    """Parses a JSON text.
-
-    Raises:
-      ValueError: no JSON; an object with two fields of one name; nested too deep; halves of characters, which JSON can
-        write as `\\ud83d` and no tokenizer takes.
-    """
+    """Parses a JSON text. Refuses halves of characters, which JSON can write as `\\ud83d` and no tokenizer takes."""
     try:
         value = json.loads(text, object_pairs_hook=_object)
         is_deep = _depth(value) > MAX_DEPTH
