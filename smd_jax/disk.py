@@ -1,4 +1,4 @@
-"""Checks of the disk before a run, and one-line errors when a write fails."""
+"""Checks of the disk before a run, files that replace others whole, and one-line errors when a write fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from smd_jax.byte_sizes import show_bytes
 
@@ -92,6 +94,22 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes the file atomically, with the umask's mode; safetensors itself makes files that only their owner can read.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    with replaced(path) as new:
+        new.touch()
+        mode = new.stat().st_mode
+        try:
+            save_file(dict(tensors), new, metadata=dict(metadata))
+        except SafetensorError as error:
+            raise OSError(f"{path.name} could not be written: {error}") from error
+        new.chmod(mode)
 
 
 @contextmanager

@@ -261,7 +261,7 @@ def refused_rollout(folder: Path) -> dict[str, np.ndarray]:
     process 0 has no room for that rollout. The runs are in folders of these names."""
     model = Decoder(tiny_model_config(max_positions=32, num_layers=2))
     loop = OneRowWrong(model, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
-    full = mock.patch("smd_jax.safetensors_files.save_file", side_effect=OSError("No space left on device"))
+    full = mock.patch("smd_jax.disk.save_file", side_effect=OSError("No space left on device"))
     said = dict[str, np.ndarray]()
     for name, disk in (("refused", nullcontext()), ("no_room", full if processes.is_first() else nullcontext())):
         state = init_state(shard_tree(random_params(model.config), loop.mesh), loop.optimizer, jax.random.key(3))

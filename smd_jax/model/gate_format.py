@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from smd_jax.config import ModelConfig
+from smd_jax.disk import write_safetensors
 from smd_jax.message.gate import EVICTION_GATE, Gate, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape
 from smd_jax.model.stored_tensors import check_finite_weights
-from smd_jax.safetensors_files import write_safetensors
 
 GATE_FILE = "eviction_gate.safetensors"
 _KIND = LinearGate.__name__

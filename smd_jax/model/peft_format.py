@@ -39,12 +39,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from smd_jax.config import FloatName, ModelConfig
+from smd_jax.disk import write_safetensors
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, model_type_of
 from smd_jax.model.lora import LORA, TARGETS, Adapters, LoraConfig, Target, by_module, has_lora
 from smd_jax.model.stored_tensors import check_finite_weights, read_json, shown, some
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
-from smd_jax.safetensors_files import write_safetensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"

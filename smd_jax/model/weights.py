@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from smd_jax.config import FloatName, ModelConfig
 from smd_jax.devices.sharding import param_spec
-from smd_jax.disk import check_space, check_writable
+from smd_jax.disk import check_space, check_writable, write_safetensors
 from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
@@ -32,7 +32,6 @@ from smd_jax.model.stored_tensors import INDEX_FILE, Part, check_names, load_par
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
 from smd_jax.model.value_head import VALUE_HEAD
-from smd_jax.safetensors_files import write_safetensors
 
 
 def load_checkpoint(

@@ -19,10 +19,9 @@ import jax
 import numpy as np
 
 from smd_jax.devices.processes import all_or_none, is_first, on_host
-from smd_jax.disk import disk_errors_named
+from smd_jax.disk import disk_errors_named, write_safetensors
 from smd_jax.learner.mismatch_guard import DIFFERENCE
 from smd_jax.learner.state import TrainState
-from smd_jax.safetensors_files import write_safetensors
 from smd_jax.train.samples import Samples
 
 

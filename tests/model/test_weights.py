@@ -171,7 +171,7 @@ def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkey
     def full_disk(*_: Any, metadata: dict[str, str]) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("smd_jax.safetensors_files.save_file", full_disk)
+    monkeypatch.setattr("smd_jax.disk.save_file", full_disk)
     with pytest.raises(OSError, match="no space left"):
         save_checkpoint(tmp_path / "model", jax.tree.map(jnp.zeros_like, params), config, dtype="float32")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]

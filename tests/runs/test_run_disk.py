@@ -13,6 +13,7 @@ import pytest
 from breaking.disks import files_end_at
 from smd_jax import disk
 from smd_jax.config import ModelConfig
+from smd_jax.disk import write_safetensors
 from smd_jax.message.gate import LinearGate, add_gate
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import LoraConfig, add_lora
@@ -20,7 +21,6 @@ from smd_jax.model.peft_format import save_peft
 from smd_jax.model.weights import check_export, save_checkpoint
 from smd_jax.runs.run_config import Objective, RunConfig
 from smd_jax.runs.run_folder import check_directory, check_room
-from smd_jax.safetensors_files import write_safetensors
 from smd_jax.testing import random_params, tiny_model_config
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import PlainLoop, new_state
