@@ -81,8 +81,7 @@ def mismatch_metrics(
       TRL's sampling/importance_sampling_ratio is the ratio after truncation; here the weights that a correction applies
       are `rollout_corr/rollout_is_*`.
     """
-    # Padding may hold infinities: replaced before any arithmetic spreads them.
-    delta = jnp.where(mask, learner_logprobs, 0.0) - jnp.where(mask, sampler_logprobs, 0.0)
+    delta = log_ratio_inside(learner_logprobs, sampler_logprobs, mask)
     ratio = jnp.exp(delta)
     # Outside the mask the ratio is 1, which must not count as an extreme.
     empty = ~mask.any()
@@ -136,32 +135,20 @@ def reward_metrics(
     Args:
       rewards: one per completion; the `group_size` completions of a prompt are contiguous.
       group_size: completions per prompt; with 1 every spread within a group is 0.
-      rewarded_rows: `[batch]`, false for completions without a reward, which are ignored. None: all have one.
+      rewarded_rows: `[batch]`, false for completions without a reward, which are ignored. None: all have one. Without
+        any reward the means are NaN.
 
     Raises:
       ValueError: the batch is not a multiple of `group_size`.
     """
     if group_size < 1 or rewards.shape[0] % group_size:
         raise ValueError(f"expected a multiple of group_size {group_size} rewards; got {rewards.shape[0]}")
-    if rewarded_rows is not None:
-        return _metrics_of_some(rewards.reshape(-1, group_size), rewarded_rows.reshape(-1, group_size))
     groups = rewards.reshape(-1, group_size)
-    # Equality, not a standard deviation near 0: the mean of equal floats may differ from them.
-    return {
-        "reward": rewards.mean(),
-        "reward_std": _std(rewards[None])[0],
-        "reward_std_within_group": _std(groups).mean(),
-        "frac_reward_zero_std": (groups.max(axis=1) == groups.min(axis=1)).astype(jnp.float32).mean(),
-    }
-
-
-def _metrics_of_some(
-    groups: Float[Array, "groups group_size"], rewarded: Bool[Array, "groups group_size"]
-) -> dict[str, Array]:
-    """`reward_metrics` over the completions that have a reward; without any of them all but the last are NaN."""
+    rewarded = jnp.ones(groups.shape, bool) if rewarded_rows is None else rewarded_rows.reshape(groups.shape)
     left = rewarded.sum(axis=1)
-    # A single completion has no spread, as in `_std`; a group without any is left out.
+    # A group without any reward is left out.
     within = jnp.where(left > 1, groups.std(axis=1, ddof=1, where=rewarded), 0.0)
+    # Equality, not a standard deviation near 0: the mean of equal floats may differ from them.
     highest = jnp.where(rewarded, groups, -jnp.inf).max(axis=1)
     lowest = jnp.where(rewarded, groups, jnp.inf).min(axis=1)
     return {
@@ -177,13 +164,6 @@ def token_mean(
 ) -> Float[Array, ""]:
     """Mean over the tokens in the mask, 0 without any. Values outside may be anything."""
     return masked_mean(values, mask, empty=0.0)
-
-
-def _std(rows: Float[Array, "rows columns"]) -> Float[Array, " rows"]:
-    """Standard deviation of each row with Bessel's correction, 0 for rows of one."""
-    if rows.shape[1] == 1:
-        return jnp.zeros(rows.shape[0], rows.dtype)
-    return rows.std(axis=1, ddof=1)
 
 
 def chi2_metrics(
