@@ -14,17 +14,11 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from smd_jax.typed_fields import WrittenRepr, added, check_types
+from smd_jax.typed_fields import WrittenRepr, added, check_choice, check_types
 
 FloatName = Literal["float32", "bfloat16", "float16", "float64"]
 Activation = Literal["silu", "gelu_tanh", "relu2"]
 QKNormOver = Literal["head", "all"]
-
-
-def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"expected {field} to be one of {', '.join(choices)}; got {value!r}")
 
 
 def check_whole(field: str, value: object, least: int, meaning: str = "") -> None:
@@ -54,10 +48,10 @@ def check_seed(field: str, value: object) -> None:
 
 
 def _check_positive(config: Any, *fields: str) -> None:
-    """Raises ValueError for fields whose numbers are not finite and positive."""
+    """Raises ValueError for fields whose numbers are not finite and positive; None passes."""
     for field in fields:
         number = getattr(config, field)
-        if not 0 < number < math.inf:
+        if number is not None and not 0 < number < math.inf:
             raise ValueError(f"expected a finite {field} > 0; got {number}")
 
 
@@ -127,12 +121,10 @@ class YarnRope(WrittenRepr):
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_positive(self, "factor", "beta_fast", "beta_slow")
+        _check_positive(self, "factor", "beta_fast", "beta_slow", "attention_factor")
         if not 0 <= self.query_beta < math.inf:
             raise ValueError(f"expected a finite query_beta >= 0; got {self.query_beta}")
         check_whole("original_max_positions", self.original_max_positions, 1)
-        if self.attention_factor is not None:
-            _check_positive(self, "attention_factor")
 
 
 @dataclass(frozen=True)
@@ -180,10 +172,8 @@ class LongRope:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_positive(self, "factor")
+        _check_positive(self, "factor", "attention_factor")
         check_whole("original_max_positions", self.original_max_positions, 2)
-        if self.attention_factor is not None:
-            _check_positive(self, "attention_factor")
         if len(self.short_factor) != len(self.long_factor):
             raise ValueError(
                 f"expected as many long as short factors; got {len(self.long_factor)} and {len(self.short_factor)}"
@@ -232,8 +222,7 @@ class Experts:
             raise ValueError(f"expected per_token <= count {self.count}; got {self.per_token}")
         if self.count > MOST_EXPERTS:
             raise ValueError(f"expected count <= {MOST_EXPERTS}; got {self.count}")
-        if self.clamp is not None:
-            _check_positive(self, "clamp")
+        _check_positive(self, "clamp")
         if not 0 <= self.balance_coef < math.inf:
             raise ValueError(f"expected a finite balance_coef >= 0; got {self.balance_coef}")
 
@@ -377,16 +366,13 @@ class ModelConfig(WrittenRepr):
         _check_positive(self, "rope_theta", "embedding_multiplier", "residual_multiplier", "logits_divisor")
         if not 0 <= self.norm_eps < math.inf:
             raise ValueError(f"expected a finite norm_eps >= 0; got {self.norm_eps}")
-        for name in ("attention_softcap", "logit_softcap", "local_rope_theta", "query_pre_attn_scalar"):
-            if getattr(self, name) is not None:
-                _check_positive(self, name)
-        if self.attention_multiplier is not None:
-            _check_positive(self, "attention_multiplier")
-            if self.query_pre_attn_scalar is not None:
-                raise ValueError(
-                    "expected attention_multiplier or query_pre_attn_scalar, because both scale scores; got "
-                    f"{self.attention_multiplier} and {self.query_pre_attn_scalar}"
-                )
+        _check_positive(self, "attention_softcap", "logit_softcap", "local_rope_theta")
+        _check_positive(self, "attention_multiplier", "query_pre_attn_scalar")
+        if self.attention_multiplier is not None and self.query_pre_attn_scalar is not None:
+            raise ValueError(
+                "expected attention_multiplier or query_pre_attn_scalar, because both scale scores; got "
+                f"{self.attention_multiplier} and {self.query_pre_attn_scalar}"
+            )
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""

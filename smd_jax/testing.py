@@ -201,19 +201,13 @@ def count_compilations() -> Iterator[Counter[str]]:
 
     def listen(event: str, duration_secs: float, **tags: str | int) -> None:
         if event == _COMPILED:
-            counts[_function_name(str(tags["fun_name"]))] += 1
+            counts[re.sub(r"\w+\((.*)\)", r"\1", str(tags["fun_name"]))] += 1  # `jit(update)` -> `update`
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         yield counts
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def _function_name(module_name: str) -> str:
-    """`jit(update)` -> `update`."""
-    wrapped = re.fullmatch(r"\w+\((.*)\)", module_name)
-    return wrapped[1] if wrapped else module_name
 
 
 def main() -> None:

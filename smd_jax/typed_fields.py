@@ -22,25 +22,24 @@ def check_types(config: Any) -> None:
       TypeError: a value that the annotation does not allow, or with settings that are no fields; names the field.
       ValueError: a text that is none of the choices of a Literal.
     """
-    for name in field_types(type(config)):
-        check_type(type(config), name, getattr(config, name))
+    kind = type(config)
+    for name, hint in _field_types(kind).items():
+        value, choices = getattr(config, name), get_args(hint)
+        if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in choices):
+            check_choice(name, value, choices)
+        elif not _fits(value, hint):
+            raise TypeError(
+                f"expected {name} of {kind.__name__} to be {_written(hint)}; got {value!r}, {type(value).__name__}"
+            )
+        for item in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(item):
+                check_settings(item)
 
 
-def check_type(kind: type, name: str, value: Any) -> None:
-    """`check_types` for one field of a dataclass and a value for it."""
-    hint = field_types(kind)[name]
-    choices = get_args(hint)
-    if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in choices):
-        # The message of `smd_jax.config.check_choice`.
-        if value not in choices:
-            raise ValueError(f"expected {name} to be one of {', '.join(choices)}; got {value!r}")
-    elif not _fits(value, hint):
-        raise TypeError(
-            f"expected {name} of {kind.__name__} to be {_written(hint)}; got {value!r}, {type(value).__name__}"
-        )
-    for item in value if isinstance(value, tuple) else (value,):
-        if dataclasses.is_dataclass(item):
-            check_settings(item)
+def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"expected {field} to be one of {', '.join(choices)}; got {value!r}")
 
 
 def check_settings(part: Any) -> None:
@@ -63,7 +62,7 @@ def check_settings(part: Any) -> None:
 
 
 @functools.cache
-def field_types(kind: type) -> dict[str, Any]:
+def _field_types(kind: type) -> dict[str, Any]:
     """Field name -> annotation."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -79,19 +78,13 @@ def _fits(value: Any, hint: Any) -> bool:
             isinstance(value, str) and any(isinstance(arm, str) for arm in arms)
         )
     if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and _items_fit(value, arms)
-    of_kind = _SIMPLE.get(hint)
-    if of_kind is not None:
-        return of_kind(value)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return isinstance(value, hint)
-    return True
-
-
-def _items_fit(value: tuple[Any, ...], arms: tuple[Any, ...]) -> bool:
-    if len(arms) == 2 and arms[1] is Ellipsis:
-        return all(_fits(item, arms[0]) for item in value)
-    return len(value) == len(arms) and all(map(_fits, value, arms))
+        if not isinstance(value, tuple):
+            return False
+        items = arms[:1] * len(value) if arms[1:] == (Ellipsis,) else arms
+        return len(value) == len(items) and all(map(_fits, value, items))
+    if hint in _SIMPLE:
+        return _SIMPLE[hint](value)
+    return isinstance(value, hint) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else True
 
 
 def _is_union(hint: Any) -> bool:
