@@ -22,9 +22,7 @@ CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "geometric_rejection", "dppo_tv"
 ]
 AttentionName = Literal["auto", "portable"]
-TemplateName = Literal["auto", "none"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ALL_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 Distillation = Literal["none", "forward", "reverse", "published", "anchor", "ema"]
 
 RETRY = "retry"  # value of --environment
@@ -51,7 +49,7 @@ class ModelArgs(ModelSource):
     scan_layers: bool = False  # loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
     lora_r: Basic[int | None] = None  # rank of the LoRA adapters, which are then all that is trained; None: no LoRA
     lora_alpha: float = 32.0  # adapters are scaled by alpha / rank
-    lora_target_modules: tuple[LoraTarget, ...] = ALL_TARGETS  # projections of every layer that get adapters
+    lora_target_modules: tuple[LoraTarget, ...] = get_args(LoraTarget)  # projections of every layer that get adapters
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
 
 
@@ -69,15 +67,10 @@ class DataSource:
     # Message before every prompt, for models with a chat template. Text prompts and their completions then become chat
     # messages; smd.tasks.completion_text reads both
     system_prompt: Basic[str | None] = None
-    chat_template: TemplateName = "auto"  # auto: the tokenizer's, if it has one; none: prompts are plain text
+    chat_template: Literal["auto", "none"] = "auto"  # auto: the tokenizer's, if there is one; none: plain text
     chat_template_kwargs: tuple[str, ...] = ()  # variables of the chat template, as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
     max_prompt_length: int | None = None  # tokens; None: the length of the longest prompt
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataArgs(DataSource):
-    """The prompts, and their selection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +311,7 @@ class Common:
     """The options of all algorithms."""
 
     model: ModelArgs
-    data: DataArgs
+    data: DataSource
     rewards: RewardArgs = RewardArgs()
     evaluation: EvaluationArgs = EvaluationArgs()
     conversations: EnvironmentArgs = EnvironmentArgs()

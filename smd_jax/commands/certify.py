@@ -31,8 +31,6 @@ from smd_jax.commands.model_source import has_tokenizer, load_tokenizer, model_d
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import load_checkpoint, read_config
 
-DIFFERENT = 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Args:
@@ -49,24 +47,17 @@ class Args:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The console script.
-
-    Raises:
-      SystemExit: with status 1 if sampler and learner are not one policy, with 2 for bad input.
-    """
+    """The console script."""
     given = list(sys.argv[1:] if words is None else words)
     with report_errors("--debug" in given), as_user_errors():
         one_policy = run(parse_words(Args, "smd-certify", __doc__ or "", with_file(given, Args)))
     if not one_policy:
-        raise SystemExit(DIFFERENT)
+        raise SystemExit(1)
 
 
 def run(args: Args) -> bool:
-    """Prints the verdict and writes the report. Returns whether sampler and learner are one policy.
-
-    Raises:
-      UserError, ValueError, OSError: a record or a model that cannot be read, a report that cannot be written.
-    """
+    """Prints the verdict and writes the report. Returns whether sampler and learner are one policy. Raises UserError,
+    ValueError or OSError if a record or a model cannot be read, or a report cannot be written."""
     if args.out is not None:
         if args.out.suffix not in (".html", ".json"):
             raise UserError(f"expected --out to end in .html or .json; got {args.out}")

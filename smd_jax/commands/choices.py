@@ -6,13 +6,7 @@ import inspect
 import math
 from dataclasses import replace
 
-from smd_jax.commands.arguments import (
-    AttentionName,
-    LossArgs,
-    ReferenceArgs,
-    SamplerArgs,
-    SamplingArgs,
-)
+from smd_jax.commands.arguments import AttentionName, LossArgs, ReferenceArgs, SamplerArgs, SamplingArgs
 from smd_jax.commands.policy_texts import named_policy, parse_decode
 from smd_jax.config import ModelConfig
 from smd_jax.corrections.named import CORRECTIONS
@@ -40,11 +34,8 @@ def decoder(config: ModelConfig, attention: AttentionName, remat: Remat = "none"
 
 
 def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
-    """The policy of --eviction, --sinks and --pyramid.
-
-    Raises:
-      ValueError: as `named_policy`; a greedy gate, which cannot be trained; a gate that cannot be saved.
-    """
+    """The policy of --eviction, --sinks and --pyramid. Raises ValueError as `named_policy`, for a greedy gate, which
+    cannot be trained, and for a gate that cannot be saved."""
     policy = named_policy(args.eviction, args.sinks, args.pyramid)
     if isinstance(policy, LearnedGate) and policy.greedy:
         raise ValueError(
@@ -60,11 +51,7 @@ def eviction_policy(args: SamplerArgs) -> EvictionPolicy:
 
 
 def decoding(text: str, sampler: SamplingArgs, policy: EvictionPolicy, rollout: RolloutConfig) -> Decode:
-    """One entry of --eval-decode: "sampler", which decodes as in training, or a text for `parse_decode`.
-
-    Args:
-      policy, rollout: of "sampler".
-    """
+    """One entry of --eval-decode: "sampler", which is `policy` and `rollout`, or a text for `parse_decode`."""
     return as_trained(policy, rollout) if text.strip() == "sampler" else parse_decode(text, sampler.sinks)
 
 
@@ -84,11 +71,7 @@ def rollout_config(args: SamplingArgs, eos: tuple[int, ...], pad: int) -> Rollou
 
 
 def update_config(
-    loss: LossArgs,
-    reference: ReferenceArgs,
-    policy: EvictionPolicy,
-    microbatch: int | None,
-    completions: int,
+    loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, microbatch: int | None, completions: int
 ) -> UpdateConfig:
     """The update of GRPO, RLOO and PPO, without a critic.
 
@@ -126,11 +109,7 @@ def update_config(
 
 
 def loss_config(args: LossArgs, reference: ReferenceArgs) -> LossConfig:
-    """The named loss with the clipping bounds of its paper, or the given ones.
-
-    Raises:
-      ValueError: a bound that the loss does not have.
-    """
+    """The named loss with its paper's clipping bounds, or the given ones. Raises ValueError for a bound it lacks."""
     bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     make = LOSSES[args.loss_type]
@@ -138,9 +117,8 @@ def loss_config(args: LossArgs, reference: ReferenceArgs) -> LossConfig:
     others = [name for name in given if name not in bounds_of_loss]
     if others:
         raise ValueError(f"expected bounds of the loss {args.loss_type!r}, among {bounds_of_loss}; got {others}")
-    loss = make(**given)
     return replace(
-        loss,
+        make(**given),
         beta=reference.beta,
         kl_estimator=reference.kl_estimator,
         use_bias_correction_kl=reference.use_bias_correction_kl,

@@ -44,14 +44,7 @@ def parse(words: Sequence[str]) -> tuple[str, Common]:
 
 
 def parse_options(kind: type[T], prog: str, description: str, words: Sequence[str], default: T | None = None) -> T:
-    """The options of a command without sub-commands.
-
-    Args:
-      default: replaces the defaults of the class.
-
-    Raises:
-      SystemExit: as `parse`, and after a help page.
-    """
+    """The options of a command without sub-commands; `default` replaces the defaults of the class. Exits as `parse`."""
     if asks_for_help(words):
         return parse_words(basic_options(kind), prog, f"{description}\n\n{described(kind)}", words)
     return parse_words(kind, prog, description, words, default)

@@ -34,14 +34,9 @@ RUN_CONFIG, RUN_FILES = "config.yaml", ("metrics.jsonl", "checkpoints", LOCK)  #
 
 
 def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
-    """Replaces `--preset` and `--config` on a command line by the options of the preset and the file.
+    """Replaces `--preset` and `--config` on the command line of a command whose sub-commands are `algorithms`.
 
-    Args:
-      words: without the command's own name.
-      algorithms: sub-commands and their classes of arguments.
-
-    Raises:
-      UserError: a file that cannot be read, another algorithm than the one that was named, or an unknown option.
+    Raises UserError for a file that cannot be read, another algorithm than the named one, or an unknown option.
     """
     rest, preset = take_option(words, "--preset")
     rest, file = take_option(rest, "--config")
@@ -62,15 +57,8 @@ def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[s
 
 
 def with_file(words: Sequence[str], arguments: type) -> list[str]:
-    """Replaces `--config FILE` on the command line of a command without sub-commands by the options of the file.
-
-    Args:
-      words: without the command's own name.
-      arguments: class of the command's options, each a field or in a group.
-
-    Raises:
-      UserError: a file that cannot be read, or an option that the command does not have.
-    """
+    """Replaces `--config FILE` on the command line of a command without sub-commands. `arguments` is the class of the
+    command's options, each a field or in a group. Raises UserError as `read_options` and `as_flags`."""
     rest, file = take_option(words, "--config")
     return rest if file is None else [*as_flags(read_options(Path(file)), arguments, file), *rest]
 
@@ -101,11 +89,7 @@ def preset_path(name: str) -> Path:
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """The options of a YAML file.
-
-    Raises:
-      UserError: no such file, no YAML, or no mapping of names to values.
-    """
+    """The options of a YAML file. Raises UserError for no file, no YAML, or no mapping of names to values."""
     if not os.path.isfile(path):
         raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_file(path)}")
     try:
@@ -135,11 +119,7 @@ def check_output_dir(source: Path, output_dir: Any) -> None:
 
 
 def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterator[str]:
-    """The words that set these options.
-
-    Raises:
-      UserError: an option that the command does not have; a value that no flag can have.
-    """
+    """The words that set these options. Raises UserError for an unknown option, or a value that no flag can have."""
     kinds = options_of(arguments)
     for name, value in options.items():
         if name not in kinds:
@@ -187,14 +167,6 @@ def dump(algorithm: str, arguments: Any) -> str:
     """The YAML of a whole configuration, group by group."""
     parts = [yaml.safe_dump({ALGORITHM: algorithm})]
     for group in vars(arguments).values():
-        parts.append(f"\n# {(type(group).__doc__ or '').strip()}\n{yaml.safe_dump(_values(group), sort_keys=False)}")
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(group).items()}
+        parts.append(f"\n# {(type(group).__doc__ or '').strip()}\n{yaml.safe_dump(values, sort_keys=False)}")
     return "".join(parts)
-
-
-def options(algorithm: str, arguments: Any) -> dict[str, Any]:
-    """What `dump` writes, as one mapping."""
-    return yaml.safe_load(dump(algorithm, arguments))
-
-
-def _values(group: Any) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(group).items()}

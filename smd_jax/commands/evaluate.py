@@ -41,7 +41,6 @@ from smd_jax.commands.arguments import (
 from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import asks_for_help, parse, parse_options
 from smd_jax.commands.compilation_cache import cache_programs
-from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, report_errors
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
@@ -49,6 +48,8 @@ from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
 from smd_jax.commands.task_source import (
+    check_environment,
+    environment_config,
     has_held_out_rows,
     held_out_data,
     names_held_out_rows,
@@ -118,12 +119,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def read(words: Sequence[str]) -> Args:
-    """Reads the arguments: flags, then the YAML file of `--config`, then the settings of the run of `--run`.
-
-    Raises:
-      UserError: a missing file or run, or one with unreadable options.
-      SystemExit: as `parse_options`.
-    """
+    """Reads the arguments: flags, then the YAML file of `--config`, then the settings of the run of `--run`. Raises
+    UserError for a missing file or run, or one with unreadable options. Exits as `parse_options`."""
     words = config_file.with_file(words, Args)
     rest, directory = config_file.take_option(words, "--run")
     description = __doc__ or ""
@@ -137,11 +134,8 @@ def read(words: Sequence[str]) -> Args:
 
 
 def args_of_run(directory: Path) -> Args:
-    """The arguments that evaluate a run's trained model like the run's own evaluations.
-
-    Raises:
-      UserError: no run in this directory, or an unreadable config.yaml.
-    """
+    """The arguments that evaluate a run's trained model like the run's own evaluations. Raises UserError for no run in
+    this directory, or an unreadable config.yaml."""
     settings = directory / "config.yaml"
     if not os.path.isfile(settings):
         raise UserError(f"expected a run with its config.yaml in {str(directory)[:300]}; found none")
@@ -172,7 +166,7 @@ def part_of(kind: type[T], whole: Any) -> T:
 
 def evaluation_rows(trained: Common) -> DataSource:
     """The evaluation rows of a run; its training rows if there are no held-out rows."""
-    data, evaluation = part_of(DataSource, trained.data), trained.evaluation
+    data, evaluation = trained.data, trained.evaluation
     named = evaluation.eval_dataset or evaluation.eval_source or evaluation.eval_split or evaluation.eval_steps
     if not named:
         return data if data.dataset_source or not has_held_out_rows(data.dataset) else replace(data, split=None)
@@ -284,11 +278,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
 
 
 def with_trained(policy: EvictionPolicy, gate: LinearGate | None) -> EvictionPolicy:
-    """Replaces an untrained gate by the trained one.
-
-    Raises:
-      UserError: no trained gate.
-    """
+    """Replaces an untrained gate by the trained one. Raises UserError without a trained one."""
     if not (isinstance(policy, LearnedGate) and policy.weights.has_parameters):
         return policy
     if gate is None:

@@ -65,11 +65,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def run(args: Args) -> None:
-    """Writes the model and prints its directory.
-
-    Raises:
-      UserError, ValueError, OSError: no run in the directory, no such checkpoint, or a full disk.
-    """
+    """Writes the model and prints its directory. Raises UserError, ValueError or OSError for no run in the directory,
+    no such checkpoint, or a full disk."""
     check_export(args.out, 0)
     settings = args.run / "config.yaml"
     if not settings.is_file():
@@ -95,14 +92,12 @@ def run(args: Args) -> None:
             raise UserError(f"expected a run with --eviction gate for --format gate; got {args.run}, which has no gate")
         save_gate(args.out, params, gate)
     else:
-        params = drop_gate(params)
-        merged = merge_lora(params) if has_lora(params) else params
         name = trained.model.tokenizer
         tokenizer = load_tokenizer(directory, name, trained.model.tokenizer_revision)
         ends = end_token_ids(directory, tokenizer, trained.sampler.eos_token, config.vocab_size)
         save_checkpoint(
             args.out,
-            jax.device_get(merged),
+            jax.device_get(merge_lora(drop_gate(params))),
             config,
             dtype=args.export_dtype,
             tokenizer_from=directory,

@@ -18,11 +18,8 @@ AUTO = "auto"
 
 
 def join(launch: LaunchArgs) -> None:
-    """Connects the processes that the flags describe. Must be called before JAX looks for devices.
-
-    Raises:
-      UserError: flags that exclude each other, or no coordinator.
-    """
+    """Connects the processes that the flags describe. Must be called before JAX looks for devices. Raises UserError for
+    flags that exclude each other, or no coordinator."""
     if launch == LaunchArgs():
         return
     coordinator = None if launch.coordinator == AUTO else launch.coordinator
@@ -46,9 +43,6 @@ def check_same_plan(config: LoopConfig, evaluator: Evaluator | None) -> None:
     """Raises OtherProcessError if processes derived different sizes from the same flags, for example from less memory.
 
     The sizes give the number of batches, and processes wait for each other in every batch.
-
-    Args:
-      evaluator: evaluates during the run; None: no evaluation.
     """
     if jax.process_count() > 1:
         evaluates = None if evaluator is None else to_jsonable(evaluator.config, "evaluator")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from smd_jax.commands.errors import UserError
@@ -19,63 +20,39 @@ LARGEST = 2**24  # no size or count is larger; JAX's shapes and counters are int
 AT_LEAST_ONE = ("save_total_limit", "max_skipped_updates", "eval_rows", "decode_rows", "dataset_size")
 AT_LEAST_ONE += ("max_prompt_length", "data_parallel", "fsdp", "tensor", "sequence")
 # Options, whether the run reads them, and when they have no effect.
-READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool], str], ...] = (
+READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("dataset_size",),
-        lambda values: PROCEDURAL in values["dataset"] + (values["eval_dataset"] or ""),
+        lambda run: PROCEDURAL in run.dataset + (run.eval_dataset or ""),
         f"without --dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
     ),
-    (
-        ("lora_alpha", "lora_target_modules", "use_rslora"),
-        lambda values: values["lora_r"] is not None,
-        "without --lora-r",
-    ),
-    (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda values: values["beta"] > 0, "without --beta"),
-    (
-        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
-        lambda values: values["sync_ref_model"],
-        "without --sync-ref-model",
-    ),
-    (
-        ("min_lr_rate",),
-        lambda values: values["lr_scheduler_type"] != "constant",
-        "without --lr-scheduler-type linear or cosine",
-    ),
-    (("overlong_cache",), lambda values: "overlong" in values["reward"], "without --reward overlong"),
+    (("lora_alpha", "lora_target_modules", "use_rslora"), lambda run: run.lora_r is not None, "without --lora-r"),
+    (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda run: run.beta > 0, "without --beta"),
+    (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda run: run.sync_ref_model, "without --sync-ref-model"),
+    (("min_lr_rate",), lambda run: run.lr_scheduler_type != "constant", "without --lr-scheduler-type linear or cosine"),
+    (("overlong_cache",), lambda run: "overlong" in run.reward, "without --reward overlong"),
     (
         ("max_turns", "max_turn_length", "environment_timeout", "turn_credit"),
-        lambda values: values["environment"] is not None,
+        lambda run: run.environment is not None,
         "without --environment",
     ),
-    (
-        ("context_length", "summary_request", "summary_heading"),
-        lambda values: values["contexts"] > 1,
-        "without --contexts",
-    ),
-    (("sinks", "pyramid"), lambda values: values["eviction"] != "dense", "without an --eviction policy"),
+    (("context_length", "summary_request", "summary_heading"), lambda run: run.contexts > 1, "without --contexts"),
+    (("sinks", "pyramid"), lambda run: run.eviction != "dense", "without an --eviction policy"),
     # A file may hold a policy with a gate.
-    (
-        ("gate_speed",),
-        lambda values: "gate" in values["eviction"] or ".py" in values["eviction"],
-        "without --eviction gate",
-    ),
-    (("distill_coef",), lambda values: values["distill"] != "none", "without --distill"),
-    (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda values: values["optim"] == "adamw", "without --optim adamw"),
-    (("print_completions",), lambda values: values["completions_steps"] > 0, "without --completions-steps"),
+    (("gate_speed",), lambda run: "gate" in run.eviction or ".py" in run.eviction, "without --eviction gate"),
+    (("distill_coef",), lambda run: run.distill != "none", "without --distill"),
+    (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda run: run.optim == "adamw", "without --optim adamw"),
+    (("print_completions",), lambda run: run.completions_steps > 0, "without --completions-steps"),
     (
         ("eval_dataset", "eval_source", "eval_split", "eval_rows", "eval_seed", "eval_decode", "eval_temperature"),
-        lambda values: values["eval_steps"] > 0,
+        lambda run: run.eval_steps > 0,
         "without --eval-steps; only a later smd-eval --run reads it",
     ),
-    (
-        ("greater_is_better",),
-        lambda values: values["metric_for_best_model"] is not None,
-        "without --metric-for-best-model",
-    ),
+    (("greater_is_better",), lambda run: run.metric_for_best_model is not None, "without --metric-for-best-model"),
     # An environment replaces the rewards.
     (
         ("reward_weights", "reward_timeout"),
-        lambda values: values["environment"] is None,
+        lambda run: run.environment is None,
         "with --environment, which gives the rewards",
     ),
 )
@@ -83,11 +60,7 @@ AXES = "--data-parallel * --fsdp * --tensor (* --sequence of smd-train)"
 
 
 def check_numbers(args: Any) -> None:
-    """Raises UserError for a number out of range.
-
-    Args:
-      args: the groups of options of a command.
-    """
+    """Raises UserError for a number out of range in the groups of options of a command."""
     values = {name: value for group in vars(args).values() for name, value in vars(group).items()}
     for option, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -100,29 +73,21 @@ def check_numbers(args: Any) -> None:
 
 
 def unread_options(args: Any) -> list[str]:
-    """Describes options that were changed and that the run does not read, because another option is off.
-
-    Args:
-      args: the groups of options of a command.
-    """
+    """Describes options that were changed and that the run does not read, because another option is off."""
     groups = vars(args).values()
-    values = {name: value for group in groups for name, value in vars(group).items()}
+    run = SimpleNamespace(**{name: value for group in groups for name, value in vars(group).items()})
     defaults = {field.name: field.default for group in groups for field in dataclasses.fields(group)}
     found = list[str]()
     for options, is_on, when in READ_WITH:
-        changed = [name for name in options if name in values and values[name] != defaults[name]]
-        if changed and not is_on(values):
+        changed = [name for name in options if name in defaults and getattr(run, name) != defaults[name]]
+        if changed and not is_on(run):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
             found.append(f"{flags}: no effect {when}")
     return found
 
 
 def check_context(width: int, completion: int, config: ModelConfig) -> None:
-    """Raises UserError for sequences that are longer than the model's context.
-
-    Args:
-      width, completion: largest number of tokens of a prompt, and of a completion.
-    """
+    """Raises UserError if the longest prompt (`width`) and completion, in tokens, exceed the model's context."""
     if width + completion > config.max_positions:
         raise UserError(
             f"expected prompts and completions of at most {config.max_positions} tokens together, the model's context; "

@@ -14,12 +14,13 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.task_source import parameters_of
-from smd_jax.config import FloatName, ModelConfig
+from smd_jax.config import ModelConfig
 from smd_jax.model.hf_config import LARGEST
 from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, shard_names
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
 from smd_jax.model.weights import read_config
 from smd_jax.tasks.reward_calls import Caught
+from smd_jax.tasks.sources import HUB_ID
 from smd_jax.text.hugging_face import snapshot_download
 from smd_jax.text.near_names import nearest_file
 from smd_jax.text.prompts import eos_token_id, pad_token_id
@@ -27,7 +28,6 @@ from smd_jax.text.stop_strings import stop_table
 from smd_jax.text.tokenizer_file import open_tokenizer
 from smd_jax.text.visible_text import one_line, visible
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # all but the weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is a tokenizer
 
@@ -51,12 +51,14 @@ class OpenedModel(NamedTuple):
 def open_model(source: ModelSource, data: DataSource, sampler: SamplingArgs) -> OpenedModel:
     """Opens the model that the options name, without its weights.
 
-    Raises:
-      UserError, ValueError, OSError: a missing, unreadable or unusable model or tokenizer; a stop string that no token
-        can end; a variable that the chat template does not read.
+    Raises UserError, ValueError or OSError for a missing, unreadable or unusable model or tokenizer, a stop string that
+    no token can end, or a variable that the chat template does not read.
     """
     directory = model_directory(source.model, source.model_revision)
-    config = read_config(directory, compute_dtype(source.dtype))
+    dtype = source.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    config = read_config(directory, dtype)
     own = load_tokenizer(directory, source.tokenizer, source.tokenizer_revision)
     tokenizer = own
     # On copies, because the export keeps the padding and the template.
@@ -73,22 +75,9 @@ def open_model(source: ModelSource, data: DataSource, sampler: SamplingArgs) -> 
     return OpenedModel(directory, config, own, tokenizer, ends)
 
 
-def compute_dtype(name: str) -> FloatName:
-    """Resolves "auto": float32 on a CPU, bfloat16 elsewhere."""
-    if name == "auto":
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return "float32" if name == "float32" else "bfloat16"
-
-
 def model_directory(name: str, revision: str | None = None) -> Path:
-    """Directory of a model, downloaded from the Hub if no local directory has this name.
-
-    Args:
-      revision: branch, tag or commit on the Hub; None is the main branch.
-
-    Raises:
-      UserError: neither a directory with a config.json nor a model on the Hub; a revision of a local directory.
-    """
+    """Directory of a model, as `local_directory`; with the weights of a model on the Hub. Raises UserError without a
+    config.json, too."""
     directory = local_directory(name, "--model", revision, FILES)
     if not Path(name).is_dir():  # then its weights, as transformers chooses them
         index = directory / INDEX_FILE
@@ -105,7 +94,7 @@ def local_directory(name: str, flag: str, revision: str | None, files: Sequence[
 
     Args:
       flag: the option that gave the name, for error messages.
-      revision: as in `model_directory`.
+      revision: branch, tag or commit on the Hub; None is the main branch.
       files: patterns of the files to download.
 
     Raises:
@@ -143,9 +132,7 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     padding token, EOS is used.
 
     Args:
-      model: directory of the model.
-      name: directory or Hub id of the tokenizer; None is the model's directory.
-      revision: as in `model_directory`.
+      name, revision: of the tokenizer, as in `local_directory`; None is the model's directory.
 
     Raises:
       UserError: no tokenizer, or one that transformers cannot read; a revision without an id.
@@ -194,7 +181,6 @@ def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size:
     If one is missing, the sampler continues past the end of a turn.
 
     Args:
-      model: directory of the model.
       named: tokens as the tokenizer writes them, such as "<|im_end|>".
       vocab_size: rows of the embedding. Tokens without a row are left out, as they cannot be sampled.
 

@@ -1,23 +1,35 @@
-"""Absolute paths of a run's files, so that it can be resumed from any folder, and the lock of its directory."""
+"""The files of a run: absolute paths, so that it can be resumed from any folder; digests; the lock of its directory.
+
+A resumed run compares digests, not paths, so files may be moved:
+
+model, tokenizer    digest of all files except the weights, which are in the checkpoints
+data                digest of the files
+eviction policy     name of the file, and its digest
+reward, map,        name of the file; a changed digest is printed and allowed, so that bugs can be fixed
+environment
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError, print_box
 from smd_jax.disk import disk_errors_named
+from smd_jax.runs.settings import Json, to_jsonable
 from smd_jax.tasks.build import PROCEDURAL
 from smd_jax.tasks.presets import PRESETS
 
@@ -28,15 +40,13 @@ CODE_MODULE = re.compile(r"([^\W\d][\w.]*)(:[^\W\d].*)", re.DOTALL)  # package.m
 LOCK = "process.lock"
 # Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
+GROUPS = ("model", "data", "rewards", "conversations")
 
 
 def full_path(name: str | Path) -> Path:
-    """The absolute path of a name, with `~` expanded.
-
-    Raises:
-      UserError: no such user, no home folder, a removed current folder, a loop of links, or characters that no file
-        system has.
-    """
+    """The absolute path of a name, with `~` expanded. Raises UserError for no such user, no home folder, a removed
+    current folder, a loop of links, or characters that no file system has."""
     try:
         return Path(name).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:
@@ -83,11 +93,8 @@ def _existing(name: str) -> str:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Locks the directory of a run until the process ends. Warns if the file system has no locks.
-
-    Raises:
-      UserError: another process has locked it.
-    """
+    """Locks the directory of a run until the process ends. Warns if the file system has no locks. Raises UserError if
+    another process has locked it."""
     if jax.process_index() > 0:  # the first process of the run locks it for all
         yield
         return
@@ -113,3 +120,68 @@ def _lock(file: TextIO, directory: Path) -> None:
             raise
         warning = f"expected a file system with locks at {directory}; got {error.strerror}. "
         print_box("notice", f"{warning}Make sure that no second process trains there")
+
+
+class Contents(NamedTuple):
+    """Settings that name files.
+
+    Attributes:
+      groups: model, data, rewards, conversations and the eviction policy, with digests instead of paths.
+      places: the paths, and the digests of code.
+    """
+
+    groups: dict[str, dict[str, Json]]
+    places: dict[str, Json]
+
+
+def by_content(args: Common) -> Contents:
+    """Reads the files that a run names by absolute paths. Raises OSError if a file cannot be read."""
+    places: dict[str, Json] = {}
+
+    def without_path(option: str, value: Json) -> Json:
+        if isinstance(value, list):
+            return [without_path(option, item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if option in CODE and (code := code_file(value)) is not None:
+            file, name = code
+            places[file.name] = [str(file), digest(file)]
+            return f"{file.name}:{name}"
+        if option in PATHS and Path(value).is_absolute() and Path(value).exists():
+            places[option] = value
+            return digest(Path(value), leave_out=WEIGHTS if option in ("model", "tokenizer") else ())
+        return value
+
+    groups: dict[str, dict[str, Json]] = {}
+    for group in GROUPS:
+        options = vars(getattr(args, group))
+        groups[group] = {name: without_path(name, to_jsonable(value, name)) for name, value in options.items()}
+    # The loop's settings name only the class of the policy, whose file may not change.
+    own = code_file(args.sampler.eviction)
+    if own is not None:
+        groups["eviction"] = {"place": own[0].name, "holds": digest(own[0])}
+    return Contents(groups, places)
+
+
+def code_file(value: str) -> tuple[Path, str] | None:
+    """The file of `path/to/file.py:name` or `package.module:name`, and the name; None for other values."""
+    if match := CODE_FILE.fullmatch(value):
+        return Path(match[1]), match[2].removeprefix(":")
+    match = CODE_MODULE.fullmatch(value)
+    module = None if match is None else sys.modules.get(match[1])  # imported when the run was planned
+    file = getattr(module, "__file__", None)
+    return None if match is None or file is None else (Path(file), match[2].removeprefix(":"))
+
+
+def digest(path: Path, leave_out: tuple[str, ...] = ()) -> str:
+    """SHA-256 of a file, or of the names and contents of a folder's files, without hidden ones and the endings to
+    leave out."""
+    found = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        name = "" if file == path else str(file.relative_to(path))
+        is_hidden = any(part.startswith(".") for part in Path(name).parts)
+        if file == path or file.is_file() and not is_hidden and not name.endswith(leave_out):
+            found.update(name.encode())
+            with file.open("rb") as content:
+                found.update(hashlib.file_digest(content, "sha256").digest())
+    return f"sha256:{found.hexdigest()[:16]}"

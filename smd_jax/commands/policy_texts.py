@@ -30,9 +30,7 @@ _DECODE = re.compile(rf"(?P<policy>{_PATTERN})(:(?P<budget>\d+)(\+(?P<buffer>\d+
 
 
 def parse_policy(text: str) -> EvictionPolicy:
-    """Parses `snapkv`, `snapkv(window=16)` or `my_policies.py:FadingH2O(half_life=64)`.
-
-    Case, and "-" versus "_", do not matter in the library's names.
+    """Parses one of the forms above. Case, and "-" versus "_", do not matter in the library's names.
 
     Raises:
       ValueError: another form, an unknown name, an unsuitable class, or parameters that it does not take.
@@ -96,11 +94,8 @@ def _parameters(parameters: str | None, text: str) -> dict[str, Any]:
 
 
 def named_policy(text: str, sinks: int, pyramid: bool = False) -> EvictionPolicy:
-    """Parses a policy that always keeps the first `sinks` keys; a pyramid gives deeper layers smaller budgets.
-
-    Raises:
-      ValueError: as `parse_policy`; sinks that are given twice; a pyramid for a gate.
-    """
+    """Parses a policy that always keeps the first `sinks` keys; a pyramid gives deeper layers smaller budgets. Raises
+    ValueError as `parse_policy`, for sinks that are given twice, and for a pyramid for a gate."""
     policy = with_sinks(parse_policy(text), sinks)
     if pyramid and policy.gate is not None:
         raise ValueError(f"expected no --pyramid with {text!r}, because its draws would not be recorded; got it")
@@ -135,13 +130,8 @@ def trained_gate(policy: EvictionPolicy) -> Gate | None:
 def parse_decode(text: str, sinks: int = 0) -> Decode:
     """Parses `dense`, `snapkv(window=16):512+128` or `my_policies.py:FadingH2O:512`: policy, budget, buffer.
 
-    The result is named by the text without a file's path: `snapkv-window-16-512-128`.
-
-    Args:
-      sinks: first keys that an evicting policy always keeps.
-
-    Raises:
-      ValueError, FileNotFoundError: as `named_policy`; another form, or a missing or superfluous budget.
+    The result is named by the text without a file's path: `snapkv-window-16-512-128`. Raises ValueError or
+    FileNotFoundError as `named_policy`, for another form, and for a missing or superfluous budget.
     """
     match = _DECODE.fullmatch(text.strip())
     if match is None:

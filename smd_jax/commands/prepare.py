@@ -14,12 +14,11 @@ from smd_jax.byte_sizes import parse_bytes
 from smd_jax.commands.arguments import Common, Grpo, ModelArgs, OnlineDpo, Ppo, Rloo
 from smd_jax.commands.choices import decoder, decoding, eviction_policy, rollout_config, update_config
 from smd_jax.commands.config_file import read_options
-from smd_jax.commands.environment_source import check_environment, environment_config
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.limits import check_context, check_devices, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, tokenizer_to_export
 from smd_jax.commands.policy_texts import trained_gate
-from smd_jax.commands.task_source import Data, load_data, rewards_of
+from smd_jax.commands.task_source import Data, check_environment, environment_config, load_data, rewards_of
 from smd_jax.config import ModelConfig
 from smd_jax.devices.processes import is_first
 from smd_jax.devices.sharding import make_mesh
@@ -73,11 +72,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(args: Common) -> Prepared:
-    """Builds everything but the weights.
-
-    Raises:
-      UserError, ValueError, OSError: a missing or unreadable input, or options that exclude each other.
-    """
+    """Builds everything but the weights. Raises UserError, ValueError or OSError for a missing or unreadable input, or
+    options that exclude each other."""
     check_platform(args.device.platform)
     check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
     if is_first():  # only the first process has loggers
@@ -142,11 +138,7 @@ def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array
     gate = eviction_policy(args.sampler).gate
     if gate is not None:
         params = add_gate(
-            params,
-            gate,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            params, gate, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
         )
     return add_value_head(params, config) if isinstance(args, Ppo) else params
 
@@ -201,10 +193,7 @@ def check_platform(wanted: str) -> None:
 
 
 def check_loggers(report_to: Sequence[str]) -> None:
-    """Raises MissingExtraError for a logger whose package is not installed.
-
-    The loggers themselves are created after the weights are read.
-    """
+    """Raises MissingExtraError for a missing package of a logger, which is created after the weights are read."""
     if "tensorboard" in report_to:
         check_tensorboard()
     if "wandb" in report_to:
@@ -241,11 +230,7 @@ def make_loop(args: Common, model: Decoder, data: Data, opened: OpenedModel) -> 
 
 
 def loop_config(args: Common, policy: EvictionPolicy, rollout: RolloutConfig, width: int) -> tuple[Any, LoopConfig]:
-    """Returns the class of the loop and its configuration.
-
-    Args:
-      width: tokens of the longest prompt.
-    """
+    """Returns the class of the loop and its configuration, for prompts of at most `width` tokens."""
     sampler, device = args.sampler, args.device
     options: dict[str, Any] = {
         "prompts_per_step": sampler.num_prompts,

@@ -1,14 +1,26 @@
-"""Loads training and evaluation rows and their rewards."""
+"""Loads training and evaluation rows, their rewards, and the environment of conversations about them."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from smd_jax.commands.arguments import RETRY, Common, DataArgs, DataSource, EvaluationArgs, RewardArgs
+from smd_jax.commands.arguments import (
+    RETRY,
+    Common,
+    ConversationArgs,
+    DataSource,
+    EnvironmentArgs,
+    EvaluationArgs,
+    RewardArgs,
+)
 from smd_jax.commands.errors import UserError
+from smd_jax.environments.processes import open_environments
+from smd_jax.environments.retry import RetryEnvironment
+from smd_jax.sampler.conversation_loop import ConversationConfig
 from smd_jax.tasks import reward_functions
 from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows, own_reward, select_prompts, usable_lengths
@@ -18,6 +30,7 @@ from smd_jax.tasks.rewards import RewardFunction, Rewards, function_name
 from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import load_yaml
+from smd_jax.train.conversations import ASK, EnvironmentConfig, TextCompaction
 
 BUILT_IN_REWARDS: Mapping[str, RewardFunction] = {
     "math_answer": reward_functions.math_answer,
@@ -45,11 +58,8 @@ class Data(NamedTuple):
 
 
 def load_data(args: Common, tokenizer: Any) -> Data:
-    """Loads the training and the evaluation rows.
-
-    Raises:
-      UserError, ValueError, FileNotFoundError, ConnectionError: missing or unreadable data.
-    """
+    """Loads the training and the evaluation rows. Raises UserError, ValueError, FileNotFoundError or ConnectionError if
+    data is missing or cannot be read."""
     data = args.data
     task: Any = task_of(task_choice(data, args.run.seed))
     if not args.rewards.reward and args.conversations.environment in (None, RETRY):
@@ -90,7 +100,7 @@ def check_has_reward(task: Any) -> None:
         raise UserError(f"{error}. Name one: {named}") from error
 
 
-def drop_long_prompts(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
+def drop_long_prompts(task: Any, tokenizer: Any, args: DataSource) -> tuple[Task, int, str]:
     """Drops prompts that are too long. Returns the task, the prompt width in tokens, and a line on both."""
     lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
@@ -159,15 +169,9 @@ def names_held_out_rows(name: str, split: str | None) -> bool:
 
 
 def rewards_of(args: Any, task: Any, name: str) -> Rewards:
-    """The reward functions of --reward, or the task's own reward, with the time and failure limits of the flags.
+    """The reward functions of --reward, or the reward of the task, whose dataset has this name; with the flags' limits.
 
-    Args:
-      args: the arguments of smd-train or smd-eval.
-      task: the graded rows.
-      name: dataset name of the task.
-
-    Raises:
-      UserError, ValueError: an unknown reward; a wrong number of weights; no --reward for a task that defines none.
+    Raises UserError or ValueError for an unknown reward, a wrong number of weights, or no reward at all.
     """
     flags: RewardArgs = args.rewards
     names = None
@@ -201,11 +205,8 @@ def reward_function(name: str, args: Any) -> RewardFunction:
 
 
 def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...]:
-    """Parses `min_terms=2` into a name and a value; values are YAML: `false`, `0.5`, `[1, 2]`.
-
-    Raises:
-      UserError: no `=`, or a value that is not valid YAML.
-    """
+    """Parses `min_terms=2` into a name and a value; values are YAML: `false`, `0.5`, `[1, 2]`. Raises UserError for no
+    `=`, or a value that is not valid YAML."""
     parameters = []
     for text in texts:
         name, equals, value = text.partition("=")
@@ -216,3 +217,48 @@ def parameters_of(flag: str, texts: Sequence[str]) -> tuple[tuple[str, Any], ...
         if not name or not equals:
             raise UserError(f"expected {flag} as name=value; got {text[:80]!r}")
     return tuple(parameters)
+
+
+def check_environment(flags: ConversationArgs, rewards: RewardArgs, max_prompt_length: int | None) -> None:
+    """Raises UserError for flags that do not go together with an environment; before any data is read."""
+    if (flags.contexts > 1) != (flags.context_length is not None):
+        raise UserError(
+            "expected --contexts of at least 2 with --context-length, after which a context is summarised, or neither; "
+            f"got {flags.contexts} and {flags.context_length}"
+        )
+    if flags.environment is None and flags.contexts > 1:
+        raise UserError("expected --environment with --contexts, because a single completion has one; got none")
+    if flags.environment is not None and rewards.reward:
+        raise UserError(f"expected no --reward with --environment, which gives the rewards; got {rewards.reward}")
+    if flags.environment is not None and max_prompt_length is None:
+        raise UserError("expected --max-prompt-length with --environment, which writes the prompts")
+
+
+def environment_config(
+    flags: ConversationArgs, max_failed: float, task: Any, data: DataSource
+) -> EnvironmentConfig | None:
+    """The environment that the flags name; `retry` takes the task's rows and reward. None for single completions.
+
+    Raises ValueError or FileNotFoundError for no such class, or one that another process cannot load.
+    """
+    if flags.environment is None:
+        return None
+    factory: Any = functools.partial(RetryEnvironment, task, flags.max_turns)
+    if flags.environment != RETRY:
+        factory = import_function(flags.environment)
+    compaction = None
+    if flags.context_length is not None:
+        compaction = TextCompaction(
+            contexts=flags.contexts,
+            after_tokens=flags.context_length,
+            ask=ASK if flags.summary_request is None else flags.summary_request,
+            heading=flags.summary_heading,
+        )
+    return EnvironmentConfig(
+        environments=open_environments(factory, flags.environment_timeout),
+        conversation=ConversationConfig(turns=flags.max_turns, turn_tokens=flags.max_turn_length),
+        compaction=compaction,
+        credit=flags.turn_credit if isinstance(flags, EnvironmentArgs) else "trajectory",
+        max_failed=max_failed,
+        template_variables=dict(parameters_of("--chat-template-kwargs", data.chat_template_kwargs)),
+    )

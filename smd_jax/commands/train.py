@@ -20,25 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import yaml
 
 from smd_jax.byte_sizes import show_bytes
 from smd_jax.commands import config_file
-from smd_jax.commands.arguments import Common, LaunchArgs, RunArgs
+from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
-from smd_jax.commands.contents import Contents, by_content
-from smd_jax.commands.errors import (
-    UserError,
-    as_user_errors,
-    memory_errors,
-    plain_warnings,
-    print_box,
-    report_errors,
-)
+from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
-from smd_jax.commands.places import lock_directory, with_absolute_paths
+from smd_jax.commands.places import Contents, by_content, lock_directory, with_absolute_paths
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
@@ -61,12 +54,7 @@ from smd_jax.monitor.completions import CompletionsLog
 from smd_jax.monitor.loggers import Logger, TensorBoardLogger, WandbLogger
 from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.run_plots import plot_runs
-from smd_jax.runs.checkpoint.errors import (
-    DamagedCheckpointError,
-    OtherConfigError,
-    OtherFormatError,
-    OtherStateError,
-)
+from smd_jax.runs.checkpoint.errors import DamagedCheckpointError, OtherConfigError, OtherFormatError, OtherStateError
 from smd_jax.runs.checkpoint.reading import check_config
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
@@ -93,11 +81,7 @@ EXPECTED = (
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The console script.
-
-    Args:
-      words: the command line without the command's name; None: that of the process.
-    """
+    """The console script, with the words of a command line after the command's name; None: those of the process."""
     given = list(sys.argv[1:] if words is None else words)
     with report_errors("--debug" in given, *EXPECTED), plain_warnings():
         algorithm, args = parse(given)
@@ -110,13 +94,9 @@ def main(words: Sequence[str] | None = None) -> None:
         except RunStoppedError as stopped:
             print_box("stopped", str(stopped))
             # Outside the box, which would break a long line.
-            print(f"resume with: {resume_command(args.run.output_dir)}", file=sys.stderr)
+            again = shlex.join(["smd-train", "--config", str(args.run.output_dir / "config.yaml"), "--resume"])
+            print(f"resume with: {again}", file=sys.stderr)
             raise SystemExit(stopped.exit_code) from None
-
-
-def resume_command(directory: Path) -> str:
-    """The command that continues the run in this directory."""
-    return shlex.join(["smd-train", "--config", str(directory / "config.yaml"), "--resume"])
 
 
 def run(algorithm: str, args: Common) -> None:
@@ -134,7 +114,11 @@ def run(algorithm: str, args: Common) -> None:
         check_numbers(args)
         settings = run_config(args)
         check_directory(directory, args.run.resume)
-        check_run_exists(directory, args.run.resume)
+        if args.run.resume and not run_exists(directory):
+            raise UserError(
+                f"expected a run to resume in {directory}; got none. To begin one, leave --resume out; a run that was "
+                "moved needs its new --output-dir"
+            )
         check_export(directory / "model", 0)
         ready = prepare(args)
         size = check_disk(ready, settings)
@@ -208,11 +192,8 @@ def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared:
 
 
 def run_config(args: Common) -> RunConfig:
-    """Number of rollouts, checkpoints and evaluations, and the metric of the best checkpoint.
-
-    Raises:
-      ValueError: numbers out of range.
-    """
+    """Number of rollouts, checkpoints and evaluations, and the metric of the best checkpoint. Raises ValueError for
+    numbers out of range."""
     evaluation = args.evaluation
     name = evaluation.metric_for_best_model
     if name is not None and name.startswith("eval/") and not evaluation.eval_steps:
@@ -229,27 +210,14 @@ def run_config(args: Common) -> RunConfig:
 
 def config_text(algorithm: str, args: Common) -> str:
     """The text of config.yaml, which repeats the run, or resumes it with --resume."""
+    run = replace(args.run, resume=False, resume_if_there=False)
     # Without the processes, which may differ each time.
-    return config_file.dump(algorithm, replace(args, run=_without_resume(args.run), launch=LaunchArgs()))
-
-
-def _without_resume(run: RunArgs) -> RunArgs:
-    """The options without those that continue a run."""
-    return replace(run, resume=False, resume_if_there=False)
+    return config_file.dump(algorithm, replace(args, run=run, launch=LaunchArgs()))
 
 
 def run_exists(directory: Path) -> bool:
     """Whether a run has begun in this directory."""
     return (directory / "config.yaml").is_file()
-
-
-def check_run_exists(directory: Path, resume: bool) -> None:
-    """Raises UserError for --resume in a directory without a run."""
-    if resume and not run_exists(directory):
-        raise UserError(
-            f"expected a run to resume in {directory}; got none. To begin one, leave --resume out; a run that was "
-            "moved needs its new --output-dir"
-        )
 
 
 def print_plan(ready: Prepared) -> None:
@@ -262,12 +230,13 @@ def print_plan(ready: Prepared) -> None:
     kept = f", {config.rollout.budget} + {config.rollout.buffer} keys per layer and KV head"
     print(f"eviction policy: {config.policy}{kept if config.policy.evicts else ''}")
     if isinstance(ready.loop, PolicyLoop):
-        print(f"teacher: {teacher(ready.loop)}")
+        distill = ready.loop.config.update.distill
+        teacher = "none" if distill is None else f"{distill.direction}, with a weight of {distill.coef} in the loss"
+        print(f"teacher: {teacher}")
     print(f"a completion ends with: {shown_tokens(ready.model.tokenizer, ready.model.ends)}")
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")
-    warning = without_evictions(ready.loop)
-    for line in [*([] if warning is None else [warning]), *unread_options(ready.args)]:
+    for line in filter(None, [without_evictions(ready.loop), *unread_options(ready.args)]):
         print_box("notice", line)
     for line in ready.data.counts:
         print(line)
@@ -283,14 +252,6 @@ def print_prompts(ready: Prepared) -> None:
         row, tokenizer = shown[index], ready.model.tokenizer
         text = visible(prompt_text(row, tokenizer))
         print(f"--- prompt {index}, {prompt_length(row, tokenizer)} of {ready.data.width} tokens:\n{text}")
-
-
-def teacher(loop: PolicyLoop) -> str:
-    """The teacher, for the plan."""
-    distill = loop.config.update.distill
-    if distill is None:
-        return "none"
-    return f"{distill.direction}, with a weight of {distill.coef} in the loss"
 
 
 def initial_state(ready: Prepared) -> TrainState:
@@ -319,7 +280,7 @@ def loggers(algorithm: str, args: Common) -> list[Logger]:
     if "tensorboard" in run.report_to:
         found.append(TensorBoardLogger(run.output_dir))
     if "wandb" in run.report_to:
-        config = config_file.options(algorithm, args)
+        config = yaml.safe_load(config_file.dump(algorithm, args))
         found.append(WandbLogger(run.output_dir, name=run.output_dir.name, config=config, resume=run.resume))
     return found
 
@@ -337,7 +298,7 @@ def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, A
     model, remat = split_fields(files.groups["model"], ("gradient_checkpointing",))
     same = files.groups | {"model": model, "rewards": rewards, "conversations": conversations}
     same |= {"optimizer": optimizer, "loop": compared}
-    run = replace(_without_resume(args.run), dry_run=False, debug=False)
+    run = replace(args.run, resume=False, resume_if_there=False, dry_run=False, debug=False)
     # Another attention changes only rounding.
     free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
     free |= {"model": remat, "rewards": limits, "files": files.places}

@@ -20,16 +20,15 @@ import yaml
 
 import smd_jax as smd
 from smd_jax.commands import certify, config_file, evaluate, export, plot
-from smd_jax.commands.arguments import DataArgs, Grpo, LossArgs, ModelArgs, ReferenceArgs, RewardArgs, SamplerArgs
+from smd_jax.commands.arguments import DataSource, Grpo, LossArgs, ModelArgs, ReferenceArgs, RewardArgs, SamplerArgs
 from smd_jax.commands.choices import loss_config, update_config
 from smd_jax.commands.command_line import ALGORITHMS, parse, parse_words
 from smd_jax.commands.config_file import with_file
-from smd_jax.commands.contents import by_content
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, print_results, read
 from smd_jax.commands.limits import check_devices, evicts_keys
 from smd_jax.commands.model_source import OpenedModel
-from smd_jax.commands.places import with_absolute_paths
+from smd_jax.commands.places import by_content, with_absolute_paths
 from smd_jax.commands.prepare import learning_rate, prepare
 from smd_jax.commands.task_source import held_out_choice, names_held_out_rows, rewards_of, task_choice
 from smd_jax.commands.train import loggers, main
@@ -115,7 +114,7 @@ def test_every_algorithm_has_its_options():
     for name, kind in ALGORITHMS.items():
         found, args = parse([name, *NEEDED, "--num-generations", "3"])
         assert (found, type(args)) == (name, kind)
-        assert args.model == ModelArgs(model="somewhere") and args.data == DataArgs(dataset="reasoning_gym:chain_sum")
+        assert args.model == ModelArgs(model="somewhere") and args.data == DataSource(dataset="reasoning_gym:chain_sum")
         assert args.sampler == SamplerArgs(num_generations=3)
 
 

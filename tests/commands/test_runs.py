@@ -19,10 +19,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from smd_jax.commands.command_line import parse
-from smd_jax.commands.contents import by_content
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
-from smd_jax.commands.places import LOCK, lock_directory
+from smd_jax.commands.places import LOCK, by_content, lock_directory
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import config_text, main, run_settings
