@@ -65,23 +65,7 @@ def tiny_model_config(
     dtype: FloatName = "float32",
 ) -> ModelConfig:
     """A Qwen2-style decoder of 27,000 parameters; its vocabulary is that of `byte_tokenizer`, rounded up to 8s."""
-    return ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_positions=max_positions,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        norm_eps=norm_eps,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        tie_embeddings=tie_embeddings,
-        dtype=dtype,
-    )
+    return ModelConfig(**locals())  # arguments and fields have the same names
 
 
 def random_evictions(

@@ -9,12 +9,6 @@ from pathlib import Path
 import jax
 
 
-def default_folder() -> Path:
-    """Cache folder of the user, by the XDG convention. Raises RuntimeError for a user without a home."""
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "smd_jax" / "programs"
-
-
 def cache_programs(folder: Path | None = None) -> None:
     """Caches compiled programs on disk from now on; prints the folder when it creates it.
 
@@ -22,7 +16,7 @@ def cache_programs(folder: Path | None = None) -> None:
     machine, so an old folder does no harm.
 
     Args:
-      folder: None is `default_folder()`.
+      folder: None: `smd_jax/programs` in the user's cache folder, by the XDG convention.
     """
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         # Also small programs: a start runs hundreds of them.
@@ -30,7 +24,8 @@ def cache_programs(folder: Path | None = None) -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     try:
-        folder = folder or default_folder()
+        caches = os.environ.get("XDG_CACHE_HOME")
+        folder = folder or (Path(caches) if caches else Path.home() / ".cache") / "smd_jax" / "programs"
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)  # now, so that other processes do not print the line again
             print(f"compiled programs are cached in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)

@@ -217,25 +217,23 @@ def print_results(title: str, results: Sequence[Evaluated]) -> None:
     prompts, completions = results[0].rewards.shape
     heads = ("decode", "reward", "95 %", "tokens", "cut off", "cache", "tok/s")
     each = "1 completion each" if completions == 1 else f"{completions} completions each"
-    summary_table(f"{title}: {prompts} prompts, {each}", heads, [table_row(result) for result in results])
+    rows = [
+        (
+            result.name,
+            "-" if math.isnan(result.reward) else f"{result.reward:.4f}",
+            "-" if math.isnan(result.interval[0]) else "{:.3f}..{:.3f}".format(*result.interval),
+            f"{result.lengths.mean():.1f}",
+            f"{result.clipped.mean():.0%}",
+            show_bytes(result.cache_bytes),
+            f"{result.tokens_per_second:,.0f}",
+        )
+        for result in results
+    ]
+    summary_table(f"{title}: {prompts} prompts, {each}", heads, rows)
     for result in results:
         failed = int(np.isnan(result.rewards).sum())
         if failed:
             print(f"{result.name}: mean and interval leave out completions without a reward, {failed}")
-
-
-def table_row(result: Evaluated) -> tuple[str, ...]:
-    """Formats the results of one way of decoding."""
-    low, high = result.interval
-    return (
-        result.name,
-        "-" if math.isnan(result.reward) else f"{result.reward:.4f}",
-        "-" if math.isnan(low) else f"{low:.3f}..{high:.3f}",
-        f"{result.lengths.mean():.1f}",
-        f"{result.clipped.mean():.0%}",
-        show_bytes(result.cache_bytes),
-        f"{result.tokens_per_second:,.0f}",
-    )
 
 
 def print_progress(decode: str, done: int, count: int) -> None:

@@ -56,7 +56,6 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "with --environment, which gives the rewards",
     ),
 )
-AXES = "--data-parallel * --fsdp * --tensor (* --sequence of smd-train)"
 
 
 def check_numbers(args: Any) -> None:
@@ -138,6 +137,7 @@ def check_devices(used: int, there: int) -> None:
     """Raises UserError for a mesh over a part of the devices. One device is the default and is allowed."""
     if 1 < used < there:
         raise UserError(
-            f"expected {AXES} = {there}, the number of devices; got {used}. To keep some of them out, hide them from "
-            "JAX (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_CHIPS)"
+            f"expected --data-parallel * --fsdp * --tensor (* --sequence of smd-train) = {there}, the number of "
+            f"devices; got {used}. To keep some of them out, hide them from JAX (CUDA_VISIBLE_DEVICES, "
+            "TPU_VISIBLE_CHIPS)"
         )

@@ -52,7 +52,12 @@ def parse_policy(text: str) -> EvictionPolicy:
             f"path/to/file.py:Class; got {text!r}{did_you_mean(_plain(match['name']), POLICIES)}"
         )
     given = _parameters(match["parameters"], text)
-    _check_names(known if isinstance(known, type) else type(known), given, text)
+    kind = known if isinstance(known, type) else type(known)
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    for name in given:
+        if name not in names:
+            near = did_you_mean(name, names)
+            raise ValueError(f"expected parameters of {kind.__name__} among {names}; got {name!r} in {text!r}{near}")
     try:
         policy = known(**given) if isinstance(known, type) else dataclasses.replace(known, **given)
         hash(policy)  # compiled programs are cached by policy
@@ -62,17 +67,6 @@ def parse_policy(text: str) -> EvictionPolicy:
     if "__dataclass_fields__" not in vars(type(policy)):
         raise ValueError(f"expected {text!r} to be a frozen dataclass, with @dataclass(frozen=True); got a plain class")
     return policy
-
-
-def _check_names(kind: type[EvictionPolicy], given: dict[str, Any], text: str) -> None:
-    """Raises ValueError for a parameter that the policy does not have."""
-    names = [field.name for field in dataclasses.fields(kind) if field.init]
-    for name in given:
-        if name not in names:
-            raise ValueError(
-                f"expected parameters of {kind.__name__} among {names}; got {name!r} in {text!r}"
-                f"{did_you_mean(name, names)}"
-            )
 
 
 def _plain(name: str) -> str:

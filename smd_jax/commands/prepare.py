@@ -152,7 +152,12 @@ def shapes(args: Common, model: Decoder) -> Params:
 
 def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
     """Initial train state of a run with these parameters."""
-    state = init_state(params, loop.optimizer, key, params if keeps_reference(args, loop) else None)
+    keeps_reference = args.model.lora_r is None  # with LoRA the frozen base is the reference; online DPO always has one
+    if isinstance(loop, PolicyLoop):
+        update = loop.config.update
+        # A synced reference moves, unlike the base.
+        keeps_reference = update.needs_reference and (keeps_reference or update.reference_sync is not None)
+    state = init_state(params, loop.optimizer, key, params if keeps_reference else None)
     return with_sampler_params(state) if loop.config.samples_ahead else state
 
 
@@ -160,17 +165,6 @@ def state_shapes(args: Common, loop: Loop, model: Decoder) -> TrainState:
     """Shapes of the initial train state. Reads no weights."""
     key = jax.random.key(0)
     return jax.eval_shape(lambda params: state_of(args, loop, params, key), shapes(args, model))
-
-
-def keeps_reference(args: Common, loop: Loop) -> bool:
-    """Whether the train state holds a copy of the parameters as reference.
-
-    With LoRA the frozen base is the reference, unless the reference is synced with the policy.
-    """
-    if isinstance(loop, PolicyLoop):
-        update = loop.config.update
-        return update.needs_reference and (args.model.lora_r is None or update.reference_sync is not None)
-    return args.model.lora_r is None  # online DPO always compares
 
 
 def lora_config(args: ModelArgs) -> LoraConfig | None:

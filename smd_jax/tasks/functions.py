@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from smd_jax.tasks.reward_calls import Caught
+from smd_jax.tasks.reward_calls import Caught, load_file
 from smd_jax.text.near_names import did_you_mean
 from smd_jax.text.visible_text import one_line
 
@@ -95,21 +94,15 @@ def _file_module(path: Path) -> ModuleType:
         )
     # A unique name: a user's `datasets.py` must not replace the library. Without dots: `my.rewards.py` would be a
     # module of a package `my`.
-    stem = path.stem.replace(".", "_")
-    spec = importlib.util.spec_from_file_location(f"{FILE_MODULE}{stem}_{abs(hash(path)):x}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"expected a file of Python code, named *.py; got {path}")
+    name = f"{FILE_MODULE}{path.stem.replace('.', '_')}_{abs(hash(path)):x}"
     _look_in(path.parent)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
     # The error must name the user's file, which may raise anything.
     with Caught(SystemExit) as caught:
-        spec.loader.exec_module(module)
-    if caught.error is not None:
-        del sys.modules[spec.name]
-        lines = [x.lineno for x in traceback.extract_tb(caught.error.__traceback__) if Path(x.filename) == path]
-        raise _import_error(str(path), caught.error, f" in line {lines[-1]}" if lines else "") from caught.error
-    return module
+        return load_file(name, str(path))
+    assert caught.error is not None
+    sys.modules.pop(name, None)
+    lines = [x.lineno for x in traceback.extract_tb(caught.error.__traceback__) if Path(x.filename) == path]
+    raise _import_error(str(path), caught.error, f" in line {lines[-1]}" if lines else "") from caught.error
 
 
 def _module(name: str) -> ModuleType:

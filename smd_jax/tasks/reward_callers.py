@@ -77,12 +77,8 @@ class CallsInProcess:
         self._process.send((sys.path, *self._pickled))
 
     def begin(self, arguments: Mapping[str, Any], rows: int) -> None:
-        """Begins a call. Its time starts when the process has loaded the function.
-
-        Raises:
-          UnloadableRewardError: the process cannot load the function.
-          ValueError: arguments that cannot be sent.
-        """
+        """Begins a call. Its time starts when the process has loaded the function. Raises UnloadableRewardError if it
+        cannot load the function, and ValueError for arguments that cannot be sent."""
         # An error of another function ended the last batch; the pending answer belongs to it.
         if self._due is not None:
             self.close()
@@ -138,11 +134,7 @@ def pickled_function(
 ) -> tuple[list[tuple[str, str]], bytes]:
     """Pickles a function for a new Python: the files to load first, as (module, path), and the pickle.
 
-    Args:
-      name, what: of the function, and its kind, for messages.
-
-    Raises:
-      ValueError: the function cannot be imported, or something that it holds cannot be pickled.
+    Raises ValueError, which calls it `what`, if it cannot be imported, or something that it holds cannot be pickled.
     """
     try:
         pickled = pickled_value(function)

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -61,13 +61,7 @@ class Caught:
 def call(
     function: Callable[..., Any], arguments: Mapping[str, Any], rows: int, wait: Callable[[Awaitable[Any]], Any]
 ) -> Outcome:
-    """Calls the function once.
-
-    Args:
-      arguments: by name.
-      rows: number of rewards to expect.
-      wait: gives the result of an awaitable, for async functions.
-    """
+    """Calls the function once, which must return `rows` rewards; `wait` gives the result of an async function."""
     with Caught() as caught:
         returned = function(**arguments)
         return outcome_of(wait(returned) if inspect.isawaitable(returned) else returned, rows)
@@ -132,11 +126,7 @@ def packed(outcome: Outcome) -> bytes:
 
 
 def unpacked(message: bytes, rows: int) -> Outcome:
-    """Reads an outcome that `packed` wrote.
-
-    Raises:
-      ValueError: something else, or not `rows` rewards.
-    """
+    """Reads an outcome that `packed` wrote. Raises ValueError for something else, or not `rows` rewards."""
     match json.loads(message):
         case {"failed": [str(kind), str(said)]}:
             return kind, said
@@ -191,14 +181,15 @@ def _close(loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
     loop.close()
 
 
-def load_file(name: str, path: str) -> None:
+def load_file(name: str, path: str) -> ModuleType:
     """Loads a file outside the import path as module `name`."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"expected a Python file; got {path}")
+        raise ImportError(f"expected a file of Python code, named *.py; got {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while it loads
     spec.loader.exec_module(module)
+    return module
 
 
 def serve(connection: Connection) -> None:

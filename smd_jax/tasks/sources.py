@@ -87,12 +87,8 @@ def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
 
 
 def _path_of(name: str) -> Path | None:
-    """The existing file or folder of this name; None for a data set of the Hub.
-
-    Raises:
-      FileNotFoundError: a name that must mean a path, where nothing is.
-      ValueError: a name that nothing can have.
-    """
+    """The existing file or folder of this name; None for a data set of the Hub. Raises FileNotFoundError for a name
+    that must mean a path, where nothing is, and ValueError for a name that nothing can have."""
     try:
         path = Path(name).expanduser().absolute()
         if name and path.exists():

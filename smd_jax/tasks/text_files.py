@@ -46,11 +46,8 @@ MAX_FIELD = 2**26  # characters of a field of CSV
 
 
 def data_format(path: Path) -> str:
-    """Which of "json", "csv", "parquet" and "arrow" a file's name promises; only text may be compressed.
-
-    Raises:
-      ValueError: none of them.
-    """
+    """Which of "json", "csv", "parquet" and "arrow" a file's name promises; only text may be compressed. Raises
+    ValueError for none of them."""
     plain = path.with_suffix("") if path.suffix.lower() in UNPACKERS else path
     found = FORMATS.get(plain.suffix.lower())
     if found is None or (plain != path and found not in ("json", "csv")):
@@ -71,11 +68,8 @@ def check_first_bytes(path: Path, beginning: bytes) -> None:
 
 
 def text_rows(path: Path) -> list[tuple[str, Row]]:
-    """Reads the rows of a CSV or JSON file, each with its place, such as "rows.jsonl, line 3".
-
-    Raises:
-      ValueError: a file that is damaged, of another form, or without rows.
-    """
+    """Reads the rows of a CSV or JSON file, each with its place, such as "rows.jsonl, line 3". Raises ValueError for a
+    file that is damaged, of another form, or without rows."""
     try:
         content = _content(path)
         check_first_bytes(path, content[:32])
