@@ -30,8 +30,7 @@ from smd_jax.commands.arguments import Common
 from smd_jax.commands.errors import UserError, print_box
 from smd_jax.disk import disk_errors_named
 from smd_jax.runs.settings import Json, to_jsonable
-from smd_jax.tasks.build import PROCEDURAL
-from smd_jax.tasks.presets import PRESETS
+from smd_jax.tasks.build import PRESETS, PROCEDURAL
 
 PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source")
 CODE = ("map_function", "reward", "environment", "eviction", "eval_decode")  # options that may name a file's function

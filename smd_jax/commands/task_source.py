@@ -22,10 +22,9 @@ from smd_jax.environments.processes import open_environments
 from smd_jax.environments.retry import RetryEnvironment
 from smd_jax.sampler.conversation_loop import ConversationConfig
 from smd_jax.tasks import reward_functions
-from smd_jax.tasks.build import PROCEDURAL, TaskChoice, build_task
+from smd_jax.tasks.build import PRESETS, PROCEDURAL, TaskChoice, build_task
 from smd_jax.tasks.dataset_task import first_rows, own_reward, select_prompts, usable_lengths
 from smd_jax.tasks.functions import import_function
-from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.rewards import RewardFunction, Rewards, function_name
 from smd_jax.tasks.task import Task
 from smd_jax.text.near_names import did_you_mean, nearest_file

@@ -9,8 +9,8 @@ from smd_jax.tasks.task import Completion as Completion
 from smd_jax.tasks.task import Row as Row
 from smd_jax.tasks.build import TaskChoice as TaskChoice
 from smd_jax.tasks.build import build_task as build_task
-from smd_jax.tasks.presets import PRESETS as PRESETS
-from smd_jax.tasks.presets import Preset as Preset
+from smd_jax.tasks.build import PRESETS as PRESETS
+from smd_jax.tasks.build import Preset as Preset
 from smd_jax.tasks.sources import DataSource as DataSource
 from smd_jax.tasks.sources import load_rows as load_rows
 from smd_jax.tasks.row_format import RowFormat as RowFormat

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from smd_jax.tasks.build import HELD_OUT_SEED, TaskChoice, build_task
+from smd_jax.tasks.build import HELD_OUT_SEED, PRESETS, TaskChoice, build_task
 from smd_jax.tasks.countdown import countdown_answer, countdown_row, last_answer, reaches
 from smd_jax.tasks.dataset_task import first_rows, own_reward
-from smd_jax.tasks.presets import PRESETS
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.reward_functions import last_box
 from smd_jax.tasks.task import Row, Task, batch_columns

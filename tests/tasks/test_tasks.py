@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.dataset import ReseedingDataset
 
-from smd_jax.tasks.build import TaskChoice, build_task
-from smd_jax.tasks.presets import gsm8k_row
+from smd_jax.tasks.build import TaskChoice, build_task, gsm8k_row
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.reward_functions import GRADED_CHARACTERS, final_answer, gsm8k_gold, math_answer, same_answer
 from smd_jax.tasks.sorting import DistractorSortConfig, DistractorSortDataset
