@@ -73,12 +73,8 @@ def rollout_config(args: SamplingArgs, eos: tuple[int, ...], pad: int) -> Rollou
 def update_config(
     loss: LossArgs, reference: ReferenceArgs, policy: EvictionPolicy, microbatch: int | None, completions: int
 ) -> UpdateConfig:
-    """The update of GRPO, RLOO and PPO, without a critic.
-
-    Args:
-      policy: the sampler's policy; a gate is trained.
-      completions: completions per prompt.
-    """
+    """The update of GRPO, RLOO and PPO, without a critic, for this number of completions per prompt. A gate of the
+    sampler's policy is trained."""
     distill = None if loss.distill == "none" else DistillConfig(direction=loss.distill, coef=loss.distill_coef)
     # A microbatch may hold fewer rows than a prompt has: as many of a prompt's rows as are always in one microbatch.
     # With pack_columns it counts packed rows, which share a prompt wherever they can.

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-STDOUT = 1
 # Packages that the commands import at the top.
 NEEDED = ("tyro", "rich", "yaml", "datasets", "pyarrow", "matplotlib")
 
@@ -42,11 +41,7 @@ def run(command: str) -> None:
 
 
 class Output:
-    """Standard output that discards everything after the first failed write.
-
-    Attributes:
-      failed: whether a write has failed.
-    """
+    """Standard output that discards everything after the first failed write; `failed` says whether one has failed."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -64,7 +59,7 @@ class Output:
             action()
         except OSError as error:
             self.failed = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # also for child processes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output, also of child processes
             if error.errno != errno.EPIPE:
                 print(f"expected to write to standard output; got: {error.strerror}. The rest is lost", file=sys.stderr)
 

@@ -51,12 +51,8 @@ LONGEST, LONGEST_LINE = 2000, 700
 
 @contextmanager
 def report_errors(debug: bool, *expected: type[Exception]) -> Iterator[None]:
-    """Ends the command with a box and exit status 2 after a user error, and with status 130 after Ctrl-C.
-
-    Args:
-      debug: raise the error instead, with its traceback.
-      expected: further errors whose message and notes are enough for the user.
-    """
+    """Ends the command with a box and exit status 2 after a user error, and with status 130 after Ctrl-C; with `debug`
+    raises the error instead. `expected`: further errors whose message and notes are enough for the user."""
     try:
         yield
     except (UserError, MissingExtraError, FloatingPointError, *expected) as error:

@@ -109,20 +109,18 @@ def run(args: Args) -> None:
 
 def trained_model(args: Args, trained: Common, directory: Path, config: ModelConfig) -> Params:
     """Parameters of the checkpoint without the critic. Adapters are put on the base model they were trained on."""
-    place, step = args.run / CHECKPOINTS, best_step(args.run, trained) if args.best else args.step
-    key = jax.random.key(0)
+    place, step = args.run / CHECKPOINTS, args.step
+    if args.best:
+        best = best_rollout(args.run, trained.evaluation.objective)
+        if best is None:
+            raise UserError(
+                f"expected a run with --metric-for-best-model for --best; got {args.run}, which has no such value"
+            )
+        step = best.done
     if lora_config(trained.model) is None:
         like = shapes(trained, Decoder(config))
         return drop_value_head(restore_part(place, {"params": like}, step)["params"])
     _, base = load_checkpoint(directory, dtype=trained.model.param_dtype)
-    whole = with_parts(trained, base, config, key)
+    whole = with_parts(trained, base, config, jax.random.key(0))
     saved = restore_part(place, {"params": params_without_base(whole)}, step)["params"]
     return drop_value_head(params_with_base(saved, whole))
-
-
-def best_step(run: Path, trained: Common) -> int:
-    """The checkpoint with the best value of the run's objective."""
-    best = best_rollout(run, trained.evaluation.objective)
-    if best is None:
-        raise UserError(f"expected a run with --metric-for-best-model for --best; got {run}, which has no such value")
-    return best.done

@@ -207,13 +207,15 @@ def make_loop(args: Common, model: Decoder, data: Data, opened: OpenedModel) -> 
         )
     rollout = rollout_config(args.sampler, opened.ends, pad_token_id(opened.tokenizer))
     kind, config = loop_config(args, policy, rollout, data.width)
+    gate_speed = None if policy.gate is None else args.optimizer.gate_speed
+    options = vars(args.optimizer) | {"learning_rate": learning_rate(args), "gate_speed": gate_speed}
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, data.task, args.data)
     rewards = None if environment is not None else rewards_of(args, data.task, args.data.dataset)
     return kind(
         model,
         data.task,
         opened.tokenizer,
-        optimizer_of(args, config.steps_per_rollout),
+        make_optimizer(OptimizerConfig(**options), args.run.max_steps * config.steps_per_rollout),
         config,
         mesh,
         rewards=rewards,
@@ -255,14 +257,6 @@ def loop_config(args: Common, policy: EvictionPolicy, rollout: RolloutConfig, wi
         case Ppo(critic=critic):
             options |= {"update": replace(update, value=ValueConfig())}
             return PPOLoop, PPOConfig(**options | vars(critic))
-
-
-def optimizer_of(args: Common, steps_per_rollout: int) -> Any:
-    """Builds the optimizer for the whole run."""
-    has_gate = eviction_policy(args.sampler).gate is not None
-    options: dict[str, Any] = {**vars(args.optimizer), "learning_rate": learning_rate(args)}
-    options["gate_speed"] = args.optimizer.gate_speed if has_gate else None
-    return make_optimizer(OptimizerConfig(**options), args.run.max_steps * steps_per_rollout)
 
 
 def learning_rate(args: Common) -> float:

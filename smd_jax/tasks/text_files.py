@@ -16,28 +16,23 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from smd_jax.tasks.task import Row
 from smd_jax.text.visible_text import one_line
 
-FORMATS: Mapping[str, str] = MappingProxyType(
-    {
-        **{".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"},
-        **{".parquet": "parquet", ".arrow": "arrow"},
-    }
-)
-UNPACKERS: Mapping[str, Callable[..., Any]] = MappingProxyType({".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open})
-FIRST_BYTES: Mapping[bytes, str] = MappingProxyType(
-    {
-        b"PAR1": "a parquet file: name it *.parquet",
-        b"ARROW1": "an arrow file: name it *.arrow",
-        b"\x1f\x8b": "a file compressed by gzip: name it *.gz, after its own suffix",
-        b"PK\x03\x04": "a zip archive: unpack it",
-        b"version https://git-lfs": "a pointer of Git LFS, without the data: get it with `git lfs pull`",
-    }
-)
+FORMATS: Mapping[str, str] = {
+    **{".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"},
+    **{".parquet": "parquet", ".arrow": "arrow"},
+}
+UNPACKERS: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+FIRST_BYTES: Mapping[bytes, str] = {
+    b"PAR1": "a parquet file: name it *.parquet",
+    b"ARROW1": "an arrow file: name it *.arrow",
+    b"\x1f\x8b": "a file compressed by gzip: name it *.gz, after its own suffix",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"version https://git-lfs": "a pointer of Git LFS, without the data: get it with `git lfs pull`",
+}
 
 # A compressed file may unpack to the larger of these: rows repeat themselves 5 to 50 times, zeros 1,000 times.
 FREE_BYTES, MAX_RATIO = 2**26, 200
