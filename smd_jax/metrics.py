@@ -16,24 +16,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside, lower_percentile, masked_mean
 
-DIFFERENCE_METRICS: dict[str, str] = {
+# Metrics that compare the sampler with the learner at the rollout's parameters, before any correction.
+SAMPLER_LEARNER_METRICS: dict[str, str] = {
     "sampling/sampling_logp_difference/mean": "mean of |log p_learner - log p_sampler| over response tokens, nats",
     "sampling/sampling_logp_difference/max": "maximum of the same, nats",
     "sampling/token_ratio/min": "minimum over response tokens of p_learner / p_sampler, before any correction",
     "sampling/token_ratio/mean": "mean of the same",
     "sampling/token_ratio/max": "maximum of the same",
     "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
-}
-
-MISMATCH_METRICS: dict[str, str] = {
     "rollout_corr/chi2_token": "mean over tokens of xi^2, minus 1; xi = p_learner / p_sampler",
     "rollout_corr/chi2_seq": "mean over responses of (product of xi)^2, minus 1",
     "rollout_corr/eff_sample_size": "(mean xi)^2 / mean xi^2 over tokens: 1 without mismatch, towards 0 with outliers",
     "rollout_corr/agreement_p5": "5th percentile over tokens of min(1, xi), one sample's estimate of 1 - TV",
 }
-
-# Metrics that compare the sampler with the learner at the rollout's parameters, before any correction.
-SAMPLER_LEARNER_METRICS: dict[str, str] = DIFFERENCE_METRICS | MISMATCH_METRICS
 
 CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_is_mean": "mean over tokens of the weights that the correction applies",
@@ -60,29 +55,20 @@ def sampler_learner_metrics(
     learner_logprobs: Float[Array, "batch response"],
     mask: Bool[Array, "batch response"],
 ) -> dict[str, Float[Array, ""]]:
-    """`SAMPLER_LEARNER_METRICS`, over the tokens in `mask`: `mismatch_metrics` and `chi2_metrics`."""
-    differences = mismatch_metrics(sampler_logprobs, learner_logprobs, mask)
-    return differences | chi2_metrics(sampler_logprobs, learner_logprobs, mask)
-
-
-def mismatch_metrics(
-    sampler_logprobs: Float[Array, "batch response"],
-    learner_logprobs: Float[Array, "batch response"],
-    mask: Bool[Array, "batch response"],
-) -> dict[str, Float[Array, ""]]:
-    """Difference of the learner and the policy that sampled, before any update.
+    """Difference of the learner and the policy that sampled, before any update and any correction.
 
     Args:
       sampler_logprobs, learner_logprobs: log-probability of each sampled token, nats.
-      mask: the tokens that count. Without any, the differences and `mismatch_kl` are 0 and the ratios are 1.
+      mask: the tokens that count. Without any, the differences, divergences and `mismatch_kl` are 0, the others 1.
 
     Returns:
-      `DIFFERENCE_METRICS`; `mismatch_kl` is the mean of `ratio - 1 - log ratio`, ratio = p_learner / p_sampler.
+      `SAMPLER_LEARNER_METRICS`; `mismatch_kl` is the mean of `ratio - 1 - log ratio`, ratio = p_learner / p_sampler.
       TRL's sampling/importance_sampling_ratio is the ratio after truncation; here the weights that a correction applies
       are `rollout_corr/rollout_is_*`.
     """
     delta = log_ratio_inside(learner_logprobs, sampler_logprobs, mask)
-    ratio = jnp.exp(delta)
+    ratio, bounded_ratio = jnp.exp(delta), bounded_exp(delta)
+    of_response = bounded_exp(delta.sum(axis=1))
     # Outside the mask the ratio is 1, which must not count as an extreme.
     empty = ~mask.any()
     return {
@@ -93,6 +79,10 @@ def mismatch_metrics(
         "sampling/token_ratio/max": jnp.where(empty, 1.0, ratio.max(initial=0.0, where=mask)),
         # expm1 keeps the digits of small differences, which `ratio - 1` would lose.
         "mismatch_kl": token_mean(jnp.expm1(delta) - delta, mask),
+        "rollout_corr/chi2_token": masked_mean(bounded_ratio**2, mask, empty=1.0) - 1.0,
+        "rollout_corr/chi2_seq": masked_mean(of_response**2, mask.any(axis=1), empty=1.0) - 1.0,
+        "rollout_corr/eff_sample_size": effective_sample_size(bounded_ratio, mask),
+        "rollout_corr/agreement_p5": lower_percentile(jnp.minimum(bounded_ratio, 1.0), mask, 5.0),
     }
 
 
@@ -164,25 +154,6 @@ def token_mean(
 ) -> Float[Array, ""]:
     """Mean over the tokens in the mask, 0 without any. Values outside may be anything."""
     return masked_mean(values, mask, empty=0.0)
-
-
-def chi2_metrics(
-    sampler_logprobs: Float[Array, "batch R"], learner_logprobs: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
-) -> dict[str, Float[Array, ""]]:
-    """Spread of the mismatch ratio xi over the tokens in `mask`, before any correction.
-
-    Returns:
-      `MISMATCH_METRICS`. Without tokens the divergences are 0, the others 1.
-    """
-    log_ratio = log_ratio_inside(learner_logprobs, sampler_logprobs, mask)
-    ratio = bounded_exp(log_ratio)
-    of_response = bounded_exp(log_ratio.sum(axis=1))
-    return {
-        "rollout_corr/chi2_token": masked_mean(ratio**2, mask, empty=1.0) - 1.0,
-        "rollout_corr/chi2_seq": masked_mean(of_response**2, mask.any(axis=1), empty=1.0) - 1.0,
-        "rollout_corr/eff_sample_size": effective_sample_size(ratio, mask),
-        "rollout_corr/agreement_p5": lower_percentile(jnp.minimum(ratio, 1.0), mask, 5.0),
-    }
 
 
 def correction_metrics(

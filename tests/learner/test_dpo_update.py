@@ -16,10 +16,9 @@ from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.message.sampling import SamplingConfig
-from smd_jax.metrics import MISMATCH_METRICS
+from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
-from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
@@ -127,10 +126,8 @@ def test_loss_and_gradient_against_the_definition(visibility, loss_type):
 
 def test_the_metrics_by_their_definitions():
     metrics, _ = metrics_and_gradients()
-    assert metrics.keys() == DPO_METRICS.keys() | MISMATCH_METRICS.keys() | {
-        *("loss", "grad_norm", "update/skipped", "entropy", "kl", "mismatch_kl"),
-        *(name for name in METRICS if name.startswith("sampling/")),
-    }
+    others = {"loss", "grad_norm", "update/skipped", "entropy", "kl"}
+    assert metrics.keys() == DPO_METRICS.keys() | SAMPLER_LEARNER_METRICS.keys() | others
     chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in rewards_of(PARAMS, "shadow"))
     logps = np.asarray(token_logprobs(PARAMS, "shadow"), np.float64).sum(1)
     expected = {
