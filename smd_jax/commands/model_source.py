@@ -68,7 +68,12 @@ def open_model(source: ModelSource, data: DataSource, sampler: SamplingArgs) -> 
     if data.chat_template == "none":
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = None
-    _check_template_kwargs(tokenizer, data.chat_template_kwargs)
+    template = str(tokenizer.chat_template or "")
+    names = [name for name, _ in parameters_of("--chat-template-kwargs", data.chat_template_kwargs)]
+    unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        problem = f"expected --chat-template-kwargs that the model's chat template reads; got {unread}"
+        raise UserError(problem if template else f"{problem}, and a tokenizer without a chat template")
     ends = end_token_ids(directory, tokenizer, sampler.eos_token, config.vocab_size)
     # Built here so that an invalid stop string fails before the first rollout.
     stop_table(tokenizer, sampler.stop, config.vocab_size)
@@ -162,16 +167,6 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
         # Any token will do: a mask marks the padding, not its id.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
-
-
-def _check_template_kwargs(tokenizer: Any, given: Sequence[str]) -> None:
-    """Raises UserError for --chat-template-kwargs that the chat template does not read."""
-    template = str(tokenizer.chat_template or "")
-    names = [name for name, _ in parameters_of("--chat-template-kwargs", given)]
-    unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
-    if unread:
-        problem = f"expected --chat-template-kwargs that the model's chat template reads; got {unread}"
-        raise UserError(problem if template else f"{problem}, and a tokenizer without a chat template")
 
 
 def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size: int | None = None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import jax
 
@@ -102,23 +102,19 @@ def lock_directory(directory: Path) -> Iterator[None]:
         file = (directory / LOCK).open("w")
     with file:
         with disk_errors_named(directory / LOCK):
-            _lock(file, directory)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"expected no other process that trains in {directory}; got one. Wait for it, or choose another "
+                    "--output-dir"
+                ) from error
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                warning = f"expected a file system with locks at {directory}; got {error.strerror}. "
+                print_box("notice", f"{warning}Make sure that no second process trains there")
         yield
-
-
-def _lock(file: TextIO, directory: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(
-            f"expected no other process that trains in {directory}; got one. Wait for it, or choose another "
-            "--output-dir"
-        ) from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        warning = f"expected a file system with locks at {directory}; got {error.strerror}. "
-        print_box("notice", f"{warning}Make sure that no second process trains there")
 
 
 class Contents(NamedTuple):
