@@ -46,7 +46,9 @@ def parse(words: Sequence[str]) -> tuple[str, Common]:
 def parse_options(kind: type[T], prog: str, description: str, words: Sequence[str], default: T | None = None) -> T:
     """The options of a command without sub-commands; `default` replaces the defaults of the class. Exits as `parse`."""
     if asks_for_help(words):
-        return parse_words(basic_options(kind), prog, f"{description}\n\n{described(kind)}", words)
+        left_out = sum(not _is_basic(hint) for hint in config_file.options_of(kind).values())
+        more = f"\n\n{left_out} more options: {HELP_ALL}" if left_out else ""
+        return parse_words(basic_options(kind), prog, f"{description}\n\n{(kind.__doc__ or '').strip()}{more}", words)
     return parse_words(kind, prog, description, words, default)
 
 
@@ -61,13 +63,6 @@ def parse_words(kind: Any, prog: str, description: str, words: Sequence[str], de
 def asks_for_help(words: Sequence[str]) -> bool:
     """Whether the words ask for the short help page."""
     return any(word in HELP for word in words)
-
-
-def described(kind: type) -> str:
-    """The description of a class, and how many options its short help page leaves out."""
-    left_out = sum(not _is_basic(hint) for hint in config_file.options_of(kind).values())
-    more = f"\n\n{left_out} more options: {HELP_ALL}" if left_out else ""
-    return f"{(kind.__doc__ or '').strip()}{more}"
 
 
 def _is_basic(hint: Any) -> bool:

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -117,20 +117,9 @@ def lock_directory(directory: Path) -> Iterator[None]:
         yield
 
 
-class Contents(NamedTuple):
-    """Settings that name files.
-
-    Attributes:
-      groups: model, data, rewards, conversations and the eviction policy, with digests instead of paths.
-      places: the paths, and the digests of code.
-    """
-
-    groups: dict[str, dict[str, Json]]
-    places: dict[str, Json]
-
-
-def by_content(args: Common) -> Contents:
-    """Reads the files that a run names by absolute paths. Raises OSError if a file cannot be read."""
+def by_content(args: Common) -> tuple[dict[str, dict[str, Json]], dict[str, Json]]:
+    """The options of `GROUPS` and the eviction policy with digests of the files that they name by absolute paths; and
+    these paths, with the digests of code. Raises OSError if a file cannot be read."""
     places: dict[str, Json] = {}
 
     def without_path(option: str, value: Json) -> Json:
@@ -155,7 +144,7 @@ def by_content(args: Common) -> Contents:
     own = code_file(args.sampler.eviction)
     if own is not None:
         groups["eviction"] = {"place": own[0].name, "holds": digest(own[0])}
-    return Contents(groups, places)
+    return groups, places
 
 
 def code_file(value: str) -> tuple[Path, str] | None:

@@ -76,8 +76,11 @@ def prepare(args: Common) -> Prepared:
     options that exclude each other."""
     check_platform(args.device.platform)
     check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
-    if is_first():  # only the first process has loggers
-        check_loggers(args.run.report_to)
+    # Only the first process has loggers; they are created after the weights are read.
+    if is_first() and "tensorboard" in args.run.report_to:
+        check_tensorboard()
+    if is_first() and "wandb" in args.run.report_to:
+        check_wandb()
     opened = open_model(args.model, args.data, args.sampler)
     args = with_prompt_day(args, opened.own_tokenizer.chat_template)
     data = load_data(args, opened.tokenizer)
@@ -145,9 +148,8 @@ def with_parts(args: Common, params: Params, config: ModelConfig, key: jax.Array
 
 def shapes(args: Common, model: Decoder) -> Params:
     """Shapes of the run's parameters."""
-    key = jax.random.key(0)
     stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, args.model.param_dtype), param_shapes(model))
-    return jax.eval_shape(lambda params: with_parts(args, params, model.config, key), stored)
+    return jax.eval_shape(lambda params: with_parts(args, params, model.config, jax.random.key(0)), stored)
 
 
 def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
@@ -163,8 +165,7 @@ def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainS
 
 def state_shapes(args: Common, loop: Loop, model: Decoder) -> TrainState:
     """Shapes of the initial train state. Reads no weights."""
-    key = jax.random.key(0)
-    return jax.eval_shape(lambda params: state_of(args, loop, params, key), shapes(args, model))
+    return jax.eval_shape(lambda params: state_of(args, loop, params, jax.random.key(0)), shapes(args, model))
 
 
 def lora_config(args: ModelArgs) -> LoraConfig | None:
@@ -184,14 +185,6 @@ def check_platform(wanted: str) -> None:
             f"expected JAX to run on {wanted!r}, as --platform says; got {backend!r} with {jax.devices()}. Is "
             f"smd_jax[{'cuda' if wanted == 'gpu' else wanted}] installed, and JAX_PLATFORMS unset?"
         )
-
-
-def check_loggers(report_to: Sequence[str]) -> None:
-    """Raises MissingExtraError for a missing package of a logger, which is created after the weights are read."""
-    if "tensorboard" in report_to:
-        check_tensorboard()
-    if "wandb" in report_to:
-        check_wandb()
 
 
 def make_loop(args: Common, model: Decoder, data: Data, opened: OpenedModel) -> Loop:

@@ -31,7 +31,7 @@ from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, pl
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
-from smd_jax.commands.places import Contents, by_content, lock_directory, with_absolute_paths
+from smd_jax.commands.places import by_content, lock_directory, with_absolute_paths
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
@@ -122,8 +122,7 @@ def run(algorithm: str, args: Common) -> None:
         check_export(directory / "model", 0)
         ready = prepare(args)
         size = check_disk(ready, settings)
-        files = by_content(ready.args)
-        compared, noted = run_settings(ready.args, ready.loop, files)
+        compared, noted = run_settings(ready.args, ready.loop)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must not change the run.
             check_progress(directory, args.run.resume, settings)
@@ -285,23 +284,24 @@ def loggers(algorithm: str, args: Common) -> list[Logger]:
     return found
 
 
-def run_settings(args: Common, loop: Loop, files: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings that must not change at a resume, and those that may: number of steps, paths, reports, and sizes
-    chosen by memory."""
+    chosen by memory. Raises OSError if a file that they name cannot be read."""
+    groups, places = by_content(args)
     compared, noted = split_settings(loop.config)
     optimizer = args.optimizer
     # Such a learning rate depends on the number of steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
     # These limits decide when a run stops, and do not change its result.
-    rewards, limits = split_fields(files.groups["rewards"], ("reward_timeout", "max_failed_rewards"))
-    conversations, _ = split_fields(files.groups["conversations"], ("environment_timeout",))
-    model, remat = split_fields(files.groups["model"], ("gradient_checkpointing",))
-    same = files.groups | {"model": model, "rewards": rewards, "conversations": conversations}
+    rewards, limits = split_fields(groups["rewards"], ("reward_timeout", "max_failed_rewards"))
+    conversations, _ = split_fields(groups["conversations"], ("environment_timeout",))
+    model, remat = split_fields(groups["model"], ("gradient_checkpointing",))
+    same = groups | {"model": model, "rewards": rewards, "conversations": conversations}
     same |= {"optimizer": optimizer, "loop": compared}
     run = replace(args.run, resume=False, resume_if_there=False, dry_run=False, debug=False)
     # Another attention changes only rounding.
     free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
-    free |= {"model": remat, "rewards": limits, "files": files.places}
+    free |= {"model": remat, "rewards": limits, "files": places}
     return same | {"steps": run.max_steps if to_the_end else None}, free
 
 

@@ -98,7 +98,7 @@ def test_functions_of_a_module_here_are_found_from_another_folder(tmp_path: Path
 
 def test_a_policy_of_a_module_is_compared_by_its_content():
     _, args = parse(["grpo", *NEEDED, "--eviction", "smd_jax.eviction.policies:H2O"])
-    found = by_content(args).groups["eviction"]
+    found = by_content(args)[0]["eviction"]
     assert found["place"] == "policies.py" and str(found["holds"]).startswith("sha256:")
 
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
-from smd_jax.commands.places import LOCK, by_content, lock_directory
+from smd_jax.commands.places import LOCK, lock_directory
 from smd_jax.commands.plot import main as plot
 from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import config_text, main, run_settings
@@ -404,7 +404,7 @@ def test_one_line_begins_a_run_and_goes_on(train_words: Words, tmp_path: Path, c
 def test_options_that_change_no_result_are_only_noted(train_words: Words):
     words = train_words()
     compared = [
-        run_settings(args, prepare(args).loop, by_content(args))[0]
+        run_settings(args, prepare(args).loop)[0]
         for args in (parse([*words, *more])[1] for more in ([], ["--microbatch", "4", "--reward-timeout", "3"]))
     ]
     assert compared[0] == compared[1]
@@ -414,7 +414,7 @@ def test_another_attention_is_noted(train_words: Words):
     """Its kernels round differently, so a resume says that it changed."""
     compared, noted = zip(
         *(
-            run_settings(args, prepare(args).loop, by_content(args))
+            run_settings(args, prepare(args).loop)
             for args in (parse([*train_words(), "--attention", name])[1] for name in ("auto", "portable"))
         ),
         strict=True,
