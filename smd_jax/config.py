@@ -324,9 +324,18 @@ class ModelConfig(WrittenRepr):
                 f"expected sliding_windows with local_rope_theta, the RoPE base of layers with a window; got none, "
                 f"and local_rope_theta={self.local_rope_theta}"
             )
+        if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
+            raise ValueError(
+                f"expected layers of experts with a boolean for each of {self.num_layers} layers; got "
+                f"{len(self.experts.layers)}"
+            )
+        if self.experts is not None and (self.activation == "relu2" or not self.gated_mlp):
+            raise ValueError(
+                "expected activation 'silu' or 'gelu_tanh' and gated_mlp with experts, which have a gate; got "
+                f"{self.activation!r} and {self.gated_mlp}"
+            )
         self._check_rope()
         self._check_multipliers()
-        self._check_experts()
 
     def _check_rope(self) -> None:
         if self.rope_layers and len(self.rope_layers) != self.num_layers:
@@ -348,18 +357,6 @@ class ModelConfig(WrittenRepr):
             raise ValueError(
                 f"expected RoPE of all channels in all layers with query_beta; got rotary_dim={self.rotary_dim} and "
                 f"rope_layers={self.rope_layers}"
-            )
-
-    def _check_experts(self) -> None:
-        if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
-            raise ValueError(
-                f"expected layers of experts with a boolean for each of {self.num_layers} layers; got "
-                f"{len(self.experts.layers)}"
-            )
-        if self.experts is not None and (self.activation == "relu2" or not self.gated_mlp):
-            raise ValueError(
-                "expected activation 'silu' or 'gelu_tanh' and gated_mlp with experts, which have a gate; got "
-                f"{self.activation!r} and {self.gated_mlp}"
             )
 
     def _check_multipliers(self) -> None:

@@ -41,12 +41,8 @@ def check_writable(directory: str | Path) -> None:
 
 
 def check_space(directory: str | Path, needed: int, what: str, deleted_before: int = 0) -> None:
-    """Raises OSError if the disk of `directory` has less than `needed` bytes free.
-
-    Args:
-      what: the purpose, such as "4 checkpoints of 1.5 GiB".
-      deleted_before: bytes that will be deleted first.
-    """
+    """Raises OSError if the disk of `directory` has less than `needed` bytes free for `what`, such as "4 checkpoints of
+    1.5 GiB", after `deleted_before` bytes are deleted."""
     free = shutil.disk_usage(nearest(Path(directory))).free + deleted_before
     if free < needed:
         raise OSError(

@@ -106,11 +106,7 @@ def completion_metrics(mask: Bool[Array, "batch response"], terminated: Bool[Arr
 def evicted_share(
     evicted_at: Int[Array, "batch layers kv_heads columns"], valid: Bool[Array, "batch columns"]
 ) -> Float[Array, ""]:
-    """Share of tokens whose keys are evicted before the last query; mean over layers and KV heads.
-
-    Args:
-      evicted_at: of a `smd_jax.message.masks.ShadowMask`.
-    """
+    """Share of tokens whose keys a `ShadowMask` evicts before the last query; mean over layers and KV heads."""
     columns = jnp.arange(valid.shape[1])
     last = jnp.where(valid, columns, 0).max(axis=1)
     evicted = jnp.mean(evicted_at <= last[:, None, None, None], axis=(1, 2))

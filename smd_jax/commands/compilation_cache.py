@@ -12,11 +12,9 @@ import jax
 def cache_programs(folder: Path | None = None) -> None:
     """Caches compiled programs on disk from now on; prints the folder when it creates it.
 
-    JAX_COMPILATION_CACHE_DIR sets another folder; an empty value disables the cache. JAX keys programs by version and
+    The folder is by default `smd_jax/programs` in the user's cache folder, by the XDG convention.
+    JAX_COMPILATION_CACHE_DIR sets another one; an empty value disables the cache. JAX keys programs by version and
     machine, so an old folder does no harm.
-
-    Args:
-      folder: None: `smd_jax/programs` in the user's cache folder, by the XDG convention.
     """
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         # Also small programs: a start runs hundreds of them.

@@ -108,7 +108,7 @@ def with_flags(message: str) -> str:
     """Appends the flags of the options that a message names."""
     named = {option: flag for option, flag in FLAGS.items() if re.search(rf"\b{option}\b", message)}
     unnamed = [f"{option} is {flag}" for option, flag in named.items() if flag not in message]
-    return "\n".join([message, *([f"In flags: {', '.join(unnamed)}."] if unnamed else [])])
+    return f"{message}\nIn flags: {', '.join(unnamed)}." if unnamed else message
 
 
 def print_box(title: str, message: str) -> None:

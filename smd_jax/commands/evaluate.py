@@ -180,7 +180,12 @@ def run(args: Args) -> list[Evaluated]:
         check_numbers(args)
         check_platform(args.device.platform)
         check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
-        check_exported(args)
+        directory, exported = args.command.run, Path(args.model.model)
+        if directory is not None and exported == directory / "model" and not exported.is_dir():
+            raise UserError(
+                f"expected a trained model in {exported}, which a run writes when it ends; got none. Export the newest "
+                f"checkpoint with: {shlex.join(['smd-export', str(directory), '--out', str(exported)])}"
+            )
         opened = open_model(args.model, args.data, args.sampler)
         model = decoder(opened.config, args.device.attention)
         parts, gate = ({}, None) if args.command.gate is None else load_gate(args.command.gate, model.shape)
@@ -200,16 +205,6 @@ def run(args: Args) -> list[Evaluated]:
         rows = args.data.dataset if args.data.split is None else f"{args.data.dataset} {args.data.split}"
         print_results(f"{rows}, {args.model.model}", results)
     return results
-
-
-def check_exported(args: Args) -> None:
-    """Raises UserError for a run without a trained model."""
-    directory, model = args.command.run, Path(args.model.model)
-    if directory is not None and model == directory / "model" and not model.is_dir():
-        raise UserError(
-            f"expected a trained model in {model}, which a run writes when it ends; got none. Export the newest "
-            f"checkpoint with: {shlex.join(['smd-export', str(directory), '--out', str(model)])}"
-        )
 
 
 def print_results(title: str, results: Sequence[Evaluated]) -> None:

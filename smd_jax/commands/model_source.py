@@ -95,15 +95,10 @@ def model_directory(name: str, revision: str | None = None) -> Path:
 
 
 def local_directory(name: str, flag: str, revision: str | None, files: Sequence[str]) -> Path:
-    """The local directory of this name, or the downloaded repository.
+    """The local directory of this name, or the repository of which files of these patterns are downloaded.
 
-    Args:
-      flag: the option that gave the name, for error messages.
-      revision: branch, tag or commit on the Hub; None is the main branch.
-      files: patterns of the files to download.
-
-    Raises:
-      UserError: neither a directory nor a repository on the Hub; a revision of a local directory.
+    `flag` is the option that gave the name, `revision` a branch, tag or commit on the Hub (None: the main branch).
+    Raises UserError for neither a directory nor a repository on the Hub, and for a revision of a local directory.
     """
     path = Path(name)
     if path.is_dir():
@@ -133,14 +128,9 @@ def has_tokenizer(directory: Path) -> bool:
 def load_tokenizer(model: Path, name: str | None = None, revision: str | None = None) -> Any:
     """Loads the tokenizer of a model.
 
-    A missing EOS or padding token is taken from the model's generation_config.json or config.json. If no file names a
-    padding token, EOS is used.
-
-    Args:
-      name, revision: of the tokenizer, as in `local_directory`; None is the model's directory.
-
-    Raises:
-      UserError: no tokenizer, or one that transformers cannot read; a revision without an id.
+    Its name and revision are as in `local_directory`; None is the model's directory. A missing EOS or padding token is
+    taken from the model's generation_config.json or config.json. If no file names a padding token, EOS is used. Raises
+    UserError for no tokenizer, one that transformers cannot read, or a revision without an id.
     """
     if name is None and revision is not None:
         raise UserError(f"expected --tokenizer, an id on the Hub, with --tokenizer-revision {revision!r}; got none")
@@ -175,12 +165,9 @@ def end_token_ids(model: Path, tokenizer: Any, named: Sequence[str], vocab_size:
     The model's come from generation_config.json, which lists the tokens that end a chat turn, or from config.json.
     If one is missing, the sampler continues past the end of a turn.
 
-    Args:
-      named: tokens as the tokenizer writes them, such as "<|im_end|>".
-      vocab_size: rows of the embedding. Tokens without a row are left out, as they cannot be sampled.
-
-    Raises:
-      UserError, ValueError: an unknown token; an unreadable file; no token that ends a completion.
+    Named tokens are as the tokenizer writes them, such as "<|im_end|>". Those without one of the embedding's
+    `vocab_size` rows are left out, as they cannot be sampled. Raises UserError or ValueError for an unknown token, an
+    unreadable file, or no token that ends a completion.
     """
     reachable = LARGEST if vocab_size is None else vocab_size
     if named:

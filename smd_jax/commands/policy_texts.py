@@ -32,9 +32,8 @@ _DECODE = re.compile(rf"(?P<policy>{_PATTERN})(:(?P<budget>\d+)(\+(?P<buffer>\d+
 def parse_policy(text: str) -> EvictionPolicy:
     """Parses one of the forms above. Case, and "-" versus "_", do not matter in the library's names.
 
-    Raises:
-      ValueError: another form, an unknown name, an unsuitable class, or parameters that it does not take.
-      FileNotFoundError: no such file.
+    Raises FileNotFoundError for no such file, and ValueError for another form, an unknown name, an unsuitable class, or
+    parameters that it does not take.
     """
     match = _POLICY.fullmatch(text.strip())
     if match is None:

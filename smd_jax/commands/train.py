@@ -186,7 +186,11 @@ def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared:
     # The other processes wait for the first one, and fail if it fails.
     with all_or_none():
         if is_first():
-            plot_or_explain(directory)
+            try:
+                with disk_errors_named(directory / "training.png"):
+                    plot_runs([directory], directory / "training.png")
+            except OSError as error:  # smd-plot can draw the curves later
+                print_box("notice", str(error))
             export_or_explain(ready, params)
 
 
@@ -303,15 +307,6 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
     free |= {"model": remat, "rewards": limits, "files": places}
     return same | {"steps": run.max_steps if to_the_end else None}, free
-
-
-def plot_or_explain(directory: Path) -> None:
-    """Draws the curves of the run. smd-plot can draw them later if that fails."""
-    try:
-        with disk_errors_named(directory / "training.png"):
-            plot_runs([directory], directory / "training.png")
-    except OSError as error:
-        print_box("notice", str(error))
 
 
 def export_or_explain(ready: Prepared, params: Params) -> None:

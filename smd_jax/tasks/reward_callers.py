@@ -126,9 +126,6 @@ class CallsInProcess:
         self._process, self._loaded, self._due = None, False, None
 
 
-Caller = CallsHere | CallsInProcess
-
-
 def pickled_function(
     name: str, function: Callable[..., Any], what: str = "a reward"
 ) -> tuple[list[tuple[str, str]], bytes]:

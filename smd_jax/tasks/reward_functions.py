@@ -1,12 +1,5 @@
 """Ready reward functions, which also work in TRL.
 
-    function                                   column     reward
-    math_answer                                answer     1 if math-verify finds an equal expression
-    exact_match, token_f1                      answer     as in SQuAD; the best of several answers
-    rouge_l = RougeL(length_penalty)           summary    ROUGE-L less a penalty on length
-    format_reward = FormatReward(pattern)                 1 if the whole completion is of a form
-    Overlong(max_length, cache)                           from 0 down to -1 towards the longest completion
-
 If a completion has `<answer>…</answer>`, `math_answer`, `exact_match` and `token_f1` read the last one only.
 """
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from smd_jax.tasks.reward_callers import Caller, CallsHere, CallsInProcess
+from smd_jax.tasks.reward_callers import CallsHere, CallsInProcess
 from smd_jax.tasks.reward_calls import ANOTHER_NUMBER, Failed, Value
 from smd_jax.tasks.task import Prompt, completion_of
 from smd_jax.text.visible_text import visible
@@ -140,7 +140,7 @@ class Rewards:
         return self.names or tuple(map(function_name, self.functions))
 
     @functools.cached_property
-    def _callers(self) -> dict[str, Caller]:
+    def _callers(self) -> dict[str, CallsHere | CallsInProcess]:
         pairs = zip(self.logged_names, self.functions, strict=True)
         if self.seconds is None:
             return {name: CallsHere(function) for name, function in pairs}
