@@ -38,6 +38,7 @@ def check_instance(name: str, value: object, kind: type) -> None:
 
 
 MAX_SEED = 2**32 - 1  # `jax.random.key` keeps 32 bits, so a larger seed would repeat the keys of a smaller one
+MOST_EXPERTS = 2**15 - 1  # routing is recorded in at most 16 bits
 
 
 def check_seed(field: str, value: object) -> None:
@@ -225,9 +226,6 @@ class Experts:
         _check_positive(self, "clamp")
         if not 0 <= self.balance_coef < math.inf:
             raise ValueError(f"expected a finite balance_coef >= 0; got {self.balance_coef}")
-
-
-MOST_EXPERTS = 2**15 - 1  # routing is recorded in at most 16 bits
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

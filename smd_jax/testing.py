@@ -42,8 +42,6 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The event that JAX reports for every program it compiles.
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def tiny_model_config(
@@ -184,7 +182,7 @@ def count_compilations() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
 
     def listen(event: str, duration_secs: float, **tags: str | int) -> None:
-        if event == _COMPILED:
+        if event == "/jax/core/compile/backend_compile_duration":  # reported for every compiled program
             counts[re.sub(r"\w+\((.*)\)", r"\1", str(tags["fun_name"]))] += 1  # `jit(update)` -> `update`
 
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -21,11 +21,8 @@ NEEDED = ("tyro", "rich", "yaml", "datasets", "pyarrow", "matplotlib")
 def run(command: str) -> None:
     """Runs the `main` of a module of `smd_jax.commands`; `--version` imports none.
 
-    A command continues if its output cannot be written, so that no run is lost.
-
-    Raises:
-      SystemExit: with status 2 if packages are not installed or the current folder was removed; with status 1 if the
-        command succeeded, but its output could not be written.
+    A command continues if its output cannot be written, so that no run is lost, and then exits with status 1. The
+    status is 2 if packages are not installed or the current folder was removed.
     """
     _open_standard_streams()
     output: Any = Output(sys.stdout)

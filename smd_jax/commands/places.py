@@ -40,7 +40,6 @@ LOCK = "process.lock"
 # Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
-GROUPS = ("model", "data", "rewards", "conversations")
 
 
 def full_path(name: str | Path) -> Path:
@@ -118,8 +117,8 @@ def lock_directory(directory: Path) -> Iterator[None]:
 
 
 def by_content(args: Common) -> tuple[dict[str, dict[str, Json]], dict[str, Json]]:
-    """The options of `GROUPS` and the eviction policy with digests of the files that they name by absolute paths; and
-    these paths, with the digests of code. Raises OSError if a file cannot be read."""
+    """The options of model, data, rewards and conversations, and the eviction policy, with digests of the files that
+    they name by absolute paths; and these paths, with the digests of code. Raises OSError if a file cannot be read."""
     places: dict[str, Json] = {}
 
     def without_path(option: str, value: Json) -> Json:
@@ -137,7 +136,7 @@ def by_content(args: Common) -> tuple[dict[str, dict[str, Json]], dict[str, Json
         return value
 
     groups: dict[str, dict[str, Json]] = {}
-    for group in GROUPS:
+    for group in ("model", "data", "rewards", "conversations"):
         options = vars(getattr(args, group))
         groups[group] = {name: without_path(name, to_jsonable(value, name)) for name, value in options.items()}
     # The loop's settings name only the class of the policy, whose file may not change.

@@ -25,6 +25,8 @@ GRADED_CHARACTERS = 2_000  # at the end of a completion; matching a longer text 
 GRADING_SECONDS = 2  # sympy never finishes an answer such as 9^9^9^9
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
 THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def math_answer(
@@ -255,10 +257,6 @@ def _answer_part(completion: Completion) -> str:
 def _best(score: Callable[[str], float], golds: object) -> float | None:
     """The highest score among the references; None without a reference."""
     return max(map(score, answer_texts(golds)), default=None)
-
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def _words(text: str) -> list[str]:
