@@ -48,7 +48,12 @@ def render_messages(
     """
     # As transformers does. Templates test whether a message has a key, and `datasets` fills in None for missing ones.
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    day = first_day() if variables.get(DAY) is None else day_of(variables[DAY])
+    day = first_day() if variables.get(DAY) is None else variables[DAY]
+    if not isinstance(day, datetime.date):
+        try:
+            day = datetime.date.fromisoformat(str(day))
+        except ValueError as error:
+            raise ValueError(f"expected {DAY} as a day such as 2026-01-31; got {day!r:.40}") from error
     values = {**tokenizer.special_tokens_map, **variables, DAY: day.isoformat()}
     template = tokenizer.get_chat_template(tools=variables.get("tools"))
     return _renderer(os.getpid()).render(template, messages, values, Limits(), add_generation_prompt)
@@ -105,17 +110,3 @@ def _renderer(process: int) -> Renderer:
 def first_day() -> datetime.date:
     """The day on which this process first asked."""
     return datetime.date.today()
-
-
-def day_of(value: object) -> datetime.date:
-    """A date, or the date that a text such as "2026-01-31" names.
-
-    Raises:
-      ValueError: anything else.
-    """
-    if isinstance(value, datetime.date):
-        return value
-    try:
-        return datetime.date.fromisoformat(str(value))
-    except ValueError as error:
-        raise ValueError(f"expected {DAY} as a day such as 2026-01-31; got {value!r:.40}") from error

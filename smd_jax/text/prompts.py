@@ -233,7 +233,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def check_ordinary_ids(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raises ValueError if an ordinary token is outside of an embedding of `vocab_size` rows."""
-    added = set(_added_ids(tokenizer))
+    added = tokenizer.added_tokens_decoder
     ids = [token_id for token_id in tokenizer.get_vocab().values() if token_id not in added]
     needed = 1 + max(ids, default=-1)
     if needed > vocab_size or not any(token_id < vocab_size for token_id in tokenizer.get_vocab().values()):
@@ -245,7 +245,7 @@ def check_ordinary_ids(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def unreachable_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     """Added tokens outside of an embedding of `vocab_size` rows, which no prompt may contain."""
-    return [token for token_id, token in _added_ids(tokenizer).items() if token_id >= vocab_size]
+    return [str(token) for token_id, token in tokenizer.added_tokens_decoder.items() if token_id >= vocab_size]
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
@@ -281,15 +281,10 @@ def _front(tokenizer: Tokenizer, text: str) -> list[int]:
     return []
 
 
-def _added_ids(tokenizer: Tokenizer) -> dict[int, str]:
-    """Id -> text of the added tokens, including special ones."""
-    return {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
-
-
 def pad_left(rows: list[list[int]], width: int, pad: int) -> PromptBatch:
     """Rows of ids, none longer than `width`, as prompts."""
     lengths = np.array([len(row) for row in rows])
     valid = np.arange(width) >= width - lengths[:, None]
     tokens = np.full(valid.shape, pad, np.int32)
-    tokens[valid] = np.concatenate(rows)  # row-major on both sides, so row i's tokens end row i
+    tokens[valid] = [token for row in rows for token in row]  # row-major on both sides, so row i's tokens end row i
     return PromptBatch(tokens=jnp.asarray(tokens), valid=jnp.asarray(valid))

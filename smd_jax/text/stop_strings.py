@@ -51,10 +51,16 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
       ValueError: no strings; an empty one; one that the tokenizer encodes with a special token, which is no text; see
         also `token_bytes`.
     """
-    patterns = _encode(strings)
+    if isinstance(strings, str):
+        raise TypeError(f"expected a sequence of stop strings, such as [{strings!r}]; got the one string {strings!r}")
+    if not strings:
+        raise ValueError("expected at least one stop string; got none")
     for string in strings:
+        if not string:
+            raise ValueError("expected stop strings of at least one character; got ''")
         _check_ordinary(string, tokenizer)
-    table = _run_over_tokens(_automaton(patterns), token_bytes(tokenizer, vocab_size))
+    steps = _automaton([string.encode() for string in strings])
+    table = _run_over_tokens(steps, token_bytes(tokenizer, vocab_size))
     return StopTable(next_state=jnp.asarray(table.astype(np.min_scalar_type(len(table) - 1))))
 
 
@@ -82,17 +88,6 @@ def advance(
     """
     state = table.next_state[state, token].astype(jnp.int32)
     return state, state == table.next_state.shape[0] - 1
-
-
-def _encode(strings: Sequence[str]) -> list[bytes]:
-    if isinstance(strings, str):
-        raise TypeError(f"expected a sequence of stop strings, such as [{strings!r}]; got the one string {strings!r}")
-    if not strings:
-        raise ValueError("expected at least one stop string; got none")
-    for string in strings:
-        if not string:
-            raise ValueError("expected stop strings of at least one character; got ''")
-    return [string.encode() for string in strings]
 
 
 def _automaton(patterns: Sequence[bytes]) -> np.ndarray:

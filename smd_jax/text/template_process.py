@@ -12,7 +12,6 @@ import logging
 import resource
 import signal
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -24,8 +23,6 @@ TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
     *(RuntimeError, SyntaxError, TypeError, ValueError),
 )
-
-
 CPU_SIGNAL = signal.SIGPROF  # its default action ends the process, even inside a loop in C
 
 
@@ -41,13 +38,6 @@ class Limits(NamedTuple):
     seconds: float = 10.0
     memory: int = 2**30
     characters: int = 2**24
-
-
-def address_space() -> int:
-    """Bytes of address space that this process uses; 0 if the system does not tell."""
-    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-    return 0
 
 
 def render(
@@ -89,7 +79,9 @@ def serve(connection: Connection) -> None:
     import transformers.utils.chat_template_utils  # noqa: F401  before memory is limited
 
     logging.disable()
-    baseline = address_space()
+    baseline = 0  # bytes of address space that this process uses; 0 if the system does not tell
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        baseline = int(file.read().split()[0]) * resource.getpagesize()
     connection.send_bytes(b"ready")
     while True:
         template, messages, variables, limits, add_generation_prompt = connection.recv()
@@ -105,10 +97,6 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(json.dumps(answer).encode())
 
 
-def main(arguments: Sequence[str]) -> None:
-    with Connection(int(arguments[0])) as connection, contextlib.suppress(EOFError, ConnectionError):
-        serve(connection)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, ConnectionError):
+        serve(connection)

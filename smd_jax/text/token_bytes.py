@@ -57,7 +57,8 @@ def byte_alphabet() -> dict[str, int]:
 def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     """A function from a token to its bytes, by the kind of the decoder."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    steps = _steps(json.loads(decoder.__getstate__())) if decoder is not None else []
+    state = {"type": "Sequence", "decoders": []} if decoder is None else json.loads(decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = "".join(f"{step['type']} " for step in steps)
     if kinds == "ByteLevel ":
         return _byte_level()
@@ -69,10 +70,6 @@ def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
         "expected a tokenizer of transformers with a byte-level or sentencepiece decoder, to know the bytes of its "
         f"tokens; got {type(tokenizer).__name__} with the decoder {kinds.split()}"
     )
-
-
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 
 def _byte_level() -> Callable[[str], bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,13 @@ def splits_as_file(tokenizer: Any, file: Path) -> bool:
     if not file.is_file():
         return True
     own = getattr(tokenizer, "backend_tokenizer", None)
+    if own is None:
+        return False
     content = json.loads(file.read_text(encoding="utf-8"))
-    return own is not None and _parts(own) == _parts(_without_model(content))
-
-
-def _without_model(content: Mapping[str, Any]) -> Tokenizer:
-    # A vocabulary takes a second to read, and older files leave out defaults, which this fills in.
+    # Without the vocabulary, which takes a second to read. Older files leave out defaults, which this fills in.
     parts = {name: content.get(name) for name in PARTS}
-    return Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": NO_MODEL}))
+    wanted = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], **parts, "model": NO_MODEL}))
+    return _parts(own) == _parts(wanted)
 
 
 def _parts(tokenizer: Tokenizer) -> list[Any]:
