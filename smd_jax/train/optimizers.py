@@ -134,16 +134,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
-def _faster_gate(speed: float) -> optax.GradientTransformation:
-    """Multiplies the update of the eviction gate."""
-
-    def scaled(updates: Params) -> Params:
-        return {
-            name: jax.tree.map(lambda x: speed * x, part) if name == EVICTION_GATE else part
-            for name, part in updates.items()
-        }
-
-    return optax.stateless(lambda updates, params: scaled(updates))
+def _is_gate(params: Params) -> dict[str, bool]:
+    return {name: name == EVICTION_GATE for name in params}
 
 
 def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
@@ -168,11 +160,18 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """
 
     def scaled(learning_rate: Any) -> optax.GradientTransformation:
-        parts = [*_direction(config)]
+        # Both turn the gradient into a direction of about unit size in every weight.
+        if config.optim == "adafactor":
+            # Without Adafactor's scaling by parameters, as in transformers' Trainer, so that AdamW's rates apply.
+            factored = optax.scale_by_factored_rms(min_dim_size_to_factor=LEAST_FACTORED)
+            parts = [factored, _clip_by_layer_rms(BLOCK_RMS)]
+        else:
+            dtype = jnp.dtype(config.momentum_dtype)
+            parts = [optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype=dtype)]
         if config.weight_decay:
             parts.append(optax.add_decayed_weights(config.weight_decay, decayed))
         if config.gate_speed is not None:
-            parts.append(_faster_gate(config.gate_speed))
+            parts.append(optax.masked(optax.scale(config.gate_speed), _is_gate))
         return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
 
     # Explicitly float32: a rate like 1e-6 has few digits in the dtype of the parameters.
@@ -181,15 +180,6 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     if config.max_grad_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optimizer)
-
-
-def _direction(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:
-    """Turns the gradient into a direction of about unit size in every weight."""
-    if config.optim == "adafactor":
-        # Without Adafactor's scaling by parameters, as in transformers' Trainer, so that AdamW's rates apply.
-        return optax.scale_by_factored_rms(min_dim_size_to_factor=LEAST_FACTORED), _clip_by_layer_rms(BLOCK_RMS)
-    dtype = jnp.dtype(config.momentum_dtype)
-    return (optax.scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, mu_dtype=dtype),)
 
 
 def decayed(params: Params) -> Any:

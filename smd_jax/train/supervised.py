@@ -19,7 +19,7 @@ from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
-from smd_jax.text.prompts import Tokenizer, encode_prompt, eos_token_id, pad_token_id, wants_special_tokens
+from smd_jax.text.prompts import Tokenizer, encode_prompt, eos_token_id, pad_left, pad_token_id, wants_special_tokens
 
 
 @any_leaves
@@ -43,9 +43,7 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
     Raises:
       ValueError: for an empty prompt, or a pair that with its end of sequence is longer than `width` (naming its row).
     """
-    tokens = np.full((len(prompts), width), pad_token_id(tokenizer), np.int32)
-    start = np.zeros(len(prompts), np.int32)
-    answer_start = np.zeros(len(prompts), np.int32)
+    rows, answer_lengths = list[list[int]](), list[int]()
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), eos_token_id(tokenizer)]
         ids = [*encode_prompt(tokenizer, prompt, add_special_tokens=wants_special_tokens(tokenizer)), *answer_ids]
@@ -54,14 +52,12 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
             raise ValueError(f"expected at least one token in every prompt; example {row} has none")
         if len(ids) > width:
             raise ValueError(f"expected prompt + answer within {width} tokens; example {row} has {len(ids)}")
-        # Left-padded like the prompts of a rollout: all rows end at the last column.
-        tokens[row, width - len(ids) :] = ids
-        start[row] = width - len(ids)
-        answer_start[row] = width - len(answer_ids)
-    column = np.arange(width)[None]
-    return Examples(
-        jnp.asarray(tokens), jnp.asarray(column >= start[:, None]), jnp.asarray(column >= answer_start[:, None])
-    )
+        rows.append(ids)
+        answer_lengths.append(len(answer_ids))
+    # Left-padded like the prompts of a rollout: all rows end at the last column.
+    padded = pad_left(rows, width, pad_token_id(tokenizer))
+    targets = np.arange(width) >= width - np.array(answer_lengths)[:, None]
+    return Examples(padded.tokens, padded.valid, jnp.asarray(targets))
 
 
 def cross_entropy(model: LanguageModel, params: Params, examples: Examples) -> Float[Array, ""]:
