@@ -75,7 +75,14 @@ def minibatches(
     # Read now: the first step donates the state's buffers.
     seed = [*np.asarray(jax.random.key_data(state.key)).ravel().tolist(), int(state.step)]
     for number in range(config.num_iterations):
-        order = order_of_pass(config.prompts_per_step, number, seed, counted_groups)
+        # The first pass keeps the order of the rollout, whose prompts are already shuffled.
+        order = np.arange(len(groups))
+        if number > 0:
+            order = np.random.default_rng([*seed, number]).permutation(len(groups))
+            if counted_groups is not None:
+                # Groups that count come first, so that every minibatch has its share of them. False sorts before True,
+                # and a stable sort keeps the random order among them.
+                order = order[np.argsort(~counted_groups[order], kind="stable")]
         for first in range(config.minibatches):
             rows = groups[order[first :: config.minibatches]].reshape(-1)
             # A single minibatch keeps its order: another one would only change rounding.
@@ -86,23 +93,6 @@ def minibatches(
 @jax.jit
 def _take_rows(batch: Any, rows: jax.Array) -> Any:
     return jax.tree.map(lambda x: x[rows], batch)
-
-
-def order_of_pass(
-    groups: int, number: int, seed: Sequence[int], counted_groups: np.ndarray | None = None
-) -> np.ndarray:
-    """The order of the groups in one pass over a rollout; minibatch i of n takes places i, i + n, ….
-
-    Args:
-      number: number of the pass. The first keeps the order of the rollout, whose prompts are already shuffled.
-      seed: with the number it determines the order.
-      counted_groups: `[groups]`; groups that count come first, so that every minibatch has its share of them.
-    """
-    if number == 0:
-        return np.arange(groups)
-    # False sorts before True, and a stable sort keeps the random order among groups that count.
-    order = np.random.default_rng([*seed, number]).permutation(groups)
-    return order if counted_groups is None else order[np.argsort(~counted_groups[order], kind="stable")]
 
 
 def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
@@ -116,19 +106,13 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
       Minima and maxima of correction weights over the steps; the difference of evictions at the first step, before the
       gate moves; means over the steps of everything else.
     """
-    if not steps:
-        return {}
-    first = {name: value for name, value in steps[0].items() if name in SAMPLER_LEARNER_METRICS}
-    names = sorted(steps[0].keys() - first.keys())
-    return _of_steps([{name: metrics[name] for name in names} for metrics in steps]) | (before or first)
+    return _of_steps(steps) | before if steps else {}
 
 
 @jax.jit
 def _of_steps(steps: Sequence[Metrics]) -> Metrics:
-    reductions: dict[str, Callable[[Array], Array]] = {
-        "rollout_corr/rollout_is_min": jnp.min,
-        "rollout_corr/rollout_is_max": jnp.max,
-        "evictions/logp_difference/max": lambda values: values[0],
-    }
+    of_first_step = (*SAMPLER_LEARNER_METRICS, "evictions/logp_difference/max")
+    reductions: dict[str, Callable[[Array], Array]] = dict.fromkeys(of_first_step, lambda values: values[0])
+    reductions |= {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
     stacked = jax.tree.map(lambda *values: jnp.stack(values), *steps)
     return {name: reductions.get(name, jnp.mean)(values) for name, values in stacked.items()}
