@@ -104,7 +104,8 @@ def encode_prompts(
     rows = [encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
     longest, reason = (max_positions, "the model's context") if width is None else (width, "the width of the batch")
     if width is not None and (width < 1 or (max_positions is not None and width > max_positions)):
-        raise ValueError(f"expected a width from 1 to the model's context of {max_positions} tokens; got {width}")
+        most = "" if max_positions is None else f" to the model's context of {max_positions} tokens"
+        raise ValueError(f"expected a width from 1{most}; got {width}")
     if not rows:
         raise ValueError("expected at least one prompt; got none")
     for index, row in enumerate(rows):
