@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,6 @@ STALENESS = {
     "staleness/ratio_max": "sampling/token_ratio/max",
     "staleness/kl": "mismatch_kl",
 }
-
-# Samples a rollout in the thread. The returned function may grade it, in the thread that calls `take`.
-SampleRollout = Callable[[Params, jax.Array, int], Callable[[], Samples]]
 
 
 def with_sampler_params(state: TrainState) -> TrainState:
@@ -48,32 +44,28 @@ def staleness_metrics(first_step: Metrics, index: int) -> Metrics:
     return ratios | {"staleness/rollouts": jnp.float32(min(index, 1))}
 
 
-class _Begun(NamedTuple):
-    index: int
-    params: Params
-    result: Future[Callable[[], Samples]]
-
-
 class RolloutAhead:
     """Samples at most one rollout in a thread.
 
     Args:
-      sample: samples the rollout of a number with these parameters and the key of the run.
+      sample: samples the rollout of a number with these parameters and the key of the run, in the thread. The returned
+        function may grade it, in the thread that calls `take`.
     """
 
-    def __init__(self, sample: SampleRollout) -> None:
+    def __init__(self, sample: Callable[[Params, jax.Array, int], Callable[[], Samples]]) -> None:
         self._sample = sample
         self._pool = ThreadPoolExecutor(1)
-        self._begun: _Begun | None = None
+        # Number of the rollout, and the parameters that sample it.
+        self._begun: tuple[int, Params, Future[Callable[[], Samples]]] | None = None
 
     def begin(self, index: int, params: Params, key: jax.Array) -> None:
         """Begins to sample rollout `index`."""
-        self._begun = _Begun(index, params, self._pool.submit(self._sample, params, jnp.copy(key), index))
+        self._begun = index, params, self._pool.submit(self._sample, params, jnp.copy(key), index)
 
     def wait(self) -> None:
         """Waits for a rollout that was begun. `take` raises its error."""
         if self._begun is not None:
-            wait([self._begun.result])
+            wait([self._begun[2]])
 
     def take(self, index: int, params: Params) -> Samples | None:
         """The rollout that was begun with this number and these parameters; None if there is none.
@@ -83,9 +75,10 @@ class RolloutAhead:
         begun, self._begun = self._begun, None
         if begun is None:
             return None
+        number, sampled_with, result = begun
         # Waits in any case: two rollouts at once would share the devices' memory and the reward functions.
-        finish = begun.result.result()
-        return finish() if begun.index == index and _same_buffers(begun.params, params) else None
+        finish = result.result()
+        return finish() if number == index and _same_buffers(sampled_with, params) else None
 
 
 def _same_buffers(left: Params, right: Params) -> bool:
