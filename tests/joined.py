@@ -50,14 +50,12 @@ from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train import loop as loop_module
-from smd_jax.train.debug_dump import RefusedRolloutError
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
-from smd_jax.train.samples import Samples
+from smd_jax.train.samples import RefusedRolloutError, Samples
 
 EOS, PAD = 258, 256
 TOKENIZER = byte_tokenizer(chat=False)

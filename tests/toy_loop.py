@@ -26,10 +26,10 @@ from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Prompt, Row, Task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import Tokenizer
-from smd_jax.train import policy_learner
+from smd_jax.train import policy_loop
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
-from smd_jax.train.ppo import PolicyLoop
+from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 TOKENIZER = byte_tokenizer(chat=False)
@@ -82,8 +82,8 @@ shared_update, shared_replay = functools.cache(make_update), functools.cache(mak
 def share_programs(loop: PolicyLoop) -> None:
     """A loop makes its train step and its replay when it first needs them, and what is jitted anew is compiled anew:
     loops that ask for the same ones get the same ones."""
-    with mock.patch.multiple(policy_learner, make_update=shared_update, make_replay=shared_replay):
-        assert loop.learner.update is not None and loop.learner.replay is not None  # now they are made
+    with mock.patch.multiple(policy_loop, make_update=shared_update, make_replay=shared_replay):
+        assert loop.update is not None and loop.replay is not None  # now they are made
 
 
 def own_loop(

@@ -19,8 +19,7 @@ from breaking.outcome import Outcome, refusal
 from breaking.plain import plain_left, plain_whole, quietly
 from breaking.trained import real_left, real_loop, real_state
 from smd_jax.message.masks import ShadowMask
-from smd_jax.train.debug_dump import RefusedRolloutError
-from smd_jax.train.samples import Samples
+from smd_jax.train.samples import RefusedRolloutError, Samples
 
 
 def infinite_rewards(first: int, last: int) -> Callable[[int, Samples], Samples]:

@@ -30,7 +30,7 @@ from smd_jax.sampler.environment_respondent import EnvironmentRespondent
 from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
 from smd_jax.train.conversations import EnvironmentConfig
-from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import Decode
 from smd_jax.train.supervised import Examples
 
 LETTERS = string.ascii_lowercase[:8]

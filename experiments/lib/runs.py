@@ -27,8 +27,7 @@ from smd_jax.eviction.policies import LearnedGate
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 
 # Limit for every rollout if learner and sampler are one policy, in nats, float32.
 MAX_MISMATCH_KL = 1e-6

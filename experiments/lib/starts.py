@@ -31,8 +31,7 @@ from smd_jax.runs import checkpoint
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.supervised import Examples, encode_examples, make_supervised_update
 
 STORED = ROOT / "experiments" / "starts"

@@ -24,8 +24,7 @@ from smd_jax.runs.run_folder import CHECKPOINTS
 from smd_jax.runs.settings import split_settings
 from smd_jax.tasks.dataset_task import usable_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 
 CURVE = ("reward", "entropy", "completions/mean_length", "mismatch_kl", "grad_norm", "step_time")

@@ -23,7 +23,7 @@ from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder, Remat
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.train.decoding import Decode, as_trained
+from smd_jax.train.evaluation import Decode, as_trained
 
 
 def decoder(config: ModelConfig, attention: AttentionName, remat: Remat = "none", scan_layers: bool = False) -> Decoder:

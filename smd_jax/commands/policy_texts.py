@@ -21,7 +21,7 @@ from smd_jax.eviction.policies import POLICIES, LearnedGate, TriAttention
 from smd_jax.message.gate import Gate
 from smd_jax.tasks.functions import import_object
 from smd_jax.text.near_names import did_you_mean
-from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import Decode
 
 # A folder's name may contain parentheses; then only a colon after ".py" ends the path.
 _PATTERN = r"(?:(?P<place>.+\.py|[^()]+):(?P<object>[^\W\d]\w*)|(?P<name>[^:()]+))\s*(?P<parameters>\(.*\))?"

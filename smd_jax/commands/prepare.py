@@ -48,7 +48,8 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from smd_jax.train.ppo import PolicyLoop, PPOConfig, PPOLoop
+from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PPOConfig, PPOLoop
 
 
 class Prepared(NamedTuple):

@@ -67,10 +67,10 @@ from smd_jax.tasks.reward_callers import UnloadableRewardError
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
-from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
-from smd_jax.train.ppo import PolicyLoop
+from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.samples import RefusedRolloutError
 
 # Errors of rewards, checkpoints and sampled rollouts, in messages for the user.
 EXPECTED = (

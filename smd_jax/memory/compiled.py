@@ -22,9 +22,8 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.sampler.engine import Engine
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import Evaluator
-from smd_jax.train.ppo import PolicyLoop
+from smd_jax.train.evaluation import Decode, Evaluator
+from smd_jax.train.policy_loop import PolicyLoop
 
 
 @dataclass(frozen=True)
@@ -111,31 +110,29 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
 def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
     """Bytes of a device during the rollout, with the state that waits for the update; with dynamic sampling during the
     last rollout of a step."""
-    config, placement = loop.config, loop.rollouts.placement
+    config, placement = loop.config, loop.placement
     params = loop.policy_params(state.params)
     read = _sampler_shapes(loop.model, params, loop.mesh, placement.own_mesh)
     if config.decode_rows is None:
-        sampling = program_bytes(loop.lower_rollout(read))
+        key = jax.random.key(config.seed)
+        sampling = program_bytes(loop.rollouts.lower(read, key, config.prompts_per_step))
     else:
-        engine = loop.rollouts.engine(config.policy, config.rollout)
-        sampling = segment_memory(engine, read, config.prompt_width).total
+        sampling = segment_memory(loop.rollouts.engine, read, config.prompt_width).total
     # The program's arguments include the weights that it reads.
     shared = 0 if placement.has_own_mesh else tree_bytes(params, loop.mesh)
     needed = sampling + tree_bytes(state, loop.mesh) - shared
     if config.extra_rollouts:
         # Dynamic sampling keeps the earlier trajectories while it samples the last rollout.
         with jax.set_mesh(loop.mesh):
-            sizes = (config.prompts_per_step, config.policy, config.rollout, config.group_size)
-            trajectory = loop.rollouts.shapes(params, *sizes)
+            trajectory = loop.rollouts.shapes(params, config.prompts_per_step)
         needed += config.extra_rollouts * tree_bytes(trajectory) // row_ways(loop.mesh)
     return needed
 
 
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:
     """Bytes of a device while a batch of prompts is decoded, with the weights."""
-    read = _sampler_shapes(
-        evaluator.model, drop_value_head(params), evaluator.mesh, evaluator.rollouts.placement.own_mesh
-    )
+    own_mesh = evaluator.placement.own_mesh
+    read = _sampler_shapes(evaluator.model, drop_value_head(params), evaluator.mesh, own_mesh)
     return program_bytes(evaluator.lower(read, decode))
 
 

@@ -17,9 +17,8 @@ from smd_jax.cache.row_parts import PARTS
 from smd_jax.devices.sharding import row_ways, sampling_ways
 from smd_jax.learner.state import TrainState
 from smd_jax.memory.compiled import LoopMemory, evaluation_memory, rollout_memory, tree_bytes, update_memory
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import Evaluator
-from smd_jax.train.ppo import PolicyLoop
+from smd_jax.train.evaluation import Decode, Evaluator
+from smd_jax.train.policy_loop import PolicyLoop
 
 L = TypeVar("L", bound=PolicyLoop)
 
@@ -80,7 +79,7 @@ def _fit_decode(evaluator: Evaluator, state: TrainState, decode: Decode, memory_
     """The evaluator with as many rows at once as fit under one way of decoding."""
     config = evaluator.config
     held = tree_bytes(state, evaluator.mesh)
-    if not evaluator.rollouts.placement.has_own_mesh:  # the program's arguments include the weights
+    if not evaluator.placement.has_own_mesh:  # the program's arguments include the weights
         held -= tree_bytes(state.params, evaluator.mesh)
 
     def sized(rows: int) -> Evaluator:

@@ -23,8 +23,8 @@ from smd_jax.runs.frozen_base import without_base
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_log import RunLog
 from smd_jax.runs.stop import StopSignals
-from smd_jax.train.debug_dump import RefusedRolloutError, dump_rollout
 from smd_jax.train.loop import Loop
+from smd_jax.train.samples import RefusedRolloutError, dump_rollout
 
 Evaluate = Callable[[TrainState], Mapping[str, float]]
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from smd_jax.devices.processes import versions
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig
-from smd_jax.train.policy_learner import PolicyConfig
+from smd_jax.train.policy_loop import PolicyConfig
 from smd_jax.typed_fields import written_fields
 
 # Lists and objects hold Json, too. jaxtyping's checks could not resolve a recursive name here.

@@ -4,7 +4,7 @@ from smd_jax.train.loop import Loop as Loop
 from smd_jax.train.loop_config import LoopConfig as LoopConfig
 from smd_jax.train.conversations import EnvironmentConfig as EnvironmentConfig
 from smd_jax.train.conversations import TextCompaction as TextCompaction
-from smd_jax.train.decoding import Decode as Decode
+from smd_jax.train.evaluation import Decode as Decode
 from smd_jax.train.evaluation import EvaluationConfig as EvaluationConfig
 from smd_jax.train.evaluation import Evaluator as Evaluator
 from smd_jax.train.grpo import GRPOConfig as GRPOConfig

@@ -17,11 +17,9 @@ from smd_jax.config import check_choice, check_whole
 from smd_jax.devices.sharding import sequence_ways, shard_batch
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import Environments
-from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.compaction import CompactingRespondent, CompactionConfig, converse_compacting
-from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation import begin_conversations, conversation_sampler, to_trajectory
 from smd_jax.sampler.conversation_loop import ConversationConfig, ConversationStats, Conversed, Respondent, converse
 from smd_jax.sampler.environment_respondent import Conversation, EnvironmentRespondent
@@ -102,36 +100,28 @@ class ConversationRollouts(Rollouts):
     `prompt_width` is that of a prompt, and with compaction of a prompt with its summary.
 
     Raises:
-      ValueError: several processes, columns that devices share, `decode_rows` on several devices, and what Dialogue
-        raises.
+      ValueError: several processes, columns that devices share, `decode_rows` on several devices, and what Rollouts
+        and Dialogue raise.
     """
 
     environment: EnvironmentConfig = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        mesh, config = self.placement.mesh, self.config
         if jax.process_count() > 1:
             raise ValueError(f"expected one process with an environment; got {jax.process_count()}")
-        if sequence_ways(self.mesh) > 1:
-            raise ValueError(
-                f"expected a mesh without a sequence axis with an environment; got {dict(self.mesh.shape)}"
-            )
-        if self.decode_rows is not None and self.mesh.size > 1:
+        if sequence_ways(mesh) > 1:
+            raise ValueError(f"expected a mesh without a sequence axis with an environment; got {dict(mesh.shape)}")
+        if self.decode_rows is not None and mesh.size > 1:
             raise ValueError(
                 "expected decode_rows None with an environment on several devices, because conversations move between "
                 f"rows; got {self.decode_rows}"
             )
-        _ = self.dialogue
-
-    @property
-    def contexts(self) -> int:
-        return 1 if self.environment.compaction is None else self.environment.compaction.contexts
-
-    def check(self, policy: EvictionPolicy, config: RolloutConfig) -> None:
-        super().check(policy, config)
-        conversation_sampler(self.model, policy, config, self.prompt_width)
+        super().__post_init__()
+        conversation_sampler(self.model, self.policy, config, self.prompt_width)
         if config.eos_token_id is None and not self.stop_strings:
             raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
-        compaction = self._compaction(config)
+        _, compaction = self.dialogue, self.compaction
         if compaction is not None and compaction.end_token is not None and self.stop_strings:
             raise ValueError(
                 "expected compaction (--contexts) without stop_strings (--stop), because the request for a summary "
@@ -144,18 +134,23 @@ class ConversationRollouts(Rollouts):
                 f"{compaction.after_tokens + len(compaction.ask)} tokens"
             )
 
+    @property
+    def contexts(self) -> int:
+        return 1 if self.environment.compaction is None else self.environment.compaction.contexts
+
     @cached_property
     def dialogue(self) -> Dialogue:
         """Writes prompts and answers."""
         return Dialogue(self.tokenizer, self.environment.template_variables)
 
-    def _compaction(self, config: RolloutConfig) -> CompactionConfig | None:
+    @cached_property
+    def compaction(self) -> CompactionConfig | None:
         """The compaction in tokens; None: one context.
 
         A chat template closes the turn before an answer, unless the turn's own end token did: then only turns with that
         end are continued.
         """
-        wanted, ends = self.environment.compaction, config.eos_token_id
+        wanted, ends = self.environment.compaction, self.config.eos_token_id
         if wanted is None:
             return None
         ask, end_token = self.dialogue.answer(wanted.ask, ""), None
@@ -174,24 +169,16 @@ class ConversationRollouts(Rollouts):
             end_token=end_token,
         )
 
-    def sample(
-        self,
-        params: Params,
-        key: Key[Array, ""] | Key[Array, " completions"],
-        rows: Sequence[Row],
-        policy: EvictionPolicy,
-        config: RolloutConfig,
-        group_size: int,
-    ) -> Sampled:
+    def sample(self, params: Params, key: Key[Array, ""] | Key[Array, " completions"], rows: Sequence[Row]) -> Sampled:
         """Samples a group of conversations for each row; arguments as in Rollouts."""
         began = time.perf_counter()
-        environment, compaction = self.environment, self._compaction(config)
+        environment, compaction, mesh = self.environment, self.compaction, self.placement.mesh
         respondent = EnvironmentRespondent(
             environment.environments,
             self.dialogue,
             self.tokenizer,
             rows,
-            group_size,
+            self.group_size,
             self.prompt_width,
             vocab_size=self.model.shape.vocab_size,
         )
@@ -203,26 +190,28 @@ class ConversationRollouts(Rollouts):
             return converse(
                 self.model,
                 params,
-                shard_batch(prompts, self.mesh),
+                shard_batch(prompts, mesh),
                 keys,
                 answers,
-                policy=policy,
-                config=config,
+                policy=self.policy,
+                config=self.config,
                 conversation=limits,
-                group_size=len(rows) * group_size // len(prompts.tokens),
+                group_size=len(rows) * self.group_size // len(prompts.tokens),
                 stop=self.stop_table,
                 active=active,
                 decode_rows=self.decode_rows,
             )
 
         conversations = tuple(respondent.conversations)
-        with jax.set_mesh(self.mesh):
+        with jax.set_mesh(mesh):
             if compaction is None:
                 one = talk(respondent.prompts, key, respondent, None)
                 trajectory, present, endings, stats = one.trajectory, None, one.endings, [one.stats]
                 summaries = np.zeros(len(endings), int)
             else:
-                prompts = _unpadded(repeat_prompts(respondent.prompts, group_size))
+                batch = repeat_prompts(respondent.prompts, self.group_size)
+                padded = zip(np.asarray(batch.tokens), np.asarray(batch.valid), strict=True)
+                prompts = [row[keep].tolist() for row, keep in padded]
                 turns = environment.conversation.turns
                 compacting = CompactingRespondent(respondent, compaction, prompts, self.prompt_width, turns)
                 found = converse_compacting(talk, compacting, key, pad_token_id(self.tokenizer))
@@ -231,7 +220,7 @@ class ConversationRollouts(Rollouts):
                 self._add_contexts(conversations, trajectory, present)
         for each, ending in zip(conversations, endings, strict=True):
             each.ending = ending
-        trajectory = shard_batch(trajectory, self.mesh)
+        trajectory = shard_batch(trajectory, mesh)
         contexts = np.ones(len(endings), int) if present is None else present.reshape(len(endings), -1).sum(axis=1)
         measured = {"time/rollout": time.perf_counter() - began, **_measured(trajectory, contexts, summaries, stats)}
         return Sampled(rows, trajectory, measured, conversations, present)
@@ -244,12 +233,10 @@ class ConversationRollouts(Rollouts):
             assert isinstance(text, str)
             conversations[row // self.contexts].contexts.append(text)
 
-    def shapes(
-        self, params: Params, prompts: int, policy: EvictionPolicy, config: RolloutConfig, group_size: int
-    ) -> Trajectory:
+    def shapes(self, params: Params, prompts: int) -> Trajectory:
         """The shapes of the trajectory of this number of prompts."""
-        sampler = conversation_sampler(self.model, policy, config, self.prompt_width)
-        rows = prompts * group_size * self.contexts
+        sampler = conversation_sampler(self.model, self.policy, self.config, self.prompt_width)
+        rows = prompts * self.group_size * self.contexts
 
         def begun(params: Params, prompts: PromptBatch) -> Trajectory:
             keys = row_keys(jax.random.key(0, impl="threefry2x32"), rows)
@@ -302,8 +289,3 @@ def last_tokens(trajectory: Trajectory) -> Bool[Array, "batch R"]:
     """The last token of each turn."""
     mask = trajectory.response_mask
     return mask & ~jnp.pad(mask, [(0, 0), (0, 1)])[:, 1:]
-
-
-def _unpadded(prompts: PromptBatch) -> list[list[int]]:
-    tokens, valid = np.asarray(prompts.tokens), np.asarray(prompts.valid)
-    return [row[keep].tolist() for row, keep in zip(tokens, valid, strict=True)]

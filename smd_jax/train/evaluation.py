@@ -1,6 +1,8 @@
 """Evaluates a model on a task under several ways of decoding, once or every few rollouts of a run.
 
-    evaluator = Evaluator(model, held_out, tokenizer, EvaluationConfig((Decode("dense"),), rollout, 512))
+    decodes = (Decode("dense"), Decode("short", SnapKV(), budget=256))
+    config = EvaluationConfig(decodes=decodes, rollout=rollout, prompt_width=512)
+    evaluator = Evaluator(model, held_out, tokenizer, config)
     for result in evaluator.run(params):
         print(result.name, result.reward, result.interval)
 
@@ -14,31 +16,87 @@ run use the same random numbers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Bool, Int
 
 from smd_jax.config import check_seed, check_whole
+from smd_jax.devices.process_rows import SamplerPlacement
 from smd_jax.devices.processes import all_or_none, on_host
 from smd_jax.devices.sharding import make_mesh, sampling_ways, shard_tree
+from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.eviction.policies import Dense
 from smd_jax.learner.state import TrainState
+from smd_jax.message.quantization import QuantConfig
+from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig, cache_bytes
 from smd_jax.tasks.dataset_task import own_reward
-from smd_jax.tasks.rewards import Failure, Graded, Rewards, check_failures
+from smd_jax.tasks.rewards import Graded, Rewards, check_failures
 from smd_jax.tasks.task import Task
 from smd_jax.text.prompts import Tokenizer, check_vocabulary
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
-from smd_jax.train.decoding import Decode, check_names
-from smd_jax.train.grading import grade, reward_columns
+from smd_jax.train.grading import GradedBatch, grade, reward_columns
 from smd_jax.train.loop import Loop
-from smd_jax.train.rollouts import Rollouts
+from smd_jax.train.rollouts import Rollouts, sampler_copy
+from smd_jax.typed_fields import check_types
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One way of decoding; None takes the value of the evaluation's rollout configuration.
+
+    Attributes:
+      name: of its metrics, `eval/{name}/reward`: letters, digits, "_", "-" and ".".
+      policy: eviction policy.
+      budget: keys kept per layer and KV head. buffer: queries between two compressions.
+      sampling: temperature and filters; `SamplingConfig(temperature=0.0)` is greedy, which training refuses.
+      quant: bits of the cache; None is full precision.
+    """
+
+    name: str
+    policy: EvictionPolicy = Dense()
+    budget: int | None = None
+    buffer: int | None = None
+    sampling: SamplingConfig | None = None
+    quant: QuantConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        # A name becomes part of metric names, in which loggers allow no other characters.
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"expected a name of letters, digits, '_', '-' and '.'; got {self.name!r}")
+        for name in ("budget", "buffer"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+
+    def rollout(self, base: RolloutConfig) -> RolloutConfig:
+        """`base` with this way of decoding.
+
+        Raises:
+          ValueError: if the two are incompatible, such as a quantisation group that does not divide the buffer.
+        """
+        return replace(
+            base,
+            budget=base.budget if self.budget is None else self.budget,
+            buffer=base.buffer if self.buffer is None else self.buffer,
+            sampling=base.sampling if self.sampling is None else self.sampling,
+            quant=self.quant,
+            # Chunks save memory if keys are evicted between them; a quantised prompt is read in one piece.
+            prefill_chunk=base.prefill_chunk if self.policy.evicts and self.quant is None else None,
+        )
+
+
+def as_trained(policy: EvictionPolicy, config: RolloutConfig, name: str = "sampler") -> Decode:
+    """The way in which a run decodes its rollouts."""
+    return Decode(name, policy, config.budget, config.buffer, config.sampling, config.quant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +122,11 @@ class EvaluationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_names(self.decodes)
+        names = [decode.name for decode in self.decodes]
+        if not names:
+            raise ValueError("expected at least one way of decoding; got none")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"expected ways of decoding with different names; got {', '.join(twice)} more than once")
         for name in ("prompt_width", "group_size", "rows"):
             check_whole(name, getattr(self, name), 1)
         check_seed("seed", self.seed)
@@ -196,9 +258,8 @@ class Evaluator:
             raise ValueError("expected a task with at least one row; got none")
         if self.environment is not None and self.rewards is not None:
             raise ValueError("expected no rewards with an environment, which gives them; got some")
-        for decode in self.config.decodes:
-            self.rollouts.check(decode.policy, decode.rollout(self.config.rollout))
-        if self.rewards is not None:  # before the weights are loaded
+        _ = self.rollouts  # built here so that an invalid way of decoding fails before the weights are loaded
+        if self.rewards is not None:
             columns = reward_columns(self.rewards, self.task, self.config.seed)
             # The functions may be those of the training rows, which have other columns.
             if missing := self.rewards.lacks(columns):
@@ -216,7 +277,7 @@ class Evaluator:
           params: of the model only, see `Loop.policy_params`.
           report: called after every batch with the name of the way of decoding, finished prompts, and all prompts.
         """
-        params = self.rollouts.sampler_copy(shard_tree(params, self.mesh))
+        params = sampler_copy(self.model, self.placement, shard_tree(params, self.mesh))
         for decode in self.config.decodes:
             yield self._run_one(params, decode, report)
 
@@ -228,12 +289,17 @@ class Evaluator:
         return ways * max(min(allowed, -(-len(self.task) // ways)), 1)
 
     @cached_property
-    def rollouts(self) -> Rollouts:
-        """Samples completions, or conversations with an environment."""
-        parts = (self.model, self.tokenizer, self.mesh, self.config.prompt_width, self.config.stop_strings)
-        if self.environment is None:
-            return Rollouts(*parts)
-        return ConversationRollouts(*parts, environment=self.environment)
+    def placement(self) -> SamplerPlacement:
+        """Where this process samples its rows."""
+        return SamplerPlacement(self.mesh)
+
+    @cached_property
+    def rollouts(self) -> dict[Decode, Rollouts]:
+        """Samples completions, or conversations with an environment, under each way of decoding."""
+        config, parts = self.config, (self.model, self.tokenizer, self.placement)
+        sizes = (config.group_size, config.prompt_width, config.stop_strings)
+        make = Rollouts if self.environment is None else partial(ConversationRollouts, environment=self.environment)
+        return {each: make(*parts, each.policy, each.rollout(config.rollout), *sizes) for each in config.decodes}
 
     @cached_property
     def _grader(self) -> Rewards | EnvironmentConfig:
@@ -241,53 +307,49 @@ class Evaluator:
         return self.environment or self.rewards or Rewards((own_reward(self.task),), names=("reward",), seconds=None)
 
     def _run_one(self, params: Params, decode: Decode, report: Callable[[str, int, int], None] | None) -> Evaluated:
-        config, count = decode.rollout(self.config.rollout), len(self.task)
+        rollouts, count = self.rollouts[decode], len(self.task)
         if self.environment is None:
             self.lower(params, decode).compile()  # outside of the measured time
-        batches = list[_Batch]()
+        batches, lengths, clipped = list[GradedBatch](), list[np.ndarray](), list[np.ndarray]()
         for first in range(0, count, self.prompts_at_once):
-            batches.append(self._run_batch(params, decode, first))
+            batch, lengths_of_batch, terminated = self._run_batch(params, rollouts, first)
+            batches.append(batch)
+            lengths.append(lengths_of_batch)
+            clipped.append(~terminated)
             if report is not None:
                 report(decode.name, min(first + self.prompts_at_once, count), count)
-        rewards, lengths, clipped = (
-            np.concatenate(parts) for parts in zip(*((x.rewards, x.lengths, x.clipped) for x in batches), strict=True)
-        )
-        failures = tuple(failure for batch in batches for failure in batch.failures)
+        rewards = np.concatenate([batch.graded.rewards for batch in batches])
+        failures = tuple(failure for batch in batches for failure in batch.graded.failures)
         # Of all completions together: a short last batch may have few.
-        check_failures(Graded(rewards.reshape(-1), {}, failures), self._grader.max_failed)
+        check_failures(Graded(rewards, {}, failures), self._grader.max_failed)
+        texts = [text for batch in batches for text in batch.completions]
+        shape, seconds = (count, self.config.group_size), sum(batch.measured["time/rollout"] for batch in batches)
         return Evaluated(
             decode.name,
-            rewards,
-            lengths,
-            clipped,
-            completions=[texts for batch in batches for texts in batch.completions],
-            cache_bytes=cache_bytes(self.model.shape, decode.policy, config, self.config.prompt_width, rows=1),
-            tokens_per_second=float(lengths.sum()) / sum(batch.seconds for batch in batches),
+            rewards.reshape(shape),
+            np.concatenate(lengths).reshape(shape),
+            np.concatenate(clipped).reshape(shape),
+            completions=np.array(texts, object).reshape(shape).tolist(),
+            cache_bytes=cache_bytes(self.model.shape, decode.policy, rollouts.config, self.config.prompt_width, rows=1),
+            tokens_per_second=float(sum(map(np.sum, lengths))) / seconds,
         )
 
-    def _run_batch(self, params: Params, decode: Decode, first: int) -> _Batch:
-        """The batch that begins with prompt `first`."""
+    def _run_batch(
+        self, params: Params, rollouts: Rollouts, first: int
+    ) -> tuple[GradedBatch, Int[np.ndarray, " completions"], Bool[np.ndarray, " completions"]]:
+        """The batch that begins with prompt `first`: its grades, the lengths, and whether each completion ended."""
         # The last one is padded with the first prompts, because another size would need another program.
         numbers = np.arange(first, first + self.prompts_at_once)
         with all_or_none():  # rows may be read from a network
             rows = [self.task[int(number) % len(self.task)] for number in numbers]
-        group_size, placement = self.config.group_size, self.rollouts.placement
-        config = decode.rollout(self.config.rollout)
-        sampled = self.rollouts.sample(params, self._keys(numbers), rows, decode.policy, config, group_size)
-        count = min(len(rows), len(self.task) - first) * group_size
-        graded = grade(sampled, self._grader, self.tokenizer, placement.data_shards, group_size, count, may_fail=True)
-        of_rows = placement.whole((np.asarray(sampled.trajectory.lengths()), np.asarray(sampled.trajectory.terminated)))
+        size, shards = self.config.group_size, self.placement.data_shards
+        sampled = rollouts.sample(params, self._keys(numbers), rows)
+        count = min(len(rows), len(self.task) - first) * size
+        graded = grade(sampled, self._grader, self.tokenizer, shards, size, count)
+        of_rows = (np.asarray(sampled.trajectory.lengths()), np.asarray(sampled.trajectory.terminated))
         # `[completions, contexts]`
-        lengths, terminated = (on_host(x).reshape(len(rows) * group_size, -1)[:count] for x in of_rows)
-        shape = (-1, group_size)
-        return _Batch(
-            graded.graded.rewards.reshape(shape),
-            lengths.sum(axis=1).reshape(shape),
-            ~terminated[:, 0].reshape(shape),
-            np.array(graded.completions, object).reshape(shape).tolist(),
-            graded.measured["time/rollout"],
-            graded.graded.failures,
-        )
+        lengths, terminated = (on_host(x).reshape(len(rows) * size, -1)[:count] for x in self.placement.whole(of_rows))
+        return graded, lengths.sum(axis=1), terminated[:, 0]
 
     def lower(self, params: Params, decode: Decode) -> jax.stages.Lowered:
         """The rollout of this process's part of a batch, ready to be compiled; computes nothing.
@@ -295,10 +357,10 @@ class Evaluator:
         Args:
           params: arrays where the sampler reads them, or their shapes with shardings.
         """
-        prompts, config = self.prompts_at_once, decode.rollout(self.config.rollout)
+        prompts = self.prompts_at_once
         # Keys outside the mesh, as in a batch: within it they have another type.
-        keys = self._keys(np.arange(prompts)[self.rollouts.placement.data_shards.part(prompts)])
-        return self.rollouts.lower(params, keys, prompts, decode.policy, config, self.config.group_size)
+        keys = self._keys(np.arange(prompts)[self.placement.data_shards.part(prompts)])
+        return self.rollouts[decode].lower(params, keys, prompts)
 
     def _keys(self, numbers: np.ndarray) -> jax.Array:
         """A key for every completion, by the number of its prompt and its place in the group."""
@@ -306,17 +368,6 @@ class Evaluator:
         rows = (numbers[:, None] * group_size + np.arange(group_size)).reshape(-1)
         key = jax.random.key(self.config.seed)
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.asarray(rows))
-
-
-class _Batch(NamedTuple):
-    """The counted prompts of one batch, with fields as in `Evaluated`."""
-
-    rewards: np.ndarray
-    lengths: np.ndarray
-    clipped: np.ndarray
-    completions: list[list[str]]
-    seconds: float
-    failures: tuple[Failure, ...]
 
 
 def every_evaluation(loop: Loop, evaluator: Evaluator) -> Callable[[TrainState], dict[str, float]]:

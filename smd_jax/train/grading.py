@@ -22,8 +22,7 @@ from smd_jax.devices.processes import all_or_none, gather_json
 from smd_jax.learner.state import Metrics
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import completion_metrics, evicted_share, reward_metrics, token_mean
-from smd_jax.sampler.environment_respondent import Conversation
-from smd_jax.tasks.rewards import Failure, Graded, Rewards, RewardWarning, check_failures
+from smd_jax.tasks.rewards import Failure, Graded, Rewards, RewardWarning
 from smd_jax.tasks.task import Row, Task, batch_columns, rows_of_step
 from smd_jax.text.prompts import Tokenizer, decode_completions, repeat_each
 from smd_jax.train.conversations import EnvironmentConfig
@@ -51,18 +50,12 @@ def grade(
     data_shards: DataShards,
     group_size: int,
     count: int | None = None,
-    *,
-    may_fail: bool = False,
 ) -> GradedBatch:
     """Texts and rewards of the completions of all processes; all must call it, each with its own part.
 
     Args:
       grader: an environment has already given the rewards of its conversations.
       count: number of completions to grade, the first ones; None: all.
-      may_fail: the caller checks how many have no reward, of more completions than these.
-
-    Raises:
-      TooManyFailures: more completions without a reward than `grader.max_failed`; in all processes.
     """
     rows = repeat_each(sampled.rows, group_size)
     count = len(rows) if count is None else count
@@ -73,12 +66,9 @@ def grade(
         if isinstance(grader, Rewards):
             completions, graded = _grade_texts(sampled.trajectory, own_rows, grader, tokenizer)
         else:
-            completions = _texts_of_conversations(sampled, tokenizer)[:count]
-            graded = _grades_of_conversations(sampled.conversations[:count])
+            completions, graded = _grade_conversations(sampled, tokenizer, count)
         measured = sampled.measured | {"time/grading": time.perf_counter() - began}
     batch = gather_graded(data_shards, GradedBatch(completions, graded, measured))
-    if not may_fail:
-        check_failures(batch.graded, grader.max_failed)
     if not isinstance(grader, Rewards):  # Rewards has warned about its own failures
         for failure in batch.graded.failures[:1]:
             warnings.warn(failure.described(), RewardWarning, stacklevel=2)
@@ -98,23 +88,20 @@ def _grade_texts(
     return completions, rewards.grade_part(prompts, completions, completion_ids, batch_columns(rows))
 
 
-def _texts_of_conversations(sampled: Sampled, tokenizer: Tokenizer) -> list[str]:
-    """All text after the prompt of each conversation, with its contexts below each other."""
-    trajectory = sampled.trajectory
+def _grade_conversations(sampled: Sampled, tokenizer: Tokenizer, count: int) -> tuple[list[str], Graded]:
+    """All text after the prompt of each of the first `count` conversations, with its contexts below each other, and
+    their rewards."""
+    trajectory, conversations = sampled.trajectory, sampled.conversations[:count]
     after_prompt = np.asarray(trajectory.valid[:, trajectory.prompt_width :])
     texts = decode_completions(tokenizer, np.asarray(trajectory.response), after_prompt)
     contexts = len(texts) // len(sampled.conversations)
-    return ["\n".join(filter(None, texts[i : i + contexts])) for i in range(0, len(texts), contexts)]
-
-
-def _grades_of_conversations(conversations: Sequence[Conversation]) -> Graded:
-    """The rewards of conversations, and the failures."""
-    failures = [
+    completions = ["\n".join(filter(None, texts[i : i + contexts])) for i in range(0, count * contexts, contexts)]
+    failures = tuple(
         Failure(row, "environment", each.failure.kind, each.failure.message)
         for row, each in enumerate(conversations)
         if each.failure is not None
-    ]
-    return Graded(np.array([each.reward for each in conversations], np.float32), {}, tuple(failures))
+    )
+    return completions, Graded(np.array([each.reward for each in conversations], np.float32), {}, failures)
 
 
 def gather_graded(data_shards: DataShards, part: GradedBatch) -> GradedBatch:
@@ -146,12 +133,11 @@ def gather_graded(data_shards: DataShards, part: GradedBatch) -> GradedBatch:
         },
         tuple(failures),
     )
-    measured = {name: _over_processes(name, [each["measured"][name] for each in messages]) for name in part.measured}
+    measured = dict[str, float]()
+    for name in part.measured:
+        values = [each["measured"][name] for each in messages]
+        measured[name] = max(values) if name.startswith("time/") else float(np.mean(values))
     return GradedBatch([text for each in messages for text in each["completions"]], whole, measured)
-
-
-def _over_processes(name: str, numbers: list[float]) -> float:
-    return max(numbers) if name.startswith("time/") else float(np.mean(numbers))
 
 
 def rollout_metrics(trajectory: Trajectory, batch: GradedBatch, group_size: int, *, log_parts: bool) -> Metrics:

@@ -7,7 +7,6 @@ RLOO is `GRPOConfig(advantages="leave_one_out", scale_rewards="none")`; GSPO, DA
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import jax
@@ -17,12 +16,11 @@ from jaxtyping import Array
 
 from smd_jax.devices.processes import on_host
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
-from smd_jax.losses.advantages import Scale, group_relative, leave_one_out, turn_relative
+from smd_jax.losses.advantages import Scale, check_group_size, group_relative, leave_one_out, turn_relative
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
 from smd_jax.train.conversations import tokens_of_turns, turn_rewards
-from smd_jax.train.loop import Loop
-from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
+from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.train.samples import Samples
 
 Estimator = Literal["group_relative", "leave_one_out"]
@@ -52,12 +50,23 @@ class GRPOConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.group_size < 2:
-            raise ValueError(
-                f"expected group_size >= 2, because an advantage is a reward minus the mean of its group; "
-                f"got {self.group_size}"
-            )
-        self._check_ahead()
+        check_group_size(self.group_size)
+        if self.rollouts_ahead not in (0, 1):
+            raise ValueError(f"expected rollouts_ahead 0 or 1; got {self.rollouts_ahead}")
+        if self.rollouts_ahead:
+            if self.update.loss.ratio_level != "token":
+                raise ValueError(
+                    "expected ratio_level 'token' with rollouts_ahead 1, which takes the ratio to the sampler: in 16 "
+                    "bits both round more differently than a response's bounds allow; got "
+                    f"{self.update.loss.ratio_level!r}"
+                )
+            exact = self.update.policy_term.matches_sampler and self.update.correction.traits.needs_old
+            if not exact or self.dynamic_sampling is not None or self.update.dense_learner:
+                raise ValueError(
+                    "expected visibility 'shadow' with the correction Shadow(), no dynamic_sampling and no "
+                    f"dense_learner with rollouts_ahead 1, so that the ratio to the sampler measures age only; got "
+                    f"{self.update} and dynamic_sampling {self.dynamic_sampling}"
+                )
         if self.update.value is not None:
             raise ValueError(
                 f"expected update.value None, because advantages from a group need no critic: PPOConfig has one; "
@@ -76,24 +85,6 @@ class GRPOConfig(PolicyConfig):
         if self.dynamic_sampling is not None and self.dynamic_sampling < 0:
             raise ValueError(f"expected dynamic_sampling >= 0 further rollouts, or None; got {self.dynamic_sampling}")
 
-    def _check_ahead(self) -> None:
-        if self.rollouts_ahead not in (0, 1):
-            raise ValueError(f"expected rollouts_ahead 0 or 1; got {self.rollouts_ahead}")
-        if not self.rollouts_ahead:
-            return
-        if self.update.loss.ratio_level != "token":
-            raise ValueError(
-                "expected ratio_level 'token' with rollouts_ahead 1, which takes the ratio to the sampler: in 16 bits "
-                f"both round more differently than a response's bounds allow; got {self.update.loss.ratio_level!r}"
-            )
-        exact = self.update.policy_term.matches_sampler and self.update.correction.traits.needs_old
-        if not exact or self.dynamic_sampling is not None or self.update.dense_learner:
-            raise ValueError(
-                "expected visibility 'shadow' with the correction Shadow(), no dynamic_sampling and no dense_learner "
-                f"with rollouts_ahead 1, so that the ratio to the sampler measures age only; got {self.update} and "
-                f"dynamic_sampling {self.dynamic_sampling}"
-            )
-
     @property
     def extra_rollouts(self) -> int | None:
         return self.dynamic_sampling
@@ -104,21 +95,36 @@ class GRPOConfig(PolicyConfig):
 
 
 @dataclass(frozen=True)
-class GRPOLoop(Loop):
+class GRPOLoop(PolicyLoop):
     """The static parts of a GRPO or RLOO run; see Loop.
 
     Raises:
       ValueError: credit 'turn' with an option that knows only the rewards of responses; compaction with
-        rows_per_prompt > 1 but without pack_columns; and what Loop raises.
+        rows_per_prompt > 1 but without pack_columns; and what PolicyLoop raises.
     """
 
     config: GRPOConfig
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        update = self.config.update
+    def check_update(self) -> None:
+        super().check_update()
+        config, update = self.config, self.config.update
         if self._credits_turns:
-            self._check_turns()
+            if update.kl_in_reward or config.advantages != "group_relative":
+                raise ValueError(
+                    "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
+                    f"rewards of turns; got {config.advantages!r} and kl_in_reward {update.kl_in_reward}"
+                )
+            if update.loss.ratio_level != "token" or update.correction.traits.judges_responses:
+                raise ValueError(
+                    "expected ratio_level 'token' and a correction of tokens with credit 'turn', because what judges a "
+                    f"whole response has one advantage for all its turns; got {update.loss.ratio_level!r} and "
+                    f"{update.correction}"
+                )
+            if config.dynamic_sampling is not None:
+                raise ValueError(
+                    "expected dynamic_sampling None with credit 'turn', because a group with equal sums of rewards may "
+                    f"differ in its turns; got {config.dynamic_sampling}"
+                )
         compacts = self.environment is not None and self.environment.compaction is not None
         if compacts and update.rows_per_prompt > 1 and update.pack_columns is None:
             raise ValueError(
@@ -126,33 +132,10 @@ class GRPOLoop(Loop):
                 f"have different prompts, which only packed rows share; got rows_per_prompt {update.rows_per_prompt}"
             )
 
-    def _check_turns(self) -> None:
-        config, update = self.config, self.config.update
-        if update.kl_in_reward or config.advantages != "group_relative":
-            raise ValueError(
-                "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
-                f"rewards of turns; got {config.advantages!r} and kl_in_reward {update.kl_in_reward}"
-            )
-        if update.loss.ratio_level != "token" or update.correction.traits.judges_responses:
-            raise ValueError(
-                "expected ratio_level 'token' and a correction of tokens with credit 'turn', because what judges a "
-                f"whole response has one advantage for all its turns; got {update.loss.ratio_level!r} and "
-                f"{update.correction}"
-            )
-        if config.dynamic_sampling is not None:
-            raise ValueError(
-                "expected dynamic_sampling None with credit 'turn', because a group with equal sums of rewards may "
-                f"differ in its turns; got {config.dynamic_sampling}"
-            )
-
-    @cached_property
-    def learner(self) -> PolicyLearner:
-        return PolicyLearner(self.model, self.optimizer, self.config, self.mesh, self.max_difference)
-
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         counted_rows, rewarded_rows = jax.tree.map(jnp.asarray, (samples.counted_rows, samples.rewarded_rows))
         with jax.set_mesh(self.mesh):
-            penalty, kl = self.learner.kl_penalty(state, samples.trajectory, counted_rows)
+            penalty, kl = self.kl_penalty(state, samples.trajectory, counted_rows)
             rewards = jnp.asarray(samples.rewards)
             if penalty is not None:
                 # Before the group mean: a response far from the reference must be worse than the others.
@@ -162,7 +145,7 @@ class GRPOLoop(Loop):
             else:
                 row_advantages = jnp.repeat(advantages(self.config, rewards, rewarded_rows), samples.contexts)
             batch = self._batch(state.params, samples.trajectory, row_advantages, counted_rows)
-            state, metrics = self.learner.take_steps(state, batch)
+            state, metrics = self.take_steps(state, batch)
         return state, metrics | kl
 
     @property
@@ -187,8 +170,9 @@ class GRPOLoop(Loop):
     def _batch(
         self, params: Params, trajectory: Trajectory, advantages: Array, counted_rows: Array | None
     ) -> TrainBatch:
-        old = self.learner.old_logprobs(params, trajectory)
-        dense_old = self.learner.dense_old_logprobs(params, trajectory)
+        has_dense = self.config.update.dense_learner is not None and not self.config.first_pass_sees_all
+        dense_old = self.dense_replay(params, trajectory) if has_dense else None
+        old = self.old_logprobs(params, trajectory)
         return TrainBatch(trajectory, advantages, old, counted_rows, dense_old_logprobs=dense_old)
 
     def known_advantages(self, samples: Samples) -> np.ndarray | None:

@@ -82,6 +82,11 @@ class LoopConfig:
         return self.minibatches * self.num_iterations
 
     @property
+    def first_pass_sees_all(self) -> bool:
+        """Whether the first forward pass sees the whole rollout, at the parameters that sampled it."""
+        return self.steps_per_rollout == 1 and not self.samples_ahead
+
+    @property
     def is_exact(self) -> bool:
         """Whether sampler and learner must be the same policy."""
         return False

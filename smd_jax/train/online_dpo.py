@@ -15,12 +15,10 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from smd_jax.devices.processes import on_host
-from smd_jax.devices.sharding import check_rows, sequence_ways
+from smd_jax.devices.sharding import check_rows
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.dpo_update import DPOUpdate, DPOUpdateConfig, PairBatch, check_reference, make_dpo_update
 from smd_jax.learner.forward import ReplayFunction, make_replay
@@ -31,10 +29,10 @@ from smd_jax.losses.advantages import check_group_size
 from smd_jax.losses.pairs import Pairs, best_worst
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics
-from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.protocol import Params
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.minibatches import minibatches, over_steps, response_widths
+from smd_jax.train.minibatches import minibatches, over_steps
 from smd_jax.train.samples import Samples
 
 
@@ -63,17 +61,25 @@ class OnlineDPOConfig(LoopConfig):
 
 
 @dataclass(frozen=True)
-class PairLearner:
-    """Compiled programs of online DPO; each is made once. Attributes as in `smd_jax.train.policy_learner`."""
+class OnlineDPOLoop(Loop):
+    """The static parts of an online DPO run; see Loop. Its compiled programs are made once.
 
-    model: LanguageModel
-    optimizer: optax.GradientTransformation
+    With an environment, a pair is the best and the worst conversation of a group, by the sums of their rewards.
+
+    Raises:
+      ValueError: an environment with credit "turn" or with compaction; pairs that do not divide into microbatches or
+        over the mesh; and what Loop raises.
+    """
+
     config: OnlineDPOConfig
-    mesh: Mesh
-    max_difference: float | None
 
-    def __post_init__(self) -> None:
-        config = self.config
+    def check_update(self) -> None:
+        environment, config = self.environment, self.config
+        if environment is not None and (environment.credit == "turn" or environment.compaction is not None):
+            raise ValueError(
+                "expected credit 'trajectory' and compaction None with online DPO, which compares whole conversations "
+                f"of one row each; got {environment.credit!r} and {environment.compaction}"
+            )
         pairs = config.prompts_per_step // config.minibatches
         count_parts(pairs, config.update.microbatch_size, "pairs")  # raises if they do not divide
         check_rows(pairs, self.mesh, "the pairs of a minibatch (prompts_per_step / minibatches)")
@@ -82,9 +88,7 @@ class PairLearner:
 
     @cached_property
     def update(self) -> DPOUpdate:
-        # Later steps may differ: the learner has moved on from the sampler.
-        bound = self.max_difference if self.config.steps_per_rollout == 1 else None
-        return make_dpo_update(self.model, self.optimizer, self.config.update, bound)
+        return make_dpo_update(self.model, self.optimizer, self.config.update, self.max_difference_of_update)
 
     @cached_property
     def replay(self) -> ReplayFunction:
@@ -93,78 +97,32 @@ class PairLearner:
         rows = config.update.microbatch_size or config.prompts_per_step // config.minibatches
         return make_replay(self.model, config.update.visibility, rows)
 
-    @property
-    def response_widths(self) -> tuple[int, ...]:
-        config = self.config
-        return response_widths(config.rollout.max_new_tokens, config.update_widths, sequence_ways(self.mesh))
-
-    @property
-    def compiles_ahead(self) -> bool:
-        return True
-
     def check(self, state: TrainState) -> None:
+        super().check(state)
         check_reference(state)
         check_sync(state, self.config.update.reference_sync)
 
-    def batch(self, trajectory: Trajectory, pairs: Pairs) -> PairBatch:
-        """The pairs of a rollout as a batch."""
-        chosen, rejected = (
-            jax.tree.map(lambda x, rows=rows: x[rows], trajectory) for rows in (pairs.chosen, pairs.rejected)
-        )
-        return PairBatch(chosen, rejected, pairs.signal)
-
-    def take_steps(self, state: TrainState, batch: PairBatch) -> tuple[TrainState, Metrics]:
-        """Takes the optimizer steps of one rollout; none beyond `max_difference`, which `Loop.step` refuses."""
-        before = self.before_any_step(state.params, batch)
-        if before and is_beyond(float(before[DIFFERENCE]), self.max_difference):
-            return state, before
-        steps = []
-        for part in minibatches(batch, state, self.config, self.mesh):
-            state, metrics = self.update(state, part)
-            steps.append(metrics)
-        return state, over_steps(steps, before)
-
-    def before_any_step(self, params: Params, batch: PairBatch) -> Metrics:
-        """SAMPLER_LEARNER_METRICS of all pairs; {} where the only step sees all of them and has them itself."""
-        if self.config.steps_per_rollout == 1:
-            return {}
-        return compare_pairs(batch, self.replay(params, batch.chosen), self.replay(params, batch.rejected))
-
-
-@dataclass(frozen=True)
-class OnlineDPOLoop(Loop):
-    """The static parts of an online DPO run; see Loop.
-
-    With an environment, a pair is the best and the worst conversation of a group, by the sums of their rewards.
-
-    Raises:
-      ValueError: an environment with credit "turn" or with compaction; and what Loop raises.
-    """
-
-    config: OnlineDPOConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        environment = self.environment
-        if environment is not None and (environment.credit == "turn" or environment.compaction is not None):
-            raise ValueError(
-                "expected credit 'trajectory' and compaction None with online DPO, which compares whole conversations "
-                f"of one row each; got {environment.credit!r} and {environment.compaction}"
-            )
-
-    @cached_property
-    def learner(self) -> PairLearner:
-        return PairLearner(self.model, self.optimizer, self.config, self.mesh, self.max_difference)
-
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+        """Takes the optimizer steps of one rollout; none beyond `max_difference`, which `step` refuses."""
         pairs = self.pairs(samples)
         with jax.set_mesh(self.mesh):
-            return self.learner.take_steps(state, self.learner.batch(samples.trajectory, pairs))
+            batch = pair_batch(samples.trajectory, pairs)
+            before: Metrics = {}  # where the only step sees all pairs, it has these metrics itself
+            if not self.config.first_pass_sees_all:
+                chosen, rejected = (self.replay(state.params, rows) for rows in (batch.chosen, batch.rejected))
+                before = compare_pairs(batch, chosen, rejected)
+                if is_beyond(float(before[DIFFERENCE]), self.max_difference):
+                    return state, before
+            steps = []
+            for part in minibatches(batch, state, self.config, self.mesh):
+                state, metrics = self.update(state, part)
+                steps.append(metrics)
+        return state, over_steps(steps, before)
 
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> PairBatch:
-        return self.learner.batch(trajectory, best_worst(rewards, self.config.group_size))
+        return pair_batch(trajectory, best_worst(rewards, self.config.group_size))
 
     def pairs(self, samples: Samples) -> Pairs:
         """One pair of every group."""
@@ -177,13 +135,20 @@ class OnlineDPOLoop(Loop):
         return best_worst(jnp.asarray(rewards), size, jax.tree.map(jnp.asarray, samples.rewarded_rows))
 
 
+def pair_batch(trajectory: Trajectory, pairs: Pairs) -> PairBatch:
+    """The pairs of a rollout as a batch."""
+    chosen, rejected = (
+        jax.tree.map(lambda x, rows=rows: x[rows], trajectory) for rows in (pairs.chosen, pairs.rejected)
+    )
+    return PairBatch(chosen, rejected, pairs.signal)
+
+
 @jax.jit
 def compare_pairs(
     batch: PairBatch, chosen_logprobs: Float[Array, "pairs R"], rejected_logprobs: Float[Array, "pairs R"]
 ) -> Metrics:
     """SAMPLER_LEARNER_METRICS over the tokens of both responses, from the learner's log-probabilities."""
-    chosen = batch.chosen
-    rejected = batch.rejected
+    chosen, rejected = batch.chosen, batch.rejected
     return sampler_learner_metrics(
         jnp.concatenate([chosen.logprobs, rejected.logprobs]),
         jnp.concatenate([chosen_logprobs, rejected_logprobs]),

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.config import UpdateConfig
@@ -32,13 +32,9 @@ from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
 from smd_jax.train.conversations import last_tokens, tokens_of_turns, turn_rewards
-from smd_jax.train.grpo import GRPOLoop
-from smd_jax.train.loop import Loop
-from smd_jax.train.policy_learner import PolicyConfig, PolicyLearner
+from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
 from smd_jax.train.samples import Samples
 
-# (params, trajectory, rewards [batch], counted_rows [batch] or None, penalty [batch, R] or None, the default)
-#     -> (batch, metrics of the critic)
 MakeTrainBatch = Callable[..., tuple[TrainBatch, Metrics]]
 
 
@@ -95,6 +91,22 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
     The returned function raises ValueError for parameters without a value head, for a trajectory whose probabilities no
     learner can reproduce, and for rows that do not divide into microbatches.
     """
+    update = config.update
+
+    def evaluate(params: Params, trajectory: Trajectory) -> tuple[Array, Array | None]:
+        """Values and log-probabilities `[batch, R]` of the response tokens, from one forward pass under the learner's
+        mask.
+
+        With shadow masks the log-probabilities are those that the sampler recorded, unless a correction has to measure
+        the difference; None if neither loss nor correction reads them.
+        """
+        hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, update.visibility))
+        critic_values = values(params, hidden)
+        if not update.correction.traits.needs_old:
+            return critic_values, None
+        if update.policy_term.uses_sampler_logprobs_as_old:
+            return critic_values, trajectory.logprobs
+        return critic_values, replay_hidden(model, params, hidden, trajectory).logprobs
 
     def train_batch(
         params: Params,
@@ -104,67 +116,42 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
         penalty: Array | None = None,
     ) -> tuple[TrainBatch, Metrics]:
         check_replayable(trajectory)
-        parts = count_parts(rewards.shape[0], config.update.microbatch_size)
-        critic_values, logprobs = in_parts(
-            lambda part: _evaluate(model, config.update, params, part), trajectory, parts
-        )
+        parts = count_parts(rewards.shape[0], update.microbatch_size)
+        critic_values, logprobs = in_parts(partial(evaluate, params), trajectory, parts)
         mask = trajectory.response_mask
         token_rewards = terminal_rewards(rewards, mask) if rewards.ndim == 1 else rewards
         if penalty is not None:
             token_rewards = token_rewards - penalty
         advantages, returns = gae(token_rewards, critic_values, mask, config.gamma, config.lam)
         # Advantages use all tokens of a response; their mean and variance only the tokens that count.
-        counted = counted_tokens(config.update, trajectory, counted_rows)
+        counted = counted_tokens(update, trajectory, counted_rows)
         if config.whiten_advantages:
             advantages = whiten(advantages, counted)
         batch = TrainBatch(trajectory, advantages, logprobs, counted_rows, critic_values, returns)
-        return batch, _critic_metrics(critic_values, returns, counted)
+        return batch, {
+            "critic/values/mean": token_mean(critic_values, counted),
+            "critic/returns/mean": token_mean(returns, counted),
+            "critic/vf_explained_var": explained_variance(critic_values, returns, counted),
+        }
 
     return jax.jit(train_batch)
 
 
-def _evaluate(
-    model: LanguageModel, config: UpdateConfig, params: Params, trajectory: Trajectory
-) -> tuple[Float[Array, "batch R"], Float[Array, "batch R"] | None]:
-    """Values and log-probabilities of the response tokens, from one forward pass under the learner's mask.
-
-    With shadow masks the log-probabilities are those that the sampler recorded, unless a correction has to measure the
-    difference; None if neither loss nor correction reads them.
-    """
-    hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
-    critic_values = values(params, hidden)
-    if not config.correction.traits.needs_old:
-        return critic_values, None
-    if config.policy_term.uses_sampler_logprobs_as_old:
-        return critic_values, trajectory.logprobs
-    return critic_values, replay_hidden(model, params, hidden, trajectory).logprobs
-
-
-def _critic_metrics(
-    values: Float[Array, "batch R"], returns: Float[Array, "batch R"], mask: Bool[Array, "batch R"]
-) -> Metrics:
-    return {
-        "critic/values/mean": token_mean(values, mask),
-        "critic/returns/mean": token_mean(returns, mask),
-        "critic/vf_explained_var": explained_variance(values, returns, mask),
-    }
-
-
 @dataclass(frozen=True)
-class PPOLoop(Loop):
+class PPOLoop(PolicyLoop):
     """The static parts of a PPO run; see Loop.
 
     With an environment, credit "trajectory" gives the last token of a conversation the sum of its rewards, and "turn"
     gives the last token of each turn its own. Tokens that were read are no steps of GAE.
 
     Raises:
-      ValueError: an environment with compaction; and what Loop raises.
+      ValueError: an environment with compaction; and what PolicyLoop raises.
     """
 
     config: PPOConfig
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_update(self) -> None:
+        super().check_update()
         if self.environment is not None and self.environment.compaction is not None:
             raise ValueError(
                 "expected compaction None with PPO, whose returns end with a row, where a conversation would continue "
@@ -172,14 +159,10 @@ class PPOLoop(Loop):
             )
 
     @cached_property
-    def learner(self) -> PolicyLearner:
-        return PolicyLearner(self.model, self.optimizer, self.config, self.mesh, self.max_difference)
-
-    @cached_property
     def train_batch(self) -> MakeTrainBatch:
         """The jitted function of `make_train_batch`."""
         # The critic sees whole rows, even if the update packs them.
-        return make_train_batch(self.model, replace(self.config, update=self.learner.unpacked_config))
+        return make_train_batch(self.model, replace(self.config, update=self.unpacked_config))
 
     def check(self, state: TrainState) -> None:
         check_value_head(state.params)
@@ -199,9 +182,9 @@ class PPOLoop(Loop):
         rewards = jnp.asarray(np.nan_to_num(self._rewards(samples)))
         counted_rows = jax.tree.map(jnp.asarray, samples.counted_rows)
         with jax.set_mesh(self.mesh):
-            penalty, kl = self.learner.kl_penalty(state, samples.trajectory, counted_rows)
+            penalty, kl = self.kl_penalty(state, samples.trajectory, counted_rows)
             batch, critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows, penalty)
-            state, metrics = self.learner.take_steps(state, batch)
+            state, metrics = self.take_steps(state, batch)
         return state, metrics | critic | kl
 
     def _rewards(self, samples: Samples) -> np.ndarray:
@@ -211,6 +194,3 @@ class PPOLoop(Loop):
         trajectory = samples.trajectory
         of_turns = jnp.asarray(turn_rewards(samples.conversations, trajectory)[0])
         return np.asarray(jnp.where(last_tokens(trajectory), tokens_of_turns(of_turns, trajectory), 0.0))
-
-
-PolicyLoop = GRPOLoop | PPOLoop  # the loops with a policy loss, whose config is a PolicyConfig

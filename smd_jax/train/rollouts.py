@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Key
 
 from smd_jax.devices.process_rows import SamplerPlacement, local_key
 from smd_jax.devices.processes import all_or_none
-from smd_jax.devices.sharding import row_ways, shard_batch
+from smd_jax.devices.sharding import batch_sharding, row_ways, shard_batch
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
@@ -32,7 +32,6 @@ from smd_jax.sampler.static import Sampler, converted
 from smd_jax.tasks.task import Row, prompt_text
 from smd_jax.text.prompts import PromptBatch, Tokenizer, encode_prompts, repeat_prompts, wants_special_tokens
 from smd_jax.text.stop_strings import StopTable, stop_table
-from smd_jax.train.compile_ahead import rows_on
 
 
 class Sampled(NamedTuple):
@@ -55,26 +54,35 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Samples completions of task rows, for training and for evaluations.
+    """Samples completions of task rows under one way of decoding, for training and for evaluations.
 
     Attributes:
-      prompt_width, stop_strings, decode_rows, prefill_rows: as in LoopConfig.
+      placement: where this process samples its rows.
+      policy, config: eviction policy; budget, lengths and sampling.
+      group_size, prompt_width, stop_strings, decode_rows, prefill_rows: as in LoopConfig.
       report: called after every segment of a rollout with `decode_rows`.
+
+    Raises:
+      ValueError: a policy or lengths that do not fit the model, before anything is compiled.
     """
 
     model: LanguageModel
     tokenizer: Tokenizer
-    mesh: Mesh
+    placement: SamplerPlacement
+    policy: EvictionPolicy
+    config: RolloutConfig
+    group_size: int
     prompt_width: int
     stop_strings: tuple[str, ...] = ()
     decode_rows: int | None = None
     prefill_rows: int = 8
     report: Callable[[Progress], None] | None = None
 
-    @cached_property
-    def placement(self) -> SamplerPlacement:
-        """Where this process samples its rows."""
-        return SamplerPlacement(self.mesh)
+    def __post_init__(self) -> None:
+        Sampler(self.model, self.policy, self.config, self.prompt_width)
+        _ = self.stop_table
+        if self.decode_rows is not None:
+            _ = self.engine
 
     @cached_property
     def stop_table(self) -> StopTable | None:
@@ -86,40 +94,17 @@ class Rollouts:
         """Rows of the trajectory for each completion."""
         return 1
 
-    def check(self, policy: EvictionPolicy, config: RolloutConfig) -> None:
-        """Raises ValueError for a policy or lengths that do not fit the model, before anything is compiled."""
-        Sampler(self.model, policy, config, self.prompt_width)
-        _ = self.stop_table
-        if self.decode_rows is not None:
-            self.engine(policy, config)
-
-    def engine(self, policy: EvictionPolicy, config: RolloutConfig) -> Engine:
+    @cached_property
+    def engine(self) -> Engine:
         """The engine that decodes this process's share of `decode_rows`."""
         assert self.decode_rows is not None
-        share = len(self.placement.data_shards.process_groups)
+        mesh, share = self.placement.own_mesh, len(self.placement.data_shards.process_groups)
         # As many prompts as requested, rounded up to a number that divides over this process's devices.
-        ways = row_ways(self.placement.own_mesh)
+        ways = row_ways(mesh)
         prefill_rows = -(-self.prefill_rows // (share * ways)) * ways
-        return Engine(self.model, policy, config, self.decode_rows // share, prefill_rows, self.placement.own_mesh)
+        return Engine(self.model, self.policy, self.config, self.decode_rows // share, prefill_rows, mesh)
 
-    def sampler_copy(self, params: Params) -> Params:
-        """Copies parameters from the mesh to where the sampler reads them; all processes must call it."""
-        if not self.placement.has_own_mesh:
-            return params
-        with jax.set_mesh(self.mesh):
-            # Converted first, which may halve the bytes that are sent.
-            params = converted(self.model, params)
-        return self.placement.params(params)
-
-    def sample(
-        self,
-        params: Params,
-        key: Key[Array, ""] | Key[Array, " completions"],
-        rows: Sequence[Row],
-        policy: EvictionPolicy,
-        config: RolloutConfig,
-        group_size: int,
-    ) -> Sampled:
+    def sample(self, params: Params, key: Key[Array, ""] | Key[Array, " completions"], rows: Sequence[Row]) -> Sampled:
         """Samples a group of completions for each row; all processes must call it with the same rows.
 
         Args:
@@ -133,18 +118,17 @@ class Rollouts:
             prompts = encode_rows(self.model, self.tokenizer, rows[part(len(rows))], self.prompt_width)
             if self.placement.has_own_mesh:
                 # A row gets the same random numbers wherever it is sampled.
-                total = len(rows) * group_size
+                total = len(rows) * self.group_size
                 key = row_keys(local_key(key), total)[part(total)]
             if self.decode_rows is None:
                 # A prompt that is read several times gets a part of its group each time; its responses stay contiguous.
-                copies = self._copies(len(prompts.tokens), group_size)
-                options = self._options(policy, config, group_size, copies)
+                copies = self._copies(len(prompts.tokens))
                 with jax.set_mesh(own_mesh):
                     repeated = shard_batch(repeat_prompts(prompts, copies), own_mesh)
-                    trajectory = rollout(self.model, params, repeated, key, **options)
+                    trajectory = rollout(self.model, params, repeated, key, **self._options(copies))
             else:
-                result = self.engine(policy, config).run(
-                    params, prompts, key, group_size=group_size, stop=self.stop_table, report=self.report
+                result = self.engine.run(
+                    params, prompts, key, group_size=self.group_size, stop=self.stop_table, report=self.report
                 )
                 trajectory = shard_batch(result.trajectory, own_mesh)
                 measured["rollout/utilisation"] = result.stats.utilisation
@@ -154,15 +138,9 @@ class Rollouts:
         return Sampled(rows, trajectory, measured)
 
     def lower(
-        self,
-        params: Params,
-        key: Key[Array, ""] | Key[Array, " completions"],
-        prompts: int,
-        policy: EvictionPolicy,
-        config: RolloutConfig,
-        group_size: int,
+        self, params: Params, key: Key[Array, ""] | Key[Array, " completions"], prompts: int
     ) -> jax.stages.Lowered:
-        """The rollout of this process's prompts in one program, ready to be compiled; computes nothing.
+        """The rollout of this process's prompts in one program, without `decode_rows`; computes nothing.
 
         Args:
           params: a `sampler_copy`, or its shapes with shardings.
@@ -170,43 +148,48 @@ class Rollouts:
           prompts: of all processes.
         """
         mesh, own = self.placement.own_mesh, prompts // len(self.placement.data_shards.process_groups)
-        copies = self._copies(own, group_size)
+        copies = self._copies(own)
         with jax.set_mesh(mesh):
             shapes = rows_on(self._prompt_shapes(own * copies), mesh)
-            return rollout_program.lower(
-                self.model, params, shapes, key, **self._options(policy, config, group_size, copies)
-            )
+            return rollout_program.lower(self.model, params, shapes, key, **self._options(copies))
 
-    def shapes(
-        self, params: Params, prompts: int, policy: EvictionPolicy, config: RolloutConfig, group_size: int
-    ) -> Trajectory:
+    def shapes(self, params: Params, prompts: int) -> Trajectory:
         """The shapes of the whole trajectory of this number of prompts; call it under the mesh."""
-        copies = self._copies(prompts // len(self.placement.data_shards.process_groups), group_size)
-        shapes = rows_on(self._prompt_shapes(prompts * copies), self.mesh)
-        options = self._options(policy, config, group_size, copies)
-        return rollout_program.eval_shape(self.model, params, shapes, jax.random.key(0), **options)
+        copies = self._copies(prompts // len(self.placement.data_shards.process_groups))
+        shapes = rows_on(self._prompt_shapes(prompts * copies), self.placement.mesh)
+        return rollout_program.eval_shape(self.model, params, shapes, jax.random.key(0), **self._options(copies))
 
     def _prompt_shapes(self, prompts: int) -> PromptBatch:
         shape = (prompts, self.prompt_width)
         return jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
 
-    def _options(self, policy: EvictionPolicy, config: RolloutConfig, group_size: int, copies: int) -> dict[str, Any]:
+    def _options(self, copies: int) -> dict[str, Any]:
         """The other arguments of a rollout. A call with other keywords would compile another program."""
         return {
-            "policy": policy,
-            "config": config,
-            "group_size": group_size // copies,
+            "policy": self.policy,
+            "config": self.config,
+            "group_size": self.group_size // copies,
             "stop": self.stop_table,
             "limits": None,
             "prompt_copies": copies,
         }
 
-    def _copies(self, prompts: int, group_size: int) -> int:
+    def _copies(self, prompts: int) -> int:
         """How often each prompt is read: the smallest number that lets the prompts divide over the mesh."""
-        ways = row_ways(self.placement.own_mesh)
-        fits = (copies for copies in range(1, group_size + 1) if not (group_size % copies or prompts * copies % ways))
+        size, ways = self.group_size, row_ways(self.placement.own_mesh)
+        fits = (copies for copies in range(1, size + 1) if not (size % copies or prompts * copies % ways))
         # If no number fits, `shard_batch` refuses the prompts with its own message.
-        return next(fits, group_size)
+        return next(fits, size)
+
+
+def sampler_copy(model: LanguageModel, placement: SamplerPlacement, params: Params) -> Params:
+    """Copies parameters from the mesh to where the sampler reads them; all processes must call it."""
+    if not placement.has_own_mesh:
+        return params
+    with jax.set_mesh(placement.mesh):
+        # Converted first, which may halve the bytes that are sent.
+        params = converted(model, params)
+    return placement.params(params)
 
 
 def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:
@@ -222,3 +205,9 @@ def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row],
         max_positions=model.shape.max_positions,
         add_special_tokens=wants_special_tokens(tokenizer),
     )
+
+
+def rows_on(shapes: Any, mesh: Mesh) -> Any:
+    """Shapes `[rows, ...]` with the shardings of `shard_batch`: lowering for others would give another program."""
+    sharding = batch_sharding(mesh)
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)

@@ -1,8 +1,21 @@
-"""One rollout on its way from the sampler to the learner, and the choice among several with dynamic sampling."""
+"""One rollout on its way from the sampler to the learner, the choice among several with dynamic sampling, and the dump
+of a refused one.
+
+    arrays = safetensors.numpy.load_file("refused_41.safetensors")
+    tokens, valid        [rows, T]       prompts and responses
+    logprobs             [rows, R]       the sampler's
+    rewards              [batch]         a completion has several rows if its contexts are compacted
+    terminated           [rows]          counted_rows [rows], if some were left out
+    evicted_at           [rows, layers, kv_heads, T]
+
+The file's metadata hold the reason (`why`), the rollout's metrics, and its completions as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -10,13 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from smd_jax.devices.processes import all_or_none, is_first, on_host
+from smd_jax.disk import disk_errors_named
+from smd_jax.learner.state import TrainState
 from smd_jax.losses.advantages import groups_with_signal
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.safetensors_files import write_safetensors
 from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.tasks.task import Row
-
-# In `Samples.metrics`: number of rollouts that the samples come from, with dynamic sampling.
-ROLLOUTS = "dynamic_sampling/rollouts"
 
 
 class Samples(NamedTuple):
@@ -94,7 +108,7 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
         task_rows=[task_rows[i] for i in rows],
         completions=[completions[i] for i in rows],
         counted_rows=counted_rows,
-        metrics=metrics | {ROLLOUTS: jnp.float32(len(rollouts))},
+        metrics=metrics | {"dynamic_sampling/rollouts": jnp.float32(len(rollouts))},
         reward_parts={name: np.concatenate([s.reward_parts[name] for s in rollouts])[rows] for name in parts},
         conversations=tuple(conversations[i] for i in rows) if conversations else (),
     )
@@ -105,3 +119,54 @@ def _over_rollouts(name: str, values: list[jax.Array]) -> jax.Array:
     summed = ("rewards/failed", "rollout/tokens", "time/rollout", "time/grading", "time/environment")
     reductions |= dict.fromkeys(summed, jnp.sum)
     return reductions.get(name, jnp.mean)(jnp.stack(values))
+
+
+class RefusedRolloutError(RuntimeError):
+    """A rollout after which the run must not continue; the message gives the reason.
+
+    Attributes:
+      index: its number. samples, metrics: the rollout. file: where it is dumped; None before that.
+      state: the state before the rollout, or after it if its update was skipped.
+    """
+
+    file: Path | None = None
+
+    def __init__(
+        self, index: int, message: str, samples: Samples, metrics: dict[str, float], state: TrainState
+    ) -> None:
+        self.index, self.samples, self.metrics, self.state = index, samples, metrics, state
+        super().__init__(f"rollout {index}: expected {message}")
+
+    def __str__(self) -> str:
+        return super().__str__() + ("" if self.file is None else f". The rollout is in {self.file}")
+
+
+def dump_rollout(directory: Path, refused: RefusedRolloutError) -> Path:
+    """Writes `refused_<number>.safetensors` and returns its path; all processes must call it, the first one writes.
+
+    Raises:
+      OSError: the disk is full or fails; in one line. OtherProcessError: the same in the first process.
+    """
+    path, samples = directory / f"refused_{refused.index}.safetensors", refused.samples
+    trajectory = jax.tree.map(on_host, samples.trajectory)
+    arrays = {
+        "tokens": trajectory.tokens,
+        "valid": trajectory.valid,
+        "logprobs": trajectory.logprobs,
+        "sampled": trajectory.sampled,
+        "terminated": trajectory.terminated,
+        "rewards": samples.rewards,
+        "counted_rows": samples.counted_rows,
+        "evicted_at": trajectory.mask.evicted_at,
+    }
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
+    metadata = {
+        "why": str(refused),
+        "metrics": json.dumps(refused.metrics),
+        "completions": json.dumps(samples.completions),
+    }
+    with all_or_none():
+        if is_first():
+            with disk_errors_named(path):
+                write_safetensors(path, arrays, metadata)
+    return path

@@ -52,7 +52,8 @@ from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from smd_jax.train.ppo import PolicyLoop, PPOConfig, PPOLoop
+from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.ppo import PPOConfig, PPOLoop
 from tests.drawn_cases import SLOW, cases, without_jaxtyping  # noqa: F401 - a fixture
 
 Fields = dict[str, st.SearchStrategy[Any]]
@@ -314,10 +315,10 @@ def trace(loop: Loop, state: Any) -> None:
         counted = array(rows, dtype=bool) if drops else None
         batch = jax.eval_shape(loop.learner_batch, state.params, trajectory, array(rows), counted)
         minibatch = part_of(batch, config.minibatches)
-        jax.eval_shape(loop.learner.update, state, minibatch)
+        jax.eval_shape(loop.update, state, minibatch)
         if isinstance(loop, PolicyLoop):
             if loop.config.update.kl_in_reward:
-                jax.eval_shape(loop.learner.replay, reference_params(state), trajectory)
+                jax.eval_shape(loop.replay, reference_params(state), trajectory)
             if loop.config.update.pack_columns is not None:
                 trace_packed(loop, state, minibatch)
 

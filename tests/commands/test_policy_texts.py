@@ -23,7 +23,7 @@ from smd_jax.message.gate import AttentionGate, LinearGate
 from smd_jax.message.spans import TokenSpans
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.sampler.config import RolloutConfig
-from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import Decode
 from tests.command_errors import error_of
 from tests.commands.conftest import Words
 from tests.query_centers import drawn_centers

@@ -49,7 +49,7 @@ from smd_jax.runs.settings import to_jsonable
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.testing import tiny_model_config
-from smd_jax.train.decoding import Decode
+from smd_jax.train.evaluation import Decode
 from smd_jax.train.grpo import GRPOConfig
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig

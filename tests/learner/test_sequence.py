@@ -33,8 +33,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.sampler.records import segments_of
 from smd_jax.testing import tiny_model_config
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.minibatches import LEAST_STEP, response_widths
 from tests.devices.test_sharding import FULL, LENGTH, MODEL, ONE, PLAIN, ROWS, distance, updated
 from tests.toy_loop import CONFIG, DISTILLED, TASK, TOKENIZER, new_loop, new_state, own_loop, run, warm_params
@@ -151,7 +150,7 @@ def test_a_loop_takes_the_same_step():
 def test_the_sampler_has_a_row_where_the_learner_has_columns():
     """Eight rows over four devices, of which two share each row's columns later; all at once, and by an engine."""
     loop, rowwise = own_loop(sizes=(2, 1, 1, 2)), own_loop()
-    assert dict(loop.rollouts.placement.own_mesh.shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
+    assert dict(loop.placement.own_mesh.shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
     expected = rowwise.collect(new_state(), 0).trajectory
     refilled = own_loop(dataclasses.replace(CONFIG, decode_rows=4), sizes=(2, 1, 1, 2))
     for spread in (loop, refilled):

@@ -138,14 +138,12 @@ def test_a_group_loses_the_kl_of_its_responses(visibility, monkeypatch):
     state = new_state().replace(reference=reference_of(0.1))
     samples = loop.collect(state, 0)
     seen = []
-    monkeypatch.setattr(
-        type(loop.learner), "take_steps", lambda self, state, batch: (seen.append(batch), (state, {}))[1]
-    )
+    monkeypatch.setattr(type(loop), "take_steps", lambda self, state, batch: (seen.append(batch), (state, {}))[1])
     _, metrics = loop.learn(state, samples)
 
     t = samples.trajectory
-    policy = np.asarray(loop.learner.replay(state.params, t), np.float64)
-    reference = np.asarray(loop.learner.replay(state.reference, t), np.float64)
+    policy = np.asarray(loop.replay(state.params, t), np.float64)
+    reference = np.asarray(loop.replay(state.reference, t), np.float64)
     mask = np.asarray(t.response_mask)
     difference = np.where(mask, policy - reference, 0.0)
     rewards = (samples.rewards - 0.5 * difference.sum(1)).reshape(-1, 4)

@@ -19,8 +19,7 @@ from smd_jax.memory.compiled import LoopMemory, loop_memory, param_shapes, tree_
 from smd_jax.memory.fit import fit_evaluator, fit_loop
 from smd_jax.testing import random_params
 from smd_jax.train.async_rollout import with_sampler_params
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from tests.toy_loop import CONFIG, MODEL, ROLLOUT, TASK, TOKENIZER, new_loop, new_state, optimizer, own_loop
 
 WIDER = replace(CONFIG, prompts_per_step=8)  # 32 rows

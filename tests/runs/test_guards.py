@@ -37,9 +37,8 @@ from smd_jax.runs.settings import split_settings
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
-from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOLoop
-from smd_jax.train.samples import Samples
+from smd_jax.train.samples import RefusedRolloutError, Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
 
@@ -264,8 +263,8 @@ def test_a_sampler_learner_mismatch_stops_the_run(tmp_path, steps):
         # A refused step raises, so its parameters are captured here.
         patch.setattr(
             Tampered,
-            "_check_rollout",
-            lambda self, i, p, *rest: (kept.append(p), GRPOLoop._check_rollout(self, i, p, *rest)),
+            "_refusal",
+            lambda self, params, *rest: (kept.append(params), GRPOLoop._refusal(self, params, *rest))[1],
         )
         loop.step(state)
     assert_bitwise_equal(jax.tree.map(np.array, kept[0]), before)

@@ -146,10 +146,10 @@ def test_the_update_ignores_the_failed_completion():
         rows = first + np.flatnonzero(counted[first : first + 4])
         group = failed[rows].astype(np.float64)
         advantages[rows] = (group - group.mean()) / (group.std(ddof=1) + EPSILON)
-    old = loop.learner.old_logprobs(new_state().params, samples.trajectory)
+    old = loop.old_logprobs(new_state().params, samples.trajectory)
     batch = TrainBatch(samples.trajectory, jnp.asarray(advantages), old, jnp.asarray(counted))
     with jax.set_mesh(loop.mesh):
-        expected, _ = loop.learner.take_steps(new_state(), batch)
+        expected, _ = loop.take_steps(new_state(), batch)
     for mine, theirs in zip(jax.tree.leaves(learned.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 

@@ -16,8 +16,7 @@ from smd_jax.tasks.build import TaskChoice
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig
+from smd_jax.train.evaluation import Decode, EvaluationConfig
 from smd_jax.train.grpo import GRPOConfig
 from tests.command_errors import error_of
 

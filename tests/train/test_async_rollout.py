@@ -18,9 +18,9 @@ from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.rewards import Rewards
 from smd_jax.train.async_rollout import RolloutAhead, with_sampler_params
-from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.minibatches import shortened
+from smd_jax.train.samples import RefusedRolloutError
 from tests import toy_loop
 from tests.bitwise import assert_bitwise_equal
 from tests.reward_cases import length
@@ -50,7 +50,7 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     sampler_params = copied(by_hand.params)
     for index in range(STEPS):
         samples = plain.collect(by_hand.replace(sampler_params=sampler_params), index)
-        samples = samples._replace(trajectory=shortened(samples.trajectory, plain.learner.response_widths))
+        samples = samples._replace(trajectory=shortened(samples.trajectory, plain.response_widths))
         sampler_params = copied(by_hand.params)
         by_hand, _ = plain.learn(by_hand, samples)
         assert rows[index]["reward"] == float(samples.metrics["reward"])

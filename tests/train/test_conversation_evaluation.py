@@ -16,8 +16,7 @@ from smd_jax.sampler.environment_respondent import EnvironmentRespondent
 from smd_jax.tasks.rewards import Rewards, TooManyFailures
 from smd_jax.testing import random_params
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
-from smd_jax.train.decoding import Decode
-from smd_jax.train.evaluation import EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from tests.train import test_conversations as single
 
 TALK = ConversationConfig(turns=4)

@@ -32,10 +32,9 @@ from smd_jax.sampler.conversation_loop import ConversationConfig
 from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
-from smd_jax.train.debug_dump import RefusedRolloutError
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop, advantages
-from smd_jax.train.policy_learner import PolicyLearner
-from smd_jax.train.samples import Samples, select_groups
+from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.samples import RefusedRolloutError, Samples, select_groups
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import run, share_programs
 
@@ -236,7 +235,8 @@ def test_each_turn_has_its_own_advantage(scale: str):
 
 @pytest.mark.slow
 def test_failed_environments_end_the_run_and_a_few_do_not():
-    with pytest.raises(TooManyFailures, match="25% of the completions without a reward; got 8 of 8.*OSError: no disk"):
+    message = "25% of the completions without a reward; got 8 of 8.*OSError: no disk"
+    with pytest.warns(UserWarning, match="no disk"), pytest.raises(TooManyFailures, match=message):
         new_loop(kind="fails").step(new_state())
     with pytest.warns(UserWarning, match="no disk"):
         state, metrics = new_loop(kind="fails", max_failed=1.0).step(new_state())
@@ -335,9 +335,9 @@ def test_each_context_has_the_advantage_of_its_conversation(penalty: float, monk
     loop, samples = new_loop(COMPACTION), sampled(COMPACTION)
     seen = list[Any]()
     monkeypatch.setattr(
-        PolicyLearner, "kl_penalty", lambda self, state, drawn, counted: (penalty * drawn.response_mask, {})
+        PolicyLoop, "kl_penalty", lambda self, state, drawn, counted: (penalty * drawn.response_mask, {})
     )
-    monkeypatch.setattr(PolicyLearner, "take_steps", lambda self, state, batch: (seen.append(batch) or state, {}))
+    monkeypatch.setattr(PolicyLoop, "take_steps", lambda self, state, batch: (seen.append(batch) or state, {}))
     loop.learn(new_state(), samples)
     lengths = np.asarray(samples.trajectory.lengths()).reshape(8, 3).sum(axis=1)
     expected = np.asarray(advantages(WIDER, samples.rewards - np.float32(penalty) * lengths))

@@ -24,11 +24,12 @@ from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
-from smd_jax.train.decoding import Decode, as_trained
 from smd_jax.train.evaluation import (
+    Decode,
     Evaluated,
     EvaluationConfig,
     Evaluator,
+    as_trained,
     every_evaluation,
     mean_interval,
 )

@@ -112,7 +112,7 @@ def test_a_step_is_the_same_over_fewer_columns():
     found = []
     for sizes, width in ((4, LEAST_STEP), (1, LONG)):
         loop = given(trajectory, rewards, dataclasses.replace(config, update_widths=sizes))
-        assert loop.learner.response_widths[0] == width
+        assert loop.response_widths[0] == width
         found.append(loop.step(init_state(jax.tree.map(jnp.copy, warm_params()), OPTIMIZER, jax.random.key(1))))
     (short, of_short), (whole, of_whole) = found
     for name in of_whole.keys() - MACHINE_METRICS.keys() - {"update/padding"}:

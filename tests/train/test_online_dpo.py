@@ -38,7 +38,7 @@ def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1
     """Loops with the same learner share its programs, as in tests/toy_loop.py."""
     loop = OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes))
     with mock.patch.multiple(online_dpo, make_dpo_update=shared_update, make_replay=shared_replay):
-        assert loop.learner.update is not None and loop.learner.replay is not None  # now they are made
+        assert loop.update is not None and loop.replay is not None  # now they are made
     return loop
 
 
@@ -110,7 +110,7 @@ def test_pairs_by_the_rewards_of_the_task():
     np.testing.assert_array_equal(samples().rewards[pairs.rejected], groups.min(1))
     np.testing.assert_array_equal(pairs.signal, np.ptp(groups, axis=1) > 0)
     assert pairs.signal.any()
-    batch = plain_loop().learner.batch(samples().trajectory, pairs)
+    batch = online_dpo.pair_batch(samples().trajectory, pairs)
     for part, rows in ((batch.chosen, pairs.chosen), (batch.rejected, pairs.rejected)):
         np.testing.assert_array_equal(part.tokens, np.asarray(samples().trajectory.tokens)[np.asarray(rows)])
 

@@ -1,4 +1,4 @@
-"""The learner of GRPO, RLOO and PPO: a policy loss, its compiled programs, and the optimizer steps on a rollout."""
+"""What GRPO, RLOO and PPO share: a policy loss, its compiled programs, and the optimizer steps on a rollout."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
-import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from smd_jax.devices.processes import on_host
-from smd_jax.devices.sharding import check_rows, check_sequence, sequence_ways
+from smd_jax.devices.sharding import check_rows, check_sequence
 from smd_jax.learner.accumulation import count_parts
-from smd_jax.learner.config import UpdateConfig, Visibility, check_reference
+from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE, is_beyond
 from smd_jax.learner.packed import check_windows, make_packed_update
@@ -27,11 +25,11 @@ from smd_jax.losses.kl import kl_penalty
 from smd_jax.losses.weighting import FixedLength
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics, token_mean
-from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.sampler.config import RolloutConfig
+from smd_jax.model.protocol import Params
 from smd_jax.train.async_rollout import staleness_metrics
+from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.minibatches import minibatches, over_steps, response_widths
+from smd_jax.train.minibatches import minibatches, over_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,38 +46,41 @@ class PolicyConfig(LoopConfig):
     def is_exact(self) -> bool:
         return self.update.visibility == "shadow"
 
-    @property
-    def first_pass_sees_all(self) -> bool:
-        """Whether the first forward pass sees the whole rollout, at the parameters that sampled it."""
-        return self.steps_per_rollout == 1 and not self.samples_ahead
-
 
 @dataclass(frozen=True)
-class PolicyLearner:
-    """Compiled programs of a learner with a policy loss; each is made once.
-
-    Attributes:
-      max_difference: largest |log p_learner - log p_sampler| of a token, in nats; None: no limit.
+class PolicyLoop(Loop):
+    """A loop whose learner has a policy loss; see Loop. Its compiled programs are made once.
 
     Raises:
       ValueError: for rows or columns that do not divide as the update needs them, and for an eviction_coef or
         pack_columns that the eviction policy or the rollout does not support.
     """
 
-    model: LanguageModel
-    optimizer: optax.GradientTransformation
     config: PolicyConfig
-    mesh: Mesh
-    max_difference: float | None
 
-    def __post_init__(self) -> None:
+    def check_update(self) -> None:
         config, update = self.config, self.config.update
+        rollout, columns = config.rollout, update.pack_columns
         minibatch = config.completions_per_step // config.minibatches
-        if update.pack_columns is None:
+        if columns is None:
             count_parts(minibatch, update.microbatch_size)
         else:
-            _check_pack_columns(config)
-            check_sequence(update.pack_columns, self.model.shape.num_heads, self.mesh)
+            if columns < config.columns:
+                raise ValueError(
+                    f"expected pack_columns of at least {config.columns}, the longest sequence; got {columns}"
+                )
+            # As `smd_jax.learner.packed` would, but before anything is compiled.
+            if rollout.quant is not None or rollout.min_new_tokens:
+                raise ValueError(
+                    "expected rollouts without quant and min_new_tokens with pack_columns, which moves tokens; got "
+                    f"quant {rollout.quant} and min_new_tokens {rollout.min_new_tokens}"
+                )
+            if config.policy.gate is not None:
+                raise ValueError(
+                    f"expected pack_columns None with {type(config.policy).__name__}, whose draws name columns that "
+                    f"packing would move; got {columns}"
+                )
+            check_sequence(columns, self.model.shape.num_heads, self.mesh)
             if update.rows_per_prompt > 1:
                 check_windows(self.model.shape, update)
         if update.eviction_coef and config.policy.gate is None:
@@ -92,7 +93,7 @@ class PolicyLearner:
                 f"expected rows_per_prompt that divide group_size {config.group_size}; got {update.rows_per_prompt}"
             )
         rows = self.unpacked_config.rows_per_prompt
-        together = config.columns + (rows - 1) * config.rollout.max_new_tokens
+        together = config.columns + (rows - 1) * rollout.max_new_tokens
         check_sequence(together, self.model.shape.num_heads, self.mesh)
         size = update.microbatch_size
         what = f"a microbatch ({'prompts_per_step * group_size / minibatches' if size is None else 'microbatch_size'})"
@@ -103,33 +104,24 @@ class PolicyLearner:
 
     @cached_property
     def update(self) -> Update:
-        """The jitted optimizer step, over rows that no other sequence shares."""
-        update = _with_longest_response(self.unpacked_config, self.config.rollout)
-        return make_update(self.model, self.optimizer, update, self._difference_of_update)
-
-    @cached_property
-    def packed_update(self) -> Update:
-        """`update` over rows that several sequences share."""
-        update = _with_longest_response(self.config.update, self.config.rollout)
-        return make_packed_update(self.model, self.optimizer, update, self._difference_of_update)
-
-    @property
-    def _difference_of_update(self) -> float | None:
-        # Later steps may differ: the learner has moved on from the sampler.
-        return self.max_difference if self.config.first_pass_sees_all else None
+        """The optimizer step: jitted over rows that no other sequence shares, else that of packed rows."""
+        make, update = make_packed_update if self.packs_rows else make_update, self.config.update
+        if update.loss.weighting == FixedLength(None):
+            # The longest allowed response instead of a batch's columns.
+            longest = FixedLength(self.config.rollout.max_new_tokens)
+            update = replace(update, loss=replace(update.loss, weighting=longest))
+        return make(self.model, self.optimizer, update, self.max_difference_of_update)
 
     @cached_property
     def replay(self) -> ReplayFunction:
         """Log-probabilities of a rollout as the learner sees it, at most `rows_of_a_pass` rows at a time."""
-        return self._replay_under(self.config.update.visibility)
+        rows_per_prompt = self.unpacked_config.rows_per_prompt
+        return make_replay(self.model, self.config.update.visibility, self.rows_of_a_pass, rows_per_prompt)
 
     @cached_property
     def dense_replay(self) -> ReplayFunction:
         """The dense policy's log-probabilities of a rollout."""
-        return self._replay_under("dense")
-
-    def _replay_under(self, visibility: Visibility) -> ReplayFunction:
-        return make_replay(self.model, visibility, self.rows_of_a_pass, self.unpacked_config.rows_per_prompt)
+        return make_replay(self.model, "dense", self.rows_of_a_pass, self.unpacked_config.rows_per_prompt)
 
     @cached_property
     def skip(self) -> Callable[[TrainState], TrainState]:
@@ -140,6 +132,10 @@ class PolicyLearner:
     # --- sizes
 
     @property
+    def packs_rows(self) -> bool:
+        return self.config.update.pack_columns is not None
+
+    @property
     def rows_of_a_pass(self) -> int:
         """Rows of one forward pass without packing; they divide a rollout."""
         config = self.config
@@ -148,29 +144,15 @@ class PolicyLearner:
     @property
     def unpacked_config(self) -> UpdateConfig:
         """The update without packing, with as much work at a time."""
-        update = self.config.update
-        if update.pack_columns is None:
-            return update
-        return replace(update, pack_columns=None, microbatch_size=self.rows_of_a_pass, rows_per_prompt=1)
-
-    @property
-    def response_widths(self) -> tuple[int, ...]:
-        """Widths of a response, ascending, that the learner may run over."""
-        rollout = self.config.rollout
-        if self.config.update.pack_columns is not None:
-            # Packed rows have one size for all responses.
-            return (rollout.max_new_tokens,)
-        return response_widths(rollout.max_new_tokens, self.config.update_widths, sequence_ways(self.mesh))
-
-    @property
-    def compiles_ahead(self) -> bool:
-        """Whether a step runs `update`."""
-        return self.config.update.pack_columns is None
+        if not self.packs_rows:
+            return self.config.update
+        rows = self.rows_of_a_pass
+        return replace(self.config.update, pack_columns=None, microbatch_size=rows, rows_per_prompt=1)
 
     # --- a rollout
 
     def check(self, state: TrainState) -> None:
-        """Raises ValueError for a state that the update cannot use."""
+        super().check(state)
         check_reference(self.config.update, state)
         check_sync(state, self.config.update.reference_sync)
 
@@ -179,36 +161,31 @@ class PolicyLearner:
 
         A minibatch in which no row counts does not change the parameters, although momentum and weight decay would.
         With distillation every token counts; for terms of one's own, `Term.learns` decides. A rollout beyond
-        `max_difference` gets no step; `Loop.step` refuses it.
+        `max_difference` gets no step; `step` refuses it.
         """
+        config, update = self.config, self.config.update
         counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
-        # Before the first update, which donates these parameters.
-        before = self.before_any_step(state.params if state.sampler_params is None else state.sampler_params, batch)
-        if before and is_beyond(float(before[DIFFERENCE]), self.max_difference):
-            return state, before
-        update = self.update if self.config.update.pack_columns is None else self.packed_update
-        index = int(state.step) // self.config.steps_per_rollout
-        needs_rows = self.config.update.distill is None and not self.config.update.terms
+        before: Metrics = {}  # where the only step sees the whole rollout, it has these metrics itself
+        if not config.first_pass_sees_all:
+            # Before the first update, which donates these parameters. If the sampler's log-probabilities are used as
+            # old ones, only a replay can measure the difference.
+            params = state.params if state.sampler_params is None else state.sampler_params
+            known = None if update.policy_term.uses_sampler_logprobs_as_old else batch.old_logprobs
+            before = compare(update, batch, self.replay(params, batch.trajectory) if known is None else known)
+            if is_beyond(float(before[DIFFERENCE]), self.max_difference):
+                return state, before
+        index = int(state.step) // config.steps_per_rollout
+        needs_rows = update.distill is None and not update.terms
         steps = []
-        for part in minibatches(batch, state, self.config, self.mesh, counted_rows):
+        for part in minibatches(batch, state, config, self.mesh, counted_rows):
             # The update itself finds minibatches that are empty for other reasons.
             if needs_rows and part.counted_rows is not None and not bool(part.counted_rows.any()):
                 state = self.skip(state)
                 continue
-            state, metrics = update(state, part)
+            state, metrics = self.update(state, part)
             steps.append(metrics)
         stale = {} if state.sampler_params is None or not steps else staleness_metrics(steps[0], index)
         return state, over_steps(steps, before) | stale
-
-    def before_any_step(self, params: Params, batch: TrainBatch) -> Metrics:
-        """SAMPLER_LEARNER_METRICS of the whole rollout; {} where the only step sees all of it and has them itself."""
-        # The guard must see all tokens before the first of several steps.
-        if self.config.first_pass_sees_all:
-            return {}
-        # If the sampler's log-probabilities are used as old ones, only a replay can measure the difference.
-        update = self.config.update
-        known = None if update.policy_term.uses_sampler_logprobs_as_old else batch.old_logprobs
-        return compare(update, batch, self.replay(params, batch.trajectory) if known is None else known)
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
         """Log-probabilities of the learner before the update; None if no term reads them, or the update has them.
@@ -223,12 +200,6 @@ class PolicyLearner:
         if update.policy_term.uses_sampler_logprobs_as_old:
             return trajectory.logprobs
         return None if self.config.first_pass_sees_all else self.replay(params, trajectory)
-
-    def dense_old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
-        """`old_logprobs` of the dense learner; None without one, or where a single step has them."""
-        if self.config.update.dense_learner is None or self.config.first_pass_sees_all:
-            return None
-        return self.dense_replay(params, trajectory)
 
     def kl_penalty(
         self, state: TrainState, trajectory: Trajectory, counted_rows: Array | None
@@ -253,29 +224,3 @@ def compare(update: UpdateConfig, batch: TrainBatch, logprobs: Float[Array, "bat
     """SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
     mask = counted_tokens(update, batch.trajectory, batch.counted_rows)
     return sampler_learner_metrics(batch.trajectory.logprobs, logprobs, mask)
-
-
-def _check_pack_columns(config: PolicyConfig) -> None:
-    """Raises ValueError for rows that cannot hold the longest sequence, and for rollouts that `smd_jax.learner.packed`
-    would refuse."""
-    columns, rollout = config.update.pack_columns, config.rollout
-    assert columns is not None
-    if columns < config.columns:
-        raise ValueError(f"expected pack_columns of at least {config.columns}, the longest sequence; got {columns}")
-    if rollout.quant is not None or rollout.min_new_tokens:
-        raise ValueError(
-            "expected rollouts without quant and min_new_tokens with pack_columns, which moves tokens; got quant "
-            f"{rollout.quant} and min_new_tokens {rollout.min_new_tokens}"
-        )
-    if config.policy.gate is not None:
-        raise ValueError(
-            f"expected pack_columns None with {type(config.policy).__name__}, whose draws name columns that packing "
-            f"would move; got {columns}"
-        )
-
-
-def _with_longest_response(update: UpdateConfig, rollout: RolloutConfig) -> UpdateConfig:
-    """The update with the longest allowed response as its fixed length, instead of a batch's columns."""
-    if update.loss.weighting != FixedLength(None):
-        return update
-    return replace(update, loss=replace(update.loss, weighting=FixedLength(rollout.max_new_tokens)))
