@@ -3,12 +3,10 @@
     saved = checkpoint.save(directory, step, without_base(state), …)
     state = with_base(checkpoint.restore(directory, without_base(state), …).state, state)
 
-Both leave a state without adapters unchanged.
+Both keep the parameters of a state without adapters.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +24,12 @@ _SHOWN = 4
 
 def without_base(state: TrainState) -> TrainState:
     """The state to save, whose parameters are the trained ones and the fingerprint of the others under `base`."""
-    params = params_without_base(state.params)
-    return state if params is state.params else state.replace(params=params)
+    return state.replace(params=params_without_base(state.params))
 
 
 def with_base(saved: TrainState, state: TrainState) -> TrainState:
     """The saved state with the base of `state`; errors as `params_with_base`."""
-    params = params_with_base(saved.params, state.params)
-    return saved if params is saved.params else saved.replace(params=params)
+    return saved.replace(params=params_with_base(saved.params, state.params))
 
 
 def params_without_base(params: Params) -> Params:
@@ -56,7 +52,15 @@ def params_with_base(saved: Params, params: Params) -> Params:
         return saved
     trained = dict(saved)
     kept = trained.pop(BASE)
-    _check_same_base(np.asarray(kept["fingerprint"]), frozen)
+    differs = np.any(np.asarray(kept["fingerprint"]) != fingerprint(frozen), axis=1)
+    if differs.any():
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(frozen)]
+        names = [jax.tree_util.keystr(paths[i], simple=True, separator="/") for i in np.flatnonzero(differs)]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise ValueError(
+            "expected the base that the checkpoint's adapters were trained on; got one that differs in "
+            f"{', '.join(names[:_SHOWN])}{more}"
+        )
     if kept["scale"] != _scale(params):
         raise ValueError(
             f"expected adapters scaled by {kept['scale']}, as in the checkpoint (alpha over rank); got {_scale(params)}"
@@ -87,19 +91,3 @@ def _sums(leaf: Array) -> UInt32[Array, 2]:
     for axis, side in enumerate(bits.shape):
         place = place * np.uint32(side) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
     return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * (2 * place + 1)).sum(dtype=jnp.uint32)])
-
-
-def _check_same_base(saved: np.ndarray, frozen: Params) -> None:
-    differs = np.any(saved != fingerprint(frozen), axis=1)
-    if not differs.any():
-        return
-    names: list[Any] = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for (path, _), other in zip(jax.tree_util.tree_leaves_with_path(frozen), differs, strict=True)
-        if other
-    ]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    raise ValueError(
-        "expected the base that the checkpoint's adapters were trained on; got one that differs in "
-        f"{', '.join(names[:_SHOWN])}{more}"
-    )

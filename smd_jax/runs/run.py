@@ -1,21 +1,28 @@
-"""A run in a directory: the loop with progress, metrics, evaluations, checkpoints, resume, and a clean stop."""
+"""A run in a directory: the loop with progress, metrics, evaluations, checkpoints, resume, and a clean stop.
+
+A resume depends on the order of a rollout's parts:
+
+step ─► wait for the last checkpoint ─► row of metrics ─► checkpoint, where due ─► evaluate, where due
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import jax
 
-from smd_jax.devices.processes import all_or_none, check_same, differences, is_first
+from smd_jax.devices.processes import all_or_none, check_same, differences, gather_json, is_first
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import stored_bytes
 from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Logger, Loggers
+from smd_jax.monitor.metrics_log import memory_in_use
 from smd_jax.monitor.progress import Report, training_progress
-from smd_jax.runs.active_run import ActiveRun, Evaluate, Outputs, print_once
 from smd_jax.runs.checkpoint.files import all_steps, latest_step
 from smd_jax.runs.checkpoint.reading import restore
 from smd_jax.runs.checkpoint.writing import Writer, discard_after
@@ -27,6 +34,9 @@ from smd_jax.runs.settings import machine, split_settings, to_jsonable
 from smd_jax.runs.stop import RunStoppedError, StopSignals
 from smd_jax.text.visible_text import visible
 from smd_jax.train.loop import Loop
+from smd_jax.train.samples import RefusedRolloutError, dump_rollout
+
+Evaluate = Callable[[TrainState], Mapping[str, float]]
 
 
 def train(
@@ -80,17 +90,19 @@ def train(
     start = int(state.step) // loop.config.steps_per_rollout
     with all_or_none():
         if resume and start > 0 and is_first():
-            print_once(f"resumes after {start} of {run.steps} rollouts" + _repeated(directory, start))
+            later = finished_rollouts(directory) - start
+            repeated = f"; {later} later {'one is' if later == 1 else 'ones are'} repeated" if later > 0 else ""
+            print(f"resumes after {start} of {run.steps} rollouts{repeated}", flush=True)
+    progress = training_progress(run.steps, start=start, name=label) if is_first() else nullcontext(lambda *_: None)
     with (
         StopSignals() as stop,
         Loggers(loggers if is_first() else ()) as others,
         RunLog(directory, start, run.objective) as log,
-        _progress(run.steps, start, label) as report,
+        progress as report,
         # Closed first: loggers that wait for a network, and signals at that time, must not cut off a checkpoint.
         Writer(directory / CHECKPOINTS, run.keep) as checkpoints,
     ):
-        outputs = Outputs(directory, config, noted, log, others, report, checkpoints)
-        active = ActiveRun(loop, run, outputs, stop, evaluate, state)
+        active = ActiveRun(loop, run, directory, config, noted, log, others, report, checkpoints, stop, evaluate, state)
         try:
             active.run()
         except Exception as error:
@@ -144,16 +156,163 @@ def _start(directory: Path, state: TrainState, config: object, noted: object) ->
     return state
 
 
-def _repeated(directory: Path, done: int) -> str:
-    later = finished_rollouts(directory) - done
-    return f"; {later} later {'one is' if later == 1 else 'ones are'} repeated" if later > 0 else ""
+@dataclass
+class ActiveRun:
+    """A run in progress: its rollouts, rows, checkpoints and evaluations.
+
+    Attributes:
+      config, noted: saved with every checkpoint, see `smd_jax.runs.run.train`.
+      evaluate: None: never.
+      state: the newest; at first where the run begins.
+      done: finished rollouts.
+      stopped: the signal that one of the processes received; None without any.
+    """
+
+    loop: Loop
+    run_config: RunConfig
+    directory: Path
+    config: object
+    noted: object
+    log: RunLog
+    loggers: Loggers
+    report: Report
+    checkpoints: Writer
+    stop: StopSignals
+    evaluate: Evaluate | None
+    state: TrainState
+
+    def __post_init__(self) -> None:
+        # The state counts optimizer steps; a run counts rollouts.
+        self.done = int(self.state.step) // self.loop.config.steps_per_rollout
+        # Rollouts in the newest complete checkpoint, and in the newest one, which may still be being written.
+        self._saved = self._submitted = self.done
+        self._look_at_log()
+
+    def run(self) -> None:
+        """Takes rollouts until the run stops or has all of them."""
+        self._finish_evaluation()  # of the start, or one that is due after a resume
+        while self.done < self.run_config.steps and self.stopped is None:
+            metrics = self._step()
+            self.done += 1
+            # A save overlaps with at most one rollout. So a killed run loses at most one interval, and a disk failure
+            # is noticed now.
+            self._wait_for_checkpoint()
+            self._write_rollout(metrics)
+            is_last = self.done == self.run_config.steps
+            # Before the evaluation, which may take minutes.
+            if is_last or is_due(self.done, self.run_config.checkpoint_every):
+                self._save()
+            self._finish_evaluation()
+        self._save()
+
+    def _step(self) -> dict[str, float]:
+        try:
+            self.state, metrics = self.loop.step(self.state, self._next_follows)
+        except RefusedRolloutError as refused:
+            with all_or_none():
+                self.log.write_refused(self.done + 1, refused.metrics)
+            refused.file = dump_rollout(self.directory, refused)
+            # The state before it may be donated. A rollout whose update was skipped counts as finished.
+            self.state = refused.state
+            self.done = int(self.state.step) // self.loop.config.steps_per_rollout
+            raise
+        return metrics
+
+    def _next_follows(self) -> bool:
+        """Whether another rollout follows this one, as far as is known before its update."""
+        if self.done + 1 == self.run_config.steps:
+            return False
+        # All processes must give the same answer, and a signal may have reached only one.
+        return jax.process_count() > 1 or self.stop.received is None
+
+    def _write_rollout(self, metrics: dict[str, float]) -> None:
+        if metrics.get("update/skipped", 0.0) > 0:
+            share = "" if metrics["update/skipped"] == 1 else f" {metrics['update/skipped']:.0%} of"
+            print_once(
+                f"warning: rollout {self.done - 1}:{share} the update was left out, because loss or gradient was not "
+                f"finite (loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g})"
+            )
+        metrics |= memory_in_use()
+        with all_or_none():
+            for warning in self.log.write_rollout(self.done, metrics):
+                print(warning, flush=True)
+            self.loggers.write(self.done, metrics)
+            self.report(self.done, metrics)
+        self._look_at_log()
+
+    def _finish_evaluation(self) -> None:
+        """Runs an evaluation that is due and not yet done. A run that must stop leaves it to a resume."""
+        every, is_last = self.run_config.evaluate_every, self.done == self.run_config.steps
+        if self.evaluate is None or self.stopped is not None or not (is_due(self.done, every) or is_last):
+            return
+        # The log of the first process decides, so that all evaluate or none.
+        if gather_json(self.log.has_evaluation(self.done))[0]:
+            return
+        self.loop.settle()
+        metrics = self.evaluate(self.state)
+        with all_or_none():
+            self.log.write_evaluation(self.done, metrics)
+            self.loggers.write(self.done, metrics)
+            self.report(self.done, metrics)
+        self._look_at_log()
+
+    def _look_at_log(self) -> None:
+        """Reads a signal, which may have reached any process, and saves if the newest row is the best.
+
+        All processes must call it: they stop together and save together.
+        """
+        own = self.stop.received, self.log.best
+        gathered = gather_json(own)
+        received = next((number for number, _ in gathered if number is not None), None)
+        self.stopped = None if received is None else Signals(received)
+        # The log of the first process decides.
+        self._best: int | None = gathered[0][1]
+        if self._best == self.done > self._submitted:
+            self._save()
+
+    # --- checkpoints
+
+    def save_after_error(self) -> str:
+        """Saves the state after an error; returns one line that describes what is saved."""
+        directory, steps = self.directory, self.run_config.steps
+        if jax.process_count() > 1:
+            return f"resume continues from the newest checkpoint in {directory}, if there is one"
+        with suppress(OSError):  # a checkpoint that failed is written again below
+            self._wait_for_checkpoint()
+        lost = self.done - self._saved
+        if not lost:
+            return f"after {self.done} of {steps} rollouts; nothing is lost but the rollout that failed"
+        # An update that fails has already donated the buffers of its state.
+        if any(x.is_deleted() for x in jax.tree.leaves(self.state) if isinstance(x, jax.Array)):
+            return f"the failed update has donated the state: the last {lost} rollouts are not saved"
+        try:
+            self._save()
+            self._wait_for_checkpoint()
+        except OSError as error:
+            return f"the last {lost} rollouts could not be saved: {error}"
+        return f"saved after {self.done} of {steps} rollouts in {directory}; resume continues the run"
+
+    def _save(self) -> None:
+        if self.done > self._submitted:
+            state = without_base(self.state)
+            self.checkpoints.save(self.done, state, config=self.config, noted=self.noted, best=self._best)
+            self._submitted = self.done
+
+    def _wait_for_checkpoint(self) -> None:
+        try:
+            self.checkpoints.wait()
+        except OSError:
+            self._submitted = self._saved
+            raise
+        self._saved = self._submitted
 
 
-@contextmanager
-def _progress(steps: int, start: int, name: str) -> Iterator[Report]:
-    """The progress report, which only the first process shows."""
-    if not is_first():
-        yield lambda done, metrics: None
-        return
-    with training_progress(steps, start=start, name=name) as report:
-        yield report
+def print_once(line: str) -> None:
+    """Prints in the first process only."""
+    if is_first():
+        print(line, flush=True)
+
+
+def is_due(done: int, every: int) -> bool:
+    """Whether `done` is a multiple of `every`; 0: never."""
+    return every > 0 and done % every == 0

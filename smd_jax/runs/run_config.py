@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from smd_jax.config import check_whole
@@ -23,12 +22,6 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_types(self)
-
-    def is_better(self, value: float, than: float | None) -> bool:
-        """Whether `value` is a gain; NaN never is, and any other first value is."""
-        if math.isnan(value) or than is None:
-            return not math.isnan(value)
-        return value > than if self.maximize else value < than
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,14 +25,13 @@ def finished_rollouts(directory: Path) -> int:
     return len(read_metrics(metrics)) if metrics.exists() else 0
 
 
-def check_progress(directory: str | Path, resume: bool, run: RunConfig) -> None:
+def check_progress(directory: Path, resume: bool, run: RunConfig) -> None:
     """Refuses a resume that would lose rollouts. Cheap, and changes nothing.
 
     Raises:
       ValueError: more rollouts are finished than the run shall have.
       FileNotFoundError: the metrics show that checkpoints were saved, and none exists.
     """
-    directory = Path(directory)
     finished = latest_step(directory / CHECKPOINTS)
     if finished is not None and run.steps < finished:
         raise ValueError(
@@ -49,7 +48,7 @@ def check_progress(directory: str | Path, resume: bool, run: RunConfig) -> None:
         )
 
 
-def check_directory(directory: str | Path, resume: bool) -> None:
+def check_directory(directory: Path, resume: bool) -> None:
     """Refuses a directory that cannot hold the run. Cheap; leaves no files.
 
     Raises:
@@ -57,7 +56,6 @@ def check_directory(directory: str | Path, resume: bool) -> None:
       ValueError: orbax misreads the path.
       OSError: it cannot be written, or too few files can be opened.
     """
-    directory = Path(directory)
     check_path(directory)
     check_writable(directory)
     check_handles()
@@ -69,13 +67,13 @@ def check_directory(directory: str | Path, resume: bool) -> None:
         )
 
 
-def check_room(directory: str | Path, state_bytes: int, run: RunConfig) -> None:
+def check_room(directory: Path, state_bytes: int, run: RunConfig) -> None:
     """Raises OSError if the disk lacks room for the checkpoints that the run still has to write.
 
     Args:
       state_bytes: size of one checkpoint, see `smd_jax.disk.stored_bytes`.
     """
-    there = all_steps(Path(directory) / CHECKPOINTS)
+    there = all_steps(directory / CHECKPOINTS)
     left = run.steps - max(there, default=0)
     if left <= 0:
         return

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from smd_jax.devices.processes import all_or_none, is_first
@@ -43,7 +42,6 @@ class RunLog:
       directory: of the run.
       start: finished rollouts; rows of later ones are dropped, because their rollouts are repeated.
       objective: the objective of the run, or None.
-
     """
 
     def __init__(self, directory: Path, start: int, objective: Objective | None):
@@ -63,7 +61,8 @@ class RunLog:
                     self._files = MetricsWriter(paths[0], start), MetricsWriter(paths[1], start + 1 if start else 0)
                 self._best = best_rollout(directory, objective)
                 for row in read_metrics(paths[1]):
-                    self._note_evaluation(row["step"], row)
+                    self._evaluation = row
+                    self._evaluated.add(row["step"])
 
     @property
     def best(self) -> int | None:
@@ -79,7 +78,8 @@ class RunLog:
         if self._files is not None:
             with disk_errors_named(self._files[1].path):
                 self._files[1].write(done, metrics)
-            self._note_evaluation(done, metrics)
+            self._evaluation = metrics
+            self._evaluated.add(done)
             self._best = better(self._best, self._objective, done, metrics)
 
     def write_rollout(self, done: int, metrics: Metrics) -> list[str]:
@@ -108,16 +108,10 @@ class RunLog:
             with disk_errors_named(self._files[0].path):
                 self._files[0].write(done - 1, metrics)
 
-    def _note_evaluation(self, done: int, metrics: Metrics) -> None:
-        self._evaluation = metrics
-        self._evaluated.add(done)
-
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with ExitStack() as files:
             for writer in self._files or ():
                 # Closing retries a write that failed, and fails again.
@@ -138,12 +132,13 @@ def best_rollout(directory: Path, objective: Objective | None) -> Best | None:
 def better(best: Best | None, objective: Objective | None, done: int, metrics: Metrics) -> Best | None:
     """The best value of the objective after one more row of metrics, of `done` finished rollouts.
 
-    The start has no checkpoint and is never the best.
+    The start has no checkpoint and is never the best; nor is NaN.
     """
     value = None if objective is None or not done else metrics.get(objective.metric)
-    if objective is None or value is None or not objective.is_better(value, None if best is None else best.value):
+    if objective is None or value is None or math.isnan(value):
         return best
-    return Best(value, done)
+    gains = best is None or (value > best.value if objective.maximize else value < best.value)
+    return Best(value, done) if gains else best
 
 
 # --- signs that a run learns nothing

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -86,17 +87,11 @@ def split_settings(config: LoopConfig) -> tuple[dict[str, Any], dict[str, Json]]
 
 def split_fields(settings: Any, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Json]]:
     """Splits off the fields with these dotted names: the remaining object, and the fields by their names."""
-    selected = dict[str, Json]()
+    settings, selected = copy.deepcopy(settings), dict[str, Json]()
     for name in names:
-        settings, selected[name] = _without(settings, name.split("."))
+        *parents, last = name.split(".")
+        place = settings
+        for parent in parents:
+            place = place[parent]
+        selected[name] = place.pop(last)
     return settings, selected
-
-
-def _without(settings: dict[str, Any], path: list[str]) -> tuple[dict[str, Any], Json]:
-    """A copy of the object without the field at `path`, and that field."""
-    first, *rest = path
-    settings = dict(settings)
-    field = settings.pop(first)
-    if rest:
-        settings[first], field = _without(field, rest)
-    return settings, field

@@ -19,7 +19,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STDOUT, STDERR = 1, 2
@@ -75,9 +75,7 @@ class StopSignals:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._listens:
             return
         for number, handler in self._handlers.items():

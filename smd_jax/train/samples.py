@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.devices.processes import all_or_none, is_first, on_host
-from smd_jax.disk import disk_errors_named
+from smd_jax.disk import disk_errors_named, write_safetensors
 from smd_jax.learner.state import TrainState
 from smd_jax.losses.advantages import groups_with_signal
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.safetensors_files import write_safetensors
 from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.tasks.task import Row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -103,7 +104,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         check_directory(tmp_path / "file" / "run", resume=False)
     # Where nobody makes files, root neither.
     with pytest.raises(PermissionError, match="expected a directory that can be written at /proc/runs; got "):
-        check_directory("/proc/runs", resume=False)
+        check_directory(Path("/proc/runs"), resume=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from smd_jax.disk import OS_ERROR, failure, is_trouble
 
@@ -80,15 +80,10 @@ def _is_worth_printing(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if OS_ERROR in f"{record.getMessage()} {error}":
         return False
-    return not (isinstance(error, OSError) and _is_from_orbax(error.__traceback__))
-
-
-def _is_from_orbax(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if "orbax" in Path(trace.tb_frame.f_code.co_filename).parts:
-            return True
-        trace = trace.tb_next
-    return False
+    if not isinstance(error, OSError):
+        return True
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return not any("orbax" in Path(file).parts for file in files)
 
 
 def _quiet_late_writes() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -74,7 +73,13 @@ class Writer:
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         # A failure in one process, such as in the checksums that the first one writes, stops all processes.
         with all_or_none():
-            _check_later(self.directory, step)
+            newest = latest_step(self.directory)
+            # Orbax returns False, without an error, for a step that is not later than its newest.
+            if newest is not None and step <= newest:
+                raise ValueError(
+                    f"expected a step later than {newest}, the newest in {self.directory}; got {step}. To go back to "
+                    "an earlier step call discard_after(directory, step) first"
+                )
             with disk_failure_named(self.directory, step):
                 check_handles()
                 self._manager = self._manager or _manager(self.directory)
@@ -109,9 +114,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _finish(
@@ -176,13 +179,3 @@ def _manager(directory: Path) -> ocp.CheckpointManager:
         cleanup_tmp_directories=True,
     )
     return ocp.CheckpointManager(directory.resolve(), options=options)
-
-
-def _check_later(directory: Path, step: int) -> None:
-    # Orbax returns False, without an error, for a step that is not later than its newest.
-    newest = latest_step(directory)
-    if newest is not None and step <= newest:
-        raise ValueError(
-            f"expected a step later than {newest}, the newest in {directory}; got {step}. To go back to an earlier "
-            f"step call discard_after(directory, step) first"
-        )
