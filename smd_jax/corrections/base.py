@@ -1,4 +1,4 @@
-"""Interface of corrections: log-probabilities in, weights and counted tokens out.
+"""Interface of corrections, and those that ignore the mismatch. Log-probabilities in, weights and counted tokens out.
 
 There are three policies (verl calls this decoupled): pi_sampler sampled the tokens, pi_old is the learner at the
 rollout's parameters, pi is the current learner. The mismatch ratio is xi = pi_old / pi_sampler, the staleness ratio
@@ -6,13 +6,16 @@ r = pi / pi_old. A correction weights tokens and removes tokens from the loss:
 
     loss = mean over counted tokens of  weights * surrogate(pi / pi_ratio_to, advantage)  +  KL, which is not corrected
 
-The modules differ in how they use xi: `uncorrected` ignores it, `importance` weights by it, `rejection` drops tokens
-and responses, `trust_region` uses the current learner, `chain` combines corrections.
+The modules: `mismatch` weights or rejects by xi, `trust_region` uses the current learner, `chain` combines corrections.
+
+Their sources: TRL is trl/trainer/grpo_trainer.py and grpo_config.py (1.16); verl is
+verl/trainer/ppo/rollout_corr_helper.py with the presets of verl/trainer/config/algorithm.py; slime is
+slime/examples/train_infer_mismatch_helper/mis.py and mis.yaml, in the copy that Sparse-RL's repository trains with.
+Other files are named where they are followed.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +26,6 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_instance
 from smd_jax.pytrees import any_leaves
-from smd_jax.ratios import Level, at_level, bounded_exp, log_ratio_inside
 
 RatioTo = Literal["old", "sampler"]
 
@@ -132,26 +134,10 @@ def combine_terms(first: CorrectionTerms, second: CorrectionTerms) -> Correction
     return CorrectionTerms(first.weights * second.weights, first.counted & second.counted)
 
 
-# --- configurations
-
-
 def check_positive(name: str, value: float) -> None:
     # Not `value <= 0`, which is false for NaN.
     if not value > 0:
         raise ValueError(f"expected {name} > 0; got {value}")
-
-
-def check_bounds(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
-    for name, value in ((low_name, low), (high_name, high)):
-        if value is not None:
-            check_positive(name, value)
-    if low is not None and high is not None and low >= high:
-        raise ValueError(f"expected {low_name} < {high_name}; got {low} and {high}")
-
-
-def bounds_of(low: float | None, high: float | None) -> tuple[float, float]:
-    """Both bounds as numbers; None becomes 0 or infinity."""
-    return 0.0 if low is None else low, math.inf if high is None else high
 
 
 def terms_of(correction: Correction, inputs: CorrectionInputs) -> CorrectionTerms:
@@ -161,17 +147,9 @@ def terms_of(correction: Correction, inputs: CorrectionInputs) -> CorrectionTerm
     return terms
 
 
-# --- arithmetic
-
-
 def weighing(inputs: CorrectionInputs, weights: Float[Array, "batch R"]) -> CorrectionTerms:
     """Terms with these weights inside the response; every response token counts, also with weight 0."""
     return CorrectionTerms(jnp.where(inputs.mask, weights, 0.0), inputs.mask)
-
-
-def rejecting(inputs: CorrectionInputs, acceptable: Bool[Array, "batch _"]) -> CorrectionTerms:
-    """Terms with weights of 1 that reject tokens `[batch, R]` or whole responses `[batch, 1]`."""
-    return CorrectionTerms(inputs.mask.astype(inputs.old_logprobs.dtype), inputs.mask & acceptable)
 
 
 def sampler_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
@@ -187,12 +165,38 @@ def present_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
     return jax.lax.stop_gradient(inputs.logprobs)
 
 
-def log_mismatch(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
-    """log xi of every token, 0 outside the response."""
-    return log_ratio_inside(jax.lax.stop_gradient(inputs.old_logprobs), sampler_logprobs_of(inputs), inputs.mask)
+@dataclass(frozen=True)
+class Naive(Correction):
+    """Ignores xi: treats the sampler as the learner at the rollout's parameters.
+
+    TRL: vllm_importance_sampling_correction=False. verl: rollout_is=None.
+    """
+
+    @property
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(uses_mismatch=False)
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        # The rollout may have recorded no log-probabilities, so the shape comes from the learner's.
+        return weighing(inputs, jnp.ones_like(inputs.old_logprobs))
 
 
-def mismatch_ratio(inputs: CorrectionInputs, level: Level) -> Float[Array, "batch R"]:
-    """xi of every token, at the given level."""
-    # Summed as logarithms and cut at ±20, so that a product over a long response cannot overflow.
-    return bounded_exp(at_level(log_mismatch(inputs), inputs.mask, level))
+@dataclass(frozen=True)
+class Shadow(Naive):
+    """Shadow Mask Distillation: the learner replays the sampler's masks, so xi is 1 and nothing needs correction.
+
+    The terms are those of `Naive`. Use it with visibility "shadow", where xi = 1 up to rounding, as `mismatch_kl` of
+    every run shows.
+    """
+
+
+@dataclass(frozen=True)
+class Bypass(Naive):
+    """The loss takes its ratio to the sampler itself, pi / pi_sampler = r xi, and clips that.
+
+    Two policies, no pi_old. verl: bypass_mode=True with loss_type="ppo_clip". Tunix: use_rollout_logps=True.
+    """
+
+    @property
+    def traits(self) -> CorrectionTraits:
+        return CorrectionTraits(ratio_to="sampler", uses_mismatch=False)

@@ -11,10 +11,10 @@ from smd_jax.corrections.base import (
     CorrectionInputs,
     CorrectionTerms,
     CorrectionTraits,
+    Naive,
     combine_terms,
     terms_of,
 )
-from smd_jax.corrections.uncorrected import Naive
 from smd_jax.typed_fields import check_types
 
 
@@ -82,7 +82,5 @@ def flat_parts(correction: Correction) -> tuple[Correction, ...]:
 
 def _joined(parts: tuple[Correction, ...]) -> Correction:
     """The parts as one correction."""
-    if not parts:
-        # The identity of `combine_terms`: weights of 1, and every token counts.
-        return Naive()
+    parts = parts or (Naive(),)  # the identity of `combine_terms`: weights of 1, and every token counts
     return parts[0] if len(parts) == 1 else Chain(parts)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from smd_jax.corrections.base import Correction
+from smd_jax.corrections.base import Bypass, Correction, Naive, Shadow
 from smd_jax.corrections.chain import Chain
-from smd_jax.corrections.importance import MIS, TIS, IcePop
-from smd_jax.corrections.rejection import GeometricRejection, Rejection, Veto
+from smd_jax.corrections.mismatch import MIS, TIS, GeometricRejection, IcePop, Rejection, Veto
 from smd_jax.corrections.trust_region import DPPOTV
-from smd_jax.corrections.uncorrected import Bypass, Naive, Shadow
 
 
 @dataclass(frozen=True)

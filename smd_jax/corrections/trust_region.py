@@ -1,7 +1,4 @@
-"""Corrections that use the current learner, after its forward pass.
-
-Sources: TRL is trl/trainer/grpo_trainer.py and grpo_config.py (1.16); verl and slime are named with their files below.
-"""
+"""Corrections that use the current learner, after its forward pass."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smd_jax.corrections.base import Correction
-from smd_jax.corrections.uncorrected import Shadow
+from smd_jax.corrections.base import Correction, Shadow
 from smd_jax.learner.dense_learner import DenseLearner, DensePolicyTerm
 from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.entropy_term import EntropyTerm

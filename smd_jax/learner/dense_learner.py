@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from smd_jax.corrections.base import Correction
-from smd_jax.corrections.importance import TIS
+from smd_jax.corrections.mismatch import TIS
 from smd_jax.learner.forward import Visibility
 from smd_jax.learner.policy_term import PolicyTerm
 from smd_jax.learner.state import Metrics, TrainBatch

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, terms_of
+from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, Shadow, terms_of
 from smd_jax.corrections.chain import flat_parts, split_by_time
-from smd_jax.corrections.uncorrected import Shadow
 from smd_jax.learner.entropy_term import TokenChoice
 from smd_jax.learner.forward import Visibility
 from smd_jax.learner.state import Metrics, TrainBatch

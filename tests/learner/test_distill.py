@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections.uncorrected import Naive
+from smd_jax.corrections.base import Naive
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.distill import distill_term
 from smd_jax.learner.forward import response_hidden

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.corrections.importance import TIS
+from smd_jax.corrections.mismatch import TIS
 from smd_jax.corrections.trust_region import OPSM
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner import packed

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from lib.hlo import array_bytes, parse
-from smd_jax.corrections.importance import TIS
+from smd_jax.corrections.mismatch import TIS
 from smd_jax.devices.sharding import (
     batch_sharding,
     constrain_tokens,

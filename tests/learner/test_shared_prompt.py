@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import smd_jax as smd
-from smd_jax.corrections.importance import TIS
+from smd_jax.corrections.mismatch import TIS
 from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.learner.accumulation import merge, split
 from smd_jax.learner.config import UpdateConfig

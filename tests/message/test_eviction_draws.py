@@ -17,7 +17,7 @@ import pytest
 from smd_jax.cache.compression import Compression, CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.config import ModelConfig
-from smd_jax.corrections.uncorrected import Naive
+from smd_jax.corrections.base import Naive
 from smd_jax.eviction.policies import H2O, LearnedGate, Random
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.config import UpdateConfig

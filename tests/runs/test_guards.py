@@ -17,7 +17,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from smd_jax.corrections.uncorrected import Naive
+from smd_jax.corrections.base import Naive
 from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.forward import make_replay

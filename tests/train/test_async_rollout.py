@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from smd_jax.corrections.importance import TIS
+from smd_jax.corrections.mismatch import TIS
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState

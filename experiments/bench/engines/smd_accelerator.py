@@ -258,7 +258,7 @@ def update_row(
     from smd_common import random_batch
 
     from bench.limits import update_flops
-    from smd_jax.corrections.uncorrected import Naive, Shadow
+    from smd_jax.corrections.base import Naive, Shadow
     from smd_jax.learner.config import UpdateConfig
     from smd_jax.learner.state import init_state
     from smd_jax.learner.update import make_update
