@@ -35,7 +35,7 @@ class UpdateConfig:
       top_entropy_quantile: share of tokens with the highest entropy that get the policy loss and the entropy bonus
         (arXiv:2506.01939: 0.2); 1: all. The KL and the denominators include all tokens. The entropies are the sampler's
         recorded ones with shadow masks, unless a correction measures the mismatch; otherwise they cost a forward pass.
-      eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.evictions`) sampled by
+      eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.policy.eviction_loss`) sampled by
         `smd.eviction.LearnedGate`; 1 weights evictions like tokens. 0: the gate has no gradient.
       correction: correction of the mismatch between sampler and learner. `Shadow()` claims that there is none. All
         others work under either visibility; under "shadow", corrections that weigh or reject by the mismatch have no

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.learner.state import Metrics
 from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
-from smd_jax.losses.evictions import eviction_loss, eviction_weights
+from smd_jax.losses.policy import eviction_loss, eviction_weights
 from smd_jax.message.draws import EvictionDraws, candidates, ordered_logprob
 from smd_jax.message.gate import Gate, gate_parameters
 from smd_jax.message.masks import LayerMask, ShadowMask

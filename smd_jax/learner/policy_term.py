@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ class PolicyTerm(Term):
     def _check_clipping(self) -> None:
         traits, name = self.correction.traits, type(self.correction).__name__
         # `used_loss` replaces the surrogate for such a correction, so the surrogate may only clip.
-        if not traits.clips and not self.loss.clips_plainly:
+        plain = self.loss.surrogate.only_clips and self.loss.ratio_level == "token"
+        if not traits.clips and not plain:
             raise ValueError(
                 f"expected the plain token ratio (Clip without delta, ratio_level 'token') with {name}, which replaces "
                 f"its clipping; got {self.loss}"
@@ -119,7 +120,9 @@ class PolicyTerm(Term):
     def used_loss(self) -> LossConfig:
         """The loss, without clipping for a correction with a trust region, and without a KL that is in the reward."""
         loss = self.loss if self.correction.traits.clips else self.loss.unclipped()
-        return loss.without_kl() if self.kl_in_reward else loss
+        if self.kl_in_reward:
+            return replace(loss, beta=0.0, kl_estimator="k3", use_bias_correction_kl=False)
+        return loss
 
     @property
     def needs(self) -> Needs:

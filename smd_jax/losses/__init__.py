@@ -32,12 +32,12 @@ from smd_jax.losses.named import luspo as luspo
 from smd_jax.losses.advantages import group_relative as group_relative
 from smd_jax.losses.advantages import groups_with_signal as groups_with_signal
 from smd_jax.losses.advantages import leave_one_out as leave_one_out
-from smd_jax.losses.returns import gae as gae
+from smd_jax.losses.value import gae as gae
 from smd_jax.losses.distillation import DistillConfig as DistillConfig
 from smd_jax.losses.dpo import DPOConfig as DPOConfig
 from smd_jax.losses.dpo import DPOInputs as DPOInputs
 from smd_jax.losses.dpo import dpo_loss as dpo_loss
 from smd_jax.losses.dpo import pair_weights as pair_weights
-from smd_jax.losses.pairs import best_worst as best_worst
+from smd_jax.losses.dpo import best_worst as best_worst
 from smd_jax.losses.value import ValueConfig as ValueConfig
 from smd_jax.losses.value import value_loss as value_loss

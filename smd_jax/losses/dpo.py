@@ -1,11 +1,11 @@
-"""The loss of online DPO: arrays in, `(loss, DPOTerms)` out. No model inside.
+"""Preference pairs and the loss of online DPO: arrays in, `(loss, DPOTerms)` out. No model inside.
 
 The loss of a pair is a function of four log-probabilities of whole responses. As in `smd_jax.losses.policy`, the loss
 is a weighted sum, here over pairs, with weights from the whole batch: microbatches of whole pairs sum to the same loss
 in any split.
 
     log-probabilities [batch, R] ─► sequence_logprobs ─┐
-    signal ─► pair_weights ────────────────────────────┴─► DPOInputs ─► dpo_loss ─► (loss, DPOTerms)
+    rewards ─► best_worst ─► signal ─► pair_weights ───┴─► DPOInputs ─► dpo_loss ─► (loss, DPOTerms)
 
 Source: TRL (1.16), trl/experimental/online_dpo/online_dpo_trainer.py and online_dpo_config.py.
 """
@@ -19,8 +19,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from smd_jax.losses.advantages import grouped, grouped_rows
 from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import masked_mean
 from smd_jax.shapes import check_shape
@@ -118,10 +119,9 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
         check_shape(field.name, getattr(inputs, field.name), inputs.chosen_logprobs.shape)
     active = inputs.weights > 0
     # Pairs of weight 0 may hold infinities: replaced before any arithmetic, because 0 * inf is NaN.
-    chosen = _inside(inputs.chosen_logprobs, active)
-    rejected = _inside(inputs.rejected_logprobs, active)
-    of_chosen = chosen - jax.lax.stop_gradient(_inside(inputs.reference_chosen_logprobs, active))
-    of_rejected = rejected - jax.lax.stop_gradient(_inside(inputs.reference_rejected_logprobs, active))
+    inside = jax.tree.map(lambda x: jnp.where(active, x, 0.0), inputs)
+    of_chosen = inside.chosen_logprobs - jax.lax.stop_gradient(inside.reference_chosen_logprobs)
+    of_rejected = inside.rejected_logprobs - jax.lax.stop_gradient(inside.reference_rejected_logprobs)
     preference = of_chosen - of_rejected
     if config.loss_type == "sigmoid":
         # Not log(sigmoid(x)), which underflows to log 0.
@@ -129,7 +129,9 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
     else:
         per_pair = (preference - 1.0 / (2.0 * config.beta)) ** 2
     loss = jnp.sum(per_pair * jax.lax.stop_gradient(inputs.weights))
-    terms = DPOTerms(chosen, rejected, config.beta * of_chosen, config.beta * of_rejected)
+    terms = DPOTerms(
+        inside.chosen_logprobs, inside.rejected_logprobs, config.beta * of_chosen, config.beta * of_rejected
+    )
     return loss, jax.lax.stop_gradient(terms)
 
 
@@ -148,5 +150,43 @@ def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, F
     return {name: masked_mean(x, active, empty=0.0) for name, x in per_pair.items()}
 
 
-def _inside(values: Float[Array, " pairs"], active: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
-    return jnp.where(active, values, 0.0)
+@any_leaves
+class Pairs(struct.PyTreeNode):
+    """One pair per group.
+
+    Attributes:
+      chosen, rejected: `[groups]` rows of the batch.
+      signal: `[groups]`, whether the rewards differ; other pairs must have weight 0.
+    """
+
+    chosen: Int[Array, " groups"]
+    rejected: Int[Array, " groups"]
+    signal: Bool[Array, " groups"]
+
+
+def best_worst(
+    rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
+) -> Pairs:
+    """The completions with the highest and the lowest reward of each group of `group_size` contiguous completions.
+
+    Among equal rewards the first is chosen and the last rejected, as in TRL. A group of equal rewards has no signal;
+    TRL trains on its sampling order. A group with a NaN has no signal either.
+
+    Args:
+      rewarded_rows: `[batch]`, false for completions without a reward, which are ignored. A group with fewer than two
+        rewards has no signal. None: all have one.
+
+    Raises:
+      ValueError: if the batch does not divide into groups of at least two.
+    """
+    best = worst = grouped(rewards, group_size)
+    rewarded = grouped_rows(rewarded_rows, best)
+    if rewarded is not None:
+        best, worst = jnp.where(rewarded, best, -jnp.inf), jnp.where(rewarded, worst, jnp.inf)
+    first_best = jnp.argmax(best, axis=1)
+    # argmin returns the first of equal values. Reversed, that is the last, so that the pair has two different rows.
+    last_worst = group_size - 1 - jnp.argmin(worst[:, ::-1], axis=1)
+    # Converts indices within the groups to rows of the batch.
+    first = group_size * jnp.arange(best.shape[0], dtype=jnp.int32)
+    signal = best.max(axis=1) > worst.min(axis=1)
+    return Pairs(first + first_best.astype(jnp.int32), first + last_worst.astype(jnp.int32), signal)

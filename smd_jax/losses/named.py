@@ -82,13 +82,6 @@ def luspo(epsilon: float = 3e-4, epsilon_high: float | None = 4e-4, beta: float 
 
 
 LOSSES: Mapping[str, Callable[..., LossConfig]] = {
-    "grpo": grpo,
-    "bnpo": bnpo,
-    "dapo": dapo,
-    "dr_grpo": dr_grpo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "luspo": luspo,
+    loss.__name__: loss for loss in (grpo, bnpo, dapo, dr_grpo, gspo, cispo, sapo, luspo)
 }
 """Constructors by name, for `--loss-type`."""

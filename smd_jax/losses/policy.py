@@ -1,4 +1,4 @@
-"""Policy losses: arrays in, `(loss, LossTerms)` out.
+"""Policy losses of tokens, arrays in and `(loss, LossTerms)` out, and of sampled evictions.
 
 A loss is a token weighting and a surrogate, two small frozen dataclasses, which a user can also write:
 
@@ -31,9 +31,6 @@ from smd_jax.ratios import Level, at_level, bounded_exp, response_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
 
-# Without "sequence", the product over a response, because such ratios grow with the length.
-RATIO_LEVELS: tuple[Level, ...] = ("token", "geometric")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
@@ -59,7 +56,8 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
+        # Without "sequence", the product over a response, because such ratios grow with the length.
+        check_choice("ratio_level", self.ratio_level, ("token", "geometric"))
         if not self.beta >= 0:
             raise ValueError(f"expected beta >= 0; got {self.beta}")
         # Unused options are refused rather than ignored.
@@ -74,18 +72,9 @@ class LossConfig:
                 f"KL already; got {self.kl_estimator!r}"
             )
 
-    @property
-    def clips_plainly(self) -> bool:
-        """Whether PPO's clipping is the only operation on a token's ratio."""
-        return self.surrogate.only_clips and self.ratio_level == "token"
-
     def unclipped(self) -> LossConfig:
         """The same loss of r A, for corrections with a trust region (`CorrectionTraits.clips`)."""
         return dataclasses.replace(self, surrogate=Unclipped())
-
-    def without_kl(self) -> LossConfig:
-        """The same loss for rewards that include the KL."""
-        return dataclasses.replace(self, beta=0.0, kl_estimator="k3", use_bias_correction_kl=False)
 
 
 @any_leaves
@@ -149,7 +138,11 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
       ValueError: if shapes differ from that of the log-probabilities, or if beta is positive without reference
         log-probabilities.
     """
-    _check_shapes(inputs)
+    check_shape("logprobs", inputs.logprobs, ("batch", "R"))
+    shape = inputs.logprobs.shape
+    check_shape("advantages", inputs.advantages, shape[:1], shape)
+    for name in ("old_logprobs", "reference_logprobs", "weights", "correction_weights"):
+        check_shape(name, getattr(inputs, name), shape)
     # Weights are never negative, so weight 0 is the mask.
     inside = inputs.weights > 0
     # One advantage per response is not masked per token.
@@ -166,8 +159,16 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
 
     surrogate = config.surrogate.terms(SurrogateInputs(ratio, logprobs, advantages))
     check_instance(f"the result of {type(config.surrogate).__name__}.terms", surrogate, SurrogateTerms)
-    objective = _corrected(surrogate.objective, inputs.correction_weights, inside)
-    kl = _reference_kl(logprobs, inputs.reference_logprobs, inside, config)
+    objective = jnp.where(inside, surrogate.objective, 0.0)
+    if inputs.correction_weights is not None:
+        # Those of rejected tokens may hold any value.
+        objective = objective * jax.lax.stop_gradient(jnp.where(inside, inputs.correction_weights, 0.0))
+    kl = jnp.zeros_like(logprobs)
+    if config.beta > 0:
+        if inputs.reference_logprobs is None:
+            raise ValueError(f"expected reference log-probabilities, because beta is {config.beta}; got None")
+        reference = jnp.where(inside, inputs.reference_logprobs, 0.0)
+        kl = reference_kl(logprobs, reference, config.kl_estimator)
     if config.use_bias_correction_kl:
         kl = ratio * kl
     loss = jnp.sum(inputs.weights * (config.beta * kl - objective))
@@ -196,34 +197,39 @@ def surrogate_metrics(
     return {name: token_mean(x, rows[:, None]) for name, x in means.items()}
 
 
-def _check_shapes(inputs: LossInputs) -> None:
-    check_shape("logprobs", inputs.logprobs, ("batch", "R"))
-    shape = inputs.logprobs.shape
-    check_shape("advantages", inputs.advantages, shape[:1], shape)
-    for name in ("old_logprobs", "reference_logprobs", "weights", "correction_weights"):
-        check_shape(name, getattr(inputs, name), shape)
+def eviction_weights(
+    counted: Bool[Array, "batch compressions"], mask: Bool[Array, "batch R"]
+) -> Float[Array, "batch compressions"]:
+    """Weights of sampled evictions, actions like tokens: each draw has that of a token in a mean over the minibatch. So
+    with the default token weighting and a coefficient of 1, the sum of both losses has the gradient of one policy over
+    tokens and evictions.
+
+    Args:
+      counted: draws with a later token in their row.
+      mask: counted response tokens; draws of a row without any get weight 0.
+    """
+    learns = counted & mask.any(axis=1, keepdims=True)
+    return learns.astype(jnp.float32) / jnp.maximum(mask.sum(), 1).astype(jnp.float32)
 
 
-def _corrected(
-    objective: Float[Array, "batch R"],
-    correction_weights: Float[Array, "batch R"] | None,
-    inside: Bool[Array, "batch R"],
-) -> Float[Array, "batch R"]:
-    """The objective times its correction, 0 for rejected tokens, whose weights may hold any value."""
-    if correction_weights is None:
-        return jnp.where(inside, objective, 0.0)
-    return objective * jax.lax.stop_gradient(jnp.where(inside, correction_weights, 0.0))
+def eviction_loss(
+    logprobs: Float[Array, "batch layers kv_heads compressions"],
+    sampler_logprobs: Float[Array, "batch layers kv_heads compressions"],
+    advantages: Float[Array, " batch"],
+    weights: Float[Array, "batch compressions"],
+) -> Float[Array, ""]:
+    """-sum of weight * min(r A, clip(r, 0.8, 1.2) A), with the bounds of `Clip()` and the ratio r of the draws of one
+    compression, layer and KV head. At the sampler's parameters r is 1, and the gradient is REINFORCE's.
 
-
-def _reference_kl(
-    logprobs: Float[Array, "batch R"],
-    reference_logprobs: Float[Array, "batch R"] | None,
-    inside: Bool[Array, "batch R"],
-    config: LossConfig,
-) -> Float[Array, "batch R"]:
-    # The reference is None then.
-    if config.beta == 0:
-        return jnp.zeros_like(logprobs)
-    if reference_logprobs is None:
-        raise ValueError(f"expected reference log-probabilities, because beta is {config.beta}; got None")
-    return reference_kl(logprobs, jnp.where(inside, reference_logprobs, 0.0), config.kl_estimator)
+    Args:
+      advantages: of the responses.
+      weights: of the draws; where 0, the other arrays may hold any value.
+    """
+    check_shape("advantages", advantages, logprobs.shape[:1])
+    inside = (weights > 0)[:, None, None]
+    # Masked before any arithmetic: a NaN times a weight of 0 is NaN.
+    log_ratio = jnp.where(inside, logprobs, 0.0) - jax.lax.stop_gradient(jnp.where(inside, sampler_logprobs, 0.0))
+    ratio = bounded_exp(log_ratio)  # a product over up to `buffer` draws
+    gain = jnp.where(inside, advantages[:, None, None, None], 0.0)
+    surrogate = jnp.minimum(ratio * gain, jnp.clip(ratio, *Clip().bounds) * gain)
+    return -jnp.sum(weights[:, None, None] * surrogate)

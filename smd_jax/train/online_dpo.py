@@ -26,7 +26,7 @@ from smd_jax.learner.mismatch_guard import DIFFERENCE, is_beyond
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.learner.step import check_sync
 from smd_jax.losses.advantages import check_group_size
-from smd_jax.losses.pairs import Pairs, best_worst
+from smd_jax.losses.dpo import Pairs, best_worst
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics
 from smd_jax.model.protocol import Params

@@ -25,8 +25,7 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import check_replayable, learner_mask, replay_hidden, response_hidden
 from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
-from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
-from smd_jax.losses.value import ValueConfig
+from smd_jax.losses.value import ValueConfig, explained_variance, gae, terminal_rewards, whiten
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
@@ -46,7 +45,7 @@ class PPOConfig(PolicyConfig):
 
     Attributes:
       update: the learner, with a critic (`UpdateConfig.value`).
-      gamma, lam: discount and decay, see `smd_jax.losses.returns.gae`.
+      gamma, lam: discount and decay, see `smd_jax.losses.value.gae`.
       whiten_advantages: shift and scale them to mean 0 and variance 1 over the tokens of a rollout, as in TRL.
     """
 

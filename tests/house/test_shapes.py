@@ -18,8 +18,8 @@ GOOD_PAIRS = DPOInputs(*[jnp.zeros(4)] * 5)
 WITHOUT_JAXTYPING = """
 import jax.numpy as jnp
 from smd_jax import losses
-from smd_jax.losses.evictions import eviction_loss
-from smd_jax.losses.returns import terminal_rewards, whiten
+from smd_jax.losses.policy import eviction_loss
+from smd_jax.losses.value import terminal_rewards, whiten
 
 row, tokens, mask = jnp.zeros(4), jnp.zeros((4, 6)), jnp.ones((4, 6), bool)
 for call in (

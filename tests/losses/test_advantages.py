@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smd_jax.losses.advantages import EPSILON, Scale, group_relative, groups_with_signal, leave_one_out, turn_relative
-from smd_jax.losses.pairs import best_worst
+from smd_jax.losses.dpo import best_worst
 from tests import paths
 
 GOLDEN = json.loads((paths.GOLDEN / "losses.json").read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.losses.returns import explained_variance, gae, terminal_rewards, whiten
+from smd_jax.losses.value import explained_variance, gae, terminal_rewards, whiten
 from tests import paths
 
 GOLDEN = json.loads((paths.GOLDEN / "ppo.json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.losses.pairs import Pairs, best_worst
+from smd_jax.losses.dpo import Pairs, best_worst
 
 
 def listed(pairs: Pairs) -> tuple[list[int], list[int], list[bool]]:

@@ -24,7 +24,7 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch
-from smd_jax.losses.evictions import eviction_loss, eviction_weights
+from smd_jax.losses.policy import eviction_loss, eviction_weights
 from smd_jax.message.draws import STAYED, ordered_logprob
 from smd_jax.message.gate import EVICTION_GATE, KEPT, AttentionGate, LinearGate, add_gate, drop_gate
 from smd_jax.message.masks import NEVER

@@ -10,7 +10,7 @@ import pytest
 
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out
-from smd_jax.losses.pairs import best_worst
+from smd_jax.losses.dpo import best_worst
 from smd_jax.metrics import reward_metrics
 from smd_jax.tasks.rewards import Rewards, RewardWarning
 from smd_jax.tasks.task import Row
