@@ -14,7 +14,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
-from smd_jax.learner.reference import ReferenceSync
+from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import LOSSES
 from smd_jax.losses.policy import LossConfig

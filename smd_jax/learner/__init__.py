@@ -24,7 +24,7 @@ from smd_jax.learner.distill import DistillTerm as DistillTerm
 from smd_jax.learner.value_term import ValueTerm as ValueTerm
 from smd_jax.learner.dense_learner import DenseLearner as DenseLearner
 from smd_jax.learner.evictions import replay_evictions as replay_evictions
-from smd_jax.learner.reference import ReferenceSync as ReferenceSync
+from smd_jax.learner.step import ReferenceSync as ReferenceSync
 from smd_jax.learner.state import init_state as init_state
 from smd_jax.learner.storage import stored as stored
 from smd_jax.learner.forward import make_replay as make_replay

@@ -11,8 +11,8 @@ from smd_jax.learner.entropy_term import EntropyTerm
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.forward import Visibility as Visibility
 from smd_jax.learner.policy_term import PolicyTerm
-from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import TrainState, reference_params
+from smd_jax.learner.step import ReferenceSync
 from smd_jax.learner.terms import LearnerSetup, Needs, Term, joint_needs
 from smd_jax.learner.value_term import ValueTerm
 from smd_jax.losses.distillation import DistillConfig

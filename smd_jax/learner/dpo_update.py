@@ -28,9 +28,8 @@ from smd_jax.learner.forward import (
     replay_hidden,
     response_hidden,
 )
-from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import Metrics, TrainState, check_parts, reference_params
-from smd_jax.learner.step import take_step
+from smd_jax.learner.step import ReferenceSync, take_step
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.dpo import (
     DPOConfig,

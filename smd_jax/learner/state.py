@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.config import check_instance
 from smd_jax.learner.storage import widened
-from smd_jax.learner.trained import shared_reference, trained_params, whole_reference
+from smd_jax.learner.trained import frozen_params, shared_reference, trained_params
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.model.lora import LORA
 from smd_jax.model.protocol import Params, check_model
 from smd_jax.pytrees import any_leaves
 from smd_jax.shapes import check_shape
@@ -111,4 +112,8 @@ def init_state(
 
 def reference_params(state: TrainState) -> Params | None:
     """Parameters of the reference policy; with LoRA the base, unless the state has another reference."""
-    return whole_reference(state.reference, state.params)
+    base, reference = frozen_params(state.params), state.reference
+    if reference is None:
+        return base
+    # A reference of only adapters is applied to the policy's base.
+    return {**base, **reference} if base is not None and set(reference) == {LORA} else reference

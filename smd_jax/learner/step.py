@@ -1,20 +1,61 @@
-"""The optimizer step of every update."""
+"""The optimizer step of every update, and the reference that may follow the policy.
+
+    every `every` optimizer steps:   reference  <-  alpha * policy + (1 - alpha) * reference
+
+    ReferenceSync(0.6, 512)          TR-DPO (arXiv:2404.09656), TRL's sync_ref_model
+    ReferenceSync.ema(0.999)         an exponential moving average of the policies of all steps
+
+The reference is part of the train state and is sharded and checkpointed with it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int, Key
 
 from smd_jax.devices.sharding import constrain_tree
-from smd_jax.learner.reference import ReferenceSync, check_same_leaves, follow
 from smd_jax.learner.state import Metrics, TrainState
-from smd_jax.learner.storage import PARAMS, rounded, widened
-from smd_jax.learner.trained import check_followable, followed_params, trained_params, with_trained
+from smd_jax.learner.storage import PARAMS, REFERENCE, rounded, widened
+from smd_jax.learner.trained import trained_params, with_trained
+from smd_jax.model.lora import LORA, has_lora
 from smd_jax.model.protocol import Params
+from smd_jax.typed_fields import check_types
+
+
+@dataclass(frozen=True)
+class ReferenceSync:
+    """Schedule of the reference's updates.
+
+    Attributes:
+      alpha: share of the policy in the new reference (TRL: ref_model_mixup_alpha); 1 copies it.
+      every: optimizer steps between two updates (TRL: ref_model_sync_steps).
+    """
+
+    alpha: float = 0.6
+    every: int = 512
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"expected 0 < alpha <= 1, the policy's share of the new reference; got {self.alpha}")
+        if self.every < 1:
+            raise ValueError(f"expected every >= 1 optimizer steps; got {self.every}")
+
+    @classmethod
+    def ema(cls, decay: float) -> ReferenceSync:
+        """An exponential moving average that keeps `decay` of itself at every step.
+
+        Raises:
+          ValueError: unless 0 <= decay < 1.
+        """
+        if not 0 <= decay < 1:
+            raise ValueError(f"expected 0 <= decay < 1, the share that the average keeps; got {decay}")
+        return cls(1 - decay, 1)
 
 
 def take_step(
@@ -47,20 +88,24 @@ def take_step(
     grads = widened(grads)
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(norm) & is_finite
-    moves = is_finite & learns
     before = trained_params(state.params)
     wide = widened(before)
     updates, opt_state = optimizer.update(grads, state.opt_state, wide)
     trained = rounded(optax.apply_updates(wide, updates), before, state.key, state.step, PARAMS)
     # Selected elementwise: two branches would each need memory.
     trained, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(moves, new, old), (trained, opt_state), (before, state.opt_state)
+        lambda new, old: jnp.where(is_finite & learns, new, old), (trained, opt_state), (before, state.opt_state)
     )
     # Without the constraint the compiler could choose another sharding, and the next step would be compiled again.
     params = with_trained(state.params, constrain_tree(trained))
     new = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
-    skipped = (~is_finite).astype(jnp.float32)
-    return synchronised(new, sync), {"grad_norm": norm, "update/skipped": skipped, **_learning_rate(opt_state)}
+    metrics = {"grad_norm": norm, "update/skipped": (~is_finite).astype(jnp.float32)}
+    # A schedule has a state of the same name that is not an array.
+    rates = optax.tree.get_all_with_path(opt_state, "learning_rate", lambda _, x: isinstance(x, jax.Array))
+    # With several optimizers there is no single learning rate.
+    if len(rates) == 1:
+        metrics["learning_rate"] = jnp.asarray(rates[0][1])
+    return synchronised(new, sync), metrics
 
 
 def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainState:
@@ -69,24 +114,57 @@ def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainStat
     return synchronised(state.replace(step=state.step + 1), sync)
 
 
-def check_sync(state: TrainState, sync: ReferenceSync | None) -> None:
-    """Raises ValueError if `sync` is set and the state has no reference that can be mixed with the policy."""
-    if sync is not None:
-        check_followable(state.reference, state.params)
-        check_same_leaves(state.reference, followed_params(state.params))
-
-
 def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:
-    """Updates the reference if it is due; without `sync` the state is unchanged."""
+    """Updates the reference if it is due; without `sync` the state is unchanged. Raises as `check_sync`."""
     if sync is None:
         return state
-    check_followable(state.reference, state.params)
-    reference = follow(sync, state.reference, followed_params(state.params), state.step, state.key)
+    check_sync(state, sync)
+    reference = follow(sync, state.reference, _followed(state.params), state.step, state.key)
     return state.replace(reference=constrain_tree(reference))
 
 
-def _learning_rate(opt_state: Any) -> Metrics:
-    # A schedule has a state of the same name that is not an array.
-    found = optax.tree.get_all_with_path(opt_state, "learning_rate", lambda _, x: isinstance(x, jax.Array))
-    # With several optimizers there is no single learning rate.
-    return {"learning_rate": jnp.asarray(found[0][1])} if len(found) == 1 else {}
+def check_sync(state: TrainState, sync: ReferenceSync | None) -> None:
+    """Raises ValueError if `sync` is set and the state has no reference that can be mixed with the policy: one with the
+    same leaves, and with LoRA a set of adapters on the same base."""
+    reference = state.reference
+    if sync is None:
+        return
+    adapters_alone = isinstance(reference, Mapping) and set(reference) == {LORA}
+    if has_lora(state.params) and not adapters_alone:
+        raise ValueError(
+            "expected adapters as the reference that follows adapters, init_state(params, …, reference=params); got "
+            + ("their base" if reference is None else "whole parameters")
+        )
+    followed = jax.tree.structure(_followed(state.params))
+    if jax.tree.structure(reference) != followed:
+        raise ValueError(
+            "expected reference parameters with the same leaves as the policy's, to mix them (in PPO including the "
+            f"value head); got {jax.tree.structure(reference)} and {followed}"
+        )
+
+
+def follow(sync: ReferenceSync, reference: Params, params: Params, step: Int[Array, ""], key: Key[Array, ""]) -> Params:
+    """The reference after `step` optimizer steps: mixed with the policy if due, else unchanged.
+
+    It is mixed in float32 or wider. A bfloat16 reference is rounded stochastically, because rounding to nearest would
+    lose a small share of the policy, see `smd_jax.learner.storage`.
+
+    Args:
+      params: parameters of the policy after that step, with the leaves of the reference.
+      key: key of the train state.
+    """
+
+    def mixed() -> Params:
+        wide = jax.tree.map(
+            lambda new, old: sync.alpha * new + (1 - sync.alpha) * old, widened(params), widened(reference)
+        )
+        return rounded(wide, reference, key, step, REFERENCE)
+
+    # A branch, not a `where`, so that nothing is computed between updates.
+    return mixed() if sync.every == 1 else jax.lax.cond(step % sync.every == 0, mixed, lambda: reference)
+
+
+def _followed(params: Params) -> Params:
+    """The parameters that the reference is mixed with. Adapters are mixed A with A and B with B: a mixture of their
+    products would have twice the rank."""
+    return {LORA: params[LORA]} if has_lora(params) else params

@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.config import check_choice
 from smd_jax.learner.forward import Replay, Visibility
-from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import Metrics, TrainBatch
+from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.weighting import TokenMean
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params

@@ -7,9 +7,6 @@ state.params    embed … norm      lora      value_head      eviction_gate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 
 from smd_jax.learner.accumulation import Objective
@@ -40,51 +37,20 @@ def with_trained(params: Params, trained: Params) -> Params:
 
 def of_trained(objective: Objective, params: Params) -> Objective:
     """The objective as a function of only the trained parameters, so that frozen ones need no gradient memory."""
-
-    def of(trained: Params, part: Any) -> Any:
-        return objective(with_trained(params, trained), part)
-
-    return of
+    return lambda trained, part: objective(with_trained(params, trained), part)
 
 
 def shared_reference(reference: Params | None, params: Params) -> Params | None:
     """The part of a reference policy to store in addition to `params`: only its adapters, or nothing, if it has the
     same base (the same arrays); otherwise all of it."""
     base = frozen_params(params)
-    if base is None or reference is None or not _same_arrays(_model_alone(reference), base):
+    if base is None or reference is None:
+        return reference
+    (own, own_structure), (leaves, structure) = jax.tree.flatten(_model_alone(reference)), jax.tree.flatten(base)
+    if own_structure != structure or any(a is not b for a, b in zip(own, leaves, strict=True)):
         return reference
     return {LORA: reference[LORA]} if has_lora(reference) else None
 
 
-def whole_reference(reference: Params | None, params: Params) -> Params | None:
-    """The whole parameters of the reference policy. Without a reference, LoRA's base is the reference."""
-    base = frozen_params(params)
-    if base is None or reference is None:
-        return base if reference is None else reference
-    # A reference of only adapters is applied to the policy's base.
-    return {**base, **reference} if set(reference) == {LORA} else reference
-
-
-def followed_params(params: Params) -> Params:
-    """The parameters that the reference is mixed with. Adapters are mixed A with A and B with B: a mixture of their
-    products would have twice the rank."""
-    return {LORA: params[LORA]} if has_lora(params) else params
-
-
-def check_followable(reference: Params | None, params: Params) -> None:
-    """Raises ValueError for LoRA parameters whose reference is not a set of adapters on the same base."""
-    adapters_alone = isinstance(reference, Mapping) and set(reference) == {LORA}
-    if has_lora(params) and not adapters_alone:
-        raise ValueError(
-            "expected adapters as the reference that follows adapters, init_state(params, …, reference=params); got "
-            + ("their base" if reference is None else "whole parameters")
-        )
-
-
 def _model_alone(params: Params) -> Params:
     return drop_gate(drop_value_head(base_params(params)))
-
-
-def _same_arrays(left: Params, right: Params) -> bool:
-    same_structure = jax.tree.structure(left) == jax.tree.structure(right)
-    return same_structure and all(a is b for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True))

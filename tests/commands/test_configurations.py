@@ -30,8 +30,8 @@ from smd_jax.learner.objective import make_objective
 from smd_jax.learner.packed import packed_part
 from smd_jax.learner.packs import Packs, rows_at_once
 from smd_jax.learner.prepare import prepare
-from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import init_state, reference_params
+from smd_jax.learner.step import ReferenceSync
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig

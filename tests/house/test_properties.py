@@ -31,7 +31,7 @@ from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
-from smd_jax.learner.reference import ReferenceSync
+from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig

@@ -12,8 +12,8 @@ import pytest
 
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import init_state
+from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS

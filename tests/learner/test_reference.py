@@ -10,9 +10,8 @@ import pytest
 
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.reference import ReferenceSync, follow
 from smd_jax.learner.state import init_state
-from smd_jax.learner.step import skip_step, take_step
+from smd_jax.learner.step import ReferenceSync, follow, skip_step, synchronised, take_step
 from smd_jax.learner.storage import stored
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
@@ -165,8 +164,9 @@ def test_senseless_combinations(make, message):
 
 
 def test_a_reference_with_other_leaves():
+    params, reference = {"w": jnp.ones(2), "head": jnp.ones(2)}, {"w": jnp.ones(2)}
     with pytest.raises(ValueError, match="expected reference parameters with the same leaves as the policy's"):
-        follow(ReferenceSync(), {"w": jnp.ones(2)}, {"w": jnp.ones(2), "head": jnp.ones(2)}, jnp.int32(1), KEY)
+        synchronised(init_state(params, optax.sgd(1.0), KEY, reference), ReferenceSync())
 
 
 def test_a_narrow_reference_keeps_its_dtype():

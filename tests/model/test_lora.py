@@ -18,9 +18,8 @@ from smd_jax.devices.sharding import make_mesh, param_spec, shard_batch, shard_t
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.reference import ReferenceSync
 from smd_jax.learner.state import TrainBatch, init_state, reference_params
-from smd_jax.learner.step import synchronised
+from smd_jax.learner.step import ReferenceSync, synchronised
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
