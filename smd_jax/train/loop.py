@@ -41,9 +41,8 @@ from smd_jax.devices.sharding import (
     tree_shardings,
 )
 from smd_jax.learner.forward import ReplayFunction
-from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, first_difference, is_beyond
+from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_wrong_head, first_difference, is_beyond
 from smd_jax.learner.state import Metrics, TrainState
-from smd_jax.learner.wrong_head import find_wrong_head
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import LanguageModel, Params

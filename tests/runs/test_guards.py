@@ -21,10 +21,9 @@ from smd_jax.corrections.base import Naive
 from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.forward import make_replay
-from smd_jax.learner.mismatch_guard import MismatchGuard, default_bound, first_difference
+from smd_jax.learner.mismatch_guard import MismatchGuard, default_bound, find_wrong_head, first_difference
 from smd_jax.learner.state import init_state
 from smd_jax.learner.step import take_step
-from smd_jax.learner.wrong_head import find_wrong_head
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
