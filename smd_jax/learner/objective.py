@@ -1,14 +1,19 @@
-"""The loss of one microbatch as a function of the parameters: one forward pass, then the sum of all terms."""
+"""The terms of the objective: prepared from the whole minibatch, then summed up for one microbatch.
+
+Weights have denominators, such as the tokens of the minibatch, and a correction may divide by a mean over it. Computed
+from a microbatch, they would depend on its size.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from smd_jax.learner.accumulation import Objective
 from smd_jax.learner.config import UpdateConfig
@@ -17,18 +22,35 @@ from smd_jax.learner.forward import (
     Replay,
     Visibility,
     learner_mask,
+    learner_replay,
     replay,
     replay_hidden,
     response_hidden,
     response_hidden_and_router,
 )
-from smd_jax.learner.prepare import Prepared
-from smd_jax.learner.state import Metrics, TrainState, reference_params
-from smd_jax.learner.terms import ComputedLogprobs, Term, TermInputs, TermOutputs
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
+from smd_jax.learner.terms import ComputedLogprobs, Minibatch, Term, TermInputs, TermOutputs
+from smd_jax.losses.policy import mask_truncated_completions
+from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
 from smd_jax.shapes import check_shape
+
+
+@any_leaves
+class Prepared(struct.PyTreeNode):
+    """A batch with the quantities that depend on all its rows.
+
+    Attributes:
+      batch: the unchanged batch.
+      mask: `[batch, R]` counted tokens, without left-out rows and masked truncated completions.
+      terms: results of `Term.prepare`, in the order of `UpdateConfig.objective`.
+    """
+
+    batch: TrainBatch
+    mask: Bool[Array, "batch R"]
+    terms: tuple[Any, ...]
 
 
 @any_leaves
@@ -44,8 +66,32 @@ class RowOutputs(struct.PyTreeNode):
     terms: tuple[Any, ...]
 
 
+def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
+    """Prepares every term, with an extra forward pass if a correction or entropies need one."""
+    mask = counted_tokens(config, batch.trajectory, batch.counted_rows)
+
+    @functools.cache
+    def replay(visibility: Visibility) -> Replay:
+        # In microbatches like the update, so that this pass needs no more memory.
+        sizes = config.microbatch_size, config.rows_per_prompt
+        return jax.lax.stop_gradient(learner_replay(model, params, batch.trajectory, visibility, *sizes))
+
+    minibatch = Minibatch(batch, mask, replay)
+    return Prepared(batch, mask, tuple(term.prepare(minibatch) for term in config.objective))
+
+
+def counted_tokens(
+    config: UpdateConfig, trajectory: Trajectory, counted_rows: Bool[Array, " batch"] | None
+) -> Bool[Array, "batch R"]:
+    """The counted response tokens of a step; `counted_rows` as in TrainBatch."""
+    mask = trajectory.response_mask
+    if config.mask_truncated_completions:
+        mask = mask_truncated_completions(mask, trajectory.terminated)
+    return mask if counted_rows is None else mask & counted_rows[:, None]
+
+
 def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
-    """`(params, microbatch) -> (loss, (scalars to sum, RowOutputs))`.
+    """`(params, microbatch) -> (loss, (scalars to sum, RowOutputs))`: one forward pass, then the sum of all terms.
 
     The state provides the reference and the step, which have no gradient. Of its parameters only the base of LoRA
     adapters is read, which may be the reference.
@@ -72,26 +118,25 @@ def _term_inputs(
     """Computes the needs of all terms once."""
     needs = config.needs
     trajectory = part.batch.trajectory
+    mask = learner_mask(trajectory, config.visibility)
     evictions = router = None
     if needs.evictions:  # under the sampler's mask, as the term has checked
         hidden, evictions = response_hidden_and_evictions(model, params, trajectory)
     elif needs.router:
-        mask = learner_mask(trajectory, config.visibility)
         hidden, router = response_hidden_and_router(model, params, trajectory, mask)
     else:
-        hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, config.visibility))
+        hidden = response_hidden(model, params, trajectory, mask)
     learner = replay_hidden(model, params, hidden, trajectory, entropy_gradient=needs.entropy_gradient)
 
-    def logprobs(seen: Visibility) -> Array:
-        return replay(model, params, trajectory, learner_mask(trajectory, seen)).logprobs
-
-    def of_reference(seen: Visibility) -> Array:
-        mask = learner_mask(trajectory, seen)
-        return jax.lax.stop_gradient(replay(model, reference, trajectory, mask).logprobs)
+    def logprobs(of: Params, seen: Visibility) -> Array:
+        return replay(model, of, trajectory, learner_mask(trajectory, seen)).logprobs
 
     reference = reference_params(state)
     under: dict[Visibility, Array] = {config.visibility: learner.logprobs}
-    under |= {seen: logprobs(seen) for seen in sorted(needs.logprobs - under.keys())}
+    under |= {seen: logprobs(params, seen) for seen in sorted(needs.logprobs - under.keys())}
+    of_reference: dict[Visibility, Array] = {
+        seen: logprobs(reference, seen) for seen in sorted(needs.reference_logprobs)
+    }
     return TermInputs(
         batch=part.batch,
         mask=part.mask,
@@ -100,9 +145,7 @@ def _term_inputs(
         entropy=learner.entropy,
         hidden=hidden,
         logprobs_under=ComputedLogprobs("logprobs", under),
-        reference_logprobs=ComputedLogprobs(
-            "reference_logprobs", {seen: of_reference(seen) for seen in sorted(needs.reference_logprobs)}
-        ),
+        reference_logprobs=ComputedLogprobs("reference_logprobs", jax.lax.stop_gradient(of_reference)),
         values=values(params, hidden) if needs.values else None,
         evictions=evictions,
         router=router,

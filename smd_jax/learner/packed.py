@@ -27,7 +27,7 @@ from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import constrain, constrain_tree
 from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
-from smd_jax.learner.objective import make_objective
+from smd_jax.learner.objective import Prepared, make_objective, prepare
 from smd_jax.learner.packs import (
     ABSENT,
     Packs,
@@ -39,7 +39,6 @@ from smd_jax.learner.packs import (
     trimmed,
     with_distinct,
 )
-from smd_jax.learner.prepare import Prepared, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts
 from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.learner.update import Update, apply_gradients

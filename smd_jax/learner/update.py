@@ -1,8 +1,8 @@
 """The jitted train step of GRPO, RLOO and PPO, on a Trajectory and advantages.
 
 once per step:         every term of the objective weights its tokens                                   `prepare`
-for every microbatch:  learner forward under the mask ─► sum of the terms ─► gradients, summed          `objective`
-once per step:         optimizer ─► new parameters (─► new reference), metrics                          `step`
+for every microbatch:  learner forward under the mask ─► sum of the terms ─► gradients, summed          `make_objective`
+once per step:         optimizer ─► new parameters (─► new reference), metrics                          `take_step`
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from jaxtyping import Array
 from smd_jax.learner.accumulation import accumulate, count_parts
 from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
-from smd_jax.learner.objective import RowOutputs, make_objective
-from smd_jax.learner.prepare import Prepared, prepare
+from smd_jax.learner.objective import Prepared, RowOutputs, make_objective, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts
 from smd_jax.learner.step import take_step
 from smd_jax.learner.terms import TermResults

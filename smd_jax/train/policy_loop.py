@@ -15,9 +15,9 @@ from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE, is_beyond
+from smd_jax.learner.objective import counted_tokens
 from smd_jax.learner.packed import check_windows, make_packed_update
 from smd_jax.learner.packs import rows_at_once
-from smd_jax.learner.prepare import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
 from smd_jax.learner.step import check_sync, skip_step
 from smd_jax.learner.update import Update, make_update

@@ -23,7 +23,7 @@ from jaxtyping import Array
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import check_replayable, learner_mask, replay_hidden, response_hidden
-from smd_jax.learner.prepare import counted_tokens
+from smd_jax.learner.objective import counted_tokens
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState
 from smd_jax.losses.value import ValueConfig, explained_variance, gae, terminal_rewards, whiten
 from smd_jax.message.trajectory import Trajectory

@@ -25,7 +25,7 @@ from smd_jax.corrections import (
     SparseRL,
     Veto,
 )
-from smd_jax.learner import prepare
+from smd_jax.learner import objective
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.forward import Replay, learner_replay
@@ -306,7 +306,7 @@ def test_without_old_log_probabilities_every_ratio_is_one(monkeypatch: pytest.Mo
         found = learner_replay(*arguments)
         return found.replace(logprobs=found.logprobs + 1e-3)
 
-    monkeypatch.setattr(prepare, "learner_replay", rounded)
+    monkeypatch.setattr(objective, "learner_replay", rounded)
     config = UpdateConfig(visibility="dense", correction=TIS(), loss=gspo())
     metrics, _ = metrics_and_gradients(config, batch().replace(old_logprobs=None))
     assert metrics["clip_ratio/region_mean"] == 0
