@@ -29,7 +29,7 @@ from smd_jax.devices.process_rows import check_prompts_divide, data_shards
 from smd_jax.devices.processes import OtherProcessError, on_host
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
-from smd_jax.learner.balance_term import BalanceTerm
+from smd_jax.learner.auxiliary_terms import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state

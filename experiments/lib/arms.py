@@ -24,7 +24,7 @@ class Arm:
       teacher: direction of the distillation from a policy with its full context; None: no distillation.
       teacher_coef: weight of the distillation in the loss.
       policy_coef: weight of the policy loss; 0: distillation only.
-      dense_share: share of a dense learner's loss with token weights (TIS), see `smd_jax.learner.dense_learner`.
+      dense_share: share of a dense learner's loss with token weights (TIS), see `smd_jax.learner.policy_term`.
       full_cache: whether the sampler evicts nothing.
       trains: whether the arm is trained; False for the untrained start.
       minibatches: optimizer steps per rollout; None: the study's default.

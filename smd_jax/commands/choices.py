@@ -13,7 +13,7 @@ from smd_jax.corrections.named import CORRECTIONS
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dense_learner import DenseLearner
+from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import LOSSES

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 from smd_jax.corrections.base import Correction, Shadow
-from smd_jax.learner.dense_learner import DenseLearner, DensePolicyTerm
+from smd_jax.learner.auxiliary_terms import EntropyTerm, ValueTerm
 from smd_jax.learner.distill import DistillTerm
-from smd_jax.learner.entropy_term import EntropyTerm
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.forward import Visibility as Visibility
-from smd_jax.learner.policy_term import PolicyTerm
+from smd_jax.learner.policy_term import DenseLearner, DensePolicyTerm, PolicyTerm
 from smd_jax.learner.state import TrainState, reference_params
 from smd_jax.learner.step import ReferenceSync
-from smd_jax.learner.terms import LearnerSetup, Needs, Term, joint_needs
-from smd_jax.learner.value_term import ValueTerm
+from smd_jax.learner.terms import LearnerSetup, Needs, Term
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
@@ -101,18 +101,13 @@ class UpdateConfig:
                 "BalanceTerm: they come from a pass over whole rows that gives nothing else; got eviction_coef "
                 f"{self.eviction_coef} and pack_columns {self.pack_columns}"
             )
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
         size, rows = self.microbatch_size, self.rows_per_prompt
         if size is not None and size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {size}")
         # Packed rows are not the rows of the rollout.
         if rows < 1 or (size is not None and self.pack_columns is None and size % rows):
             raise ValueError(f"expected rows_per_prompt >= 1 that divide microbatch_size {size}; got {rows}")
-        if self.pack_columns is None:
-            return
-        if self.pack_columns < 2 or size is None:
+        if self.pack_columns is not None and (self.pack_columns < 2 or size is None):
             raise ValueError(
                 f"expected pack_columns >= 2 with a microbatch_size, which counts such rows; got "
                 f"{self.pack_columns} and {size}"
@@ -123,7 +118,16 @@ class UpdateConfig:
         """All terms, the policy loss first: those of the fields and `terms`."""
         terms: list[Term] = [self.policy_term]
         if self.dense_learner is not None:
-            terms.append(self._dense_term(self.dense_learner))
+            terms.append(
+                DensePolicyTerm(
+                    self.loss,
+                    self.policy_coef,
+                    self.dense_learner.correction,
+                    kl_in_reward=self.kl_in_reward,
+                    top_entropy_quantile=self.top_entropy_quantile,
+                    share=self.dense_learner.share,
+                )
+            )
         if self.entropy_coef != 0:
             terms.append(EntropyTerm(self.entropy_coef, self.policy_term.choice))
         if self.eviction_coef != 0:
@@ -147,21 +151,10 @@ class UpdateConfig:
             self.top_entropy_quantile,
         )
 
-    def _dense_term(self, learner: DenseLearner) -> DensePolicyTerm:
-        return DensePolicyTerm(
-            self.loss,
-            self.policy_coef,
-            learner.correction,
-            "dense",
-            self.kl_in_reward,
-            self.top_entropy_quantile,
-            share=learner.share,
-        )
-
     @property
     def needs(self) -> Needs:
         """The joint needs of all terms."""
-        return joint_needs(self.objective)
+        return functools.reduce(operator.or_, (term.needs for term in self.objective), Needs())
 
     @property
     def needs_reference(self) -> bool:

@@ -1,4 +1,10 @@
-"""Policy loss term: correction of the mismatch, token selection, KL to the reference."""
+"""Policy loss terms: correction of the mismatch, token selection, KL to the reference; and a dense learner's share.
+
+    loss = (1 - share) * policy loss(shadow masks) + share * policy loss(full context, corrected)
+
+Shadow masks train the sampling policy but not the full-cache policy; a corrected dense learner on the same weights does
+the opposite. For cost and gain see REPORT.md.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,8 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, Shadow, terms_of
 from smd_jax.corrections.chain import flat_parts, split_by_time
-from smd_jax.learner.entropy_term import TokenChoice
+from smd_jax.corrections.mismatch import TIS
+from smd_jax.learner.auxiliary_terms import TokenChoice, ValueTerm
 from smd_jax.learner.forward import Visibility
 from smd_jax.learner.state import Metrics, TrainBatch
 from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
@@ -60,38 +67,34 @@ class PolicyTerm(Term):
 
     def __post_init__(self) -> None:
         check_types(self)
+        loss, correction = self.loss, self.correction
         if not self.coef >= 0:
             raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.coef}")
-        if self.loss.beta > 0 and self.coef == 0:
-            raise ValueError(f"expected beta 0 with policy_coef 0, which disables the KL; got {self.loss.beta}")
-        choice = self.choice
+        if loss.beta > 0 and self.coef == 0:
+            raise ValueError(f"expected beta 0 with policy_coef 0, which disables the KL; got {loss.beta}")
+        choice = self.choice  # checks the quantile
         if self.coef == 0 and choice.quantile < 1:
             raise ValueError(
                 "expected top_entropy_quantile 1 with policy_coef 0, which leaves no policy loss to choose tokens for; "
                 f"got {choice.quantile}"
             )
-        self._check_kl()
-        check_correction(self.correction, self.visibility)
-        self._check_clipping()
-
-    def _check_kl(self) -> None:
-        """Refuses options that would be ignored."""
-        if self.kl_in_reward and self.loss.beta == 0:
+        if self.kl_in_reward and loss.beta == 0:
             raise ValueError("expected beta > 0 with kl_in_reward; got 0")
-        if self.kl_in_reward and self.loss.kl_estimator != "k1":
+        if self.kl_in_reward and loss.kl_estimator != "k1":
             raise ValueError(
                 f"expected kl_estimator 'k1' with kl_in_reward, because as a reward no other estimate has the gradient "
-                f"of the KL; got {self.loss.kl_estimator!r}"
+                f"of the KL; got {loss.kl_estimator!r}"
             )
-
-    def _check_clipping(self) -> None:
-        traits, name = self.correction.traits, type(self.correction).__name__
-        # `used_loss` replaces the surrogate for such a correction, so the surrogate may only clip.
-        plain = self.loss.surrogate.only_clips and self.loss.ratio_level == "token"
-        if not traits.clips and not plain:
+        if self.visibility == "dense" and any(isinstance(part, Shadow) for part in flat_parts(correction)):
             raise ValueError(
-                f"expected the plain token ratio (Clip without delta, ratio_level 'token') with {name}, which replaces "
-                f"its clipping; got {self.loss}"
+                "expected visibility 'shadow' with the correction Shadow(), which claims that there is no mismatch; "
+                "got 'dense'. Choose another correction: Naive() ignores the mismatch"
+            )
+        # `used_loss` replaces the surrogate for a correction with a trust region, so the surrogate may only clip.
+        if not correction.traits.clips and not (loss.surrogate.only_clips and loss.ratio_level == "token"):
+            raise ValueError(
+                f"expected the plain token ratio (Clip without delta, ratio_level 'token') with "
+                f"{type(correction).__name__}, which replaces its clipping; got {loss}"
             )
 
     @property
@@ -120,9 +123,7 @@ class PolicyTerm(Term):
     def used_loss(self) -> LossConfig:
         """The loss, without clipping for a correction with a trust region, and without a KL that is in the reward."""
         loss = self.loss if self.correction.traits.clips else self.loss.unclipped()
-        if self.kl_in_reward:
-            return replace(loss, beta=0.0, kl_estimator="k3", use_bias_correction_kl=False)
-        return loss
+        return replace(loss, beta=0.0, kl_estimator="k3", use_bias_correction_kl=False) if self.kl_in_reward else loss
 
     @property
     def needs(self) -> Needs:
@@ -164,12 +165,24 @@ class PolicyTerm(Term):
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         prepared: PolicyWeights = inputs.prepared
         logprobs = inputs.logprobs_under[self.visibility]
-        weights = self._correction_weights(inputs, logprobs)
-        reference = inputs.reference_logprobs[self.visibility] if self.used_loss.beta else None
+        present = jax.lax.stop_gradient(logprobs)
+        weights = prepared.correction.weights
+        late = split_by_time(self.correction)[1]
+        if late is not None:
+            terms = terms_of(late, _correction_inputs(inputs.batch, inputs.mask, prepared.old_logprobs, present))
+            # The denominators were computed before the forward pass, so a late rejection only sets the weight to 0.
+            weights = weights * jnp.where(terms.counted, terms.weights, 0.0)
+        old = self.old_logprobs(inputs.batch)
+        if self.correction.traits.ratio_to == "sampler":
+            old = inputs.trajectory.logprobs
+        elif old is None:
+            # Without recorded ones the old policy is the current one: every ratio is 1, with the gradient of log p.
+            # A replay of another program would differ by rounding, which GSPO's bounds may clip.
+            old = present
         loss_inputs = LossInputs(
             logprobs=logprobs,
-            old_logprobs=self._ratio_to(inputs, logprobs),
-            reference_logprobs=reference,
+            old_logprobs=old,
+            reference_logprobs=inputs.reference_logprobs[self.visibility] if self.used_loss.beta else None,
             advantages=inputs.batch.advantages,
             weights=prepared.weights,
             # A token that is not selected loses only its surrogate, like a token of correction weight 0. It still
@@ -178,27 +191,6 @@ class PolicyTerm(Term):
         )
         loss, terms = policy_loss(loss_inputs, self.used_loss)
         return TermOutputs(loss, rows=PolicyRows(terms, weights))
-
-    def _ratio_to(self, inputs: TermInputs, logprobs: Float[Array, "rows R"]) -> Float[Array, "rows R"]:
-        """Log-probabilities of the policy in the denominator of the ratio."""
-        if self.correction.traits.ratio_to == "sampler":
-            return inputs.trajectory.logprobs
-        # Without recorded ones the old policy is the current one: every ratio is 1, with the gradient of log p.
-        # A replay of another program would differ by rounding, which GSPO's bounds may clip.
-        old = self.old_logprobs(inputs.batch)
-        return jax.lax.stop_gradient(logprobs) if old is None else old
-
-    def _correction_weights(self, inputs: TermInputs, logprobs: Float[Array, "rows R"]) -> Float[Array, "rows R"]:
-        """Weights computed before the forward pass times those of the correction's late part."""
-        prepared: PolicyWeights = inputs.prepared
-        late = split_by_time(self.correction)[1]
-        if late is None:
-            return prepared.correction.weights
-        # Weights are constants of the step, without gradient.
-        present = jax.lax.stop_gradient(logprobs)
-        terms = terms_of(late, _correction_inputs(inputs.batch, inputs.mask, prepared.old_logprobs, present))
-        # The denominators were computed before the forward pass, so a late rejection only sets the weight to 0.
-        return prepared.correction.weights * jnp.where(terms.counted, terms.weights, 0.0)
 
     def metrics(self, results: TermResults) -> Metrics:
         """Means over the counted tokens."""
@@ -213,13 +205,59 @@ class PolicyTerm(Term):
         return results.prepared.correction.counted.any()
 
 
-def check_correction(correction: Correction, visibility: Visibility) -> None:
-    """Raises ValueError for the correction `Shadow()` without visibility "shadow"."""
-    if visibility == "dense" and any(isinstance(part, Shadow) for part in flat_parts(correction)):
-        raise ValueError(
-            "expected visibility 'shadow' with the correction Shadow(), which claims that there is no mismatch; got "
-            "'dense'. Choose another correction: Naive() ignores the mismatch"
-        )
+@dataclass(frozen=True)
+class DenseLearner:
+    """A dense learner on the same weights, at the cost of a second forward and backward pass.
+
+    Attributes:
+      share: its share of the policy loss, between 0 and 1.
+      correction: correction of its mismatch with the sampler.
+    """
+
+    share: float = 0.5
+    correction: Correction = TIS()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 < self.share < 1:
+            raise ValueError(
+                "expected a share between 0 and 1, because 0 and 1 are a single learner with visibility 'shadow' or "
+                f"'dense'; got {self.share}"
+            )
+
+
+@dataclass(frozen=True)
+class DensePolicyTerm(PolicyTerm):
+    """Policy loss of the dense learner. Entropy bonus and metrics are those of the learner with shadow masks.
+
+    Attributes:
+      share: share of the policy loss; `coef` is the coefficient of both learners together.
+    """
+
+    visibility: Visibility = "dense"
+    share: float = 0.5
+
+    def check(self, setup: LearnerSetup) -> None:
+        super().check(setup)
+        critic = any(isinstance(term, ValueTerm) for term in setup.terms)
+        if setup.visibility == "dense" or self.coef == 0 or critic:
+            raise ValueError(
+                "expected visibility 'shadow', a policy_coef > 0 and no critic with a dense_learner, which shares the "
+                f"policy loss; got {setup.visibility!r}, {self.coef} and {'a' if critic else 'no'} critic"
+            )
+
+    def coefficient(self, step: Array) -> float:
+        return self.share
+
+    def old_logprobs(self, batch: TrainBatch) -> Float[Array, "batch R"] | None:
+        return batch.dense_old_logprobs
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        loss = self.coef * super().evaluate(inputs).loss
+        return TermOutputs(loss, {"loss/dense_avg": loss})
+
+    def metrics(self, results: TermResults) -> Metrics:
+        return {}
 
 
 def _correction_inputs(

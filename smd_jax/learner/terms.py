@@ -11,8 +11,7 @@ A term declares its `Needs`, which the update computes once for all terms.
 
 from __future__ import annotations
 
-import functools
-import operator
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -63,15 +62,8 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         """What both need."""
-        return Needs(
-            self.logprobs | other.logprobs,
-            self.reference or other.reference,
-            self.reference_logprobs | other.reference_logprobs,
-            self.entropy_gradient or other.entropy_gradient,
-            self.evictions or other.evictions,
-            self.values or other.values,
-            self.router or other.router,
-        )
+        fields = (field.name for field in dataclasses.fields(self))
+        return Needs(**{name: getattr(self, name) | getattr(other, name) for name in fields})
 
 
 class ComputedLogprobs(dict[Visibility, Array]):
@@ -237,8 +229,3 @@ class Term:
         """Whether the minibatch has a learning signal for this term. If no term has one, the step changes no
         parameter."""
         return results.mask.any()
-
-
-def joint_needs(terms: tuple[Term, ...]) -> Needs:
-    """The needs of all these terms."""
-    return functools.reduce(operator.or_, (term.needs for term in terms), Needs())

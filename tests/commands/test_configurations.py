@@ -25,10 +25,10 @@ from smd_jax.eviction import policies
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.objective import make_objective, prepare
 from smd_jax.learner.packed import packed_part
 from smd_jax.learner.packs import Packs, rows_at_once
+from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.state import init_state, reference_params
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.learner.trained import of_trained, trained_params

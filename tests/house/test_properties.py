@@ -28,9 +28,9 @@ from smd_jax.eviction import policies
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.eviction.wrappers import OnTokens, Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
+from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig

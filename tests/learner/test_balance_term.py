@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.learner.balance_term import BalanceTerm
+from smd_jax.learner.auxiliary_terms import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import Replay, Visibility, response_hidden_and_router
 from smd_jax.learner.state import TrainBatch, init_state

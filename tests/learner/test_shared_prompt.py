@@ -13,8 +13,8 @@ from smd_jax.corrections.mismatch import TIS
 from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.learner.accumulation import merge, split
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.forward import make_replay, replay, response_hidden
+from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig

@@ -27,9 +27,9 @@ from smd_jax.corrections import (
 )
 from smd_jax.learner import objective
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dense_learner import DenseLearner
 from smd_jax.learner.forward import Replay, learner_replay
 from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
