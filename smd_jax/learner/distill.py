@@ -1,4 +1,4 @@
-"""Distillation term: the dense teacher's forward pass and the divergence, on selected rows."""
+"""Distillation term: the forward pass of the dense teacher, and the divergence."""
 
 from __future__ import annotations
 
@@ -6,36 +6,17 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.forward import response_hidden, response_logits
 from smd_jax.learner.state import Metrics
 from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
-from smd_jax.losses.distillation import (
-    REFERENCE_TEACHERS,
-    DistillConfig,
-    divergence,
-)
+from smd_jax.losses.distillation import REFERENCE_TEACHERS, DistillConfig, divergence
 from smd_jax.losses.weighting import TokenMean
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.pytrees import any_leaves
 from smd_jax.ratios import lower_percentile, overlap
-
-
-@any_leaves
-class Agreement(struct.PyTreeNode):
-    """Agreement of teacher and student at the rows of a step.
-
-    Attributes:
-      overlap: 1 - TV of their next-token distributions, exact over the drawable tokens, without gradient.
-      inside: whether the position is a response token.
-    """
-
-    overlap: Float[Array, "rows columns"]
-    inside: Bool[Array, "rows columns"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,7 @@ class DistillTerm(Term):
         return TokenMean().weights(minibatch.trajectory.response_mask)
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
-        loss, agreement = distill_term(
+        loss, overlaps = distill_term(
             inputs.model,
             self.config,
             inputs.params,
@@ -83,11 +64,10 @@ class DistillTerm(Term):
             inputs.prepared,
         )
         # Logged as a divergence in nats, without its coefficient.
-        return TermOutputs(loss, {"distill": loss}, agreement)
+        return TermOutputs(loss, {"distill": loss}, overlaps)
 
     def metrics(self, results: TermResults) -> Metrics:
-        agreement: Agreement = results.rows
-        return {"distill/agreement_p5": lower_percentile(agreement.overlap, agreement.inside, 5.0)}
+        return {"distill/agreement_p5": lower_percentile(results.rows, results.prepared > 0, 5.0)}
 
     def learns(self, results: TermResults) -> Bool[Array, ""]:
         return (results.prepared > 0).any() & (self.config.coef > 0)
@@ -101,8 +81,9 @@ def distill_term(
     trajectory: Trajectory,
     hidden: Float[Array, "batch R hidden"],
     weights: Float[Array, "batch R"],
-) -> tuple[Float[Array, ""], Agreement]:
-    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement.
+) -> tuple[Float[Array, ""], Float[Array, "batch R"]]:
+    """`sum(weights * D)` over a microbatch, in nats, without the coefficient; and the agreement of teacher and student:
+    1 - TV of their next-token distributions, exact over the drawable tokens, without gradient.
 
     Args:
       params: parameters of the policy, with a gradient, also through `hidden`.
@@ -113,7 +94,12 @@ def distill_term(
     Raises:
       ValueError: if the reference is missing.
     """
-    teacher = _teacher(config, params, reference)
+    teacher = reference if config.direction in REFERENCE_TEACHERS else params
+    if teacher is None:
+        raise ValueError(f"expected reference parameters for direction {config.direction!r}; got None")
+    # Stopped before the forward pass, so that it stores no activations; the divergence stops the gradient as well.
+    if config.direction != "published":
+        teacher = jax.lax.stop_gradient(teacher)
     dense_hidden = response_hidden(model, teacher, trajectory, trajectory.dense_mask())
     columns = jnp.arange(weights.shape[1])
 
@@ -126,17 +112,5 @@ def distill_term(
 
     # Logits of two policies: blocks of half as many columns.
     size = columns_at_once(model.shape, 2 * weights.shape[0], columns.size)
-    terms, agree = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden)
-    return jnp.sum(weights * terms), Agreement(agree, weights > 0)
-
-
-def _teacher(config: DistillConfig, params: Params, reference: Params | None) -> Params:
-    """Parameters of the dense policy, with a gradient only for "published"."""
-    # Stopped before the forward pass, so that it stores no activations; the divergence stops the gradient as well.
-    if config.direction == "published":
-        return params
-    if config.direction not in REFERENCE_TEACHERS:
-        return jax.lax.stop_gradient(params)
-    if reference is None:
-        raise ValueError(f"expected reference parameters for direction {config.direction!r}; got None")
-    return jax.lax.stop_gradient(reference)
+    terms, overlaps = over_columns(of_block, (params, teacher), size, columns, hidden, dense_hidden)
+    return jnp.sum(weights * terms), overlaps

@@ -9,6 +9,7 @@ Log-probabilities are at the sampler's temperature; TRL's are at temperature 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,27 +20,12 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.learner.accumulation import Objective, accumulate, count_parts
-from smd_jax.learner.forward import (
-    Visibility,
-    check_replayable,
-    learner_mask,
-    replay,
-    replay_hidden,
-    response_hidden,
-)
+from smd_jax.learner.accumulation import accumulate, count_parts
+from smd_jax.learner.forward import Visibility, check_replayable, learner_mask, replay
 from smd_jax.learner.state import Metrics, TrainState, check_parts, reference_params
 from smd_jax.learner.step import ReferenceSync, take_step
 from smd_jax.learner.trained import of_trained, trained_params
-from smd_jax.losses.dpo import (
-    DPOConfig,
-    DPOInputs,
-    DPOTerms,
-    dpo_loss,
-    dpo_metrics,
-    pair_weights,
-    sequence_logprobs,
-)
+from smd_jax.losses.dpo import DPOConfig, DPOInputs, dpo_loss, dpo_metrics, pair_weights, sequence_logprobs
 from smd_jax.losses.kl import k3
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import sampler_learner_metrics, token_mean
@@ -86,24 +72,6 @@ class PairBatch(struct.PyTreeNode):
     signal: Bool[Array, " pairs"]
 
 
-@any_leaves
-class _Prepared(struct.PyTreeNode):
-    """A batch and the weights of its pairs, which depend on all of them."""
-
-    batch: PairBatch
-    weights: Float[Array, " pairs"]
-
-
-@any_leaves
-class _Terms(struct.PyTreeNode):
-    """Results of the forward passes for the metrics: of tokens `[pairs, 2, R]`, the chosen first, and of pairs."""
-
-    logprobs: Float[Array, "pairs 2 R"]
-    entropy: Float[Array, "pairs 2 R"]
-    kl: Float[Array, "pairs 2 R"]
-    loss: DPOTerms
-
-
 DPOUpdate = Callable[[TrainState, PairBatch], tuple[TrainState, Metrics]]
 
 
@@ -132,17 +100,24 @@ def make_dpo_update(
         check_reference(state)
         # A response without tokens makes no pair.
         complete = batch.chosen.response_mask.any(axis=1) & batch.rejected.response_mask.any(axis=1)
-        prepared = _Prepared(batch, pair_weights(batch.signal & complete))
+        weights = pair_weights(batch.signal & complete)
         count = count_parts(batch.signal.shape[0], config.microbatch_size, "pairs")
-        objective = of_trained(_objective(model, config, state), state.params)
-        loss, grads, _, terms = accumulate(objective, trained_params(state.params), prepared, count)
-        metrics = _metrics(prepared, terms)
+        objective = of_trained(functools.partial(_objective, model, config, state), state.params)
+        loss, grads, _, (tokens, pairs) = accumulate(objective, trained_params(state.params), (batch, weights), count)
+        rows = _rows(batch)
+        logprobs, entropy, kl = map(_merged, tokens)
+        metrics = {
+            **dpo_metrics(pairs, weights),
+            # Means over the tokens of all responses.
+            "kl": token_mean(kl, rows.response_mask),
+            "entropy": token_mean(entropy, rows.response_mask),
+            **sampler_learner_metrics(rows.logprobs, logprobs, rows.response_mask),
+        }
         is_finite = jnp.isfinite(loss)
         if max_difference is not None:
             is_finite &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
-        learns = (prepared.weights > 0).any()
         new_state, of_step = take_step(
-            state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns
+            state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=(weights > 0).any()
         )
         return new_state, {"loss": loss, **of_step, **metrics}
 
@@ -173,35 +148,23 @@ def _paired(x: Array) -> Array:
     return x.reshape(-1, 2, *x.shape[1:])
 
 
-def _objective(model: LanguageModel, config: DPOUpdateConfig, state: TrainState) -> Objective:
-    """The loss of one microbatch as a function of the parameters."""
-
-    def objective(params: Params, part: _Prepared) -> tuple[Array, tuple[Any, _Terms]]:
-        rows = _rows(part.batch)
-        seen = learner_mask(rows, config.visibility)
-        hidden = response_hidden(model, params, rows, seen)
-        learner = replay_hidden(model, params, hidden, rows)
-        # The reference comes from the state, not from the differentiated argument.
-        reference = jax.lax.stop_gradient(replay(model, reference_params(state), rows, seen).logprobs)
-        # Index 0 of a pair is the chosen response, as in `_rows`.
-        policy, frozen = (_paired(sequence_logprobs(x, rows.response_mask)) for x in (learner.logprobs, reference))
-        inputs = DPOInputs(policy[:, 0], policy[:, 1], frozen[:, 0], frozen[:, 1], part.weights)
-        loss, terms = dpo_loss(inputs, config.loss)
-        kl = k3(learner.logprobs, reference)
-        kept = _Terms(_paired(learner.logprobs), _paired(learner.entropy), _paired(kl), terms)
-        return loss, jax.lax.stop_gradient(((), kept))
-
-    return objective
-
-
-def _metrics(prepared: _Prepared, terms: _Terms) -> Metrics:
-    """Means over the pairs that count; and over the tokens of all responses, the distance of learner and sampler."""
-    rows = _rows(prepared.batch)
-    mask = rows.response_mask
-    logprobs = _merged(terms.logprobs)
-    return {
-        **dpo_metrics(terms.loss, prepared.weights),
-        "kl": token_mean(_merged(terms.kl), mask),
-        "entropy": token_mean(_merged(terms.entropy), mask),
-        **sampler_learner_metrics(rows.logprobs, logprobs, mask),
-    }
+def _objective(
+    model: LanguageModel,
+    config: DPOUpdateConfig,
+    state: TrainState,
+    params: Params,
+    part: tuple[PairBatch, Float[Array, " pairs"]],
+) -> tuple[Array, tuple[Any, Any]]:
+    """The loss of pairs with their weights in the whole batch. For the metrics also log-probabilities, entropies and KL
+    of both responses, `[pairs, 2, R]`, the chosen first; and the terms of the pairs."""
+    batch, weights = part
+    rows = _rows(batch)
+    seen = learner_mask(rows, config.visibility)
+    learner = replay(model, params, rows, seen)
+    # The reference comes from the state, not from the differentiated argument.
+    reference = jax.lax.stop_gradient(replay(model, reference_params(state), rows, seen).logprobs)
+    # Index 0 of a pair is the chosen response, as in `_rows`.
+    policy, frozen = (_paired(sequence_logprobs(x, rows.response_mask)) for x in (learner.logprobs, reference))
+    loss, pairs = dpo_loss(DPOInputs(policy[:, 0], policy[:, 1], frozen[:, 0], frozen[:, 1], weights), config.loss)
+    tokens = tuple(map(_paired, (learner.logprobs, learner.entropy, k3(learner.logprobs, reference))))
+    return loss, jax.lax.stop_gradient(((), (tokens, pairs)))
