@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from smd_jax.devices.sharding import constrain_blocks, gathered_tree, parts
+from smd_jax.learner.storage import widened
 from smd_jax.model.protocol import ModelShape, Params
 
 # Bytes of one block's logits per device: enough rows for products at full rate (a GPU needs some hundreds per read of
@@ -30,18 +31,15 @@ LOGIT_BYTES = 2**28
 
 
 def columns_at_once(shape: ModelShape, rows: int, columns: int) -> int:
-    """Columns of a block, for `rows` rows over all devices of the current mesh."""
+    """Columns of a block, for `rows` rows over all devices of the current mesh: at least one per device, with at most
+    `LOGIT_BYTES` of logits each. Blocks are nearly equal."""
     of = parts()
     itemsize = jnp.promote_types(shape.dtype, jnp.float32).itemsize
     token = -(-shape.vocab_size // of.vocabulary) * itemsize
-    return of.columns * block_columns(-(-rows // of.rows), -(-columns // of.columns), token)
-
-
-def block_columns(rows: int, columns: int, bytes_of_a_token: int) -> int:
-    """Columns of a block: at least one, with at most `LOGIT_BYTES` of logits per device. Blocks are nearly equal."""
-    most = max(LOGIT_BYTES // (rows * bytes_of_a_token), 1)
-    count = -(-columns // most)
-    return -(-columns // count)
+    own = -(-columns // of.columns)
+    most = max(LOGIT_BYTES // (-(-rows // of.rows) * token), 1)
+    count = -(-own // most)
+    return of.columns * -(-own // count)
 
 
 def over_columns(
@@ -84,7 +82,7 @@ def over_columns(
         return jax.tree.map(lambda x: join(x[None]), f(params, block, *jax.tree.map(lambda x: x[0], rest)))
 
     # Gathered once: inside the loop, every block would gather the head again.
-    whole = gathered_tree(jax.tree.map(_wide, params))
+    whole = gathered_tree(widened(params))
 
     def of_block(block: tuple[Any, ...]) -> Any:
         # Cast back, so that a 16-bit head is multiplied in 16 bits and only its gradient is summed in 32.
@@ -93,7 +91,3 @@ def over_columns(
 
     results = jax.lax.map(of_block, (cut(columns[None])[:, 0], *jax.tree.map(cut, arrays)))
     return jax.tree.map(join, results)
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x

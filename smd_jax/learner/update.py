@@ -94,7 +94,10 @@ def apply_gradients(
         (term, TermResults(prepared.batch, prepared.mask, own, rows, state.step))
         for term, own, rows in zip(config.objective, prepared.terms, found.terms, strict=True)
     ]
-    metrics = _learner_metrics(prepared, found)
+    # Entropy and mismatch include tokens that a correction rejects.
+    mask, sampled = prepared.mask, prepared.batch.trajectory.logprobs
+    metrics = {"entropy": token_mean(found.learner.entropy, mask)}
+    metrics |= sampler_learner_metrics(sampled, found.learner.logprobs, mask)
     for term, results in terms:
         metrics |= term.metrics(results)
     is_finite = jnp.isfinite(loss)
@@ -103,12 +106,3 @@ def apply_gradients(
     learns = functools.reduce(operator.or_, (term.learns(results) for term, results in terms))
     new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns)
     return new_state, {"loss": loss, **of_step, **sums} | metrics
-
-
-def _learner_metrics(prepared: Prepared, found: RowOutputs) -> Metrics:
-    """Mean entropy and mismatch to the sampler, including tokens that a correction rejects."""
-    mask = prepared.mask
-    return {
-        "entropy": token_mean(found.learner.entropy, mask),
-        **sampler_learner_metrics(prepared.batch.trajectory.logprobs, found.learner.logprobs, mask),
-    }
