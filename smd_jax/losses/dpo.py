@@ -1,11 +1,11 @@
-"""Preference pairs and the loss of online DPO: arrays in, `(loss, DPOTerms)` out. No model inside.
+"""Preference pairs and the loss of online DPO: arrays in, `(loss, terms of pairs)` out. No model inside.
 
 The loss of a pair is a function of four log-probabilities of whole responses. As in `smd_jax.losses.policy`, the loss
 is a weighted sum, here over pairs, with weights from the whole batch: microbatches of whole pairs sum to the same loss
 in any split.
 
     log-probabilities [batch, R] ─► sequence_logprobs ─┐
-    rewards ─► best_worst ─► signal ─► pair_weights ───┴─► DPOInputs ─► dpo_loss ─► (loss, DPOTerms)
+    rewards ─► best_worst ─► signal ─► pair_weights ───┴─► DPOInputs ─► dpo_loss ─► (loss, terms of pairs)
 
 Source: TRL (1.16), trl/experimental/online_dpo/online_dpo_trainer.py and online_dpo_config.py.
 """
@@ -74,21 +74,6 @@ class DPOInputs(struct.PyTreeNode):
     weights: Float[Array, " pairs"]
 
 
-@any_leaves
-class DPOTerms(struct.PyTreeNode):
-    """Per-pair terms for the metrics, `[pairs]`, 0 where a pair weighs nothing.
-
-    Attributes:
-      chosen_logprobs, rejected_logprobs: log-probabilities of the responses under the policy.
-      chosen_rewards, rejected_rewards: DPO's implicit reward, beta * (log policy - log reference) of the response.
-    """
-
-    chosen_logprobs: Float[Array, " pairs"]
-    rejected_logprobs: Float[Array, " pairs"]
-    chosen_rewards: Float[Array, " pairs"]
-    rejected_rewards: Float[Array, " pairs"]
-
-
 def sequence_logprobs(
     logprobs: Float[Array, "batch response"], mask: Bool[Array, "batch response"]
 ) -> Float[Array, " batch"]:
@@ -105,11 +90,14 @@ def pair_weights(counted: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
     return counted.astype(jnp.float32) / jnp.maximum(counted.sum(), 1)
 
 
-def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DPOTerms]:
+def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
     """`sum(weights * l(h))`, h = (log policy - log reference) of chosen less that of rejected:
 
     sigmoid   l = -log sigmoid(beta h)      (arXiv:2305.18290 eq. 7)
     ipo       l = (h - 1 / (2 beta))^2      (arXiv:2310.12036 eq. 17), of sums over tokens, as in TRL's online trainer
+
+    Returns:
+      The loss; and `DPO_METRICS` of each pair, `[pairs]`, 0 where a pair weighs nothing.
 
     Raises:
       ValueError: if the arrays are not all `[pairs]`.
@@ -129,25 +117,21 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], DP
     else:
         per_pair = (preference - 1.0 / (2.0 * config.beta)) ** 2
     loss = jnp.sum(per_pair * jax.lax.stop_gradient(inputs.weights))
-    terms = DPOTerms(
-        inside.chosen_logprobs, inside.rejected_logprobs, config.beta * of_chosen, config.beta * of_rejected
-    )
+    margins = config.beta * of_chosen - config.beta * of_rejected
+    terms = {
+        "rewards/chosen": config.beta * of_chosen,
+        "rewards/rejected": config.beta * of_rejected,
+        "rewards/margins": margins,
+        "rewards/accuracies": margins > 0,
+        "logps/chosen": inside.chosen_logprobs,
+        "logps/rejected": inside.rejected_logprobs,
+    }
     return loss, jax.lax.stop_gradient(terms)
 
 
-def dpo_metrics(terms: DPOTerms, weights: Float[Array, " pairs"]) -> dict[str, Float[Array, ""]]:
+def dpo_metrics(terms: dict[str, Array], weights: Float[Array, " pairs"]) -> dict[str, Float[Array, ""]]:
     """`DPO_METRICS`, with TRL's names and definitions, over pairs of non-zero weight; 0 without any."""
-    active = weights > 0
-    margins = terms.chosen_rewards - terms.rejected_rewards
-    per_pair = {
-        "rewards/chosen": terms.chosen_rewards,
-        "rewards/rejected": terms.rejected_rewards,
-        "rewards/margins": margins,
-        "rewards/accuracies": margins > 0,
-        "logps/chosen": terms.chosen_logprobs,
-        "logps/rejected": terms.rejected_logprobs,
-    }
-    return {name: masked_mean(x, active, empty=0.0) for name, x in per_pair.items()}
+    return {name: masked_mean(x, weights > 0, empty=0.0) for name, x in terms.items()}
 
 
 @any_leaves

@@ -42,7 +42,7 @@ ONE_PAIR = inputs_of(-4.0, -6.0, -5.0, -5.0, 1.0)
 def test_sigmoid_by_hand():
     loss, terms = dpo_loss(ONE_PAIR, DPOConfig(beta=0.5))
     np.testing.assert_allclose(loss, 0.31326168751822286, rtol=1e-6)  # log(1 + e^-1)
-    np.testing.assert_allclose([terms.chosen_rewards[0], terms.rejected_rewards[0]], [0.5, -0.5], rtol=1e-6)
+    np.testing.assert_allclose([terms["rewards/chosen"][0], terms["rewards/rejected"][0]], [0.5, -0.5], rtol=1e-6)
 
 
 def test_ipo_by_hand():
@@ -90,7 +90,7 @@ def test_only_the_policy_has_a_gradient(config):
     slopes = jax.grad(lambda x: dpo_loss(x, config)[0])(inputs)
     for name in ("reference_chosen_logprobs", "reference_rejected_logprobs", "weights"):
         np.testing.assert_array_equal(getattr(slopes, name), 0.0)
-    terms = jax.grad(lambda x: dpo_loss(x, config)[1].chosen_rewards.sum())(inputs)
+    terms = jax.grad(lambda x: dpo_loss(x, config)[1]["rewards/chosen"].sum())(inputs)
     np.testing.assert_array_equal(terms.chosen_logprobs, 0.0)
 
 
