@@ -38,8 +38,7 @@ from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, 
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import disk_errors_named, stored_bytes
 from smd_jax.environments.processes import UnloadableEnvironmentError
-from smd_jax.learner.state import TrainState
-from smd_jax.learner.trained import trained_params
+from smd_jax.learner.state import TrainState, trained_params
 from smd_jax.memory.compiled import param_shapes
 from smd_jax.message.gate import drop_gate
 from smd_jax.message.trajectory import NonFiniteLogitsError

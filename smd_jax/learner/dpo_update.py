@@ -22,9 +22,8 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.learner.accumulation import accumulate, count_parts
 from smd_jax.learner.forward import Visibility, check_replayable, learner_mask, replay
-from smd_jax.learner.state import Metrics, TrainState, check_parts, reference_params
+from smd_jax.learner.state import Metrics, TrainState, check_parts, of_trained, reference_params, trained_params
 from smd_jax.learner.step import ReferenceSync, take_step
-from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.dpo import DPOConfig, DPOInputs, dpo_loss, dpo_metrics, pair_weights, sequence_logprobs
 from smd_jax.losses.kl import k3
 from smd_jax.message.trajectory import Trajectory

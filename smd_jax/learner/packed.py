@@ -39,8 +39,7 @@ from smd_jax.learner.packs import (
     trimmed,
     with_distinct,
 )
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts
-from smd_jax.learner.trained import of_trained, trained_params
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
 from smd_jax.learner.update import Update, apply_gradients
 from smd_jax.message.masks import Segments, ShadowMask
 from smd_jax.message.packing import Packing

@@ -19,9 +19,8 @@ import optax
 from jaxtyping import Array, Bool, Int, Key
 
 from smd_jax.devices.sharding import constrain_tree
-from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.learner.state import Metrics, TrainState, trained_params, with_trained
 from smd_jax.learner.storage import PARAMS, REFERENCE, rounded, widened
-from smd_jax.learner.trained import trained_params, with_trained
 from smd_jax.model.lora import LORA, has_lora
 from smd_jax.model.protocol import Params
 from smd_jax.typed_fields import check_types
@@ -75,7 +74,7 @@ def take_step(
     wider.
 
     Args:
-      grads: gradients of the trained parameters, see `smd_jax.learner.trained`.
+      grads: gradients of the trained parameters, see `smd_jax.learner.state.trained_params`.
       is_finite: false if, for example, the loss is not finite; then the gradients are not used.
       learns: false without counted tokens, when gradients are 0. Parameters and optimizer then do not change, as in
         `skip_step`; this is not counted in `update/skipped`.

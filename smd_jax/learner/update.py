@@ -20,10 +20,9 @@ from smd_jax.learner.accumulation import accumulate, count_parts
 from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import Prepared, RowOutputs, make_objective, prepare
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
 from smd_jax.learner.step import take_step
 from smd_jax.learner.terms import TermResults
-from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.shared_prompt import shared_prompt

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from smd_jax.learner.state import TrainState
-from smd_jax.learner.trained import frozen_params, trained_params
+from smd_jax.learner.state import TrainState, frozen_params, trained_params
 from smd_jax.model.lora import LORA
 from smd_jax.model.protocol import Params
 

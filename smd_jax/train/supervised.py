@@ -12,9 +12,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
-from smd_jax.learner.state import TrainState
+from smd_jax.learner.state import TrainState, trained_params, with_trained
 from smd_jax.learner.step import take_step
-from smd_jax.learner.trained import trained_params, with_trained
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states

@@ -29,9 +29,8 @@ from smd_jax.learner.objective import make_objective, prepare
 from smd_jax.learner.packed import packed_part
 from smd_jax.learner.packs import Packs, rows_at_once
 from smd_jax.learner.policy_term import DenseLearner
-from smd_jax.learner.state import init_state, reference_params
+from smd_jax.learner.state import init_state, of_trained, reference_params, trained_params
 from smd_jax.learner.step import ReferenceSync
-from smd_jax.learner.trained import of_trained, trained_params
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.surrogates import Clip, ClipWeight, SoftGate
