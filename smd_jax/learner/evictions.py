@@ -104,8 +104,7 @@ def response_hidden_and_evictions(
     mask, draws = recorded_draws(trajectory)
     boundaries = draws.boundaries
     start = jnp.argmax(trajectory.valid, axis=1).astype(jnp.int32)
-    columns = jnp.arange(trajectory.tokens.shape[1], dtype=jnp.int32)
-    positions = jnp.where(trajectory.valid, columns[None] - start[:, None], -1)
+    positions = jnp.where(trajectory.valid, trajectory.positions, -1)
     newest = boundaries[None] - 1 - start[:, None]
     layers = [
         GatedLayer(layer, gate_parameters(params, draws.gate, index), positions[:, None], newest, boundaries)

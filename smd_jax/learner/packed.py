@@ -14,6 +14,7 @@ The number of microbatches depends on the lengths, so the host loops over them; 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -47,9 +48,6 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, ModelShape
 from smd_jax.model.routing import NOT_RECORDED
 
-# Arrays of the host, or of a device inside a program.
-Numbers = Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"]
-
 
 def make_packed_update(
     model: LanguageModel,
@@ -74,14 +72,15 @@ def make_packed_update(
       TypeError: as `make_update`.
       ValueError: for a config without `pack_columns`, and shared beginnings with sliding windows shorter than a row.
     """
-    _check(model, optimizer, config)
+    check_parts(model, optimizer, config, UpdateConfig)
+    if config.pack_columns is None:
+        raise ValueError("expected pack_columns, or make_update; got None")
     share = share_beginnings or config.rows_per_prompt > 1
     if share:
         check_windows(model.shape, config)
 
     @jax.jit
     def prepared_batch(state: TrainState, batch: TrainBatch) -> Prepared:
-        check_replayable(batch.trajectory)
         check_batch(batch)
         rows = rows_at_once(batch.advantages.shape[0], config)
         of_rows = replace(config, microbatch_size=rows, pack_columns=None, rows_per_prompt=1)
@@ -100,7 +99,8 @@ def make_packed_update(
         shape = prepared.mask.shape
         return *wide[:2], constrain_tree(wide[2]), jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), terms)
 
-    def added(so_far: Any, state: TrainState, prepared: Prepared, places: Packs) -> Any:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(so_far: Any, state: TrainState, prepared: Prepared, places: Packs) -> Any:
         loss, sums, grads, terms = of_part(state, prepared, places)
         *numbers, all_grads, all_terms = so_far
         numbers = jax.tree.map(jnp.add, tuple(numbers), (loss, sums))
@@ -108,11 +108,9 @@ def make_packed_update(
         all_grads = constrain_tree(jax.tree.map(jnp.add, all_grads, grads))
         return *numbers, all_grads, jax.tree.map(lambda whole, x: _put_back(whole, x, places), all_terms, terms)
 
-    def stepped(state: TrainState, prepared: Prepared, so_far: Any) -> tuple[TrainState, Metrics]:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def finish(state: TrainState, prepared: Prepared, so_far: Any) -> tuple[TrainState, Metrics]:
         return apply_gradients(state, optimizer, config, prepared, so_far, max_difference)
-
-    add = jax.jit(added, donate_argnums=0)
-    finish = jax.jit(stepped, donate_argnums=0)
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         check_replayable(batch.trajectory)
@@ -131,12 +129,6 @@ def make_packed_update(
         return state, metrics
 
     return update
-
-
-def _check(model: LanguageModel, optimizer: optax.GradientTransformation, config: UpdateConfig) -> None:
-    check_parts(model, optimizer, config, UpdateConfig)
-    if config.pack_columns is None:
-        raise ValueError("expected pack_columns, or make_update; got None")
 
 
 def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: bool = False) -> Packs:
@@ -221,7 +213,6 @@ def packed_part(prepared: Prepared, places: Packs) -> Prepared:
 def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
     """Packs the tokens of sequences, each under its own mask."""
     there = jnp.asarray(places.tokens != ABSENT)
-    mask = trajectory.mask
     drawable = trajectory.drawable
     if drawable is not None and drawable.sets is not None:
         drawable = drawable.replace(sets=_take(drawable.sets, places.responses))
@@ -240,7 +231,7 @@ def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
         valid=constrain(there),
         logprobs=_take(trajectory.logprobs, places.responses),
         terminated=constrain(jnp.zeros(there.shape[0], bool)),
-        mask=packed_mask(mask, trajectory.prompt_width, places),
+        mask=packed_mask(trajectory.mask, trajectory.prompt_width, places),
         temperature=trajectory.temperature,
         entropy=None if trajectory.entropy is None else _take(trajectory.entropy, places.responses),
         drawable=drawable,
@@ -279,7 +270,7 @@ def packed_segments(segments: Segments, prompt_width: int, columns: int) -> Segm
     return Segments(segments.length, segments.length, budget)
 
 
-def _take(x: Array, places: Numbers, absent: int = 0) -> Array:
+def _take(x: Array, places: Int[Array, "rows columns"] | Int[np.ndarray, "rows columns"], absent: int = 0) -> Array:
     """`x [batch, columns, ...]` at flattened indices, `absent` for ABSENT."""
     taken = x.reshape(-1, *x.shape[2:])[jnp.maximum(places, 0)]
     there = jnp.asarray(places != ABSENT).reshape(places.shape + (1,) * (x.ndim - 2))
@@ -289,6 +280,6 @@ def _take(x: Array, places: Numbers, absent: int = 0) -> Array:
 
 def _put_back(whole: Array, part: Array, places: Packs) -> Array:
     """Writes `part [rows, K]` to its indices in `whole [batch, R]`."""
-    outside = whole.size  # where scattered numbers are dropped
-    at = jnp.where(places.responses == ABSENT, outside, places.responses)
+    # Numbers outside the array are dropped.
+    at = jnp.where(places.responses == ABSENT, whole.size, places.responses)
     return whole.reshape(-1).at[at.reshape(-1)].set(part.reshape(-1), mode="drop").reshape(whole.shape)

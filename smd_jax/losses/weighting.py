@@ -50,8 +50,7 @@ class TokenMean(TokenWeighting):
     def weights(
         self, mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None = None
     ) -> Float[Array, "batch R"]:
-        _check(mask, counted_rows)
-        tokens = mask.astype(jnp.float32)
+        tokens = _numbers(mask, counted_rows)
         # At least 1, to avoid 0 / 0 without tokens.
         return tokens / jnp.maximum(tokens.sum(), 1.0)
 
@@ -63,8 +62,7 @@ class SequenceMean(TokenWeighting):
     def weights(
         self, mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None = None
     ) -> Float[Array, "batch R"]:
-        _check(mask, counted_rows)
-        tokens = mask.astype(jnp.float32)
+        tokens = _numbers(mask, counted_rows)
         # At least 1, to avoid 0 / 0. A sequence without tokens counts in the mean over sequences.
         return tokens / (jnp.maximum(tokens.sum(1, keepdims=True), 1.0) * _rows(mask, counted_rows))
 
@@ -88,15 +86,16 @@ class FixedLength(TokenWeighting):
     def weights(
         self, mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None = None
     ) -> Float[Array, "batch R"]:
-        _check(mask, counted_rows)
-        tokens = mask.astype(jnp.float32)
+        tokens = _numbers(mask, counted_rows)
         length = mask.shape[1] if self.max_length is None else self.max_length
         return tokens / (_rows(mask, counted_rows) * length)
 
 
-def _check(mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None) -> None:
+def _numbers(mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None) -> Float[Array, "batch R"]:
+    """1 and 0 for tokens inside and outside the mask, after checks of both shapes."""
     check_shape("mask", mask, ("batch", "R"))
     check_shape("counted_rows", counted_rows, (mask.shape[0],))
+    return mask.astype(jnp.float32)
 
 
 def _rows(mask: Bool[Array, "batch R"], counted_rows: Bool[Array, " batch"] | None) -> int | Array:
