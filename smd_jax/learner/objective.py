@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool
 
+from smd_jax.config import check_instance
 from smd_jax.learner.accumulation import Objective
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import response_hidden_and_evictions
@@ -37,6 +38,8 @@ from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
 from smd_jax.shapes import check_shape
 
+RowOutputs = tuple[Replay, tuple[Any, ...]]  # per row, for the metrics
+
 
 @any_leaves
 class Prepared(struct.PyTreeNode):
@@ -50,19 +53,6 @@ class Prepared(struct.PyTreeNode):
 
     batch: TrainBatch
     mask: Bool[Array, "batch R"]
-    terms: tuple[Any, ...]
-
-
-@any_leaves
-class RowOutputs(struct.PyTreeNode):
-    """Per-row results of a forward pass for the metrics.
-
-    Attributes:
-      learner: log-probabilities and entropies of the learner.
-      terms: `TermOutputs.rows` of every term.
-    """
-
-    learner: Replay
     terms: tuple[Any, ...]
 
 
@@ -91,7 +81,8 @@ def counted_tokens(
 
 
 def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState) -> Objective:
-    """`(params, microbatch) -> (loss, (scalars to sum, RowOutputs))`: one forward pass, then the sum of all terms.
+    """`(params, microbatch) -> (loss, (scalars to sum, (Replay, rows)))`: one forward pass, then the sum of all terms.
+    The replay is the learner's, and `rows` are `TermOutputs.rows` of every term.
 
     The state provides the reference and the step, which have no gradient. Of its parameters only the base of LoRA
     adapters is read, which may be the reference.
@@ -106,8 +97,8 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
             loss = loss + term.coefficient(state.step) * outputs.loss
             sums |= outputs.metrics
             rows.append(outputs.rows)
-        found = RowOutputs(Replay(inputs.logprobs, inputs.entropy), tuple(rows))
-        return loss, jax.lax.stop_gradient((sums, found))
+        learner = Replay(inputs.logprobs, inputs.entropy)
+        return loss, jax.lax.stop_gradient((sums, (learner, tuple(rows))))
 
     return objective
 
@@ -158,8 +149,7 @@ def _term_inputs(
 
 def _check_outputs(term: Term, outputs: Any, logged: Metrics) -> None:
     name = type(term).__name__
-    if not isinstance(outputs, TermOutputs):
-        raise TypeError(f"expected TermOutputs from {name}.evaluate; got {type(outputs).__name__}")
+    check_instance(f"the result of {name}.evaluate", outputs, TermOutputs)
     check_shape(f"the loss of {name}", outputs.loss, ())
     for metric, value in outputs.metrics.items():
         if jnp.shape(value):

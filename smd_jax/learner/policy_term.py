@@ -22,7 +22,7 @@ from smd_jax.learner.auxiliary_terms import TokenChoice, ValueTerm
 from smd_jax.learner.forward import Visibility
 from smd_jax.learner.state import Metrics, TrainBatch
 from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
-from smd_jax.losses.policy import LossConfig, LossInputs, LossTerms, policy_loss, surrogate_metrics
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss, surrogate_metrics
 from smd_jax.metrics import correction_metrics, token_mean
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
@@ -44,14 +44,6 @@ class PolicyWeights(struct.PyTreeNode):
     weights: Float[Array, "batch R"]
     old_logprobs: Float[Array, "batch R"] | None
     chosen: Bool[Array, "batch R"] | None
-
-
-@any_leaves
-class PolicyRows(struct.PyTreeNode):
-    """Per-token results for the metrics."""
-
-    loss: LossTerms
-    correction_weights: Float[Array, "rows R"]
 
 
 @dataclass(frozen=True)
@@ -190,16 +182,16 @@ class PolicyTerm(Term):
             correction_weights=weights if prepared.chosen is None else jnp.where(prepared.chosen, weights, 0.0),
         )
         loss, terms = policy_loss(loss_inputs, self.used_loss)
-        return TermOutputs(loss, rows=PolicyRows(terms, weights))
+        return TermOutputs(loss, rows=(terms, weights))
 
     def metrics(self, results: TermResults) -> Metrics:
         """Means over the counted tokens."""
-        rows: PolicyRows = results.rows
+        terms, weights = results.rows
         counted = results.prepared.correction.counted
-        metrics = surrogate_metrics(rows.loss, counted, self.loss, results.batch.counted_rows)
-        metrics |= correction_metrics(rows.correction_weights, counted, results.mask)
+        metrics = surrogate_metrics(terms, counted, self.loss, results.batch.counted_rows)
+        metrics |= correction_metrics(weights, counted, results.mask)
         # A KL in the reward is logged by the loop, over the whole rollout.
-        return metrics | ({"kl": token_mean(rows.loss.kl, counted)} if self.used_loss.beta else {})
+        return metrics | ({"kl": token_mean(terms.kl, counted)} if self.used_loss.beta else {})
 
     def learns(self, results: TermResults) -> Bool[Array, ""]:
         return results.prepared.correction.counted.any()

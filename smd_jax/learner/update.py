@@ -88,15 +88,15 @@ def apply_gradients(
     Args:
       max_difference: as in `make_update`.
     """
-    loss, sums, grads, found = result
+    loss, sums, grads, (learner, rows_of_terms) = result
     terms = [
         (term, TermResults(prepared.batch, prepared.mask, own, rows, state.step))
-        for term, own, rows in zip(config.objective, prepared.terms, found.terms, strict=True)
+        for term, own, rows in zip(config.objective, prepared.terms, rows_of_terms, strict=True)
     ]
     # Entropy and mismatch include tokens that a correction rejects.
     mask, sampled = prepared.mask, prepared.batch.trajectory.logprobs
-    metrics = {"entropy": token_mean(found.learner.entropy, mask)}
-    metrics |= sampler_learner_metrics(sampled, found.learner.logprobs, mask)
+    metrics = {"entropy": token_mean(learner.entropy, mask)}
+    metrics |= sampler_learner_metrics(sampled, learner.logprobs, mask)
     for term, results in terms:
         metrics |= term.metrics(results)
     is_finite = jnp.isfinite(loss)

@@ -167,10 +167,9 @@ def best_worst(
     rewarded = grouped_rows(rewarded_rows, best)
     if rewarded is not None:
         best, worst = jnp.where(rewarded, best, -jnp.inf), jnp.where(rewarded, worst, jnp.inf)
-    first_best = jnp.argmax(best, axis=1)
-    # argmin returns the first of equal values. Reversed, that is the last, so that the pair has two different rows.
-    last_worst = group_size - 1 - jnp.argmin(worst[:, ::-1], axis=1)
-    # Converts indices within the groups to rows of the batch.
+    # The first row of each group, to which indices within the group are added.
     first = group_size * jnp.arange(best.shape[0], dtype=jnp.int32)
-    signal = best.max(axis=1) > worst.min(axis=1)
-    return Pairs(first + first_best.astype(jnp.int32), first + last_worst.astype(jnp.int32), signal)
+    chosen = first + jnp.argmax(best, axis=1).astype(jnp.int32)
+    # argmin returns the first of equal values. Reversed, that is the last, so that the pair has two different rows.
+    rejected = first + group_size - 1 - jnp.argmin(worst[:, ::-1], axis=1).astype(jnp.int32)
+    return Pairs(chosen, rejected, best.max(axis=1) > worst.min(axis=1))
