@@ -1,8 +1,4 @@
-"""Gradient accumulation over microbatches.
-
-Loss weights are computed from the whole batch before it is split, so the sum over microbatches is the loss of the batch
-in any split.
-"""
+"""Gradient accumulation over microbatches."""
 
 from __future__ import annotations
 

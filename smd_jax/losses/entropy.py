@@ -1,7 +1,4 @@
-"""Entropy in the loss: an entropy bonus, and a policy loss on high-entropy tokens.
-
-loss = policy loss of the tokens whose entropy is in the top quantile  -  entropy_coef * their mean entropy
-"""
+"""Entropy in the loss: an entropy bonus, and a policy loss on high-entropy tokens."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ A loss is a token weighting and a surrogate, two small frozen dataclasses, which
     mask ─ mask_truncated_completions ─► LossConfig.weighting ─┐
     log-probabilities, advantages, corrections ────────────────┴─► LossInputs ─► policy_loss ─► (loss, LossTerms)
 
-The weights are computed from the whole minibatch, so the sum over microbatches, in any split and on any number of
-devices, is the loss of the minibatch. `smd_jax.losses.named` has losses by the names of their papers.
+`smd_jax.losses.named` has losses by the names of their papers.
 """
 
 from __future__ import annotations

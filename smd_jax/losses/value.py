@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from smd_jax.ratios import masked_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
 
@@ -168,13 +169,11 @@ def explained_variance(
     check_shape("mask", mask, ("batch", "R"))
     check_shape("values", values, mask.shape)
     check_shape("returns", returns, mask.shape)
-    tokens = jnp.maximum(mask.sum(), 1)
-    unexplained = jnp.square(_centred(returns - values, mask)).sum() / tokens
-    of_returns = jnp.square(_centred(returns, mask)).sum() / tokens
+    unexplained = masked_mean(jnp.square(_centred(returns - values, mask)), mask, empty=0.0)
+    of_returns = masked_mean(jnp.square(_centred(returns, mask)), mask, empty=0.0)
     return 1.0 - unexplained / (of_returns + 1e-5)
 
 
 def _centred(x: Float[Array, "batch R"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
     """`x` minus its mean over the mask; 0 outside."""
-    mean = jnp.where(mask, x, 0.0).sum() / jnp.maximum(mask.sum(), 1)
-    return jnp.where(mask, x - mean, 0.0)
+    return jnp.where(mask, x - masked_mean(x, mask, empty=0.0), 0.0)
