@@ -125,7 +125,8 @@ def grouped(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "g
     check_group_size(group_size)
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
-    return rewards.reshape(-1, group_size)
+    # A JAX array: NumPy takes the `where=None` of sums and means for false.
+    return jnp.reshape(rewards, (-1, group_size))
 
 
 def grouped_rows(

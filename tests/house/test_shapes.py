@@ -17,6 +17,7 @@ GOOD_PAIRS = DPOInputs(*[jnp.zeros(4)] * 5)
 # Under pytest, jaxtyping refuses these before the functions themselves can: what a user sees is seen without it.
 WITHOUT_JAXTYPING = """
 import jax.numpy as jnp
+import numpy as np
 from smd_jax import losses
 from smd_jax.losses.policy import eviction_loss
 from smd_jax.losses.value import terminal_rewards, whiten
@@ -42,6 +43,8 @@ for call in (
         print(error)
     else:
         print("accepted")
+rewards = np.array([1.0, 0.0])  # NumPy arrays give the same advantages
+print(losses.leave_one_out(rewards, 2), losses.group_relative(rewards, 2, "none"))
 """
 MESSAGES = [
     "expected rewards of shape [batch]; got [4, 1]",
@@ -56,6 +59,7 @@ MESSAGES = [
     "expected mask of shape [batch, R]; got [4]",
     "expected counted_rows of shape [4]; got [6]",
     "expected advantages of shape [4]; got [4, 6]",
+    "[ 1. -1.] [ 0.5 -0.5]",
 ]
 
 
