@@ -78,8 +78,8 @@ def count_parts(rows: int, size: int | None, what: str = "rows") -> int:
       what: noun for the rows in the error.
 
     Raises:
-      ValueError: if `size` does not divide the rows.
+      ValueError: if `size` is not positive or does not divide the rows.
     """
-    if size is not None and rows % size:
+    if size is not None and (size < 1 or rows % size):
         raise ValueError(f"expected a microbatch_size that divides {rows} {what}; got {size}")
     return 1 if size is None else rows // size

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from smd_jax.config import check_instance
+from smd_jax.config import check_choice, check_instance
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.message.masks import Mask
@@ -182,7 +182,12 @@ def make_replay(
     model: LanguageModel, visibility: Visibility, microbatch_size: int | None = None, rows_per_prompt: int = 1
 ) -> ReplayFunction:
     """The jitted `(params, trajectory) -> logprobs [batch, R]`, an extra forward pass for a learner that differs from
-    the sampler and takes several steps per rollout. `microbatch_size` and `rows_per_prompt` as in UpdateConfig."""
+    the sampler and takes several steps per rollout. `microbatch_size` and `rows_per_prompt` as in UpdateConfig.
+
+    Raises:
+      ValueError: for another visibility.
+    """
+    check_choice("visibility", visibility, get_args(Visibility))
 
     def logprobs(params: Params, trajectory: Trajectory) -> Array:
         once = shared_prompt(model, rows_per_prompt, trajectory.prompt_width)

@@ -135,6 +135,14 @@ CASES = [
         "ValueError: expected the masks in reference_logprobs of Needs to be one of shadow, dense; got 'full'",
     ),
     (
+        "smd.learner.make_replay(model, 'dens')",
+        "ValueError: expected visibility to be one of shadow, dense; got 'dens'",
+    ),
+    (
+        "smd.learner.make_replay(model, 'shadow', 0)(params, trajectory)",
+        "ValueError: expected a microbatch_size that divides 2 rows; got 0",
+    ),
+    (
         "step(smd.UpdateConfig(terms=(Term(False),)))",
         "KeyError: \"expected a term that reads 'dense' to declare it: needs = Needs(logprobs={'dense'})\"",
     ),
