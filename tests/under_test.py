@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from tokenizers.processors import TemplateProcessing
@@ -17,6 +18,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
+from smd_jax.learner.forward import replay
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
@@ -47,6 +49,22 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 make_params = cache(random_params)
+replay_jitted = jax.jit(replay, static_argnums=0)
+
+
+def gap(model: Any, trajectory: Trajectory, mask: Any = None, params: Any = None) -> np.ndarray:
+    """|log p_sampler - log p_learner| of the tokens that the policy sampled.
+
+    Args:
+      mask: takes the place of the recorded one, in its shape, so that one program serves all masks.
+      params: `make_params(model.config)` unless given.
+    """
+    if mask is not None:
+        evicted_at = jnp.broadcast_to(mask.evicted_at, trajectory.mask.evicted_at.shape)
+        trajectory = trajectory.replace(mask=mask.replace(evicted_at=evicted_at))
+    scores = replay_jitted(model, make_params(model.config) if params is None else params, trajectory)
+    difference = np.asarray(scores.logprobs) - np.asarray(trajectory.logprobs)
+    return np.abs(difference)[np.asarray(trajectory.response_mask)]
 
 
 # What `tests/conftest.py` takes away from the compiler, given back.

@@ -47,7 +47,7 @@ from tests.tiny_update import (
     metrics_and_gradients,
     trajectory,
 )
-from tests.under_test import left_padded
+from tests.under_test import gap, left_padded, replay_jitted
 
 ADAPTED = adapted(add_value_head(PARAMS, MODEL.config))
 # KL to the reference and the anchor's divergence, at once.
@@ -62,10 +62,7 @@ def judged_batch() -> TrainBatch:
 
 
 def logprobs(params: Any, model: Decoder = MODEL) -> np.ndarray:
-    return np.asarray(jitted_replay(model, params, trajectory()).logprobs)
-
-
-jitted_replay = jax.jit(replay, static_argnums=0)
+    return np.asarray(replay_jitted(model, params, trajectory()).logprobs)
 
 
 # --- the function
@@ -110,25 +107,18 @@ def sampled(dtype: Any) -> Any:
     return model, params, rollout(model, params, prompts, jax.random.key(3), policy=H2O(), config=SAMPLING)
 
 
-def gap(run: Any, params: Any = None) -> np.ndarray:
-    """|log p_sampler - log p_learner| of the response tokens."""
-    model, own, drawn = run
-    learner = jitted_replay(model, own if params is None else params, drawn)
-    return np.abs(np.asarray(learner.logprobs - drawn.logprobs))[np.asarray(drawn.response_mask)]
-
-
 def test_sampler_and_learner_are_one_policy():
-    run = sampled("float32")
-    assert gap(run).max() <= 2e-5
-    assert gap(run, base_params(run[1])).max() > 1e-2, "the learner does not notice that the adapters are missing"
+    model, params, drawn = sampled("float32")
+    assert gap(model, drawn, params=params).max() <= 2e-5
+    assert gap(model, drawn, params=base_params(params)).max() > 1e-2, "the adapters must be missed"
 
 
 def test_a_base_in_16_bits_keeps_its_adapters_in_32():
-    run = sampled("bfloat16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(run[1][LORA])} == {jnp.dtype("float32")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(base_params(run[1]))} == {jnp.dtype("bfloat16")}
-    assert gap(run).mean() < 0.02
-    assert gap(run, base_params(run[1])).mean() > 0.1
+    model, params, drawn = sampled("bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(params[LORA])} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(base_params(params))} == {jnp.dtype("bfloat16")}
+    assert gap(model, drawn, params=params).mean() < 0.02
+    assert gap(model, drawn, params=base_params(params)).mean() > 0.1
 
 
 # --- gradients

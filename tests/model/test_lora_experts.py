@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 from smd_jax.config import ModelConfig
 from smd_jax.devices.sharding import make_mesh, param_spec, shard_tree
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.masks import dense_mask, positions
@@ -30,13 +29,12 @@ from tests.adapted import adapted, merged_in_float64, scale_of
 from tests.learner.test_routing_replay import CONFIG, PROMPTS, SIZES, params_of
 from tests.model.test_family_logits import opened
 from tests.tiny_update import RECORD
-from tests.under_test import POLICIES
+from tests.under_test import POLICIES, gap
 
 MODEL = Decoder(CONFIG)
 MLP: Any = ("gate_proj", "up_proj", "down_proj")
 SMALL = LoraConfig(rank=2, alpha=3.0, targets=MLP, rank_stabilised=True)
 
-replay_jitted = jax.jit(replay, static_argnums=0)
 apply_jitted = jax.jit(apply_model, static_argnums=0)
 
 
@@ -76,9 +74,7 @@ def sampled() -> Any:
 
 @pytest.mark.slow
 def test_sampler_and_learner_are_one_policy():
-    there = np.asarray(sampled().response_mask)
-    found = np.asarray(replay_jitted(MODEL, params(), sampled()).logprobs - sampled().logprobs)
-    assert np.abs(found)[there].max() <= 2e-5
+    assert gap(MODEL, sampled(), params=params()).max() <= 2e-5
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ from smd_jax.sampler.compaction import (
 )
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import ABSENT, LENGTH, ROOM, TURNS, ConversationConfig, Reply, converse
-from tests.sampler.test_conversation import CONFIG, SHAPE, Scripted, gap
+from tests.sampler.test_conversation import CONFIG, MODEL, SHAPE, Scripted
 from tests.tiny_update import rows_of
-from tests.under_test import POLICIES, make_params
+from tests.under_test import POLICIES, gap, make_params
 
 WIDTH = 48
 PROMPTS = [[12, 13, 14, 15, 16], [12, 13, 14, 15, 16], [20, 21, 22]]
@@ -51,7 +51,7 @@ def compact(model: Decoder, params: Params, policy: str, config: RolloutConfig, 
 
 @cache
 def compacted() -> Compacted:
-    return compact(Decoder(SHAPE), make_params(SHAPE), "SnapKV", CONFIG, seed=2)
+    return compact(MODEL, make_params(SHAPE), "SnapKV", CONFIG, seed=2)
 
 
 def branches() -> list[tree.Branch]:
@@ -67,7 +67,7 @@ def branches() -> list[tree.Branch]:
 
 def test_each_context_is_exact_and_begins_with_prompt_and_summary():
     result = compacted()
-    assert result.present.sum() > 4 and gap(result.trajectory).max() <= 2e-5
+    assert result.present.sum() > 4 and gap(MODEL, result.trajectory).max() <= 2e-5
     assert len(result.stats) > 1 and COMPACTED not in result.endings
     said = branches()
     index = -1
@@ -94,7 +94,7 @@ def test_contexts_that_were_not_there_hold_nothing():
     assert absent.any() and not np.asarray(result.trajectory.valid)[absent].any()
     assert not np.asarray(result.trajectory.mask.evicted_at)[absent].any()
     present = rows_of(result.trajectory, result.present)
-    model, optimizer = Decoder(SHAPE), optax.sgd(1.0)
+    optimizer = optax.sgd(1.0)
     advantages = jnp.linspace(-1, 1, len(absent))
     found = []
     for trajectory, of_rows, counted in (
@@ -102,9 +102,8 @@ def test_contexts_that_were_not_there_hold_nothing():
         (present, advantages[np.flatnonzero(result.present)], None),
     ):
         state = init_state(jax.tree.map(jnp.copy, make_params(SHAPE)), optimizer, jax.random.key(0))
-        state, metrics = make_update(model, optimizer, UpdateConfig())(
-            state, TrainBatch(trajectory, of_rows, None, counted)
-        )
+        update = make_update(MODEL, optimizer, UpdateConfig())
+        state, metrics = update(state, TrainBatch(trajectory, of_rows, None, counted))
         found.append((state.params, float(metrics["loss"])))
     assert np.isclose(found[0][1], found[1][1], atol=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found[0][0], found[1][0])

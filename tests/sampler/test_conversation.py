@@ -13,20 +13,19 @@ import numpy as np
 import pytest
 
 from smd_jax.certify.record import arrays_of
+from smd_jax.config import ModelConfig
 from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import LearnedGate, SnapKV
 from smd_jax.eviction.wrappers import OnTokens
-from smd_jax.learner.forward import replay
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.spans import TokenSpans
-from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import LENGTH, ROOM, TURNS, ConversationConfig, Conversed, Reply, converse
-from tests.under_test import POLICIES, SHAPES, left_padded, make_params
+from tests.under_test import POLICIES, SHAPES, gap, left_padded, make_params
 
 WIDTH, RESPONSE, VOCAB = 10, 96, 64
 LENGTHS = [10, 4, 7, 1]
@@ -35,10 +34,8 @@ SHAPE = dataclasses.replace(SHAPES["GQA"], vocab_size=VOCAB)
 CONFIG = RolloutConfig(
     max_new_tokens=RESPONSE, budget=14, buffer=5, eos_token_id=(7, 8, 9, 10), sampling=SamplingConfig(temperature=0.9)
 )
-TALK = ConversationConfig(turns=4)
+MODEL, TALK = Decoder(SHAPE), ConversationConfig(turns=4)
 Rule = Callable[[int, int], Any]
-
-replay_jitted = jax.jit(replay, static_argnums=0)
 
 
 class Scripted:
@@ -75,23 +72,24 @@ class Scripted:
         return Reply(tokens.tolist(), self.ending(row, turn))
 
 
+def inputs(config: ModelConfig = SHAPE) -> tuple[Any, Any, jax.Array]:
+    """Parameters, prompts and a key."""
+    return make_params(config), left_padded(LENGTHS, WIDTH, VOCAB), jax.random.key(3)
+
+
 def talk(
     name: str | EvictionPolicy,
     respondent: Scripted,
     config: RolloutConfig = CONFIG,
+    model: Decoder = MODEL,
+    given: Any = None,
+    conversation: ConversationConfig = TALK,
     decode_rows: int | None = None,
 ) -> Conversed:
-    return converse(
-        Decoder(SHAPE),
-        make_params(SHAPE),
-        left_padded(LENGTHS, WIDTH, VOCAB),
-        jax.random.key(3),
-        respondent,
-        policy=POLICIES[name] if isinstance(name, str) else name,
-        config=config,
-        conversation=TALK,
-        decode_rows=decode_rows,
-    )
+    policy = POLICIES[name] if isinstance(name, str) else name
+    params, prompts, key = given or inputs(model.config)
+    options: Any = {"policy": policy, "config": config, "conversation": conversation, "decode_rows": decode_rows}
+    return converse(model, params, prompts, key, respondent, **options)
 
 
 def second_row_ends(row: int, turn: int) -> str | None:
@@ -104,30 +102,24 @@ def usual(name: str) -> tuple[Conversed, Scripted]:
     return talk(name, respondent), respondent
 
 
-def gap(trajectory: Trajectory, mask: ShadowMask | None = None) -> np.ndarray:
-    """|log p_sampler - log p_learner| of the tokens that the policy sampled."""
-    recorded: Any = trajectory.mask
-    mask = recorded if mask is None else ShadowMask(jnp.broadcast_to(mask.evicted_at, recorded.evicted_at.shape))
-    learner = replay_jitted(Decoder(SHAPE), make_params(SHAPE), trajectory.replace(mask=mask)).logprobs
-    return np.abs(np.asarray(learner - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
-
-
 FAST = ("Dense", "SnapKV")
+# One of every kind: by position, by attention, by queries and keys, drawn, with budgets of its own, protected.
+OTHERS = ("StreamingLLM", "H2O", "RKV", "Random", "Pyramid of H2O", "Protect")
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in POLICIES])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_exact_over_turns(name: str):
     trajectory = usual(name)[0].trajectory
     turns = np.asarray(trajectory.turns())
     assert (turns.max(axis=1) >= 3).sum() >= 2, turns.max(axis=1)
-    difference = gap(trajectory)
+    difference = gap(MODEL, trajectory)
     assert len(difference) > 60 and difference.max() <= 2e-5
     if not POLICIES[name].evicts:
         return
     mask: Any = trajectory.mask
     t = mask.evicted_at
-    assert gap(trajectory, trajectory.dense_mask()).max() > 1e-2
-    assert gap(trajectory, ShadowMask(jnp.where((t > 0) & (t < NEVER), t + 1, t))).max() > 1e-3
+    assert gap(MODEL, trajectory, trajectory.dense_mask()).max() > 1e-2
+    assert gap(MODEL, trajectory, ShadowMask(jnp.where((t > 0) & (t < NEVER), t + 1, t))).max() > 1e-3
     mask.with_segments(mask.segments)  # raises where more keys are visible than the learner's attention gathers
 
 
@@ -136,17 +128,6 @@ def test_an_ending_named_as_a_limit_is_no_limit():
     conversed = talk("SnapKV", respondent)
     assert conversed.endings[1] == LENGTH and bool(conversed.trajectory.terminated[1])
     assert np.asarray(conversed.trajectory.terminated).sum() == 1
-
-
-class Answers(Scripted):
-    """Gives the same answer to every turn."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def reply(self, row: int, turn: int) -> Reply:
-        return Reply(self.tokens)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +139,10 @@ class Answers(Scripted):
     ],
 )
 def test_answers_that_the_model_cannot_read_are_refused(tokens: list[int], said: str):
+    respondent = Scripted()
+    respondent.reply = lambda row, turn: Reply(tokens)
     with pytest.raises(ValueError, match=said):
-        talk("SnapKV", Answers(tokens))
+        talk("SnapKV", respondent)
 
 
 def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
@@ -238,32 +221,22 @@ def test_folds_of_a_conversation_are_exact(policy: OnTokens):
     goes = np.broadcast_to(gone < NEVER, t.shape)
     assert (goes.sum(axis=-1) > 4).sum() > 2
     assert (t <= gone).all() and (policy.inner.evicts or (t[goes] == np.broadcast_to(gone, t.shape)[goes]).all())
-    assert gap(trajectory).max() <= 2e-5
+    assert gap(MODEL, trajectory).max() <= 2e-5
     kept = ShadowMask(jnp.asarray(np.where(t == gone, NEVER, t)))  # the learner sees text that the policy folded
     early = ShadowMask(jnp.asarray(np.where(t == gone, closed + 1, t)))  # the text goes before its summary is read
-    assert gap(trajectory, kept).max() > 1e-3 and gap(trajectory, early).max() > 1e-3
+    assert gap(MODEL, trajectory, kept).max() > 1e-3 and gap(MODEL, trajectory, early).max() > 1e-3
 
 
 def test_an_answer_longer_than_the_room_ends_the_conversation():
     conversed = talk("SnapKV", Scripted(size=lambda row, turn: 500 if row == 2 else 3))
     trajectory, row = conversed.trajectory, 2
     assert conversed.endings[row] == ROOM and not bool(trajectory.terminated[row])
-    assert set(np.asarray(trajectory.turns()[row])) <= {0, 1} and gap(trajectory).max() <= 2e-5
+    assert set(np.asarray(trajectory.turns()[row])) <= {0, 1} and gap(MODEL, trajectory).max() <= 2e-5
 
 
 def test_a_turn_longer_than_its_limit_ends_the_conversation():
     short = ConversationConfig(turns=3, turn_tokens=2)
-    respondent = Scripted()
-    conversed = converse(
-        Decoder(SHAPE),
-        make_params(SHAPE),
-        left_padded(LENGTHS, WIDTH, VOCAB),
-        jax.random.key(3),
-        respondent,
-        policy=POLICIES["SnapKV"],
-        config=dataclasses.replace(CONFIG, eos_token_id=7),
-        conversation=short,
-    )
+    conversed = talk("SnapKV", Scripted(), dataclasses.replace(CONFIG, eos_token_id=7), conversation=short)
     assert LENGTH in conversed.endings
     cut = [row for row, ending in enumerate(conversed.endings) if ending == LENGTH]
     assert all(np.asarray(conversed.trajectory.lengths())[row] % 2 == 0 for row in cut)
@@ -297,7 +270,7 @@ def test_conversations_that_wait_give_their_rows_away(name: str):
     """Four conversations in two rows: the same, but for what rounding decides, and fewer idle steps."""
     waits: dict[str, Any] = {"delay": lambda row, turn: 2 + row % 2, "ending": second_row_ends}
     given = talk(name, Scripted(**waits), decode_rows=2)
-    assert given.stats.moved > 4 and gap(given.trajectory).max() <= 2e-5
+    assert given.stats.moved > 4 and gap(MODEL, given.trajectory).max() <= 2e-5
     kept = usual(name)[0]
     assert given.endings == kept.endings
     for field in ("tokens", "valid", "sampled"):
@@ -310,40 +283,16 @@ def test_conversations_that_wait_give_their_rows_away(name: str):
 def test_parked_conversations_come_back_to_the_device_of_the_others():
     """The host parks them on its first device; the model is on the second, as on an accelerator."""
     device = jax.devices()[1]
-    params, prompts, key = jax.device_put(
-        (make_params(SHAPE), left_padded(LENGTHS, WIDTH, VOCAB), jax.random.key(3)), device
-    )
-    given = converse(
-        Decoder(SHAPE),
-        params,
-        prompts,
-        key,
-        Scripted(delay=lambda row, turn: 2 + row % 2),
-        policy=POLICIES["SnapKV"],
-        config=CONFIG,
-        conversation=TALK,
-        decode_rows=2,
-    )
-    assert given.stats.moved and given.trajectory.tokens.devices() == {device}
+    respondent = Scripted(delay=lambda row, turn: 2 + row % 2)
+    conversed = talk("SnapKV", respondent, given=jax.device_put(inputs(), device), decode_rows=2)
+    assert conversed.stats.moved and conversed.trajectory.tokens.devices() == {device}
 
 
 def test_conversations_do_not_move_between_devices():
-    mesh = make_mesh(2, 1, 1)
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="expected decode_rows None .*; got 2 on 2 devices"),
-    ):
-        converse(
-            Decoder(SHAPE),
-            shard_tree(make_params(SHAPE), mesh),
-            shard_batch(left_padded(LENGTHS, WIDTH, VOCAB), mesh),
-            jax.random.key(3),
-            Scripted(),
-            policy=POLICIES["SnapKV"],
-            config=CONFIG,
-            conversation=TALK,
-            decode_rows=2,
-        )
+    mesh, (params, prompts, key) = make_mesh(2, 1, 1), inputs()
+    given = shard_tree(params, mesh), shard_batch(prompts, mesh), key
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="expected decode_rows None .*; got 2 on 2 devices"):
+        talk("SnapKV", Scripted(), given=given, decode_rows=2)
 
 
 def test_rows_that_do_not_divide_the_conversations_are_refused():

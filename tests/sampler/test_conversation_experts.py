@@ -13,55 +13,38 @@ import pytest
 
 from smd_jax.config import Experts
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import replay, response_hidden_and_router
+from smd_jax.learner.forward import response_hidden_and_router
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.compaction import Compacted
-from smd_jax.sampler.conversation_loop import converse
-from smd_jax.testing import random_params
 from tests.sampler.test_compaction import compact
-from tests.sampler.test_conversation import CONFIG, LENGTHS, SHAPE, TALK, VOCAB, Scripted
+from tests.sampler.test_conversation import CONFIG, SHAPE, Scripted, talk
 from tests.tiny_update import RECORD
-from tests.under_test import POLICIES, left_padded
+from tests.under_test import gap, make_params
 
 MIXTURE = replace(SHAPE, experts=Experts(count=6, per_token=2, intermediate_size=24, layers=(False, True)))
 MODEL = Decoder(MIXTURE)
 SIZES = replace(CONFIG, max_new_tokens=60)
 
-replay_jitted = jax.jit(replay, static_argnums=0)
-
-
-@cache
-def params() -> Any:
-    return random_params(MIXTURE)
-
 
 @cache
 def conversed(name: str, decode_rows: int | None = None) -> Trajectory:
     """Turns of several segments, and answers of several chunks."""
-    arguments: Any = {"policy": POLICIES[name], "config": SIZES, "conversation": TALK, "decode_rows": decode_rows}
-    prompts = left_padded(LENGTHS, 10, VOCAB)
-    return converse(MODEL, params(), prompts, jax.random.key(3), Scripted(), **arguments).trajectory
-
-
-def gap(trajectory: Trajectory) -> np.ndarray:
-    """|log p_sampler - log p_learner| of the tokens that the policy sampled."""
-    scores = replay_jitted(MODEL, params(), trajectory)
-    return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
+    return talk(name, Scripted(), SIZES, MODEL, decode_rows=decode_rows).trajectory
 
 
 @pytest.mark.parametrize("name", ["SnapKV", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Dense", "H2O"))])
 def test_exact_over_turns(name: str):
     trajectory = conversed(name)
     assert (np.asarray(trajectory.turns()).max(axis=1) >= 3).sum() >= 2
-    difference = gap(trajectory)
+    difference = gap(MODEL, trajectory)
     assert len(difference) > 60 and difference.max() <= 2e-5
     assert trajectory.routing is not None
     other = trajectory.replace(routing=jnp.where(trajectory.routing < 0, -1, (trajectory.routing + 1) % 6))
-    assert gap(other).max() > 1e-2, "the record decides"
+    assert gap(MODEL, other).max() > 1e-2, "the record decides"
 
 
 @pytest.mark.slow
@@ -78,19 +61,20 @@ def test_what_is_recorded(decode_rows: int | None):
     sampled = np.asarray(trajectory.sampled)
     ends = sampled[:, :-1] & ~sampled[:, 1:] & valid[:, 11:]
     assert ends.sum() > 4 and there[:, 10:-1][ends].all(), "tokens that end a turn are read with the answer"
-    _, router = jax.jit(response_hidden_and_router, static_argnums=0)(MODEL, params(), trajectory, trajectory.mask)
+    read_jitted = jax.jit(response_hidden_and_router, static_argnums=0)
+    _, router = read_jitted(MODEL, make_params(MIXTURE), trajectory, trajectory.mask)
     chosen = np.argsort(-np.asarray(router), axis=-1)[..., :2]
     np.testing.assert_array_equal(np.sort(routing[there]), np.sort(chosen[there]))
 
 
 @cache
 def compacted(policy: str) -> Compacted:
-    return compact(MODEL, params(), policy, SIZES, seed=7)
+    return compact(MODEL, make_params(MIXTURE), policy, SIZES, seed=7)
 
 
 def stepped(policy: str, make: Any, config: UpdateConfig) -> tuple[Any, dict[str, Any]]:
     result = compacted(policy)
-    state = init_state(jax.tree.map(jnp.copy, params()), RECORD, jax.random.key(0))
+    state = init_state(jax.tree.map(jnp.copy, make_params(MIXTURE)), RECORD, jax.random.key(0))
     advantages = jnp.linspace(-1, 1, len(result.present))
     batch = TrainBatch(result.trajectory, advantages, None, jnp.asarray(result.present))
     state, metrics = make(MODEL, RECORD, config)(state, batch)
@@ -101,7 +85,7 @@ def stepped(policy: str, make: Any, config: UpdateConfig) -> tuple[Any, dict[str
 @pytest.mark.parametrize("policy", ["Dense", "SnapKV"])
 def test_contexts_of_a_conversation_are_a_tree(policy: str):
     """Exact, and the update that reads shared beginnings once has the gradients of separate rows."""
-    assert compacted(policy).present.sum() > 3 and gap(compacted(policy).trajectory).max() <= 2e-5
+    assert compacted(policy).present.sum() > 3 and gap(MODEL, compacted(policy).trajectory).max() <= 2e-5
     rows, metrics = stepped(policy, make_update, UpdateConfig())
     packed = UpdateConfig(microbatch_size=2, pack_columns=160)
     tree, shared = stepped(policy, partial(make_packed_update, share_beginnings=True), packed)

@@ -14,7 +14,7 @@ import pytest
 
 from smd_jax.config import Experts, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.policies import H2O, RKV, Dense, LearnedGate, Random, SnapKV, StreamingLLM
+from smd_jax.eviction.policies import H2O, Dense, LearnedGate, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import OnTokens, Pyramid
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.forward import replay
@@ -27,15 +27,13 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.layer_runs import LEAST, equal_runs
 from smd_jax.model.lora import LORA, LoraConfig, add_lora
 from smd_jax.model.stacked_params import stack_params, unstack_params
-from smd_jax.sampler.conversation_loop import converse
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
-from tests.sampler.test_conversation import CONFIG, TALK, VOCAB, Scripted
-from tests.sampler.test_conversation import LENGTHS as CONVERSATION_LENGTHS
 from tests.sampler.test_conversation import SHAPE as CONVERSATION_SHAPE
-from tests.under_test import left_padded, make_params
+from tests.sampler.test_conversation import Scripted, talk
+from tests.under_test import gap, left_padded, make_params
 
 # Two layers are a loop here: every further one would only lengthen the programs that loop over none.
 SHAPE = tiny_model_config(vocab_size=40, num_layers=2, tie_embeddings=False)
@@ -47,8 +45,6 @@ SIZES = RolloutConfig(max_new_tokens=20, budget=8, buffer=4, eos_token_id=7)
 SPANS = TokenSpans(open=3, close=4, summary=(5, 6))
 CASES: dict[str, tuple[ModelConfig, EvictionPolicy, RolloutConfig]] = {
     "per head": (MIXED, H2O(), SIZES),
-    "similar keys": (SHAPE, RKV(window=3), SIZES),
-    "drawn": (SHAPE, Random(), SIZES),
     "budgets": (SHAPE, Pyramid(H2O(), beta=4.0), SIZES),
     "gate": (SHAPE, LearnedGate(), SIZES),
     "attention gate": (SHAPE, LearnedGate(AttentionGate()), SIZES),
@@ -98,9 +94,7 @@ def test_a_rollout_is_the_same(name: str):
     expected = sample(Decoder(shape), params, policy, config)
     sampled = sample(looped, params, policy, config)
     assert_equal(sampled, expected)
-    scores = jax.jit(replay, static_argnums=0)(looped, params, sampled)
-    away = np.abs(np.asarray(scores.logprobs - sampled.logprobs))[np.asarray(sampled.response_mask)]
-    assert away.max() <= 2e-5
+    assert gap(looped, sampled, params=params).max() <= 2e-5
     if policy.gate is not None:
         draws = jax.jit(replay_evictions, static_argnums=0)(looped, params, sampled)
         np.testing.assert_allclose(draws, recorded_draws(sampled)[1].logprobs, atol=3e-5)
@@ -131,19 +125,8 @@ def test_rows_that_come_and_go_are_the_same(policy: EvictionPolicy):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [SnapKV(window=3), OnTokens(SPANS, inner=H2O())], ids=["queries", "spans"])
 def test_conversations_are_the_same(policy: EvictionPolicy):
-    deep = dataclasses.replace(CONVERSATION_SHAPE, num_layers=2)
     expected, looped = (
-        converse(
-            Decoder(deep, scan_layers=scan),
-            make_params(deep),
-            left_padded(CONVERSATION_LENGTHS, 10, VOCAB),
-            jax.random.key(3),
-            Scripted(),
-            policy=policy,
-            config=CONFIG,
-            conversation=TALK,
-            decode_rows=2,
-        )
+        talk(policy, Scripted(), model=Decoder(CONVERSATION_SHAPE, scan_layers=scan), decode_rows=2)
         for scan in (False, True)
     )
     assert_equal(looped.trajectory, expected.trajectory)

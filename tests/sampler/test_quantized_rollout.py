@@ -17,11 +17,11 @@ import pytest
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O, Dense
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import make_replay, replay
+from smd_jax.learner.forward import make_replay
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.policy import LossConfig
-from smd_jax.message.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.masks import NEVER, Segments
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
@@ -31,7 +31,7 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, cache_bytes, rollout, rol
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
-from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params, polished_rollout
+from tests.under_test import POLICIES, SHAPES, eviction_times, gap, left_padded, make_params, polished_rollout
 
 WIDTH, RESPONSE = 12, 80
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
@@ -40,8 +40,7 @@ SIZES = RolloutConfig(RESPONSE, budget=11, buffer=8, eos_token_id=7, sampling=Sa
 # One of 96 tokens ends a response: some rows end early, others never.
 GQA, MHA = (replace(SHAPES[name], vocab_size=96) for name in ("GQA", "MHA"))
 
-Run = tuple[Decoder, Params, Trajectory]
-replay_jitted = jax.jit(replay, static_argnums=0)
+Run = tuple[Decoder, Trajectory]
 
 
 def quantised(bits: Any) -> QuantConfig:
@@ -58,7 +57,7 @@ def roll(name: str, quant: QuantConfig, shape: ModelConfig = GQA, sampler: Calla
     trajectory = sampler(model, params, prompts, jax.random.key(KEY), policy=POLICIES[name], config=config)
     lengths = np.asarray(trajectory.lengths())
     assert lengths.min() < RESPONSE == lengths.max(), f"choose another KEY: all or no rows end early, after {lengths}"
-    return model, params, trajectory
+    return model, trajectory
 
 
 def recorded(run: Run) -> Any:
@@ -66,13 +65,6 @@ def recorded(run: Run) -> Any:
     mask = run[-1].mask
     assert mask.quantized is not None
     return mask
-
-
-def gap(run: Run, mask: ShadowMask | None = None) -> np.ndarray:
-    """|log p_sampler - log p_learner| of the response tokens."""
-    model, params, trajectory = run
-    scores = replay_jitted(model, params, trajectory if mask is None else trajectory.replace(mask=mask))
-    return np.abs(np.asarray(scores.logprobs - trajectory.logprobs))[np.asarray(trajectory.response_mask)]
 
 
 # Identity.
@@ -101,29 +93,29 @@ EVERY_WIDTH = [("H2O", 8), ("H2O", 2), ("Dense", 8), ("RKV", 4), ("Pyramid of H2
 def test_identity(name: str, bits: Any):
     """Two layers, grouped heads, unequal prompts, rows that end early, a last segment that is not whole."""
     run = roll(name, quantised(bits))
-    difference = gap(run)
+    difference = gap(*run)
     print(f"{name}, {bits} bits: max |dlogp| {difference.max():.1e}")
     assert len(difference) > RESPONSE and difference.max() <= 2e-5
-    assert gap(run, run[-1].dense_mask()).max() > 1e-3
+    assert gap(*run, run[-1].dense_mask()).max() > 1e-3
 
 
 def test_the_learner_notices():
     """The same tests can fail; at 8 bits, where least is lost."""
     run = roll("H2O", quantised(8))
     for kind, mask in spoiled(recorded(run)).items():
-        assert gap(run, mask).max() > 1e-3, f"the learner does not notice a replay {kind}"
+        assert gap(*run, mask).max() > 1e-3, f"the learner does not notice a replay {kind}"
 
 
 @pytest.mark.slow
 def test_identity_compiled_in_earnest():
     """With the compiler's polish, in MHA and with groups that the head does not fill."""
-    assert gap(roll("H2O", QuantConfig(bits=2, group=8), MHA, polished_rollout)).max() <= 2e-5
+    assert gap(*roll("H2O", QuantConfig(bits=2, group=8), MHA, polished_rollout)).max() <= 2e-5
 
 
 @pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
-        difference = gap(roll("H2O", quantised(2), replace(GQA, dtype="float64", num_layers=1)))
+        difference = gap(*roll("H2O", quantised(2), replace(GQA, dtype="float64", num_layers=1)))
     assert difference.dtype == np.float64 and difference.max() <= 1e-10
 
 
@@ -132,7 +124,7 @@ def test_bfloat16():
     """Its rounding moves quotients by hundredths, which the recorded parities correct."""
     run = roll("H2O", quantised(2), replace(GQA, dtype="bfloat16"))
     mask = recorded(run)
-    with_bits, full = (gap(run, m).mean() for m in (mask, mask.replace(quantized=None)))
+    with_bits, full = (gap(*run, m).mean() for m in (mask, mask.replace(quantized=None)))
     assert with_bits <= 2e-2 and 10 * with_bits < full
 
 
@@ -210,7 +202,8 @@ def batch_of(trajectory: Trajectory) -> TrainBatch:
 @pytest.mark.slow
 def test_the_update_replays():
     """Ratio 1 and no mismatch; microbatches change nothing; a dense learner is the full-precision policy."""
-    model, params, trajectory = roll("H2O", quantised(2))
+    model, trajectory = roll("H2O", quantised(2))
+    params = make_params(model.config)
     whole, split = [], []
     for microbatch, results in ((None, whole), (2, split)):
         update = make_update(model, optax.sgd(1.0), UpdateConfig(loss=LossConfig(), microbatch_size=microbatch))
@@ -222,7 +215,7 @@ def test_the_update_replays():
     dense = make_replay(model, "dense")(params, trajectory)
     apart = np.abs(dense - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
     assert apart.max() > 1e-3
-    np.testing.assert_allclose(apart, gap(roll("H2O", quantised(2)), trajectory.dense_mask()), atol=1e-6)
+    np.testing.assert_allclose(apart, gap(model, trajectory, trajectory.dense_mask()), atol=1e-6)
 
 
 # Bad input.
@@ -237,9 +230,9 @@ def test_refusals():
 
 def test_the_mask_and_its_bits_belong_together():
     run = roll("H2O", quantised(2))
-    mask, (model, params, trajectory) = recorded(run), run
+    mask, (model, trajectory) = recorded(run), run
     with pytest.raises(ValueError, match="by which the cache was quantised, first=12 and length=8; got Segments"):
         mask.with_segments((Segments(WIDTH, 16, 27),))
     fewer = mask.quantized.replace(parity=jax.tree.map(lambda x: x[:, :1], mask.quantized.parity))
     with pytest.raises(ValueError, match=r"parities \(8, 2, 2, 92\).*got \(8, 1, 2, 92\)"):
-        replay(model, params, trajectory, mask.replace(quantized=fewer))
+        gap(model, trajectory, mask.replace(quantized=fewer))

@@ -14,7 +14,7 @@ import pytest
 
 from smd_jax.devices.sharding import batch_sharding, constrain_rows, make_mesh
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, SnapKV, StreamingLLM
+from smd_jax.eviction.policies import H2O, RKV, Dense, KeyDiff, Knorm, Random, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.message.masks import NEVER
 from smd_jax.message.sampling import SamplingConfig
@@ -56,11 +56,7 @@ def visible(trajectory: Trajectory) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [RKV(window=4, kernel=3), Pyramid(H2O(), beta=2.0), Random()],
-    ids=["RKV", "Pyramid of H2O", "Random"],
-)
+@pytest.mark.parametrize("policy", [RKV(window=4, kernel=3), Random()], ids=["RKV", "Random"])
 def test_a_row_does_not_know_its_batch(policy: EvictionPolicy):
     """Row 1, padded among others and without padding among copies of itself: same tokens, same evictions."""
     together, alone = roll(policy), roll(policy, alone=True)
@@ -171,17 +167,11 @@ def dense() -> Trajectory:
     return roll(Dense())
 
 
-def test_dense_sees_everything():
-    np.testing.assert_array_equal(
-        eviction_times(dense()), np.broadcast_to(dense().dense_mask().evicted_at, (3, 1, 2, 33))
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "budget", "buffer"),
-    [(H2O(), 33, 5), (Protect(KeyDiff(), sinks=2, recent=2), 32, 64), (TOVA(), 40, 1)],
-    ids=["H2O", "Protect", "TOVA"],
+    [(H2O(), 40, 1), (Protect(KeyDiff(), sinks=2, recent=2), 32, 64)],
+    ids=["H2O", "Protect"],
 )
 def test_budget_above_the_length_is_dense(policy: EvictionPolicy, budget: int, buffer: int):
     """Token for token. (The last token is never read: 32 keys are all.)"""
@@ -201,13 +191,6 @@ def test_no_query_sees_more_than_the_cache_holds(budget: int, buffer: int):
             for segment in range(step // buffer + 1):
                 keys = min(keys, budget) + (buffer if segment < step // buffer else step % buffer + 1)
             assert (seen[b, :, :, WIDTH + step] == keys).all()
-
-
-@pytest.mark.parametrize(("buffer", "last"), [(3, 30), (5, 29)])
-def test_a_segment_that_stops_early_evicts_nothing(buffer: int, last: int):
-    """23 queries from column 9 on: compressions at 9 + 3 i up to 30, at 9 + 5 i up to 29, and none for the rest."""
-    at = eviction_times(roll(Knorm(), replace(SIZES, buffer=buffer)))
-    assert at[(at != 0) & (at != NEVER)].max() == last
 
 
 def test_pyramid_gives_every_layer_its_own_size():
@@ -327,20 +310,11 @@ def test_ids_outside_of_the_vocabulary(token: int, what: str):
         rollout(MODEL, make_params(SHAPE), padding, jax.random.key(0), policy=Knorm(), config=SIZES)
 
 
-@pytest.mark.parametrize("group_size", [0, -1])
-def test_bad_group_sizes(group_size: int):
+def test_bad_group_sizes():
     given = left_padded([2, 3], WIDTH, SHAPE.vocab_size)
     for sample in (rollout, sample_by_engine):
-        with pytest.raises(ValueError, match=f"group_size >= 1, a whole number; got {group_size}"):
-            sample(
-                MODEL,
-                make_params(SHAPE),
-                given,
-                jax.random.key(0),
-                policy=Knorm(),
-                config=SIZES,
-                group_size=group_size,
-            )
+        with pytest.raises(ValueError, match="group_size >= 1, a whole number; got 0"):
+            sample(MODEL, make_params(SHAPE), given, jax.random.key(0), policy=Knorm(), config=SIZES, group_size=0)
 
 
 def sample_by_engine(
