@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from smd_jax.config import LinearRope, ModelConfig
 from smd_jax.model.families import FAMILIES
@@ -27,18 +26,3 @@ FAMILY_CONFIGS: dict[str, ModelConfig] = {
     "gemma3": GEMMA3,
     "gemma3-bias": replace(GEMMA3, qkv_bias=True, o_bias=True, sliding_windows=(), local_rope_theta=None),
 }
-
-
-def sizes_of(*sizes: int) -> dict[str, Any]:
-    """The first eight fields of a ModelConfig by name."""
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "max_positions",
-    )
-    return dict(zip(names, sizes, strict=True))

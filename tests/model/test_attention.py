@@ -21,7 +21,6 @@ from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask
 from smd_jax.model import attention
 from smd_jax.model.attention import attend, best, decode, pays, why_not
 from smd_jax.testing import random_evictions
-from smd_kernels import reference
 from smd_kernels.observed import attend_and_observe
 from tests import numpy_decoder
 
@@ -56,16 +55,6 @@ def test_forward(impl: Any, heads: int, kv_heads: int):
     np.testing.assert_allclose(attend(q, k, v, jnp.array(mask), impl), in_numpy(q, k, v, mask), atol=1e-6, rtol=1e-5)
 
 
-def test_hand_worked():
-    """Scores 0 and ln 3 weigh 1/4 and 3/4; a key that is not seen does not count."""
-    q = jnp.array([[[[2.0, 0.0, 0.0, 0.0]]]])  # the two cancels 1 / sqrt(4)
-    k = jnp.array([[[[0.0, 9.0, 0.0, 0.0], [np.log(3.0), 0.0, 0.0, 0.0], [50.0, 0.0, 0.0, 0.0]]]])
-    v = jnp.array([[[[4.0, 0.0, 0.0, 0.0], [8.0, 4.0, 0.0, 0.0], [1e3, 1e3, 1e3, 1e3]]]])
-    mask = jnp.array([[[[True, True, False]]]])
-    for impl in ("reference", "xla"):
-        np.testing.assert_allclose(attend(q, k, v, mask, impl)[0, 0, 0], [7.0, 3.0, 0.0, 0.0], rtol=1e-6)
-
-
 def central_differences(f: Any, x: np.ndarray, step: float = 1e-6) -> np.ndarray:
     gradient = np.zeros_like(x)
     for index in np.ndindex(x.shape):
@@ -76,12 +65,11 @@ def central_differences(f: Any, x: np.ndarray, step: float = 1e-6) -> np.ndarray
     return gradient
 
 
-@SHAPES
 @pytest.mark.parametrize("impl", ["reference", "xla"])
-def test_gradients(impl: Any, heads: int, kv_heads: int):
+def test_gradients(impl: Any):
     """Against differences of the numpy loops, in one row."""
-    arrays = [np.asarray(x[:1], np.float64) for x in inputs(heads, kv_heads)]
-    mask = any_mask(kv_heads)[:1]
+    arrays = [np.asarray(x[:1], np.float64) for x in inputs(4, 2)]
+    mask = any_mask(2)[:1]
     weights = np.random.default_rng(2).normal(size=arrays[0].shape)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -182,11 +170,6 @@ def test_attention_received(heads: int, kv_heads: int):
     np.testing.assert_allclose(out, in_numpy(q, k, v, mask), atol=1e-6)
 
 
-def test_masked_softmax_is_differentiable_where_nothing_is_seen():
-    gradient = jax.grad(lambda x: reference.masked_softmax(x, jnp.zeros((2, 3), bool)).sum())(jnp.full((2, 3), 1e30))
-    assert not np.asarray(gradient).any()
-
-
 def test_unknown_implementation():
     """Past the type checks that only tests have."""
     ask: Any = inspect.unwrap(attend)
@@ -209,29 +192,19 @@ class Accelerator:
     compute_capability = "9.0"
 
 
-MASKS = {
-    "booleans": (jnp.ones((1, 1, 600, 600), bool), "xla", False),
-    "small budget": (interval(2048, Segments(64, 32, 128)), "portable", True),
-    "large budget": (interval(2048, Segments(64, 32, 700)), "portable", True),
-    "no segments": (interval(2048), "portable", True),
-    "short": (interval(64, Segments(16, 8, 8)), "portable", True),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_the_best_implementation(name: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("has_kernel", [False, True], ids=["booleans", "intervals"])
+def test_the_best_implementation(has_kernel: bool, monkeypatch: pytest.MonkeyPatch):
     """Plain JAX on CPUs, a kernel wherever one can run."""
-    mask, portable, has_kernel = MASKS[name]
-    tokens = (mask.evicted_at if isinstance(mask, KeyInterval) else mask).shape[-1]
-    assert best(*shaped(tokens), mask) == portable
+    mask, portable = (interval(64), "portable") if has_kernel else (jnp.ones((1, 1, 64, 64), bool), "xla")
+    assert best(*shaped(64), mask) == portable
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert best(*shaped(tokens), mask) == ("mosaic_tpu" if has_kernel else "xla")
+    assert best(*shaped(64), mask) == ("mosaic_tpu" if has_kernel else "xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
-    assert best(*shaped(tokens), mask) == ("mosaic_gpu" if has_kernel else "xla")
-    assert best(*shaped(tokens, jnp.float32), mask) == portable  # wgmma multiplies 16 bits
+    assert best(*shaped(64), mask) == ("mosaic_gpu" if has_kernel else "xla")
+    assert best(*shaped(64, jnp.float32), mask) == portable  # wgmma multiplies 16 bits
     monkeypatch.setattr(Accelerator, "compute_capability", "8.0")
-    assert best(*shaped(tokens), mask) == portable
+    assert best(*shaped(64), mask) == portable
 
 
 def test_gathering_pays_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch):
@@ -375,7 +348,7 @@ def test_with_64_bits_plain_jax_runs_in_place_of_a_kernel(monkeypatch: pytest.Mo
     assert best(q, k, interval(64)) == best_decode(one, k) == "mosaic_tpu"
 
 
-@pytest.mark.parametrize("impl", ["interval", "segments", None])
+@pytest.mark.parametrize("impl", ["interval", "segments"])
 def test_a_mask_that_all_heads_and_rows_share(impl: Any):
     q, k, v = inputs(4, 2)
     ends = jnp.asarray([[[0, 3, NEVER, 4, NEVER, 6, NEVER]]], jnp.int32)
@@ -390,10 +363,7 @@ def sum_of_squares(q: Any, k: Any, v: Any, mask: Any, impl: Any) -> Any:
     return jnp.sum(attend(q, k, v, mask, impl) ** 2)
 
 
-ON_MESHES: list[tuple[Any, tuple[int, int, int]]] = [
-    ("interval", (2, 2, 2)), ("interval", (8, 1, 1)), ("interval", (1, 1, 4)),
-    ("segments", (2, 2, 2)), ("segments", (1, 1, 2)), ("segments", (3, 1, 2)),
-]  # fmt: skip
+ON_MESHES = [("interval", (2, 2, 2)), ("interval", (1, 1, 4)), ("segments", (2, 2, 2)), ("segments", (3, 1, 2))]
 
 
 @pytest.mark.parametrize(("impl", "mesh"), ON_MESHES, ids=str)

@@ -15,7 +15,6 @@ from jax.flatten_util import ravel_pytree
 
 import smd_jax as smd
 from smd_jax.message.masks import head_mask
-from smd_jax.model.modules import AttentionCalls
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
@@ -118,9 +117,3 @@ def test_other_attentions_take_the_mask():
     q, k, v = (jax.vmap(jax.vmap(p))(x).reshape(1, 4, 2, 8).swapaxes(1, 2) for p in projections)
     ours = smd.attend(q, k, v, mask.layer(0)).swapaxes(1, 2).reshape(1, 4, 16)
     np.testing.assert_allclose(jax.vmap(jax.vmap(layer.output_proj))(ours), by_equinox, rtol=0, atol=1e-6)
-
-
-def test_calls_are_counted():
-    calls = AttentionCalls(lambda q, k, v, layer, sinks=None: (q, layer + 1), (1, 2))
-    x = jnp.ones((1, 1, 1, 1))
-    assert calls(x, x, x) is not None and calls.states == (2,)

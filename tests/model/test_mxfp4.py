@@ -1,8 +1,7 @@
-"""gpt-oss' experts in MXFP4: hand-worked bytes, an independent dequantisation, and reading whole and onto a mesh."""
+"""gpt-oss' experts in MXFP4: an independent dequantisation, and reading whole and onto a mesh."""
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -31,16 +30,6 @@ def in_float64(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.reshape(*scales.shape[:-1], -1)
 
 
-def test_by_hand():
-    blocks, scales = np.zeros((1, 2, 16), np.uint8), np.array([[127, 130]], np.uint8)
-    blocks[0, 0, :4] = [0x21, 0x9F, 0x70, 0x08]  # lower half first: 0.5 1 | -6 -0.5 | 0 6 | -0 0
-    blocks[0, 1, 15] = 0x5B  # the last two of the second group: -1.5 and 3, times 8
-    found = dequantised(blocks, scales)
-    assert found.shape == (1, 64) and found.dtype == jnp.bfloat16
-    assert found[0, :8].tolist() == [0.5, 1.0, -6.0, -0.5, 0.0, 6.0, 0.0, 0.0] and np.signbit(found[0, 6])
-    assert found[0, 62:].tolist() == [-12.0, 24.0] and not found[0, 8:62].any()
-
-
 def test_every_byte_and_scale():
     blocks = np.tile(np.arange(256, dtype=np.uint8).reshape(16, 1, 16), (1, 253, 1))
     scales = np.tile(np.arange(253, dtype=np.uint8), (16, 1))
@@ -54,9 +43,7 @@ def random_blocks(rng: Any, out: int, width_in: int) -> tuple[np.ndarray, np.nda
     return blocks, rng.integers(121, 126, blocks.shape[:-1], dtype=np.uint8)
 
 
-@functools.cache
-def sides() -> dict[str, tuple[int, int]]:
-    return {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+SIDES = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +69,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shapes |= {f"{at}.input_layernorm": (HIDDEN,), f"{at}.post_attention_layernorm": (HIDDEN,)}
         shapes[f"{at}.mlp.router"] = (EXPERTS, HIDDEN)
         plain[f"{at}.mlp.router.bias"] = rng.normal(size=EXPERTS)
-        for name, (out, width_in) in sides().items():
+        for name, (out, width_in) in SIDES.items():
             blocks[f"{at}.mlp.experts.{name}_blocks"], scales[f"{at}.mlp.experts.{name}_scales"] = random_blocks(
                 rng, out, width_in
             )
@@ -124,7 +111,7 @@ def test_experts_are_read(checkpoint: Path):
             at = f"model.layers.{layer}.mlp.experts"
             both, down = (
                 in_float64(stored[f"{at}.{name}_blocks"], stored[f"{at}.{name}_scales"]).swapaxes(1, 2)
-                for name in sides()
+                for name in SIDES
             )
             for name, expected in {"gate_proj": both[..., ::2], "up_proj": both[..., 1::2], "down_proj": down}.items():
                 assert found[name].dtype == dtype
