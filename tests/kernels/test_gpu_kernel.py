@@ -116,7 +116,7 @@ def test_lse_is_the_log_of_the_denominator():
 
 
 @pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_walks_visit_every_seen_tile_once_and_spare_the_mask_only_where_all_is_seen(seed, of_keys):
     blocks = pad_blocks(random_blocks(seed, 2, 250, 300, 64), 64, 64)
     blocks = blocks._replace(column=jnp.sort(blocks.column, axis=-1))

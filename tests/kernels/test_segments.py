@@ -1,4 +1,7 @@
-"""Interval and segment attention in plain JAX against the float32 reference, and the tables behind them by counting."""
+"""Interval and segment attention in plain JAX against the float32 reference, and the tables behind them by counting.
+
+Keys that later segments see as copies are compared with booleans over twice as many keys.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from jax import export
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_kernels import reference
 from smd_kernels.blocks import Blocks, BlockSizes, LiveTiles, live_tiles, pad_blocks
+from smd_kernels.copies import Copies, append_copies, straight_through
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import EMPTY, Segments, segment_attention, slot_table
@@ -31,35 +35,76 @@ LARGER = {37, 53}  # tokens of the sizes that both run
 PORTABLE = settings(max_examples=24, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
+def copies_of(case: Case) -> Copies:
+    """Far from their keys, so that it matters which is seen."""
+    rng, (_, k, v, _) = np.random.default_rng(case.seed + 1), case.arrays()
+    k, v = (jnp.asarray(np.asarray(x) + rng.normal(size=x.shape).astype(np.float32)) for x in (k, v))
+    return Copies(k, v, case.segments.first, case.segments.length)
+
+
+def by_reference(q: Any, k: Any, v: Any, evicted_at: Any, copies: Copies | None = None) -> Any:
+    """Copies are as many keys more."""
+    arrays = k, v, reference.interval_mask(evicted_at)
+    return reference.attention(q, *(arrays if copies is None else append_copies(*arrays, copies)))
+
+
 @cache
 def over_intervals(kernel: XlaKernel) -> Any:
     """One function for every kernel, so that it is compiled once for all masks of a size."""
-    return partial(interval_attention, kernel=kernel)
+    return lambda q, k, v, evicted_at, copies=None: interval_attention(q, k, v, evicted_at, kernel, copies)
 
 
 @cache
 def over_segments(segments: Segments, kernel: XlaKernel, blocks_at_once: int) -> Any:
-    return partial(segment_attention, segments=segments, kernel=kernel, blocks_at_once=blocks_at_once)
+    return lambda q, k, v, evicted_at, copies=None: segment_attention(
+        q, k, v, evicted_at, segments, kernel, blocks_at_once, copies
+    )
 
 
-@PORTABLE
-@given(masks_of_few_sizes(), st.booleans())
-def test_interval_attention(drawn: Drawn, whole: bool):
-    case, kernel = drawn.case(), WHOLE if whole and drawn.tokens in LARGER else SMALL
-    got = with_gradients(over_intervals(kernel), case, given=(jnp.asarray(case.evicted_at),))
-    for x, y in zip(got, expected(case), strict=True):
+def assert_like_reference(attend: Any, case: Case, has_copies: bool) -> None:
+    given = jnp.asarray(case.evicted_at), copies_of(case) if has_copies else None
+    got, wanted = (with_gradients(f, case, given=given) for f in (attend, by_reference))
+    for x, y in zip(got, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
+with_copies = pytest.mark.parametrize("has_copies", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@with_copies
 @PORTABLE
-@given(masks_of_few_sizes(), st.booleans())
-def test_segment_attention(drawn: Drawn, whole: bool):
+@given(drawn=masks_of_few_sizes(), whole=st.booleans())
+def test_interval_attention(has_copies: bool, drawn: Drawn, whole: bool):
+    kernel = WHOLE if whole and drawn.tokens in LARGER else SMALL
+    assert_like_reference(over_intervals(kernel), drawn.case(), has_copies)
+
+
+@with_copies
+@PORTABLE
+@given(drawn=masks_of_few_sizes(), whole=st.booleans())
+def test_segment_attention(has_copies: bool, drawn: Drawn, whole: bool):
     """One segment at a time, or up to eight."""
-    case = drawn.case()
     how = (WHOLE, 100) if whole and drawn.tokens in LARGER else (SMALL, 1 if drawn.tokens % 2 else 8)
-    got = with_gradients(over_segments(case.segments, *how), case, given=(jnp.asarray(case.evicted_at),))
-    for x, y in zip(got, expected(case), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+    assert_like_reference(over_segments(drawn.segments, *how), drawn.case(), has_copies)
+
+
+def test_append_copies_by_hand():
+    """A prompt of one, segments of two; key 1 is evicted after query 3, which alone sees its copy."""
+    zeros = jnp.zeros((1, 1, 5, 1))
+    visible = reference.interval_mask(jnp.array([[[9, 4, 9, 9, 9]]], jnp.int32))
+    *_, seen = append_copies(zeros, zeros, visible, Copies(zeros, zeros, first=1, length=2))
+    own = [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+    copied = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
+    np.testing.assert_array_equal(seen[0, 0], np.concatenate([own, copied], axis=1))
+
+
+def test_straight_through():
+    """The value of the copy to the last bit, the gradient of the key."""
+    x, copy = jnp.array([1e8, 1.0]), jnp.array([0.1, 0.3])
+    out, pull = jax.vjp(straight_through, x, copy)
+    np.testing.assert_array_equal(out, copy)
+    gradients = pull(jnp.array([2.0, 3.0]))
+    assert [g.tolist() for g in gradients] == [[2.0, 3.0], [0.0, 0.0]]
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -79,16 +124,6 @@ def test_slots(drawn: Drawn):
         np.testing.assert_array_equal(kept[block, i, slot[block, held]], held)
         ever[block, held] = True
     np.testing.assert_array_equal(slot == segments.budget, ~ever)
-
-
-def test_slots_by_hand():
-    """Two slots, segments of two after a prompt of three: key 4 takes the slot of key 0, key 6 that of key 2."""
-    never = NEVER
-    #                key  0  1  2      3      4      5  6      7
-    ends = jnp.array([[5, 3, 7, 4, never, 6, never, never]], jnp.int32)
-    slot, kept = slot_table(ends, Segments(first=3, length=2, budget=2))
-    np.testing.assert_array_equal(kept, [[[0, 2], [4, 2], [4, 6]]])
-    np.testing.assert_array_equal(slot, [[0, 2, 1, 2, 0, 2, 1, 2]])
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -148,11 +183,19 @@ FORMS = {
 }
 
 
+def test_copies_have_no_gradient_of_their_own():
+    """In all three forms: it is the key's."""
+    q, k, v, d_out = CASE.arrays()
+    copies, evicted_at = copies_of(CASE), jnp.asarray(CASE.evicted_at)
+    for attend in (by_reference, over_intervals(SMALL), over_segments(CASE.segments, SMALL, 8)):
+        loss = jax.jit(jax.grad(lambda c, attend=attend: jnp.sum(attend(q, k, v, evicted_at, c) * d_out)))
+        assert not any(np.asarray(x).any() for x in jax.tree.leaves(loss(copies)))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_float64(form: str):
     with jax.enable_x64(True):
-        visible = reference.interval_mask(jnp.asarray(CASE.evicted_at))
-        exact = with_gradients(lambda q, k, v: reference.attention(q, k, v, visible), CASE, np.float64)
+        exact = with_gradients(by_reference, CASE, np.float64, (jnp.asarray(CASE.evicted_at),))
         for x, y in zip(with_gradients(FORMS[form], CASE, np.float64), exact, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-13)
 
@@ -212,17 +255,6 @@ def test_one_slot_passes_from_key_to_key(tokens: int):
     slot, kept = map(np.asarray, jax.jit(slot_table, static_argnums=1)(window(tokens, 1), Segments(0, 1, 1)))
     np.testing.assert_array_equal(kept[0, :, 0], [EMPTY, *range(tokens - 1)])
     np.testing.assert_array_equal(slot[0, :-1], 0)
-
-
-def test_a_tile_that_is_gone_is_not_live():
-    """Keys 0 … 3 are gone from column 4 on, keys 4 … 7 stay: also within what causality would let be seen."""
-    ends = jnp.asarray([[4, 4, 4, 4, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER]], jnp.int32)
-    column = jnp.arange(12, dtype=jnp.int32)[None]
-    nothing = jnp.zeros((1, 12, 1))
-    live = live_tiles(Blocks(nothing, nothing, nothing, column, column, ends), 4, 4)
-    np.testing.assert_array_equal(live.live[0], [[1, 0, 0], [0, 1, 0], [0, 1, 1]])
-    np.testing.assert_array_equal(live.of_rows(), [[[0, 1, 1]], [[1, 2, 3]]])
-    np.testing.assert_array_equal(live.of_keys(), [[[0, 1, 2]], [[1, 3, 3]]])
 
 
 @pytest.mark.parametrize("count", [32, 33, 64])
