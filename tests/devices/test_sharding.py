@@ -37,6 +37,7 @@ from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.stacked_params import stack_params
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.testing import count_compilations, random_params, tiny_model_config
+from tests.tiny_update import RECORD, distance
 from tests.under_test import left_padded
 
 ROWS, WIDTH, LENGTH = 8, 8, 10
@@ -47,25 +48,15 @@ ONE = (1, 1, 1)
 PLAIN = UpdateConfig()
 FULL = UpdateConfig(distill=DistillConfig(direction="forward"), microbatch_size=4)
 
-# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state.
-RECORD = optax.GradientTransformation(
-    init=lambda params: jax.tree.map(jnp.zeros_like, params),
-    update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
-)
-
 
 def params():
     return random_params(MODEL.config)
 
 
-def mesh_of(sizes):
-    return make_mesh(*sizes)
-
-
 @functools.cache
 def sampled(sizes) -> Trajectory:
     """A rollout on a mesh of these sizes."""
-    mesh = mesh_of(sizes)
+    mesh = make_mesh(*sizes)
     config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=SamplingConfig(temperature=0.9))
     with jax.set_mesh(mesh):
         prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
@@ -80,7 +71,7 @@ def train_batch(trajectory: Trajectory) -> TrainBatch:
 @functools.cache
 def updated(sizes, config):
     """Loss and gradients on a mesh, from the trajectory that one device sampled."""
-    mesh = mesh_of(sizes)
+    mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
         state = shard_tree(init_state(params(), RECORD, jax.random.key(3)), mesh)
         data = shard_batch(jax.device_get(train_batch(sampled(ONE))), mesh)
@@ -88,15 +79,11 @@ def updated(sizes, config):
     return jax.device_get((metrics, state.opt_state))
 
 
-def distance(left, right) -> float:
-    return float(np.linalg.norm(np.float64(left) - np.float64(right)) / np.linalg.norm(np.float64(right)))
-
-
 # --- the same numbers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 1, 2)])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_a_rollout_gives_the_same_tokens(sizes):
     one, many = sampled(ONE), sampled(sizes)
     assert len(many.tokens.sharding.device_set) == np.prod(sizes)
@@ -108,7 +95,7 @@ def test_a_rollout_gives_the_same_tokens(sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "config"), [((8, 1, 1), PLAIN), ((1, 4, 2), PLAIN), ((2, 2, 2), FULL)])
+@pytest.mark.parametrize(("sizes", "config"), [((1, 4, 2), PLAIN), ((2, 2, 2), FULL)])
 def test_an_update_gives_the_same_loss_and_gradients(sizes, config):
     (one, one_grads), (many, many_grads) = updated(ONE, config), updated(sizes, config)
     assert abs(one["loss"]) > 0.01
@@ -137,7 +124,7 @@ def test_blocks_send_sums_and_no_logits(monkeypatch):
     """What the loop over blocks sends between devices: maximum and sum of its softmax, and the drawn token's logit.
     The head is gathered from fsdp before the loop begins; the vocabulary stays in two parts."""
     monkeypatch.setattr(blocks, "LOGIT_BYTES", ROWS * 32 * 4 // 4)
-    mesh = mesh_of((1, 4, 2))
+    mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
         data = shard_batch(jax.device_get(train_batch(sampled(ONE))), mesh)
         program = make_replay(MODEL, "shadow").lower(shard_tree(params(), mesh), data.trajectory).compile()
@@ -279,7 +266,7 @@ def test_decoding_gathers_no_weights():
     stay: dict[str, str | bool] = {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
     }
-    mesh, config = mesh_of((1, 4, 1)), RolloutConfig(LENGTH, 5, 2, eos_token_id=5)
+    mesh, config = make_mesh(1, 4, 1), RolloutConfig(LENGTH, 5, 2, eos_token_id=5)
     with jax.set_mesh(mesh):
         prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
         placed = shard_tree(params(), mesh)

@@ -219,19 +219,12 @@ def test_the_limit_of_open_files_is_raised_for_many_conversations():
 
 
 @pytest.mark.parametrize("seconds", [20.0, None])
-def test_environments_can_be_used_again_after_close(seconds: float | None):
+def test_async_environments_can_be_used_again_after_close(seconds: float | None):
     found = open_environments(Awaited, seconds)
     for _ in range(2):
         assert found.reset(ROWS[:1])[0].content == "row 0 awaited"
+        assert asked(found, 0, "a") == ("A", 1.0, True, None, None)
         found.close()
-
-
-@pytest.mark.parametrize("seconds", [20.0, None])
-def test_async(seconds: float | None):
-    found = open_environments(Awaited, seconds)
-    assert found.reset(ROWS[:1])[0].content == "row 0 awaited"
-    assert asked(found, 0, "a") == ("A", 1.0, True, None, None)
-    found.close()
 
 
 def test_global_random_numbers_begin_alike_in_every_conversation():
