@@ -18,7 +18,7 @@ from smd_jax.commands.export import main as export
 from smd_jax.commands.train import main
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
-from smd_jax.message.gate import EVICTION_GATE, KEPT, LinearGate, add_gate
+from smd_jax.message.gate import EVICTION_GATE, KEPT, LinearGate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import GATE_FILE, load_gate, save_gate
 from smd_jax.model.weights import load_checkpoint
@@ -26,6 +26,7 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 from tests.command_errors import error_of
+from tests.message.test_eviction_draws import with_gate
 from tests.under_test import left_padded
 
 CONFIG = tiny_model_config(num_layers=1, max_positions=2048)
@@ -36,30 +37,10 @@ TRAIN += ["--num-prompts", "2", "--num-generations", "4", "--max-completion-leng
 TRAIN += ["--buffer", "2", "--eviction", "gate", "--sinks", "1"]
 
 
-def parameters(config: Any, sinks: int = 0) -> dict[str, Any]:
-    """Of a model, with a gate that has opinions."""
-    gate = LinearGate(sinks)
-    params = add_gate(
-        random_params(config),
-        gate,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
-    keys = iter(jax.random.split(jax.random.key(5), config.num_layers))
-    opinions = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params[EVICTION_GATE])
-    return {**params, EVICTION_GATE: opinions}
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("gate")
-    write_random_checkpoint(place / "start", config=CONFIG)
-    return place
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gate")
+    write_random_checkpoint(folder / "start", config=CONFIG)
     where = ["--model", str(folder / "start"), "--output-dir", str(folder / "run")]
     main(["grpo", *where, *TRAIN, "--max-steps", "2", "--learning-rate", "1e-3", "--reward", f"{__name__}:odd"])
     return folder
@@ -116,11 +97,11 @@ def test_a_gate_that_no_file_holds(tmp_path: Path):
         """A subclass, which may compute other logits."""
 
     with pytest.raises(ValueError, match="expected a LinearGate, the gate that a file can hold; got .*Other"):
-        save_gate(tmp_path, parameters(CONFIG), Other())
+        save_gate(tmp_path, with_gate(CONFIG), Other())
 
 
 def test_a_gate_file(tmp_path: Path):
-    params = parameters(CONFIG, sinks=3)
+    params = with_gate(CONFIG)
     save_gate(tmp_path, params, LinearGate(3))
     loaded, gate = load_gate(tmp_path, CONFIG)
     assert gate == LinearGate(3)
@@ -142,7 +123,7 @@ def test_a_gate_file(tmp_path: Path):
 @pytest.mark.slow
 def test_sinks_never_go_and_the_learner_knows():
     config = tiny_model_config(num_layers=2)
-    model, params = Decoder(config), parameters(config, sinks=2)
+    model, params = Decoder(config), with_gate(config)
     prompts = left_padded([9, 4, 7], 9, config.vocab_size)
     trajectory = rollout(
         model,

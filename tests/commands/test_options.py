@@ -20,7 +20,7 @@ import yaml
 
 import smd_jax as smd
 from smd_jax.commands import certify, config_file, evaluate, export, plot
-from smd_jax.commands.arguments import DataSource, Grpo, LossArgs, ModelArgs, ReferenceArgs, RewardArgs, SamplerArgs
+from smd_jax.commands.arguments import Grpo, LossArgs, ReferenceArgs, RewardArgs
 from smd_jax.commands.choices import loss_config, update_config
 from smd_jax.commands.command_line import ALGORITHMS, parse, parse_words
 from smd_jax.commands.config_file import with_file
@@ -108,14 +108,6 @@ def test_rewards_of_one_name_are_named_by_their_files(tmp_path: Path):
     rewards = [f"{tmp_path}/{name}.py:score" for name in ("short_rewards", "long_rewards")]
     _, args = parse(["grpo", *NEEDED, "--reward", *rewards])
     assert rewards_of(args, None, "d").logged_names == ("short_rewards.score", "long_rewards.score")
-
-
-def test_every_algorithm_has_its_options():
-    for name, kind in ALGORITHMS.items():
-        found, args = parse([name, *NEEDED, "--num-generations", "3"])
-        assert (found, type(args)) == (name, kind)
-        assert args.model == ModelArgs(model="somewhere") and args.data == DataSource(dataset="reasoning_gym:chain_sum")
-        assert args.sampler == SamplerArgs(num_generations=3)
 
 
 def test_a_written_configuration_starts_the_same_run(tmp_path: Path):

@@ -10,10 +10,8 @@ import yaml
 
 from smd_jax.commands.arguments import SamplerArgs
 from smd_jax.commands.choices import eviction_policy
-from smd_jax.commands.command_line import parse
 from smd_jax.commands.limits import evicts_keys
 from smd_jax.commands.policy_texts import named_policy, parse_decode, parse_policy, with_sinks
-from smd_jax.commands.prepare import prepare
 from smd_jax.commands.train import main
 from smd_jax.eviction import LearnedGate, TriAttention
 from smd_jax.eviction.base import EvictionPolicy
@@ -299,9 +297,3 @@ def test_a_run_with_a_policy_of_ones_own(
         assert difference.replace(" ", "") in error_of([*again, other], capsys).replace(" ", "")
     main([*again, f"{folder}/a (b)/../own_policies.py:FadingH2O(half_life=16.0)"])
     assert len(read_metrics(run / "metrics.jsonl")) == 2
-
-
-def test_another_spelling_is_the_same_policy(train_words: Words):
-    texts = ("snapkv(window=4)", "SnapKV( window = 4 , kernel=5)")
-    loops = [prepare(parse(train_words("--eviction", text))[1]).loop for text in texts]
-    assert loops[0].config == loops[1].config

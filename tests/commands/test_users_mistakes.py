@@ -27,7 +27,6 @@ from smd_jax.commands.train import main
 from tests.command_errors import error_of
 from tests.commands.conftest import Words
 
-GOOD = "algorithm: grpo\nmodel: nowhere\ndataset: gsm8k\n"
 LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
 OWN = """
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ class Count:
     [
         # numbers
         ("--seed -1", "expected --seed from 0 to 4294967295; got -1"),
+        ("--eval-steps 1 --eval-seed 4294967296", "expected --eval-seed from 0 to 4294967295; got 4294967296"),
         ("--print-completions -1", "expected --print-completions from 0 to 16777216; got -1"),
         ("--eval-rows 0", "expected --eval-rows from 1 to 16777216; got 0"),
         ("--save-total-limit 0", "expected --save-total-limit from 1 to"),
@@ -144,6 +144,7 @@ def test_a_mistake_is_one_box(
         ("a: " + "x" * 6_000_000, "expected at most 131,072 characters; got 6,000,003 bytes"),
         ("a: !!python/object:os.system x", "expected YAML; got"),
         ("? [a]\n: b", "expected"),
+        ("a: 2020-13-45", "month must be in 1..12"),
     ],
 )
 def test_a_wrong_file_is_one_box(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
