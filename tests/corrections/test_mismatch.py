@@ -6,7 +6,7 @@ import pytest
 
 from smd_jax.corrections import TIS, CorrectionInputs
 from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS, correction_metrics, sampler_learner_metrics
-from smd_jax.ratios import effective_sample_size, lower_percentile, overlap
+from smd_jax.ratios import lower_percentile, overlap
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
 
@@ -74,13 +74,6 @@ def test_statistics_without_tokens_and_without_mismatch():
         for name, value in metrics.items():
             is_one = "rollout_is" in name or name.endswith(("size", "p5"))
             assert value == (1.0 if is_one else 0.0), (name, value)
-
-
-def test_effective_sample_size():
-    mask = jnp.ones((1, 4), bool)
-    assert effective_sample_size(jnp.full((1, 4), 0.3), mask) == pytest.approx(1.0)
-    assert effective_sample_size(jnp.array([[0.0, 0.0, 5.0, 0.0]]), mask) == pytest.approx(0.25)
-    assert effective_sample_size(jnp.zeros((1, 4)), mask) == 0.0
 
 
 @pytest.mark.parametrize("percent", [0.0, 5.0, 37.0, 50.0, 100.0])

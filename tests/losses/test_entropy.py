@@ -51,9 +51,8 @@ def on_policy():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_the_bonus_has_its_exact_gradient(narrow_blocks, microbatch_size):
-    update = UpdateConfig(entropy_coef=COEF, microbatch_size=microbatch_size)
+def test_the_bonus_has_its_exact_gradient(narrow_blocks):
+    update = UpdateConfig(entropy_coef=COEF, microbatch_size=2)
     metrics, grads = bigram_update.metrics_and_gradients(update, on_policy())
     value, expected = plain_loss(PARAMS, MASK, COEF)
     # The surrogate's value at ratio 1 is the advantage, where the formula has advantage * log p: their gradients agree.
@@ -72,8 +71,7 @@ def chosen_tokens(quantile: float) -> np.ndarray:
     return MASK & (values >= np.quantile(values[MASK], 1 - quantile) - 1e-6)
 
 
-@pytest.mark.parametrize("quantile", [0.2, 0.5])
-@pytest.mark.parametrize("microbatch_size", [None, 2])
+@pytest.mark.parametrize(("quantile", "microbatch_size"), [(0.2, None), (0.5, 2)])
 def test_only_undecided_tokens_are_learnt_from(quantile, microbatch_size):
     update = UpdateConfig(entropy_coef=COEF, top_entropy_quantile=quantile, microbatch_size=microbatch_size)
     _, grads = bigram_update.metrics_and_gradients(update, on_policy())
@@ -136,20 +134,6 @@ def test_what_weighs_nothing_may_be_anything():
     value, slopes = jax.value_and_grad(weighted_entropy)(entropy, weights)
     assert float(value) == 0.25
     np.testing.assert_array_equal(slopes, weights)
-
-
-def test_tokens_that_could_not_be_drawn_have_no_part_in_it():
-    """Their logits are very low but finite, and so is the gradient."""
-    logits = jnp.array([[2.0, 1.0, -1e30, 0.5]])
-
-    def entropy(logits):
-        logprobs = jax.nn.log_softmax(logits)
-        return -jnp.sum(jnp.exp(logprobs) * logprobs)
-
-    slopes = np.asarray(jax.grad(entropy)(logits))[0]
-    without = np.asarray(jax.grad(entropy)(logits[:, [0, 1, 3]]))[0]
-    np.testing.assert_allclose(slopes[[0, 1, 3]], without, rtol=1e-6)
-    assert slopes[2] == 0
 
 
 @pytest.mark.parametrize(

@@ -69,21 +69,13 @@ def case_id(case: dict) -> str:
 
 
 @pytest.mark.parametrize("case", GOLDEN["losses"], ids=case_id)
-def test_loss_and_gradient_are_those_of_trl(case):
+def test_loss_gradient_and_metrics_are_those_of_trl(case):
+    """Clipping is counted by TRL's names, of tokens or of sequences as there."""
     config = config_of(case["config"])
     inputs = golden_inputs(config, case["config"]["correction"], case["config"]["old"])
     assert_loss(inputs, config, case["loss"], case["grad"])
-
-
-@pytest.mark.parametrize("case", [case for case in GOLDEN["losses"] if case["metrics"]], ids=case_id)
-def test_clipping_is_counted_as_in_trl(case):
-    """By TRL's names, of tokens or of sequences as there."""
-    config = config_of(case["config"])
-    inputs = golden_inputs(config, case["config"]["correction"], case["config"]["old"])
     metrics = surrogate_metrics(policy_loss(inputs, config)[1], TRL_MASK, config)
-    expected = case["metrics"]
-    assert expected.keys() <= metrics.keys()
-    for name, share in expected.items():
+    for name, share in case["metrics"].items():
         np.testing.assert_allclose(metrics[name], share, rtol=1e-6, err_msg=name)
 
 
@@ -151,11 +143,9 @@ def hard_inputs(config: LossConfig) -> LossInputs:
 
 
 @EVERY_LOSS
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_microbatches_change_nothing(config, size):
+def test_microbatches_change_nothing(config):
     inputs = hard_inputs(config)
-    starts = range(0, 4, size)
-    parts = [loss_and_gradient(jax.tree.map(lambda x, i=i: x[i : i + size], inputs), config) for i in starts]
+    parts = [loss_and_gradient(jax.tree.map(lambda x, i=i: x[i : i + 1], inputs), config) for i in range(4)]
     whole = loss_and_gradient(inputs, config)
     np.testing.assert_allclose(sum(loss for loss, _ in parts), whole[0], rtol=1e-5)
     np.testing.assert_allclose(jnp.concatenate([grad for _, grad in parts]), whole[1], rtol=1e-6)
