@@ -26,6 +26,7 @@ from smd_jax.monitor.completions import extract_mask
 from smd_jax.testing import byte_tokenizer
 from tests import numpy_decoder
 from tests.tiny_update import ADVANTAGES, MODEL, PARAMS, TEMPERATURE, metrics_and_gradients
+from tests.under_test import eviction_times
 
 CONFIG = MODEL.config
 LAYERS, HEADS, VOCAB = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size
@@ -62,14 +63,6 @@ def of_one_row(**other: Any) -> Trajectory:
     return Trajectory.from_records(**(given | other))
 
 
-def shadow(trajectory: Trajectory) -> ShadowMask:
-    return trajectory.mask
-
-
-def evicted_at(trajectory: Trajectory) -> np.ndarray:
-    return np.asarray(shadow(trajectory).evicted_at)
-
-
 @pytest.mark.parametrize("name", RECORDS)
 def test_the_picture(name: str):
     """Each form of the record says the same; the row stands between padding at both sides."""
@@ -82,10 +75,10 @@ def test_the_picture(name: str):
     assert trajectory.terminated.tolist() == [True] and trajectory.temperature == 0.5 and trajectory.prompt_width == 6
     expected = np.zeros((13, 13), bool)
     expected[2:11, 2:11] = HEAD
-    np.testing.assert_array_equal(shadow(trajectory).to_boolean()[0, 0, 0], expected)
+    np.testing.assert_array_equal(trajectory.mask.to_boolean()[0, 0, 0], expected)
     # Nobody asks behind the row's end, column 11; padding before it was never there.
-    assert evicted_at(trajectory)[0, 0, 1].tolist() == [0, 0] + [11] * 9 + [0, 0]
-    assert evicted_at(of_one_row(**{name: [RECORDS[name]]}))[0, 0, 1].tolist() == [NEVER] * 9
+    assert eviction_times(trajectory)[0, 0, 1].tolist() == [0, 0] + [11] * 9 + [0, 0]
+    assert eviction_times(of_one_row(**{name: [RECORDS[name]]}))[0, 0, 1].tolist() == [NEVER] * 9
 
 
 def test_rows_of_unequal_length():
@@ -97,13 +90,13 @@ def test_rows_of_unequal_length():
     trajectory = Trajectory.from_records(prompts, responses, logprobs, kept=kept, **same)
     assert trajectory.tokens.tolist() == [[0, 0, 1, 4, 5, 6], [1, 2, 3, 7, 8, 0]]
     # Position 0 of the first row is column 2: its key goes before the query of column 3 looks.
-    assert evicted_at(trajectory)[:, 0, 0].tolist() == [[0, 0, 3] + [NEVER] * 3, [5] * 5 + [0]]
+    assert eviction_times(trajectory)[:, 0, 0].tolist() == [[0, 0, 3] + [NEVER] * 3, [5] * 5 + [0]]
 
 
 def test_two_compressions_may_follow_one_query():
     """One for each layer, as hooks report them: `dropped` of the other layer is empty."""
     dropped = [(5, [[[1], []], [[], []]]), (5, [[[], []], [[], [0, 5]]])]
-    found = evicted_at(of_one_row(dropped=[dropped], layers=2))[0]
+    found = eviction_times(of_one_row(dropped=[dropped], layers=2))[0]
     expected = np.full((2, 2, 9), NEVER)
     expected[0, 0, 1] = expected[1, 1, 0] = expected[1, 1, 5] = 6
     np.testing.assert_array_equal(found, expected)
@@ -114,16 +107,16 @@ def test_axes_of_one_stand_for_all():
     heads'."""
     one = EVICTED_AT[:, :1]
     shared = of_one_row(evicted_at=[one], layers=3)
-    np.testing.assert_array_equal(evicted_at(shared), evicted_at(of_one_row())[:, :, :1])
+    np.testing.assert_array_equal(eviction_times(shared), eviction_times(of_one_row())[:, :, :1])
     two = {"prompts": [PROMPT] * 2, "responses": [RESPONSE] * 2, "logprobs": [LOGPROBS] * 2, "terminated": [True] * 2}
-    assert evicted_at(of_one_row(**two, evicted_at=[one, EVICTED_AT], layers=3)).shape == (2, 1, 2, 9)
+    assert eviction_times(of_one_row(**two, evicted_at=[one, EVICTED_AT], layers=3)).shape == (2, 1, 2, 9)
     every = shared.replace(mask=ShadowMask(jnp.broadcast_to(shared.mask.evicted_at, (1, LAYERS, HEADS, 9))))
     config, tokenizer = UpdateConfig(microbatch_size=1, pack_columns=12), byte_tokenizer(chat=False)
     masks, logprobs = list[list[np.ndarray]](), list[jax.Array]()
     for each in (shared, every):
         packed = packed_trajectory(each, jax.tree.map(lambda x: x[0], packs_of(each, config)))
         saved = extract_mask(each, 0, tokenizer, 0, 0.0).evicted_at
-        masks.append([evicted_at(packed)[0], arrays_of(each)["evicted_at"][0], saved])
+        masks.append([eviction_times(packed)[0], arrays_of(each)["evicted_at"][0], saved])
         logprobs.append(REPLAY(MODEL, PARAMS, each).logprobs)
     for got, expected in zip(*masks, strict=True):
         np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
@@ -335,7 +328,7 @@ def foreign_trajectory() -> Trajectory:
 
 def test_a_learner_replays_and_trains_on_another_sampler():
     trajectory = foreign_trajectory()
-    promised = trajectory.replace(mask=shadow(trajectory).with_segments((Segments(8, INTERVAL, BUDGET),)))
+    promised = trajectory.replace(mask=trajectory.mask.with_segments((Segments(8, INTERVAL, BUDGET),)))
     for ours in (trajectory, promised):
         difference = np.asarray(REPLAY(MODEL, PARAMS, ours).logprobs - trajectory.logprobs)
         assert np.abs(difference).max() <= 2e-5

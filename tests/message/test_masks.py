@@ -1,4 +1,4 @@
-"""Masks: pictures drawn by hand, and the interval form against the explicit one on masks of all kinds."""
+"""Masks: the interval form against the explicit one on masks of all kinds, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,35 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from smd_jax.message.masks import (
-    NEVER,
-    KeyInterval,
-    ShadowMask,
-    check_mask,
-    dense_mask,
-    layer_mask,
-    positions,
-    to_visible,
-)
+from smd_jax.message.masks import NEVER, ShadowMask, check_mask, dense_mask, layer_mask, positions, to_visible
 
 BATCH, LAYERS, HEADS, T = 2, 2, 2, 6  # one shape, so that every example reuses the same compiled operations
 INTERVALS = arrays(np.int32, (BATCH, LAYERS, HEADS, T), elements=st.sampled_from([*range(T + 3), NEVER]))
-
-# Key 0 is padding, key 2 was evicted after query 3; the picture in the module's docstring.
-EVICTED_AT = [0, NEVER, 4, NEVER, NEVER, NEVER]
-PICTURE = """
-    . . . . . .
-    . 1 . . . .
-    . 1 1 . . .
-    . 1 1 1 . .
-    . 1 . 1 1 .
-    . 1 . 1 1 1
-"""
-
-
-def drawn(picture: str) -> np.ndarray:
-    """`[queries, keys]` booleans."""
-    return np.array([[cell == "1" for cell in line.split()] for line in picture.split("\n") if line.strip()])
 
 
 def explicit(evicted_at: np.ndarray) -> np.ndarray:
@@ -56,35 +31,10 @@ def compressed(mask: np.ndarray) -> ShadowMask:
     return ShadowMask.from_boolean(jnp.asarray(mask.reshape((1,) * (5 - mask.ndim) + mask.shape)))
 
 
-def test_picture():
-    interval = KeyInterval(jnp.array(EVICTED_AT, jnp.int32)[None, None])
-    np.testing.assert_array_equal(interval.to_boolean()[0, 0], drawn(PICTURE))
-
-
-def test_picture_back_to_intervals():
-    compact = compressed(drawn(PICTURE))
-    assert compact.evicted_at.dtype == jnp.int32
-    assert compact.evicted_at[0, 0, 0].tolist() == EVICTED_AT
-
-
 def test_left_padded_rows():
-    valid = np.array([[False, False, True, True], [True, True, True, True]])
-    mask = dense_mask(jnp.array(valid))
-    assert mask.evicted_at.shape == (2, 1, 1, 4)
-    padded = """
-        . . . .
-        . . . .
-        . . 1 .
-        . . 1 1
-    """
-    full = """
-        1 . . .
-        1 1 . .
-        1 1 1 .
-        1 1 1 1
-    """
-    np.testing.assert_array_equal(mask.to_boolean()[:, 0, 0], [drawn(padded), drawn(full)])
-    assert positions(jnp.array(valid)).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    valid = jnp.array([[False, False, True, True], [True, True, True, True]])
+    assert dense_mask(valid).evicted_at.tolist() == [[[[0, 0, NEVER, NEVER]]], [[[NEVER] * 4]]]
+    assert positions(valid).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
 
 
 def test_positions_go_on_behind_the_end_of_a_row():
@@ -141,7 +91,7 @@ def test_masks_of_another_rank_are_named():
 
 def test_shared_layers_and_heads():
     """Size 1 stands for all layers."""
-    shared = ShadowMask(jnp.array(EVICTED_AT, jnp.int32)[None, None, None])
+    shared = ShadowMask(jnp.array([[[[0, NEVER, 4, NEVER, NEVER, NEVER]]]]))
     for index in (0, 5):
         assert shared.layer(index).evicted_at.shape == (1, 1, 6)
         assert to_visible(layer_mask(shared.to_boolean(), index)).shape == (1, 1, 6, 6)

@@ -144,18 +144,6 @@ def test_against_kivi(sizes: tuple[Any, int, int, int], padding: int, seed: int)
         np.testing.assert_allclose(value_numbers[b, h], expected.numbers, atol=1e-11)
 
 
-def test_by_hand():
-    """A prompt of 3, groups of 2: columns {0}, {1, 2}, {3, 4}. One channel is constant, one has its range."""
-    keys = jnp.array([[7.0, 5.0], [5.0, 0.0], [5.0, 3.0], [5.0, -1.0], [5.0, 8.0]])[None, None]
-    codes, numbers = quantized_keys(keys, jnp.ones((1, 1, 5), bool), 3, QuantConfig(bits=2, group=2))
-    assert codes[0, 0, :, 1].tolist() == [0, 0, 3, 0, 3] and codes[0, 0, :, 0].tolist() == [0] * 5
-    np.testing.assert_array_equal(numbers, keys)
-    values = jnp.array([0.0, 1.0, 2.0, 3.0, 10.0, 10.0, 16.0, 11.9])[None, None, None]
-    codes, numbers = quantized_values(values, QuantConfig(bits=2, group=1, value_group=4))
-    assert codes.tolist() == [[[[0, 1, 2, 3, 0, 0, 3, 1]]]]
-    assert numbers.tolist() == [[[[0, 1, 2, 3, 10, 10, 16, 12]]]]
-
-
 def test_nothing_to_round():
     """Groups without a key, with one, with equal keys, and with a range that vanishes in float32."""
     keys = jnp.array([9.0, 9.0, 3.0, 9.0, 4.0, 4.0, 1e-40, 0.0])[None, None, :, None]

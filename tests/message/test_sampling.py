@@ -19,7 +19,6 @@ from smd_jax.message.sampling import (
     Sampled,
     SamplingConfig,
     _first_beyond,
-    among,
     drawable_form,
     forbid,
     inverse_cdf,
@@ -164,23 +163,6 @@ def test_equally_likely_tokens(options: dict[str, Any], expected: set[int]):
     logits = np.log([[6, 29, 29, 6, 29]])
     inside = sets(draw(logits, [0.5], SamplingConfig(**options)), 5)[0]
     assert set(np.flatnonzero(inside).tolist()) == expected
-
-
-@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9])
-def test_filters_of_transformers(top_p: float):
-    """The formulas of its warpers one after another, on tokens of which no two are equally likely."""
-    x = np.random.default_rng(3).normal(size=(16, 40)) * 3
-    config = SamplingConfig(temperature=0.8, top_k=20, top_p=top_p, min_p=0.02)
-    scores = x / config.temperature
-    scores = np.where(scores < np.sort(scores, axis=1)[:, -20, None], -np.inf, scores)
-    order = np.argsort(scores, axis=1)
-    p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-    removed = np.zeros(x.shape, bool)
-    np.put_along_axis(removed, order, np.take_along_axis(p, order, 1).cumsum(1) <= 1 - top_p, 1)
-    scores = np.where(removed, -np.inf, scores)
-    p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-    expected = (p >= 0.02 * p.max(1, keepdims=True)) & np.isfinite(scores)
-    np.testing.assert_array_equal(sets(draw(x, np.full(16, 0.5), config), 40), expected)
 
 
 # --- draws
@@ -383,11 +365,6 @@ def test_drawable_ids_are_in_order_and_end_with_none():
     logits[0, [700, 3, 1999]] = [2.0, 5.0, 1.0]
     for min_p, expected in ((0.0, [3, 700, 1999, -1, -1]), (0.04, [3, 700, -1, -1, -1])):
         np.testing.assert_array_equal(draw(logits, [0.5], SamplingConfig(top_k=5, min_p=min_p)).drawable, [expected])
-
-
-def test_among():
-    got = among(jnp.array([[[2, -1], [0, 2]]]), 4)
-    assert got.tolist() == [[[False, False, True, False], [True, False, True, False]]]
 
 
 def test_forbid():
