@@ -109,15 +109,9 @@ def test_a_disk_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
     assert line.startswith("completions are no longer saved: ") and "completions" in line
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"masks": -1}, "expected table_rows and masks >= 0; got 2"),
-    ],
-)
-def test_negative_options_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        CompletionsLog(tmp_path, TOKENIZER, **options)
+def test_negative_options_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected table_rows and masks >= 0; got 2"):
+        CompletionsLog(tmp_path, TOKENIZER, masks=-1)
 
 
 # --- on a terminal
@@ -132,25 +126,12 @@ def test_control_characters_become_visible():
     assert one_line("a\nb" + "c" * 600).startswith("a⏎bc") and len(one_line("c" * 600)) == 500
 
 
-def test_the_table_prints_escapes_and_markup_as_text():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for file in (io.StringIO(), Terminal()):
-        columns = {"prompt": ["[red]p"], "completion": [EVIL], "reward": [0.5], "length": [12]}
-        print_completions(7, columns, 1, file=file, width=120)
-        text = file.getvalue()
-        assert "completions of rollout 7" in text and "[bold]x[/bold]" in text and "[red]p" in text
-        assert "␛[31mred" in text and "\x1b[31m" not in text and "\x1b]0" not in text and "\x9b" not in text
-        assert "\x07" not in text and "\u202e" not in text
-
-
 def test_the_table_on_a_terminal_without_unicode():
     raw = io.BytesIO()
     columns = {"prompt": ["日本"], "completion": ["é\n"], "reward": [0.5], "length": [12]}
     file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     print_completions(7, columns, 1, file=file, width=120)
+    assert b"completions of rollout 7" in raw.getvalue()
     assert rb"\u65e5\u672c" in raw.getvalue() and rb"\xe9\u23ce" in raw.getvalue()
 
 

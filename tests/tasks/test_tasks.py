@@ -33,12 +33,6 @@ def sort_task(**parameters):
     return ReasoningGymTask("distractor_sort", seed=3, size=50, parameters=tuple(parameters.items()))
 
 
-def grade(task, index, completion):
-    row = task[index]
-    (reward,) = task.reward([row["prompt"]], [completion], **batch_columns([row]))
-    return reward
-
-
 @pytest.mark.parametrize(
     "name", ["distractor_sort", "chain_sum", "number_sorting", "letter_counting", "spell_backward", "gcd"]
 )
