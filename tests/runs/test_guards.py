@@ -145,7 +145,7 @@ def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
 
 @pytest.mark.parametrize(
     ("axes", "layer", "head"),
-    [({}, 0, 0), ({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2}, 1, 0), ({"data": 2, "sequence": 2}, 1, 1)],
+    [({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2}, 1, 0), ({"data": 2, "sequence": 2}, 1, 1)],
 )
 def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer, head):
     """The mask evicts one query late in one head; also with sharded weights and columns."""
