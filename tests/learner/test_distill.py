@@ -18,7 +18,6 @@ from smd_jax.model.protocol import Params
 from smd_jax.testing import random_params
 from tests.tiny_update import LENGTH, MODEL, PARAMS, REFERENCE, ROWS, distance, explicit_logprobs, trajectory
 
-DIRECTIONS = ["forward", "reverse", "published", "anchor"]
 VOCAB = MODEL.config.vocab_size
 
 

@@ -144,15 +144,8 @@ def test_the_metrics_by_their_definitions():
     log_ratio = np.asarray(token_logprobs(REFERENCE, "shadow") - token_logprobs(PARAMS, "shadow"), np.float64)[mask]
     np.testing.assert_allclose(metrics["kl"], (np.exp(log_ratio) - 1 - log_ratio).mean(), rtol=1e-4)
     assert 0 < metrics["entropy"] < np.log(16)
-
-
-# --- on-policy with shadow masks
-
-
-def test_with_shadow_masks_the_learner_is_the_sampler():
-    metrics, _ = metrics_and_gradients()
-    assert metrics["mismatch_kl"] <= 1e-6
-    assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
+    # With shadow masks the learner is the sampler.
+    assert metrics["mismatch_kl"] <= 1e-6 and metrics["sampling/sampling_logp_difference/max"] <= 2e-5
 
 
 def test_a_response_without_tokens_makes_no_pair():
@@ -173,23 +166,6 @@ def test_microbatches_change_nothing():
     assert distance(parts[1], whole[1]) < 1e-5
     for name, value in whole[0].items():
         np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-    np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-5)
-
-
-def test_pairs_without_signal_change_nothing():
-    few = np.array([0, 1, 3, 4])
-    rest = np.isin(np.arange(PAIRS), few)
-    alone = metrics_and_gradients(SHADOW, batch(CHOSEN[few], REJECTED[few], np.ones(4, bool)))
-    among = metrics_and_gradients(SHADOW, batch(signal=rest))
-    np.testing.assert_allclose(among[0]["loss"], alone[0]["loss"], rtol=1e-5)
-    assert distance(among[1], alone[1]) < 1e-5
-
-
-def test_a_batch_without_signal_teaches_nothing():
-    metrics, grads = metrics_and_gradients(SHADOW, batch(signal=np.zeros(PAIRS, bool)))
-    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
-    assert all(np.isfinite(value) for value in metrics.values())
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(grads))
 
 
 # --- bad input
@@ -231,8 +207,7 @@ def test_the_update_compiles_once_and_takes_the_old_buffers():
     assert int(state.step) == 4
     assert all(after < before for before, after in itertools.pairwise(losses)), losses
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first.params, first.opt_state)))
-    for before, after in zip(jax.tree.leaves(REFERENCE), jax.tree.leaves(state.reference), strict=True):
-        np.testing.assert_array_equal(after, before)
+    jax.tree.map(np.testing.assert_array_equal, state.reference, REFERENCE)
 
 
 def test_the_reference_may_follow():

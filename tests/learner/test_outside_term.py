@@ -156,3 +156,34 @@ def test_what_is_refused():
     config = smd.UpdateConfig(terms=(PerRow(),), microbatch_size=2, pack_columns=24)
     with pytest.raises(ValueError, match=r"expected terms that prepare arrays \(8, 10\), one number a token.*\(8,\)"):
         make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, bigram_update.batch())
+
+
+# --- parts whose objects are equal although they differ
+
+
+def with_a_setting(base: Any) -> Any:
+    """An object of a class without a decorator, all of whose objects are equal."""
+
+    class Part(base):
+        def __init__(self) -> None:
+            self.setting = 1
+
+    return Part()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: smd.eviction.Protect(with_a_setting(smd.eviction.EvictionPolicy), sinks=1),
+        lambda: smd.eviction.Pyramid(with_a_setting(smd.eviction.EvictionPolicy)),
+        lambda: smd.UpdateConfig(correction=with_a_setting(smd.corrections.Correction)),
+        lambda: smd.corrections.Chain((with_a_setting(smd.corrections.Correction),)),
+        lambda: smd.UpdateConfig(terms=(with_a_setting(Term),)),
+        lambda: smd.LossConfig(surrogate=with_a_setting(smd.losses.Surrogate)),
+        lambda: smd.LossConfig(weighting=with_a_setting(smd.losses.TokenWeighting)),
+    ],
+)
+def test_parts_that_are_equal_and_differ_are_refused(make: Any):
+    message = "expected Part to be a frozen dataclass.*; got attributes that are no fields: setting"
+    with pytest.raises(TypeError, match=message):
+        make()

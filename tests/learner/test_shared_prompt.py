@@ -123,11 +123,11 @@ def test_a_quantised_cache():
 
 # --- the same step
 
+ANCHOR = DistillConfig(direction="anchor", coef=0.5)
 CONFIGS: dict[str, UpdateConfig] = {
     "gspo": UpdateConfig(loss=LossConfig(ratio_level="geometric")),
-    "kl, entropy": UpdateConfig(loss=LossConfig(beta=0.1), entropy_coef=0.01, top_entropy_quantile=0.5),
+    "many terms": UpdateConfig(loss=LossConfig(beta=0.1), entropy_coef=0.01, top_entropy_quantile=0.5, distill=ANCHOR),
     "tis, dense": UpdateConfig(visibility="dense", correction=TIS()),
-    "anchor": UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5)),
     "published": UpdateConfig(distill=DistillConfig(direction="published", coef=0.5)),
     "both learners": UpdateConfig(dense_learner=DenseLearner(0.5)),
 }
@@ -175,16 +175,16 @@ def test_the_step_is_the_same(name: str):
 @pytest.mark.parametrize(("microbatch", "rows"), [(8, 4), (4, 2)])
 def test_microbatches(microbatch: int, rows: int):
     """Of two prompts, and of half of one."""
-    shared = replace(CONFIGS["kl, entropy"], microbatch_size=microbatch, rows_per_prompt=rows)
-    assert_equal_steps(stepped(shared), plain_step("kl, entropy"))
+    shared = replace(CONFIGS["many terms"], microbatch_size=microbatch, rows_per_prompt=rows)
+    assert_equal_steps(stepped(shared), plain_step("many terms"))
 
 
 @pytest.mark.slow
 def test_on_a_mesh():
     """Four devices with a prompt each, and two of them halved by the tensor axis."""
     for sizes in ((2, 2, 1), (2, 1, 2)):
-        got = stepped(replace(CONFIGS["kl, entropy"], rows_per_prompt=GROUP), make_mesh(*sizes))
-        assert_equal_steps(got, plain_step("kl, entropy"))
+        got = stepped(replace(CONFIGS["many terms"], rows_per_prompt=GROUP), make_mesh(*sizes))
+        assert_equal_steps(got, plain_step("many terms"))
 
 
 @pytest.mark.slow

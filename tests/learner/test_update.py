@@ -36,7 +36,6 @@ from tests.tiny_update import (
     explicit_token_logprobs,
     metrics_and_gradients,
     norm,
-    rows_of,
     trajectory,
     without_advantages,
 )
@@ -108,7 +107,7 @@ def test_clipping_is_counted_over_response_tokens():
     assert metrics["clip_ratio/region_mean"] == metrics["clip_ratio/high_mean"]
 
 
-# --- the same in any split, order and storage
+# --- the same in any split and storage
 
 
 def test_microbatches_change_nothing():
@@ -119,15 +118,6 @@ def test_microbatches_change_nothing():
     assert distance(parts[1], whole[1]) < 1e-5
     for name, value in whole[0].items():
         np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def test_the_order_of_the_rows_changes_nothing():
-    order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
-    shuffled = rows_of(batch(), order)
-    for config in (UpdateConfig(), UpdateConfig(microbatch_size=2)):
-        one, other = metrics_and_gradients(config), metrics_and_gradients(config, shuffled)
-        np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-6)
-        assert distance(other[1], one[1]) < 1e-5
 
 
 def test_masks_may_be_stored_as_booleans():
@@ -142,12 +132,6 @@ def test_masks_may_be_stored_as_booleans():
 # --- the reference policy
 
 BETA = UpdateConfig(loss=LossConfig(beta=0.5))
-
-
-def test_the_kl_is_zero_at_the_reference():
-    plain, anchored = metrics_and_gradients(), metrics_and_gradients(BETA, reference=PARAMS)
-    assert anchored[0]["kl"] <= 1e-9
-    assert distance(anchored[1], plain[1]) < 1e-5
 
 
 def test_the_kl_to_another_reference():
@@ -192,12 +176,13 @@ def test_a_divergence_has_its_coefficient_and_the_teacher_its_parameters():
 def test_a_trajectory_that_no_learner_can_replay():
     data = batch()
     data = data.replace(trajectory=data.trajectory.replace(replayable=False))
-    with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
-        metrics_and_gradients(data=data)
-    with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
-        replay(MODEL, PARAMS, data.trajectory)
-    with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
-        replay(MODEL, PARAMS, data.trajectory, data.trajectory.dense_mask())
+    for use in (
+        lambda: metrics_and_gradients(data=data),
+        lambda: replay(MODEL, PARAMS, data.trajectory),
+        lambda: replay(MODEL, PARAMS, data.trajectory, data.trajectory.dense_mask()),
+    ):
+        with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
+            use()
 
 
 @pytest.mark.parametrize("size", [0, -4])

@@ -148,17 +148,6 @@ def test_under_shadow_masks_there_is_nothing_to_correct(correction):
     assert distance(found, expected[1]) < 1e-5
 
 
-PLAIN = UpdateConfig()
-
-
-def test_advantages_of_single_tokens():
-    """The same as of responses where all tokens of one have the same."""
-    data = batch().replace(advantages=jnp.broadcast_to(ADVANTAGES[:, None], (ROWS, LENGTH)))
-    (one, expected), (other, found) = metrics_and_gradients(PLAIN), metrics_and_gradients(PLAIN, data)
-    np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-6)
-    assert distance(found, expected) < 1e-6
-
-
 # --- rows that do not count
 
 
@@ -182,7 +171,7 @@ def test_truncated_completions_are_left_out():
     data = batch().replace(old_logprobs=present_logprobs()[0])  # so that no ratio is clipped
     metrics, found = metrics_and_gradients(config, data)
     # A mean over tokens: rows that have none left change nothing.
-    _, expected = metrics_and_gradients(PLAIN, data.replace(counted_rows=jnp.asarray(terminated)))
+    _, expected = metrics_and_gradients(UpdateConfig(), data.replace(counted_rows=jnp.asarray(terminated)))
     assert distance(found, expected) < 1e-5
     assert metrics["clip_ratio/region_mean"] == 0
 
