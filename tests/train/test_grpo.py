@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.corrections import TIS, Naive, Shadow, SparseRL
+from smd_jax.corrections import TIS, Naive, Shadow
 from smd_jax.devices.sharding import shard_batch
 from smd_jax.eviction.policies import H2O, Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
@@ -288,18 +288,6 @@ def test_groups_without_signal_do_not_count():
     has_signal = [row["index"] % 3 == 0 for row in samples.task_rows]
     assert samples.counted_rows is not None and samples.counted_rows.tolist() == has_signal
     assert any(has_signal) and not all(has_signal)
-
-
-def test_under_shadow_masks_a_run_corrects_nothing():
-    """In the metrics of a run, from the learner's own log-probabilities before the first step. Sparse-RL weighs and
-    rejects."""
-    config = dataclasses.replace(CONFIG, update=UpdateConfig(correction=SparseRL()), minibatches=2)
-    _, rows = run(new_loop(config), new_state(), 2)
-    for metrics in rows:
-        assert metrics["mismatch_kl"] <= 1e-6
-        for name in ("min", "mean", "max"):
-            assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1, abs=1e-4)
-        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
 
 
 def test_a_step_without_signal_leaves_the_parameters_alone():

@@ -15,12 +15,10 @@ from smd_jax.learner.step import take_step
 from smd_jax.memory.compiled import tree_bytes
 from smd_jax.model.stacked_params import stack_params, unstack_params
 from smd_jax.model.value_head import add_value_head
-from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train import optimizers
 from smd_jax.train.optimizers import OptimizerConfig, decayed, learning_rate_schedule, make_optimizer
 from tests import paths
-from tests.bitwise import assert_bitwise_equal
 
 GOLDEN = json.loads((paths.GOLDEN / "optimizers.json").read_text(encoding="utf-8"))
 STEPS = 6
@@ -132,26 +130,6 @@ def test_a_momentum_in_bfloat16_stays_near():
     wide, narrow = np.asarray(after("float32")), np.asarray(after("bfloat16"))
     moved, off = np.abs(wide - params["kernel"]).max(), np.abs(wide - narrow).max()
     assert 0 < off < 0.01 * moved
-
-
-@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
-def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 2)
-    optimizer = make_optimizer(OptimizerConfig(optim=optim, lr_scheduler_type="linear", warmup_steps=2), STEPS)
-    grads = {name: jnp.array(x[0]) for name, x in GOLDEN["grads"].items()}
-
-    step = jax.jit(lambda state, grads: take_step(state, optimizer, grads))
-
-    def after(state, steps):
-        for _ in range(steps):
-            state, _ = step(state, grads)
-        return state
-
-    start = init_state(golden_params(), optimizer, jax.random.key(0))
-    half = after(start, 3)
-    checkpoint.save(tmp_path, 3, half, config=OptimizerConfig())
-    restored = checkpoint.restore(tmp_path, start, config=OptimizerConfig()).state
-    assert_bitwise_equal(after(restored, 2), after(half, 2))
 
 
 def test_an_optimizer_without_a_rate_in_its_state_logs_none():

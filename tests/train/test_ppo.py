@@ -26,9 +26,10 @@ from smd_jax.tasks.task import Task
 from smd_jax.testing import count_compilations
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
+from tests import tiny_update
 from tests.bitwise import assert_bitwise_equal
 from tests.corrections.test_corrections import CORRECTIONS
-from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, TEMPERATURE, WIDTH, copied, distance, trajectory
+from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, TEMPERATURE, WIDTH, distance, trajectory
 from tests.toy_loop import MODEL as LOOP_MODEL
 from tests.toy_loop import ROLLOUT, SEVENS, TASK, TOKENIZER, Sevens, optimizer, run, share_programs, warm_params
 
@@ -63,21 +64,9 @@ def train_batch(config: PPOConfig) -> Any:
 
 
 @functools.cache
-def recording_update(config: UpdateConfig):
-    return make_update(MODEL, RECORD, config)
-
-
-def step(config: PPOConfig, params, batch):
-    """Metrics and gradients; the parameters are copied, because a step takes them."""
-    state = init_state(copied(params), RECORD, jax.random.key(3))
-    state, metrics = recording_update(config.update)(state, batch)
-    return jax.device_get(metrics), state.opt_state
-
-
-@functools.cache
-def updated(config: PPOConfig, params_now: bool = True):
-    """Metrics and gradients of one step from the old parameters' estimates, at present ones or the old themselves."""
-    return step(config, NOW if params_now else OLD, train_batch(config)[0])
+def updated(config: PPOConfig):
+    """Metrics and gradients of one step from the old parameters' estimates, at present ones."""
+    return tiny_update.metrics_and_gradients(config.update, train_batch(config)[0], params=NOW)
 
 
 # --- one step, from the definitions
@@ -218,7 +207,7 @@ def test_corrections_leave_the_critic_alone():
 def test_a_batch_without_targets():
     batch = train_batch(config_of())[0].replace(returns=None)
     with pytest.raises(ValueError, match="expected old_values and returns in the batch for the value loss.*; got None"):
-        step(config_of(), OLD, batch)
+        tiny_update.metrics_and_gradients(config_of().update, batch, params=OLD)
 
 
 # --- the loop

@@ -58,13 +58,6 @@ def test_loss_against_numpy():
     np.testing.assert_allclose(loss_jitted(MODEL, params, batch), expected, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_more_padding_changes_nothing():
-    params = random_params(MODEL.config)
-    narrow, wide = (loss_jitted(MODEL, params, examples(width)) for width in (6, 9))
-    np.testing.assert_allclose(wide, narrow, rtol=1e-5)
-
-
 def test_the_loss_falls_in_one_program():
     optimizer = optax.adam(1e-2)
     update = make_supervised_update(MODEL, optimizer)
