@@ -49,13 +49,13 @@ def test_a_dead_job_is_a_row_and_the_next_one_runs():
 
 
 def test_a_silent_job_is_stopped_and_the_next_one_runs():
-    rows = list(accelerator.run_stage("machine", worker("hangs", "good"), accelerator.Limit(40, 3)))
+    rows = list(accelerator.run_stage("machine", worker("hangs", "good"), accelerator.Limit(40, 2)))
     assert [row["job"] for row in rows] == ["hangs", "good"]
-    assert "stopped after 3 s" in rows[0]["failed"] and rows[1]["ok"]
+    assert "stopped after 2 s" in rows[0]["failed"] and rows[1]["ok"]
 
 
 def test_a_stage_ends_at_its_limit():
-    rows = list(accelerator.run_stage("machine", worker("hangs", "hangs", "good"), accelerator.Limit(3, 30)))
+    rows = list(accelerator.run_stage("machine", worker("hangs", "hangs", "good"), accelerator.Limit(2, 30)))
     assert [row["job"] for row in rows] == ["hangs"]
 
 

@@ -157,16 +157,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path):
     assert parts["commits"] == ["0000000", "1111111"] and whole["commits"] == ["0000000"]
     assert whole["done"] == 2 and whole["mismatch_kl"] > 1e-6, "a dense learner is another policy"
     assert whole["evicted_share"] > 1 / 3 and {"sparse", "dense", "sparse_greedy", "dense_greedy"} <= whole.keys()
+    other = Job(job.arm, job.seed, Sizes())  # of the same name
+    text = (job.folder(tmp_path / "whole") / "run.json").read_text()
+    write_text(other.folder(tmp_path / "moved") / "run.json", text)
     with pytest.raises(ValueError, match="expected in .* a run of the present settings"):
-        kept(Job(job.arm, 0, Sizes()), BASE, _moved(job, tmp_path))
-
-
-def _moved(job: Job, folder: Path) -> Path:
-    """Where another job of the same name finds the row of this one."""
-    other = Job(job.arm, job.seed, Sizes())
-    text = (job.folder(folder / "whole") / "run.json").read_text()
-    write_text(other.folder(folder / "moved") / "run.json", text)
-    return folder / "moved"
+        kept(other, BASE, tmp_path / "moved")
 
 
 def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

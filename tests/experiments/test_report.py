@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,46 +107,6 @@ def test_tables_and_paragraphs():
     assert [line for line in lines if line.startswith("* ")][1] == "* b"
 
 
-def dose_rows(slope: float, offset: float) -> list[dict[str, Any]]:
-    """Cells on a line: mixed-50 leads TIS, the better rival, by offset + slope · log(mismatch)."""
-    made = []
-    for budget, mismatch in ((20, 0.1), (14, 0.4), (8, 1.6)):
-        lead = offset + slope * math.log(mismatch)
-        rewards = {"untrained": 0.2, "naive": 0.3, "tis": 0.4, "shadow": 0.45, "mixed-50": 0.4 + lead}
-        for arm, reward in rewards.items():
-            for seed in dose.SEEDS:
-                row = {"arm": arm, "seed": seed, "task": "sorting-12", "policy": "h2o", "budget": budget}
-                row |= {"pilot": False, "sparse_greedy": reward + 0.01 * seed, "mismatch_kl": mismatch}
-                made.append(row)
-    return made
-
-
-def test_the_lead_at_a_mismatch_is_on_the_line_of_the_cells():
-    found = dose.cells_of(dose_rows(slope=0.05, offset=0.2))
-    expected = 0.2 + 0.05 * math.log(0.15)
-    assert dose.lead_at(found, "mixed-50", 0.15) == pytest.approx(expected)
-    # 0.2 + 0.05 log 0.1, and 0.2 + 0.05 log 0.4.
-    assert dose.beside(found) == " The cells next to 0.15 nats have +0.085 and +0.154."
-    assert dose.beside(found[1:]) == ""
-    # All seeds have the same lead, so the bootstrap has no spread.
-    assert dose.interval_at(found, "mixed-50", 0.15) == pytest.approx((expected, expected))
-
-
-def test_the_rival_is_the_better_one_of_the_reported_seeds():
-    rows = dose_rows(slope=0.0, offset=0.1)
-    for row in rows:
-        row["sparse_greedy"] += 0.2 * (row["arm"] == "naive" and row["budget"] == 8)
-    leads = {cell.label: (cell.rival(dose.SEEDS), cell.lead("mixed-50", dose.SEEDS)) for cell in dose.cells_of(rows)}
-    assert leads["sorting-12, h2o, 8 keys"] == ("naive", pytest.approx(0.0))
-    assert leads["sorting-12, h2o, 20 keys"] == ("tis", pytest.approx(0.1))
-
-
-def test_a_cell_without_all_seeds_is_not_reported():
-    rows = dose_rows(slope=0.0, offset=0.1)
-    rows.remove(next(row for row in rows if row["arm"] == "shadow" and row["budget"] == 8))
-    assert len(dose.cells_of(rows)) == 2
-
-
 def test_cells_of_room_are_reported_when_all_seeds_are_in():
     pilots = [row for row in room_rows() if row["pilot"]]
     second = [row | {"policy": "snapkv"} for row in room_rows(room.MAIN) if not row["pilot"]]
@@ -166,95 +125,35 @@ def test_a_collapse_is_three_low_evaluations_in_a_row():
     assert after(0.4, 0.1, 0.1, 0.3, 0.1, 0.1) is None
 
 
-def collapse_rows() -> list[dict[str, Any]]:
-    """At 3e-4 under SnapKV four of ten runs of bypass collapse after 20 rollouts, none with shadow masks."""
-    made = []
-    for arm in ("bypass", "shadow"):
-        for seed in collapse.SEEDS:
-            end = 0.1 if arm == "bypass" and seed < 14 else 0.5
-            curve = [{"step": 20 * i, "sparse_greedy": end if i else 0.4, "dense_greedy": 0.4} for i in range(4)]
-            curve = [point | {"agreement_p5": 0.8 if arm == "bypass" else 1.0} for point in curve]
-            row = {"arm": arm, "seed": seed, "policy": "snapkv", "learning_rate": 3e-4, "pilot": False}
-            made.append(row | {"curve": curve, "sparse_greedy": end, "dense_greedy": 0.4, "cpu_seconds": 1.0})
-    return made
+def without_one(rows: Sequence[Row], **of: Any) -> list[Row]:
+    """The rows but for the first reported one with these values."""
+    missing = next(row for row in rows if not row["pilot"] and of.items() <= row.items())
+    return [row for row in rows if row is not missing]
 
 
-def test_the_section_on_collapse_counts_runs():
-    text = reflow(collapse.section(collapse_rows()))
-    assert "| snapkv, bypass | 3e-4 | 4 of 10 | 20 | 10 of 10 | −0.060 ± 0.148 | +0.000 ± 0.000 |" in text
-    assert "| snapkv, shadow | 3e-4 | 0 of 10 |  | 0 of 10 |" in text
-    # All four among the ten of one arm, of either: 2 * C(10, 4) / C(20, 4) = 0.0867.
-    assert "4 of 10 runs of bypass and 0 of 10 of shadow masks collapse (p = 0.087" in " ".join(text.split())
-    assert collapse.section(collapse_rows()[1:]) == ""
+def test_no_study_is_reported_before_all_seeds_of_its_primary_contrast_are_in():
+    files = report.all_rows()
+    walls, collapses, gates = (files[name] for name in ("wall.json", "collapse.json", "learned_eviction.json"))
+    assert wall.section(walls) and not wall.section(without_one(walls, way="full-4-bit", length=wall.PRIMARY))
+    policy, rate = collapse.PRIMARY
+    of = {"policy": policy, "learning_rate": rate, "arm": "bypass"}
+    assert collapse.section(collapses) and not collapse.section(without_one(collapses, **of))
+    assert learned_eviction.section(gates) and not learned_eviction.section(without_one(gates, arm="gate-joint"))
+    task, policy, budget = reruns.CELLS["other cells: sorting-12, snapkv, 11 keys"][1]
+    of = {"task": task, "policy": policy, "budget": budget, "arm": "tis", "seed": reruns.SEEDS[0]}
+    assert reruns.section(files) and not reruns.section(files | {"room": without_one(files["room"], **of)})
+    doses = files["dose.json"]
+    of = {"arm": "shadow", "seed": dose.SEEDS[0]}
+    assert len(dose.cells_of(without_one(doses, **of))) == len(dose.cells_of(doses)) - 1
 
 
-def wall_rows() -> list[dict[str, Any]]:
-    """In the pilot full-updates is the best full-cache way, in the reported seeds full-turns."""
-    made = []
-    for place, way in enumerate(wall.MEANING):
-        for seed in (100, *wall.SEEDS):
-            own = 0.3 + 0.01 * place + 0.1 * (way == ("full-updates" if seed == 100 else "full-turns"))
-            row = {"way": way, "seed": seed, "pilot": seed == 100, "length": 1024, "learning_rate": 1e-3}
-            row |= {"own": own + 0.002 * seed * (way == "mixed-50"), "sparse_greedy": 0.5, "dense_greedy": 0.6}
-            made.append(row | {"rows_at_once": 4, "rollouts": 70, "tokens": 1e6, "seconds": 240.0})
-    return made
+def test_the_rival_at_the_wall_is_the_full_cache_way_of_the_best_pilot():
+    made = [("full-turns", 0.5, True), ("full-updates", 0.4, True), ("tis", 0.9, True), ("full-updates", 0.8, False)]
+    rows = [{"way": way, "own": own, "pilot": pilot, "length": wall.PRIMARY} for way, own, pilot in made]
+    assert wall.best_full(rows, wall.PRIMARY) == "full-turns"
 
 
-def test_the_wall_compares_with_the_best_full_cache_way_of_the_pilot():
-    rows = wall_rows()
-    assert wall.best_full(rows, 1024) == "full-updates"
-    # 0.35 - 0.31 + 0.002 * 12.5; t(0.975, 5) = 2.571, s = 0.00374.
-    text = " ".join(wall.section(rows).split())
-    assert "mixed-50 minus full-updates, the best full-cache way of the pilot: +0.065 ± 0.004" in text
-    # 0.33 - 0.31 and 0.34 - 0.31 in every seed.
-    assert "Exploratory: tis +0.020 ± 0.000, shadow +0.030 ± 0.000 against the same way" in text
-    assert "Not run yet: walks of 512 steps." in text
-    rows.remove(next(row for row in rows if row["way"] == "full-4-bit" and row["seed"] == 12))
-    assert wall.section(rows) == ""
-
-
-def rerun_rows(arm: str, seeds: Iterable[int], reward: float, rate: float = 1e-3) -> list[Row]:
-    """Rows of both cells; the rewards of the seeds alternate around `reward`."""
-    made = []
-    for _, (task, policy, budget) in reruns.CELLS.values():
-        cell = {"task": task, "policy": policy, "budget": budget, "pilot": False, "arm": arm, "learning_rate": rate}
-        made += [cell | {"seed": seed, "sparse_greedy": reward + 0.01 * (-1) ** seed} for seed in seeds]
-    return made
-
-
-def test_a_rerun_is_compared_with_the_first_interval():
-    first = rerun_rows("mixed-50", range(10, 16), 0.7) + rerun_rows("tis", range(10, 16), 0.6)
-    # At the rate of the other column; and paired differences spread only where one arm's seeds do not alternate.
-    first += rerun_rows("tis", range(10, 16), 0.1, rate=3e-4)
-    for row in first:
-        row["sparse_greedy"] += 0.01 * (-1) ** row["seed"] * (row["arm"] == "mixed-50")
-    near = rerun_rows("mixed-50", reruns.SEEDS, 0.71) + rerun_rows("tis", reruns.SEEDS, 0.6)
-    far = rerun_rows("mixed-50", reruns.SEEDS, 0.72) + rerun_rows("tis", reruns.SEEDS, 0.6)
-    # Differences of 0.1 ± 0.01: their t interval over six seeds is 2.571 · 0.01095 / sqrt(6) = 0.0115 wide to a side.
-    for again, answer in ((near, "+0.110 ± 0.000 | yes |"), (far, "+0.120 ± 0.000 | no |")):
-        files = {file: [*first, *again] for file in ("room", "dose.json")}
-        text = reruns.section(files)
-        assert text.count(f"| 6 | +0.100 ± 0.011 | 6 | {answer}") == 2, text
-        assert reruns.without(files)["room"] == first
-    assert reruns.section({"room": first + near[:-1], "dose.json": first + near}) == ""
-
-
-def eviction_rows() -> list[dict[str, Any]]:
-    """The gate decides 0.1 better than attention, which pilots prefer at temperature 0.3."""
-    rows: list[dict[str, Any]] = []
-    for policy, arm in (learned_eviction.GATE, *learned_eviction.ATTENTION):
-        for seed in (100, 101, *learned_eviction.SEEDS):
-            reward = 0.8 + 0.001 * (seed % 3 - 1) if policy == "gate" else 0.7
-            curve = [{"sparse_decided": 0.0}] * 4 + [{"sparse_decided": reward}] * 3
-            found = {"sparse": reward, "sparse_greedy": reward + (0.01 if policy == "attention-cold" else 0.0)}
-            found |= {"dense_greedy": 0.5, "dense_greedy_before": 0.99, "policy": policy, "arm": arm, "seed": seed}
-            rows.append(found | {"learning_rate": 3e-4, "pilot": seed >= 100, "curve": curve})
-    return rows
-
-
-def test_the_gate_is_compared_with_the_attention_that_the_pilot_prefers():
-    rows = eviction_rows()
-    assert learned_eviction.best_attention(rows) == ("attention-cold", "attention-joint")
-    text = learned_eviction.section(rows)
-    assert "attention at temperature 0.3, trained, the better attention arm of the pilot, decided: +0.100" in text
-    assert learned_eviction.section(rows[:-1]) == "", "a seed is missing"
+def test_a_rerun_is_compared_at_its_own_rate():
+    made = [(10, 1e-3), (11, 3e-4), (reruns.SEEDS[0], 1e-3)]
+    rows = [{"arm": "tis", "seed": seed, "learning_rate": rate, reruns.KIND: 0.5} for seed, rate in made]
+    assert reruns.rewards(rows, "tis", (10, 11)) == {10: 0.5}
