@@ -85,9 +85,10 @@ def test_what_the_loss_is_told():
     assert Chain((Chain((OPSM(),)), TIS())).traits.judges_responses
 
 
-def test_importance_sampling_without_a_bound():
+def test_importance_sampling_without_a_bound_and_at_icepops():
     xi = [0.25, 0.8, 3.0]
     check(TIS("token", clip_max=None), inputs_of(xi), xi, [1, 1, 1])
+    check(IcePop(), inputs_of([0.4, 0.8, 4.9, 5.1]), [0, 0.8, 4.9, 0], [1, 1, 1, 1])
 
 
 def test_geometric_rejection():

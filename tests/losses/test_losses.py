@@ -52,6 +52,19 @@ def test_clipping_by_hand(ratio, advantage, loss, slope, clipped):
     }
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "clipped"),
+    [(0.1, 1.0, 0.1, False), (0.1, -1.0, 0.1, False), (1.5, 2.0, 1.5, False), (4.0, 2.0, 3.0, True)],
+)
+def test_cispo_by_hand(ratio, advantage, weight, clipped):
+    """The clipped ratio weighs the token's log-probability and has no gradient itself."""
+    inputs, config = one_token(ratio, advantage), cispo(2.0)
+    value, terms = policy_loss(inputs, config)
+    np.testing.assert_allclose(value, -weight * advantage * np.log(0.25 * ratio), rtol=1e-6)
+    np.testing.assert_allclose(gradient(inputs, config), [[-weight * advantage]], rtol=1e-6)
+    assert {name: bool(x[0, 0]) for name, x in terms.surrogate.items()} == {"cispo_clip_ratio": clipped}
+
+
 # --- corrections
 
 
