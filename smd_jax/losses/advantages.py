@@ -126,7 +126,7 @@ def grouped(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "g
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
     # A JAX array: NumPy takes the `where=None` of sums and means for false.
-    return jnp.reshape(rewards, (-1, group_size))
+    return jnp.asarray(rewards).reshape(-1, group_size)
 
 
 def grouped_rows(
