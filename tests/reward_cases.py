@@ -47,6 +47,11 @@ def as_number(completions):
     return [float(completion) for completion in completions]
 
 
+async def slow_as_number(completions):
+    await asyncio.sleep(0)
+    return as_number(completions)
+
+
 def not_finite(completions):
     return [float("nan") if completion == "bad" else 1.0 for completion in completions]
 

@@ -86,14 +86,6 @@ def checked_step(returned: Any) -> dict[str, Any]:
     return {"content": checked_content(content, opening=False), "reward": number, "done": ends}
 
 
-def _from_outside(error: BaseException) -> BaseException:
-    """The error, with the last line of this file as the first of its traceback."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_next.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return error.with_traceback(trace)
-
-
 class Conversation:
     """The environment of one conversation, in this process. `finish` gives the result of an awaitable."""
 
@@ -126,7 +118,7 @@ class Conversation:
         assert error is not None
         if isinstance(error, AnswerError):
             return {"failed": ["no answer", str(error)]}
-        return {"failed": [type(error).__name__, reward_calls.described(_from_outside(error))]}
+        return {"failed": [type(error).__name__, reward_calls.described(error)]}
 
 
 def converse(connection: Connection, factory: Callable[[], Any]) -> None:

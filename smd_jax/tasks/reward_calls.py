@@ -16,11 +16,14 @@ import math
 import pickle
 import reprlib
 import sys
+import sysconfig
 import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from itertools import dropwhile
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -32,6 +35,10 @@ Outcome = list[Value] | Failed  # one value per completion, or why the call fail
 
 ANOTHER_NUMBER = "another number of rewards"  # kind of a call that returned more or fewer than there are completions
 LONGEST_MESSAGE = 400  # characters of an exception
+
+THIS_LIBRARY = Path(__file__).parents[1]
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+INSTALLED = {"site-packages", "dist-packages"}  # folders within it that are not of it
 
 GRACE_SECONDS = 5.0  # added to the limit, at which the caller ends this process; later it ends itself
 
@@ -112,12 +119,19 @@ def described(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(error)).strip()
     if len(text) > LONGEST_MESSAGE:  # it may quote a whole completion
         text = f"{text[:LONGEST_MESSAGE]}…"
-    # The first frame is our call. The second one, if any, is in the function.
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    if not frames:
+    # The first frames are our call, and what imports a file or waits for a coroutine.
+    own = list(dropwhile(_is_ours, traceback.extract_tb(error.__traceback__)))
+    if not own:
         return text
-    own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    return f"{text} ({own.filename}, line {own.lineno})"
+    last = [frame for frame in own if frame.filename == own[0].filename][-1]
+    return f"{text} ({last.filename}, line {last.lineno})"
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    """Whether a line is of this library, of the standard library or of the interpreter's importer."""
+    folders = Path(frame.filename).parents
+    is_standard = STANDARD_LIBRARY in folders and not INSTALLED & {folder.name for folder in folders}
+    return is_standard or THIS_LIBRARY in folders or frame.filename.startswith("<frozen ")
 
 
 def packed(outcome: Outcome) -> bytes:

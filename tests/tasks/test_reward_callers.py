@@ -9,7 +9,7 @@ import pytest
 
 from smd_jax.tasks import reward_calls
 from smd_jax.tasks.functions import import_function
-from smd_jax.tasks.reward_callers import CallsInProcess, pickled_function
+from smd_jax.tasks.reward_callers import CallsInProcess, UnloadableRewardError, pickled_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from tests import reward_cases
 from tests.tasks.test_reward_rules import graded, numbers
@@ -66,11 +66,20 @@ def test_a_crash_costs_its_row():
     assert numbers(got.rewards) == [None, 1]
 
 
-def test_what_was_raised_there_is_said_here():
-    rewards = Rewards((reward_cases.as_number,), seconds=LONG, max_failed=0.5)
+@pytest.mark.parametrize("function", [reward_cases.as_number, reward_cases.slow_as_number])
+def test_what_was_raised_there_is_said_here(function):
+    rewards = Rewards((function,), seconds=LONG, max_failed=0.5)
     message = r"ValueError: could not convert string to float: 'bad' \(.*reward_cases.py, line \d+\)"
     with pytest.warns(RewardWarning, match=message):
         assert numbers(graded(rewards, ["1", "bad"]).rewards) == [1, None]
+
+
+def test_an_error_while_the_file_loads_there_names_its_line(tmp_path):
+    file = tmp_path / "needs_a_token.py"
+    file.write_text("import sys\nif 'reward_calls' in sys.argv[0]:\n    raise KeyError('token')\ndef f(): pass\n")
+    rewards = Rewards((import_function(f"{file}:f"),), seconds=LONG)
+    with pytest.raises(UnloadableRewardError, match=rf"KeyError: 'token' \({file}, line 3\)"):
+        graded(rewards, ["1"])
 
 
 def local_function():
