@@ -66,7 +66,8 @@ def collect_masks(runs: Sequence[Run]) -> list[dict[str, Any]]:
     found = []
     numbers = 0
     for run in runs:
-        kept = sorted((run.path / "completions").glob("masks_*.npz"))
+        # By their numbers, which have five digits or more.
+        kept = sorted((run.path / "completions").glob("masks_*.npz"), key=lambda path: (len(path.name), path.name))
         for path in dict.fromkeys([*kept[-1:], *kept[:1]]):
             for mask in load_masks(path):
                 if numbers + mask.evicted_at.size <= MASK_NUMBERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -261,6 +262,16 @@ def test_the_page_is_the_same_every_time(runs):
         pages.append((runs / f"{name}.html").read_bytes())
     assert pages[0] == pages[1]
     assert (runs / "a.png").read_bytes() == (runs / "b.png").read_bytes()
+
+
+def test_masks_of_the_last_and_the_first_rollout(runs):
+    folder = runs / "naive" / "completions"
+    folder.mkdir()
+    for step in (100_000, 0, 99_999):
+        save_masks(folder / f"masks_{step:05d}.npz", [replace(hand_made(list("abcd")), step=step)])
+    write_page([runs], runs / "page.html")
+    masks = json.loads(Reader((runs / "page.html").read_text()).scripts["masks"])
+    assert [mask["title"].split(", ")[1] for mask in masks] == ["rollout 100000", "rollout 0"]
 
 
 def test_only_as_many_masks_as_a_page_can_hold(runs, monkeypatch):
