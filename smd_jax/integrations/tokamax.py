@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from smd_jax.message.masks import NEVER, KeyInterval
+from smd_jax.message.masks import NEVER, KeyInterval, check_full_precision
 
 if TYPE_CHECKING:
     from tokamax._src.ops.attention.base import Mask
@@ -25,10 +25,11 @@ def to_tokamax(interval: KeyInterval, num_heads: int) -> Mask:
     """The mask of one layer: causal, with `q_end` int32 `[batch, num_heads, keys]` (or 1 for a shared batch axis).
 
     Raises:
-      ValueError: num_heads is no multiple of the interval's KV heads.
+      ValueError: num_heads is no multiple of the interval's KV heads; the mask of a quantised cache.
     """
     from tokamax._src.ops.attention.base import Mask
 
+    check_full_precision(interval)
     kv_heads = interval.evicted_at.shape[1]
     if num_heads % kv_heads:
         raise ValueError(f"expected num_heads to be a multiple of {kv_heads} KV heads; got {num_heads}")

@@ -238,13 +238,24 @@ def head_mask(mask: Mask, layer: int, num_heads: int) -> Bool[Array, "#batch hea
     query that sees no key, such as padding, these functions return the mean of all values or NaN; `attend` returns 0.
 
     Raises:
-      ValueError: num_heads is not a multiple of the mask's KV heads.
+      ValueError: num_heads is not a multiple of the mask's KV heads; the mask of a quantised cache.
     """
-    visible = to_visible(layer_mask(mask, layer))
+    chosen = layer_mask(mask, layer)
+    check_full_precision(chosen)
+    visible = to_visible(chosen)
     kv_heads = visible.shape[1]
     if num_heads % kv_heads:
         raise ValueError(f"expected num_heads to be a multiple of the mask's {kv_heads} KV heads; got {num_heads}")
     return jnp.repeat(visible, num_heads // kv_heads, axis=1)
+
+
+def check_full_precision(mask: LayerMask) -> None:
+    """Raises ValueError for a mask whose sampler saw quantised keys, which booleans or columns cannot tell."""
+    if isinstance(mask, KeyInterval) and mask.quantized is not None:
+        raise ValueError(
+            "expected the mask of a cache in full precision, because other attention reads no quantised keys; got one "
+            "with them. `smd.attend` reads them; mask.replace(quantized=None) leaves them out, for an inexact replay"
+        )
 
 
 def check_booleans(mask: Array | np.ndarray) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import EMPTY, LayerCache, full_precision, gather, quantize, select, write
 from smd_jax.devices.sharding import make_mesh
-from smd_jax.message.masks import NEVER, KeyInterval, Segments
+from smd_jax.message.masks import NEVER, KeyInterval, Segments, ShadowMask, head_mask
 from smd_jax.message.quantization import (
     Parity,
     QuantConfig,
@@ -268,6 +268,15 @@ def problem() -> tuple[list[jax.Array], np.ndarray, KeyInterval]:
     parity = Parity(*(pack(x & 1, 1) for x in codes))
     mask = KeyInterval(jnp.asarray(evicted_at, jnp.int32), SEGMENTS, QuantizedReplay(parity, QUANT, FIRST, LENGTH))
     return [jnp.asarray(x) for x in (q, k, v, d_out)], visible, mask
+
+
+def test_no_mask_for_other_attention():
+    """It reads no quantised keys, so it would replay another policy."""
+    mask = problem()[2]
+    whole = ShadowMask(mask.evicted_at[:, None], (SEGMENTS,), jax.tree.map(lambda x: x[:, None], mask.quantized))
+    with pytest.raises(ValueError, match="expected the mask of a cache in full precision"):
+        head_mask(whole, 0, num_heads=4)
+    assert head_mask(whole.replace(quantized=None), 0, num_heads=4).shape == (2, 4, T, T)
 
 
 def by_query(q: Any, k: Any, v: Any, visible: np.ndarray, rounded: tuple[np.ndarray, np.ndarray]) -> Any:
