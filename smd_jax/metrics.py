@@ -133,13 +133,13 @@ def reward_metrics(
     rewarded = jnp.ones(groups.shape, bool) if rewarded_rows is None else rewarded_rows.reshape(groups.shape)
     left = rewarded.sum(axis=1)
     # A group without any reward is left out.
-    within = jnp.where(left > 1, groups.std(axis=1, ddof=1, where=rewarded), 0.0)
+    within = jnp.where(left > 1, groups.std(axis=1, ddof=min(1, group_size - 1), where=rewarded), 0.0)
     # Equality, not a standard deviation near 0: the mean of equal floats may differ from them.
     highest = jnp.where(rewarded, groups, -jnp.inf).max(axis=1)
     lowest = jnp.where(rewarded, groups, jnp.inf).min(axis=1)
     return {
         "reward": groups.mean(where=rewarded),
-        "reward_std": jnp.where(left.sum() > 1, groups.std(ddof=1, where=rewarded), 0.0),
+        "reward_std": jnp.where(left.sum() > 1, groups.std(ddof=min(1, groups.size - 1), where=rewarded), 0.0),
         "reward_std_within_group": within.mean(where=left > 0),
         "frac_reward_zero_std": (highest <= lowest).astype(jnp.float32).mean(),
     }

@@ -50,7 +50,7 @@ class Conditions(struct.PyTreeNode):
 
     @classmethod
     def of(cls, record: Record, system: int = 0) -> Conditions:
-        """The conditions that the record states. `system`: tokens of the message that a cause may put in front."""
+        """The conditions that the record states. `system`: tokens of a system message that a cause may add."""
         # A cause may also put padding before the prompts, up to the longest of them.
         spare = max(SPARE, int(np.ptp(record.prompt_lengths)), system)
         routing = record.routing
@@ -65,8 +65,8 @@ class Conditions(struct.PyTreeNode):
         )
 
     def with_prefix(self, prefixes: list[np.ndarray], positions: np.ndarray) -> Conditions:
-        """The conditions of rows that begin with these tokens, which are never evicted. `positions`: of the row's own
-        tokens. There may be as many tokens as spare columns."""
+        """The conditions of rows that begin with these tokens, at most as many as spare columns. They stay.
+        `positions`: of the row's own tokens."""
         counts = np.array([len(prefix) for prefix in prefixes])
         found = self._moved(np.zeros_like(counts), counts, positions)
         for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):

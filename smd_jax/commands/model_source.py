@@ -81,8 +81,8 @@ def open_model(source: ModelSource, data: DataSource, sampler: SamplingArgs) -> 
 
 
 def model_directory(name: str, revision: str | None = None) -> Path:
-    """Directory of a model, as `local_directory`; with the weights of a model on the Hub. Raises UserError without a
-    config.json, too."""
+    """The directory of a model. Downloads a model of the Hub with its weights. Raises UserError as `local_directory`,
+    and for a directory without a config.json."""
     directory = local_directory(name, "--model", revision, FILES)
     if not Path(name).is_dir():  # then its weights, as transformers chooses them
         index = directory / INDEX_FILE

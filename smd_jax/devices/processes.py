@@ -110,9 +110,13 @@ def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
 
 def on_first_host(tree: Any) -> Any:
     """The tree with its arrays on the host of the first process, leaf by leaf; None in the others. All must call it."""
+
+    def taken(leaf: Any) -> np.ndarray | None:
+        whole = on_host(leaf)  # all processes take part; the others drop it at once and need no room for a model
+        return whole if is_first() else None
+
     leaves, structure = jax.tree.flatten(tree)
-    # Other hosts need no room for a whole model.
-    kept = [whole if is_first() else None for whole in map(on_host, leaves)]
+    kept = [taken(leaf) for leaf in leaves]
     return structure.unflatten(kept) if is_first() else None
 
 

@@ -42,7 +42,7 @@ class Dialogue:
         self._variables = dict(variables or {})
         self._has_template = tokenizer.chat_template is not None
         if self._has_template:
-            # What follows a turn must be a suffix, for turns with and without thinking.
+            # Raises TemplateError unless the template only appends text after a turn, with and without thinking.
             for text in (PLAIN, THINKING):
                 first = [_user("a"), _assistant(text)]
                 self._after(first, [_user("c")], self._variables)

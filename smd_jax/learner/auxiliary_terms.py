@@ -1,4 +1,4 @@
-"""Terms beside the policy loss: entropy bonus, the critic's value loss, load balancing of experts."""
+"""Terms that are added to the policy loss: entropy bonus, the critic's value loss, load balancing of experts."""
 
 from __future__ import annotations
 

@@ -199,9 +199,9 @@ def surrogate_metrics(
 def eviction_weights(
     counted: Bool[Array, "batch compressions"], mask: Bool[Array, "batch R"]
 ) -> Float[Array, "batch compressions"]:
-    """Weights of sampled evictions, actions like tokens: each draw has that of a token in a mean over the minibatch. So
-    with the default token weighting and a coefficient of 1, the sum of both losses has the gradient of one policy over
-    tokens and evictions.
+    """Weights of sampled evictions. An eviction is an action, like a token, so each draw has the weight of a token in a
+    mean over the minibatch. With the default token weighting and a coefficient of 1, the sum of both losses has the
+    gradient of one policy over tokens and evictions.
 
     Args:
       counted: draws with a later token in their row.

@@ -78,7 +78,9 @@ class DrawableTokens(struct.PyTreeNode):
         for row, sets in enumerate(by_row):
             for column, ids in enumerate(sets):
                 if as_bits:
-                    np.bitwise_or.at(found[row, column], ids // 8, (1 << ids % 8).astype(np.uint8))
+                    inside = np.zeros(8 * size, bool)
+                    inside[ids] = True
+                    found[row, column] = np.packbits(inside, bitorder="little")
                 else:
                     found[row, column, : len(ids)] = ids
         return cls(jnp.asarray(found))

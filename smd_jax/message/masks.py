@@ -250,7 +250,7 @@ def head_mask(mask: Mask, layer: int, num_heads: int) -> Bool[Array, "#batch hea
 
 
 def check_full_precision(mask: LayerMask) -> None:
-    """Raises ValueError for a mask whose sampler saw quantised keys, which booleans or columns cannot tell."""
+    """Raises ValueError for the mask of a quantised cache: booleans and columns do not say what was rounded."""
     if isinstance(mask, KeyInterval) and mask.quantized is not None:
         raise ValueError(
             "expected the mask of a cache in full precision, because other attention reads no quantised keys; got one "

@@ -13,7 +13,7 @@ The scale is stored with them. The same model is the policy with adapters and th
 reference policy and the frozen teacher, without a copy.
 
 Sampler and learner use the same adapters. Merged weights would be a second copy of the model and, in 16 bits, a
-different function, because rounding removes most of a small adapter.
+different function, because rounding removes most of a small adapter. `Projection` is the dense layer that applies them.
 """
 
 from __future__ import annotations

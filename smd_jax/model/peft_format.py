@@ -180,6 +180,8 @@ def load_peft(directory: str | Path, params: Mapping[str, Any], config: ModelCon
     content = _read_config(directory / CONFIG_FILE, fused_names, config.experts is not None)
     pairs = _take_experts(tensors, content, config, directory)
     lora = _lora_config(content, tensors, pairs, fused_names, directory)
+    if layout == "fused":
+        _fused_targets(lora, fused_names)  # refuses a part of them
     for name, tensor in _modules(config, lora, layout).items():
         widths = [leaf.shape[1] for leaf in tensor.leaves]
         rank = lora.rank * (len(widths) if content.get("rank_pattern") else 1)
@@ -346,11 +348,10 @@ def _lora_config(
 
 
 def _check_patterns(content: Mapping[str, Any], lora: LoraConfig, names: Sequence[str]) -> None:
-    """Raises ValueError for ranks or alphas of single matrices other than `_patterns`, and as `_fused_targets`."""
-    wanted = _patterns(lora, names)
+    """Raises ValueError for ranks or alphas of single matrices other than `_patterns`."""
     if all(not content.get(key) for key in _PATTERNS):
         return
-    for key, expected in wanted.items():
+    for key, expected in _patterns(lora, names).items():
         got = content.get(key)
         if isinstance(got, dict):  # PEFT turns names into expressions when it opens a file of transformers 4
             got = {name.removeprefix(r".*\."): value for name, value in got.items()}

@@ -1,4 +1,4 @@
-"""Reads the safetensors of a checkpoint directory: file names, headers, and shards of single tensors. Never pickles."""
+"""Reads the safetensors of a checkpoint: file names, headers, shards of single tensors, MXFP4. Never pickles."""
 
 from __future__ import annotations
 

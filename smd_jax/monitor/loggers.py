@@ -65,7 +65,7 @@ def is_evaluation(metrics: Mapping[str, float]) -> bool:
 
 
 def check_installed(package: str, extra: str, what: str) -> None:
-    """Raises MissingExtraError if a logger's package, of the extra, is not installed. Does not import it."""
+    """Raises MissingExtraError if a logger's package is not installed, without importing it. `extra` installs it."""
     spec = find_spec(package)
     # A folder of that name in the working directory, such as wandb's, has no origin.
     if spec is None or spec.origin is None:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 from rich import box
 from rich.console import Console, Group
@@ -87,7 +86,7 @@ def _plain_report(file: TextFile | None, name: str, total: int, start: int, ever
         due = step - last_step >= every or now - last_time >= SILENCE
         if due or step == total or any(map(evaluated, metrics)):
             last_time, last_step = now, step
-            shown = [name, f"{step}/{total}", status(metrics), str(timedelta(seconds=int(now - began)))]
+            shown = [name, f"{step}/{total}", status(metrics), _clock(now - began)]
             _print_line(" ".join(filter(None, shown)), file)
 
     return report
@@ -103,6 +102,12 @@ def status(metrics: Mapping[str, float]) -> str:
     if rewards := [f"{way} {value:.3f}" for name, value in metrics.items() if (way := evaluated(name))]:
         parts.append(f"eval {', '.join(rewards)}")
     return " ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    """`0:01:20`; hours go on after a day."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 # --- a rollout
@@ -128,7 +133,7 @@ def rollout_report(*, every: float = 10.0, file: TextFile | None = None) -> Call
         _print_line(
             f"rollout {progress.finished}/{progress.rows} done, {progress.live}/{progress.decode_rows} rows live, "
             f"{progress.tokens:,} tokens, {progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s, "
-            f"{timedelta(seconds=int(progress.seconds))}",
+            f"{_clock(progress.seconds)}",
             file,
         )
 

@@ -32,7 +32,7 @@ prompt. P = 2, R = 4, row B seated at cache_steps 3, where query_number is 5:
     row B     r1   r2   r3   p0   p1   r0        r0 to slot 5, then round the ring
 
 `Sampler` holds the static parts, and `sampler_params` converts the parameters once. The rest are pure functions of both
-and a state: `docs/data.md` lists them.
+and a state, in `smd_jax.sampler.prefill`, `seats`, `segment` and `records`.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Sampler:
     prompt_width: int
 
     def __post_init__(self) -> None:
+        # Called only for its checks of the policy and the budgets, before anything reads the policy.
+        plan(self.policy, self.config, self.model.shape.num_layers, self.prompt_width)
         shape, config, gate, spans = self.model.shape, self.config, self.policy.gate, self.policy.spans
-        # Called only for its check of the budgets.
-        plan(self.policy, config, shape.num_layers, self.prompt_width)
         if self.columns > shape.max_positions:
             raise ValueError(
                 f"expected prompt_width + max_new_tokens within the model's context of {shape.max_positions} tokens; "

@@ -82,7 +82,7 @@ class RowFormat:
 
 
 def _checked_prompt(prompt: Any, where: str) -> Prompt:
-    """Checks a prompt, and drops fields that are None, with which `datasets` fills messages that lack them."""
+    """Checks a prompt, and drops fields that are None, because `datasets` adds missing fields as None."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):

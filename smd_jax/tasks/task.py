@@ -83,7 +83,8 @@ def missing_extra(package: str) -> MissingExtraError:
 
 def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
     """The variables that a row gives its chat template, such as {"enable_thinking": False}. Raises ValueError, which
-    names the row by `where`, unless they are a dict. None is left out: `datasets` fills it in for other rows'."""
+    names the row by `where`, unless they are a dict. Variables that are None are left out: `datasets` adds those of
+    other rows as None."""
     values = row.get(TEMPLATE_KWARGS)
     if values is None:
         return {}

@@ -42,7 +42,7 @@ MAX_FIELD = 2**26  # characters of a field of CSV
 
 def data_format(path: Path) -> str:
     """Which of "json", "csv", "parquet" and "arrow" a file's name promises; only text may be compressed. Raises
-    ValueError for none of them."""
+    ValueError for another name."""
     plain = path.with_suffix("") if path.suffix.lower() in UNPACKERS else path
     found = FORMATS.get(plain.suffix.lower())
     if found is None or (plain != path and found not in ("json", "csv")):

@@ -104,7 +104,7 @@ class PolicyLoop(Loop):
 
     @cached_property
     def update(self) -> Update:
-        """The optimizer step: jitted over rows that no other sequence shares, else that of packed rows."""
+        """The optimizer step; with `pack_columns` over packed rows, else jitted."""
         make, update = make_packed_update if self.packs_rows else make_update, self.config.update
         if update.loss.weighting == FixedLength(None):
             # The longest allowed response instead of a batch's columns.

@@ -4,6 +4,7 @@ of a refused one.
     arrays = safetensors.numpy.load_file("refused_41.safetensors")
     tokens, valid        [rows, T]       prompts and responses
     logprobs             [rows, R]       the sampler's
+    sampled              [rows, R]       which tokens the policy sampled, if some were given
     rewards              [batch]         a completion has several rows if its contexts are compacted
     terminated           [rows]          counted_rows [rows], if some were left out
     evicted_at           [rows, layers, kv_heads, T]

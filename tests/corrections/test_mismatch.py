@@ -49,6 +49,9 @@ def test_rejected_fractions_by_hand():
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_masked_fraction"], 2 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_dropped_fraction"], 1 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["rollout_corr/rollout_is_eff_sample_size"], 4 / 6, rtol=1e-6)
+    everything = jnp.ones((1, 2), bool)
+    lost = correction_metrics(jnp.zeros((1, 2)), everything, everything)
+    assert lost["rollout_corr/rollout_is_eff_sample_size"] == 0
 
 
 def test_weights_by_hand():

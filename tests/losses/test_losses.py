@@ -65,6 +65,20 @@ def test_cispo_by_hand(ratio, advantage, weight, clipped):
     assert {name: bool(x[0, 0]) for name, x in terms.surrogate.items()} == {"cispo_clip_ratio": clipped}
 
 
+# --- the KL to the reference
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kl"), [("k1", np.log(2)), ("k2", np.log(2) ** 2 / 2), ("k3", 0.5 - 1 + np.log(2))]
+)
+def test_the_loss_has_the_kl_of_its_estimator(estimator, kl):
+    inputs = one_token(1.0, 2.0)
+    inputs = inputs.replace(reference_logprobs=inputs.logprobs + jnp.log(0.5))
+    value, terms = policy_loss(inputs, LossConfig(beta=0.1, kl_estimator=estimator))
+    np.testing.assert_allclose(terms.kl, [[kl]], rtol=1e-5)
+    np.testing.assert_allclose(value, 0.1 * kl - 2.0, rtol=1e-6)
+
+
 # --- corrections
 
 

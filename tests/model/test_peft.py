@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from smd_jax.config import Experts
 from smd_jax.model.lora import LORA, LoraConfig, base_params, by_module, merge_lora
 from smd_jax.model.peft_format import CONFIG_FILE, TENSOR_FILE, check_peft, load_peft, save_peft
 from smd_jax.model.value_head import add_value_head
@@ -198,3 +200,23 @@ def test_ranks_of_single_matrices_are_refused(tmp_path: Path, pattern: Any):
     fused_adapter(tmp_path, rank_pattern=pattern)
     with pytest.raises(ValueError, match=r"expected rank_pattern to be {'qkv_proj': 9} or empty; got"):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
+
+
+def test_adapters_of_a_dense_layer_beside_experts(tmp_path: Path):
+    """The dense layer's gate_proj is a matrix of its own, although experts store theirs as gate_up_proj."""
+    experts = Experts(count=4, per_token=2, intermediate_size=8, layers=(False, True))
+    config = replace(CONFIG, experts=experts)
+    shapes = {"q_proj": (32, 32), "gate_proj": (32, 64)}
+    modules = {"layers.0.self_attn.q_proj": "q_proj", "layers.1.self_attn.q_proj": "q_proj"}
+    tensors = {}
+    for module, name in (modules | {"layers.0.mlp.gate_proj": "gate_proj"}).items():
+        fan_in, fan_out = shapes[name]
+        prefix = f"base_model.model.model.{module}"
+        tensors |= {f"{prefix}.lora_A.weight": np.ones((3, fan_in), np.float32)}
+        tensors |= {f"{prefix}.lora_B.weight": np.ones((fan_out, 3), np.float32)}
+    save_file(tensors, tmp_path / TENSOR_FILE)
+    content = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(shapes)}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(content))
+    loaded = load_peft(tmp_path, random_params(config), config)[LORA]
+    assert loaded.config.targets == ("q_proj", "gate_proj")
+    assert loaded.matrices["layers_0"]["mlp"]["gate_proj"]["lora_B"].shape == (3, 64)

@@ -103,8 +103,9 @@ def usual(name: str) -> tuple[Conversed, Scripted]:
 
 
 FAST = ("Dense", "SnapKV")
-# One of every kind: by position, by attention, by queries and keys, drawn, with budgets of its own, protected.
-OTHERS = ("StreamingLLM", "H2O", "RKV", "Random", "Pyramid of H2O", "Protect")
+# Each has one of its kind among the others.
+LIKE_ANOTHER = ("Recent", "TOVA", "KeyDiff", "Knorm", "Pyramid", "Protect of StreamingLLM")
+OTHERS = tuple(name for name in POLICIES if name not in (*FAST, *LIKE_ANOTHER))
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])

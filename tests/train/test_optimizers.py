@@ -15,10 +15,12 @@ from smd_jax.learner.step import take_step
 from smd_jax.memory.compiled import tree_bytes
 from smd_jax.model.stacked_params import stack_params, unstack_params
 from smd_jax.model.value_head import add_value_head
+from smd_jax.runs import checkpoint
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train import optimizers
 from smd_jax.train.optimizers import OptimizerConfig, decayed, learning_rate_schedule, make_optimizer
 from tests import paths
+from tests.bitwise import assert_bitwise_equal
 
 GOLDEN = json.loads((paths.GOLDEN / "optimizers.json").read_text(encoding="utf-8"))
 STEPS = 6
@@ -164,3 +166,17 @@ def test_a_run_in_which_the_rate_cannot_fall():
         make_optimizer(OptimizerConfig(lr_scheduler_type="linear", warmup_steps=6), STEPS)
     with pytest.raises(ValueError, match="expected at least one optimizer step; got 0"):
         make_optimizer(OptimizerConfig(), 0)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 2)
+    config = OptimizerConfig(optim=optim, lr_scheduler_type="linear", warmup_steps=2)
+    optimizer = make_optimizer(config, STEPS)
+    grads = {name: jnp.array(x[0]) for name, x in GOLDEN["grads"].items()}
+    step = jax.jit(lambda state: take_step(state, optimizer, grads)[0])
+    start = init_state(golden_params(), optimizer, jax.random.key(0))
+    half = step(step(step(start)))
+    checkpoint.save(tmp_path, 3, half, config=config)
+    restored = checkpoint.restore(tmp_path, start, config=config).state
+    assert_bitwise_equal(step(step(restored)), step(step(half)))
