@@ -19,7 +19,7 @@ from PIL import Image
 from lib.files import RESULTS, ROOT, Row, read_rows, write_text
 from lib.provenance import is_clean
 from lib.starts import check_one_start
-from reporting import appendix, body, dose, dose_figure, figure, front, reruns
+from reporting import body, dose, figure, front, reruns
 from reporting.page import reflow
 from reporting.room import first_cell, other_cells
 
@@ -56,16 +56,16 @@ def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     planned = reruns.without(rows)
     room = first_cell(planned["room"])
     report = front.page(room, other_cells(planned["room"]), rows["smollm2.json"]) + "\n" + body.text(rows, planned)
-    return {PAGE: reflow(report), APPENDIX: reflow(appendix.text(planned, room))}
+    return {PAGE: reflow(report), APPENDIX: reflow(body.appendix(planned, room))}
 
 
 def figures(rows: dict[str, list[Row]]) -> dict[Path, tuple[Callable[[Path, str], None], str]]:
     """Path -> what draws the figure there, and the digest of its rows."""
     planned = reruns.without(rows)
     room, doses = first_cell(planned["room"]), dose.cells_of(planned["dose.json"])
-    found = {RESULTS / front.FIGURE: (partial(figure.draw, room), digest(room))}
+    found = {RESULTS / front.FIGURE: (partial(figure.draw_first, room), digest(room))}
     if len(doses) >= dose.FEWEST:
-        found[RESULTS / dose.FIGURE] = (partial(dose_figure.draw, doses), digest(doses))
+        found[RESULTS / dose.FIGURE] = (partial(figure.draw_doses, doses), digest(doses))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The studies of the report, a short section each."""
+"""The studies of the report, a short section each, and its appendix: every arm of every cell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib.files import Row
 from reporting import collapse, dose, learned_eviction, real_model, reruns, room, tools, wall
-from reporting.page import hours, table
+from reporting.page import hours, machines, table
 
 Rows = dict[str, list[Row]]
 
@@ -27,6 +27,34 @@ def text(rows: Rows, planned: Rows) -> str:
         commands(rows),
     )
     return "\n".join(section for section in sections if section)
+
+
+def appendix(rows: Rows, first: room.RoomCell) -> str:
+    others_of_room = "\n\n".join(
+        f"{cell.label}:\n\n{room.arms_table(cell, cell.complete)}" for cell in room.other_cells(rows["room"])
+    )
+    made = "\n".join(f"* `{name}`: {machines(found)}." for name, found in rows.items() if found)
+    return f"""# Appendix of the report
+
+Tables behind [the report](../REPORT.md), which defines the words. `python experiments/report.py` builds this page
+from the rows. ± is a 95 % t interval over seeds, paired by seed; bold: it excludes 0. No interval is corrected for
+several comparisons.
+
+## Room and time
+
+The cell of the first page, all arms whose seeds are in. Two rates: the one chosen for the budget, and the one for the
+full cache.
+
+{room.arms_table(first, first.complete)}
+
+## Other cells
+
+{others_of_room}
+
+## Machines
+
+{made}
+"""
 
 
 def other_cells(cells: Sequence[room.RoomCell]) -> str:

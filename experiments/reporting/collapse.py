@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -11,7 +12,7 @@ from scipy.stats import fisher_exact
 
 from lib.files import Row
 from lib.intervals import Estimate, paired
-from reporting.page import by_seed, rate_words, reported, signed, table
+from reporting.page import by_seed, grouped, rate_words, reported, signed, table, with_seeds
 
 SEEDS = tuple(range(10, 20))
 PRIMARY = ("snapkv", 3e-4)  # policy and rate of the primary contrast
@@ -22,11 +23,7 @@ THRESHOLD = 0.86  # Sparrow's, of the 5th percentile of the agreement
 
 @dataclass(frozen=True)
 class CollapseCell:
-    """All seeds of one arm at one rate.
-
-    Attributes:
-      rows: a row a seed; their curves have a point every 20 rollouts.
-    """
+    """All seeds of one arm at one rate, a row each; their curves have a point every 20 rollouts."""
 
     policy: str
     arm: str
@@ -59,14 +56,8 @@ def collapsed_after(curve: Sequence[Row]) -> int | None:
 
 def cells_of(rows: Sequence[Row]) -> list[CollapseCell]:
     """The cells with all seeds, by policy, arm and rate."""
-    parts: dict[tuple[str, str, float], list[Row]] = {}
-    for row in reported(rows):
-        parts.setdefault((row["policy"], row["arm"], row["learning_rate"]), []).append(row)
-    return [
-        CollapseCell(*names, tuple(sorted(inside, key=lambda row: row["seed"])))
-        for names, inside in sorted(parts.items())
-        if {row["seed"] for row in inside} == set(SEEDS)
-    ]
+    parts = with_seeds(grouped(reported(rows), itemgetter("policy", "arm", "learning_rate")), SEEDS)
+    return [CollapseCell(*names, tuple(sorted(parts[names], key=itemgetter("seed")))) for names in sorted(parts)]
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -105,11 +96,8 @@ def cells_table(cells: Sequence[CollapseCell]) -> str:
         times = [time for time in cell.times if time is not None]
         after = f"{median(times):.0f}" if times else ""
         ends = [signed(gained(cell.rows, kind)) for kind in ("sparse_greedy", "dense_greedy")]
-        below = f"{cell.below_threshold} of {len(cell.rows)}"
-        lines.append(
-            [f"{cell.policy}, {cell.arm}", rate_words(cell.rate), f"{cell.collapsed} of {len(cell.rows)}", after]
-            + [below, *ends]
-        )
+        collapsed, below = (f"{count} of {len(cell.rows)}" for count in (cell.collapsed, cell.below_threshold))
+        lines.append([f"{cell.policy}, {cell.arm}", rate_words(cell.rate), collapsed, after, below, *ends])
     columns = ["policy, learner", "rate", "collapsed", "after rollouts, median", f"agreement below {THRESHOLD}"]
     return table([*columns, "budget", "full cache"], lines)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lib.files import Row
 from lib.intervals import paired
-from reporting.page import by_seed, number, of_arms, reported, signed, table
+from reporting.page import by_seed, grouped, number, of_arms, reported, signed, table
 
 SEEDS = tuple(range(10, 16))
 ARMS = ("untrained", "naive", "tis", "shadow", "mixed-50")
@@ -46,9 +46,7 @@ class DoseCell:
 
 def cells_of(rows: Sequence[Row]) -> list[DoseCell]:
     """The cells with all seeds of all arms, by mismatch."""
-    parts: dict[str, list[Row]] = {}
-    for row in reported(rows):
-        parts.setdefault(f"{row['task']}, {row['policy']}, {row['budget']} keys", []).append(row)
+    parts = grouped(reported(rows), lambda row: f"{row['task']}, {row['policy']}, {row['budget']} keys")
     found = []
     for label, inside in parts.items():
         arms = of_arms(inside)

@@ -8,7 +8,7 @@ from statistics import mean
 from lib.files import Row
 from reporting import real_model
 from reporting.page import plain
-from reporting.room import OURS, RoomCell, against_all, front_table, leads_sentence, level, seconds
+from reporting.room import FRONT, OURS, RoomCell, against_all, arms_table, leads_sentence, level, seconds
 
 FIGURE = "report.png"
 APART = "sampling/sampling_logp_difference/max"
@@ -42,7 +42,7 @@ largest tried. Two pilot seeds chose one rate for the budget and one for the ful
 KL(start with its full cache ‖ policy under the mask), without reward. Eight fresh seeds; ± is a 95 % t interval of
 differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md) was committed before these seeds ran.
 
-{front_table(cell)}
+{arms_table(cell, FRONT)}
 
 ![learning curves with both caches; leads over every dense learner](experiments/results/{FIGURE})
 

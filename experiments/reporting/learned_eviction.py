@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from statistics import mean
 
 from lib.files import Row
-from reporting.page import difference, mean_of, number, p_value, plain, rate_words, reported, rewards_by_rate, table
+from reporting.page import (
+    difference,
+    grouped,
+    mean_of,
+    number,
+    p_value,
+    plain,
+    rate_words,
+    reported,
+    rewards_by_rate,
+    table,
+    with_seeds,
+)
 
 SEEDS = tuple(range(10, 18))
 CHOICE = ("sparse", "sparse_greedy")  # their mean on the pilot seeds chooses a rate
@@ -35,15 +48,7 @@ def decided(row: Row) -> float:
 
 def ways_of(rows: Sequence[Row]) -> dict[Way, list[Row]]:
     """Way -> rows, with the metric of the primary contrast."""
-    found: dict[Way, list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["policy"], row["arm"]), []).append(row | {DECIDED: decided(row)})
-    return found
-
-
-def complete(rows: Sequence[Row]) -> dict[Way, list[Row]]:
-    """The ways with all seeds."""
-    return {way: found for way, found in ways_of(reported(rows)).items() if {x["seed"] for x in found} == set(SEEDS)}
+    return grouped((row | {DECIDED: decided(row)} for row in rows), itemgetter("policy", "arm"))
 
 
 def best_attention(rows: Sequence[Row]) -> Way:
@@ -54,7 +59,7 @@ def best_attention(rows: Sequence[Row]) -> Way:
 
 def section(rows: Sequence[Row]) -> str:
     """Empty until the arms of the primary contrast are complete."""
-    ways = complete(rows)
+    ways = with_seeds(ways_of(reported(rows)), SEEDS)
     if not {GATE, *ATTENTION} <= ways.keys():
         return ""
     rival = best_attention(rows)

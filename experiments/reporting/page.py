@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import mean
+from typing import Any
 
 from scipy.stats import ttest_rel
 
@@ -51,20 +53,27 @@ def reported(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if not row["pilot"]]
 
 
-def of_arms(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by arm, in file order."""
-    found: dict[str, list[Row]] = {}
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Key -> rows, in file order."""
+    found: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["arm"], []).append(row)
+        found.setdefault(key(row), []).append(row)
     return found
+
+
+def with_seeds(groups: Mapping[Any, list[Row]], seeds: Iterable[int]) -> dict[Any, list[Row]]:
+    """The groups that have exactly these seeds."""
+    return {key: rows for key, rows in groups.items() if {row["seed"] for row in rows} == set(seeds)}
+
+
+def of_arms(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    return grouped(rows, itemgetter("arm"))
 
 
 def rewards_by_rate(pilots: Sequence[Row], kinds: Sequence[str]) -> dict[float, float]:
     """Learning rate -> mean reward of these decodings over the pilot seeds."""
-    found: dict[float, list[float]] = {}
-    for row in pilots:
-        found.setdefault(row["learning_rate"], []).extend(row[kind] for kind in kinds)
-    return {rate: mean(rewards) for rate, rewards in found.items()}
+    rates = grouped(pilots, itemgetter("learning_rate"))
+    return {rate: mean(row[kind] for row in rows for kind in kinds) for rate, rows in rates.items()}
 
 
 def by_seed(rows: Iterable[Row], kind: str) -> dict[int, float]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.files import Row
-from reporting.page import mean_of, number, of_arms, p_value, plain, table
+from reporting.page import mean_of, number, of_arms, p_value, plain, table, with_seeds
 
 SEEDS = tuple(range(10, 18))
 ARMS = ("untrained", "naive", "tis", "shadow", "mixed-50")
@@ -45,11 +45,8 @@ def lead(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Lead:
 def complete(rows: Sequence[Row]) -> Arms:
     """The arms with all seeds, and the untrained model."""
     found = of_arms(rows)
-    return {
-        arm: found[arm]
-        for arm in ARMS
-        if arm in found and (arm == "untrained" or {row["seed"] for row in found[arm]} == set(SEEDS))
-    }
+    done = {"untrained", *with_seeds(found, SEEDS)}
+    return {arm: found[arm] for arm in ARMS if arm in found and arm in done}
 
 
 def of_rules(rows: Sequence[Row]) -> dict[str, Arms]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import mean
 
 from lib.arms import ARMS
 from lib.files import Row
 from lib.grid import best_rate
 from lib.intervals import Estimate
-from reporting.page import difference, mean_of, number, p_value, plain, rate_words, signed, table
+from reporting.page import difference, grouped, mean_of, number, of_arms, p_value, plain, rate_words, signed, table
 
 Key = tuple[str, str, int]  # task, policy, budget
 FIRST: Key = ("sorting-12", "tova-heads", 11)  # the cell of the primary contrast
@@ -138,26 +139,14 @@ def _cell(rows: Sequence[Row], key: Key) -> RoomCell:
 
 def by_rate(rows: Iterable[Row]) -> dict[str, dict[float, list[Row]]]:
     """Arm -> learning rate -> rows."""
-    found: dict[str, dict[float, list[Row]]] = {}
-    for row in rows:
-        found.setdefault(row["arm"], {}).setdefault(row["learning_rate"], []).append(row)
-    return found
+    return {arm: grouped(inside, itemgetter("learning_rate")) for arm, inside in of_arms(rows).items()}
 
 
 def key_of(row: Row) -> Key:
     return row["task"], row["policy"], row["budget"]
 
 
-def front_table(cell: RoomCell) -> str:
-    return _table(cell, FRONT)
-
-
-def full_table(cell: RoomCell) -> str:
-    """Every arm whose seeds are all in."""
-    return _table(cell, cell.complete)
-
-
-def _table(cell: RoomCell, arms: Sequence[str]) -> str:
+def arms_table(cell: RoomCell, arms: Sequence[str]) -> str:
     def line(arm: str) -> list[str]:
         rates = [rate_words(cell.rate(arm, column)) for column in COLUMNS]
         means = [f"{mean_of(cell.rows(arm, column_of(kind)), kind).mean:.2f}" for kind in KINDS]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from statistics import mean
 
 from lib.files import Row
-from reporting.page import difference, mean_of, p_value, plain, rate_words, reported, signed, table
+from reporting.page import difference, grouped, mean_of, p_value, plain, rate_words, reported, signed, table, with_seeds
 
 SEEDS = tuple(range(10, 16))
 LENGTHS = (512, 1024)
@@ -27,11 +28,8 @@ Ways = dict[str, list[Row]]  # way -> reported rows
 
 def complete(rows: Sequence[Row], length: int) -> Ways:
     """The ways of this length with all seeds."""
-    found: Ways = {}
-    for row in reported(rows):
-        if row["length"] == length:
-            found.setdefault(row["way"], []).append(row)
-    return {way: found[way] for way in MEANING if way in found and {row["seed"] for row in found[way]} == set(SEEDS)}
+    found = grouped((row for row in reported(rows) if row["length"] == length), itemgetter("way"))
+    return {way: found[way] for way in MEANING if way in with_seeds(found, SEEDS)}
 
 
 def best_full(rows: Sequence[Row], length: int) -> str:
