@@ -1,10 +1,9 @@
 """Faults that experiments/faults.py injects into runs.
 
 plain, trained   the runs: of plain arithmetic, and of GRPO
-left, outcome    what a run leaves in its directory, and the outcome of a fault
+left             the outcome of a fault, and what a run leaves in its directory
 processes        processes that are killed or get a signal, one of two killed
-disks            files damaged, torn, or without room to grow
-refusals         runs that must not continue: refused, with an unchanged directory
+disks            files damaged, torn, or without room; runs that must not continue: refused, with an unchanged directory
 steps            inside a step: a loss that is not finite, a wrong mask, a broken logger
 inputs           hostile configurations, names, data, models and chat templates
 rewards          hostile reward functions

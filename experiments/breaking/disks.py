@@ -1,17 +1,28 @@
-"""Files that are damaged, torn, or have no room to grow, under a run of arithmetic."""
+"""Files of a run of arithmetic that are damaged, torn or without room, and directories where no run may continue.
+
+A refusal says what was expected and what came, and leaves the directory as it was.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from breaking.left import rollouts_done, same
-from breaking.outcome import Fault, Outcome, refusal
-from breaking.plain import plain_left, plain_whole, quietly
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from breaking.left import Fault, Outcome, refusal, rollouts_done, same
+from breaking.plain import PlainLoop, plain_left, plain_state, plain_whole, quietly
+from smd_jax.runs.checkpoint import OtherConfigError, OtherFormatError, OtherStateError
+from smd_jax.runs.checkpoint.files import FORMAT
 from smd_jax.runs.run_folder import CHECKPOINTS
 
 
@@ -118,3 +129,106 @@ def full_disk(size: int, says: str) -> Fault:
             yield Outcome(fine and same(plain_left(directory), whole), lost, left.unreadable)
 
     return fault
+
+
+def refused(kind: type[Exception], says: tuple[str, ...], *attempts: Callable[[Path], Any]) -> Fault:
+    """Attempts at a directory with a run that must all be refused, and must leave it as it was."""
+
+    def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+        whole = plain_whole(folder)
+        for number, attempt in enumerate(attempts):
+            directory = folder / str(number)
+            quietly(directory, 4)
+            before = files_of(directory)
+            message = refusal(lambda directory=directory, attempt=attempt: attempt(directory), kind)
+            unchanged = files_of(directory) == before
+            quietly(directory)
+            left = plain_left(directory)
+            fine = all(word in message for word in says) and unchanged and same(left, whole)
+            yield Outcome(fine, 0, left.unreadable)
+
+    return fault
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def with_state(size: int) -> Callable[[Path], Any]:
+    return lambda directory: quietly(directory, state=plain_state(size))
+
+
+def with_config(**changed: Any) -> Callable[[Path], Any]:
+    loop = PlainLoop(config=replace(PlainLoop().config, **changed))
+    return lambda directory: quietly(directory, loop=loop)
+
+
+def somewhere_else(where: Callable[[Path], Path]) -> Callable[[Path], Any]:
+    return lambda directory: quietly(where(directory), resume=False)
+
+
+def without_room(directory: Path) -> None:
+    usage = shutil.disk_usage(directory)._replace(free=1000)
+    with mock.patch("shutil.disk_usage", lambda path: usage):
+        quietly(directory)
+
+
+def foreign(write: Callable[[Path], None]) -> Fault:
+    """A directory whose checkpoints are not ours."""
+
+    def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
+        directory = folder / "run"
+        quietly(directory, 4)
+        write(directory / CHECKPOINTS)
+        before = files_of(directory)
+        message = refusal(lambda: quietly(directory), OtherFormatError)
+        yield Outcome("expected a checkpoint of" in message and "got" in message and files_of(directory) == before)
+
+    return fault
+
+
+def of_another_program(folder: Path) -> None:
+    shutil.rmtree(folder)
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(4, args=ocp.args.StandardSave({"w": jnp.zeros(3)}))
+
+
+def of_a_later_format(folder: Path) -> None:
+    meta = folder / "4" / "meta" / "metadata"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"format": FORMAT + 1}))
+    (folder / "4" / "checksums.json").unlink()
+
+
+KINDS: dict[str, Fault] = {
+    "newest checkpoint cut off": damaged(cut_off, 2, "continues from step 4", 3),
+    "bit flipped in the newest checkpoint": damaged(flip_a_bit, 2, "continues from step 4", 3),
+    "file missing in the newest checkpoint": damaged(delete_a_file, 2, "continues from step 4", 3),
+    "newest checkpoint emptied": damaged(empty, 2, "continues from step 4", 4),
+    "newest checkpoint cut off before its checksums": damaged(cut_off_without_checksums, 2, "continues from step 4", 1),
+    "half a save left behind": damaged(leave_half_a_save, 0, "", 2),
+    "half a save beside a damaged checkpoint": damaged(both, 2, "continues from step 4", 2),
+    "last row of the metrics torn": damaged(tear_the_last_row, 0, "", 1),
+    "disk full in a save": full_disk(20_000, "checkpoint 6"),
+    "disk full while metrics are written": full_disk(3_000, "metrics.jsonl"),
+    "no room on the disk": refused(OSError, ("expected", "got 1000 B"), without_room),
+    "directory that cannot be written": refused(
+        OSError,
+        ("expected a directory", "got"),
+        somewhere_else(lambda directory: directory / "metrics.jsonl" / "run"),
+        somewhere_else(lambda directory: Path("/proc/run")),
+    ),
+    "a new run in the directory of another": refused(
+        FileExistsError, ("expected no earlier run", "got one"), somewhere_else(lambda directory: directory)
+    ),
+    "checkpoint of another model": refused(
+        OtherStateError,
+        ('expected "float32[50000]", got "float32[', "params/w"),
+        with_state(10),
+        with_state(60_000),
+    ),
+    "resume directory of another run": refused(
+        OtherConfigError, ("expected", "got"), with_config(seed=1), with_config(group_size=4)
+    ),
+    "checkpoint of another program": foreign(of_another_program),
+    "checkpoint of a later format": foreign(of_a_later_format),
+}

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from breaking.outcome import Fault, Outcome
-from breaking.refusals import files_of
+from breaking.disks import files_of
+from breaking.left import Fault, Outcome
 from smd_jax.commands.train import main as smd_train
 from smd_jax.testing import write_random_checkpoint
 

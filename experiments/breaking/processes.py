@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from breaking.left import EVERY, Left, rollouts_done, same
-from breaking.outcome import Fault, Outcome
+from breaking.left import EVERY, Fault, Left, Outcome, rollouts_done, same
 from breaking.trained import AHEAD, CONFIG, real_left, real_params
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.train.grpo import GRPOConfig
@@ -49,16 +48,14 @@ def started(directory: Path, *more: str, rollouts: int = ROLLOUTS) -> Iterator[s
 
 
 @contextmanager
-def both_started(directory: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """The two processes of one run."""
+def all_started(directory: Path, processes: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of one run, one or two."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
+    options = [("--coordinator", coordinator, "--index", str(index)) for index in range(processes)]
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(started(directory, "--coordinator", coordinator, "--index", str(index)))
-            for index in range(2)
-        ]
+        yield [stack.enter_context(started(directory, *more, *(own if processes > 1 else ()))) for own in options]
 
 
 def lines_until(running: subprocess.Popen[str], begin: str, count: int = 1) -> list[str]:
@@ -79,15 +76,10 @@ def flags(config: GRPOConfig) -> list[str]:
 
 def run_through(directory: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> None:
     """Starts or resumes the run and waits until it ends, without faults."""
-    if processes == 1:
-        with started(directory, *flags(config)) as running:
+    with all_started(directory, processes, *flags(config)) as everyone:
+        for running in everyone:
             lines_until(running, "done")
-            running.wait()
-        return
-    with both_started(directory) as pair:
-        for running in pair:
-            lines_until(running, "done")
-        for running in pair:
+        for running in everyone:
             running.wait()
 
 
@@ -130,11 +122,6 @@ def killed(at: str, times: int, config: GRPOConfig = CONFIG) -> Fault:
             yield from (outcome._replace(survived=outcome.survived and equal) for outcome in outcomes)
 
     return fault
-
-
-def killed_ahead(times: int) -> Fault:
-    """kill -9 of a process that samples a rollout ahead: a resume samples it again, with the same parameters."""
-    return killed("rollout", times, AHEAD)
 
 
 def kill_once(directory: Path, at: str, rng: random.Random, config: GRPOConfig) -> bool:
@@ -182,16 +169,15 @@ def mesh_flags(sizes: tuple[int, ...]) -> list[str]:
 
 def within_rounding(directory: Path, whole: Path) -> bool:
     rows, others = (read_metrics(run / "metrics.jsonl") for run in (directory, whole))
+    pairs = zip(rows, others, strict=False)
+    params = zip(real_params(directory), real_params(whole), strict=True)
     return (
         len(rows) == len(others) == MESHES_ROLLOUTS
-        and all(row["reward"] == other["reward"] for row, other in zip(rows, others, strict=True))
         and all(
-            math.isclose(a["entropy"], b["entropy"], rel_tol=ENTROPY_APART) for a, b in zip(rows, others, strict=True)
+            a["reward"] == b["reward"] and math.isclose(a["entropy"], b["entropy"], rel_tol=ENTROPY_APART)
+            for a, b in pairs
         )
-        and all(
-            np.allclose(ours, theirs, rtol=0, atol=PARAMS_APART)
-            for ours, theirs in zip(real_params(directory), real_params(whole), strict=True)
-        )
+        and all(np.allclose(ours, theirs, rtol=0, atol=PARAMS_APART) for ours, theirs in params)
     )
 
 
@@ -206,7 +192,7 @@ def one_of_two_killed(times: int) -> Fault:
         directory = folder / "run"
         outcomes = list[Outcome]()
         for number in range(times):
-            with both_started(directory) as pair:
+            with all_started(directory, 2) as pair:
                 victim, other = pair if number % 2 == 0 else reversed(pair)
                 at = "saving" if number % 4 >= 2 else "rollout"
                 lines_until(victim, at, rng.randint(1, 3))
@@ -241,3 +227,15 @@ def signalled(*signals: signal.Signals) -> Fault:
         yield after._replace(survived=orderly and same(real_left(directory), whole))
 
     return fault
+
+
+KINDS: dict[str, Fault] = {
+    "kill -9 at a random moment": killed("rollout", 20),
+    "kill -9 during a save": killed("saving", 8),
+    "kill -9 of one of two processes": one_of_two_killed(4),
+    "kill -9 with a rollout ahead": killed("rollout", 6, AHEAD),
+    "kill -9, and on with fewer devices": killed_and_moved,
+    "SIGTERM in a rollout": signalled(signal.SIGTERM),
+    "Ctrl-C in a rollout": signalled(signal.SIGINT),
+    "Ctrl-C twice": signalled(signal.SIGINT, signal.SIGINT),
+}

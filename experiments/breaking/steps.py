@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from breaking.left import same, start
-from breaking.outcome import Outcome, refusal
+from breaking.left import Fault, Outcome, refusal, same, start
 from breaking.plain import plain_left, plain_whole, quietly
 from breaking.trained import real_left, real_loop, real_state
 from smd_jax.message.masks import ShadowMask
@@ -101,3 +100,11 @@ def broken_logger(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         quietly(folder / str(number), loggers=[BrokenLogger()] * number)
         left = plain_left(folder / str(number))
         yield Outcome(same(left, whole), 0, left.unreadable)
+
+
+KINDS: dict[str, Fault] = {
+    "logger that raises": broken_logger,
+    "loss that is not finite": not_finite,
+    "losses that are never finite": never_finite,
+    "mask of a head that is wrong": wrong_mask,
+}

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from breaking.left import same
-from breaking.outcome import Fault, Outcome, refusal
+from breaking.left import Fault, Outcome, refusal, same
 from breaking.plain import PlainLoop, plain_left, plain_whole, quietly
 from smd_jax.learner.state import TrainState
 
