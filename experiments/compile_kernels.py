@@ -28,7 +28,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +52,7 @@ from smd_jax.cache.slots import LayerCache
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O
 from smd_jax.eviction.statistics import Observation, ReceivedAttention
+from smd_jax.memory.compiled import param_shapes
 from smd_jax.model import attention
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
@@ -109,6 +110,8 @@ QUICK = ("h100", "tpu_v5e")  # with --quick; of the TPU's attention kernels only
 
 # ---------------------------------------------------------------- from a program to a line of output
 
+Row = dict[str, Any]  # facts about one compiled program
+
 
 @dataclass(frozen=True)
 class Program:
@@ -133,60 +136,37 @@ class Program:
     refused: str | None = None
 
 
-@dataclass(frozen=True)
-class Row:
-    """Facts about one compiled program; None if its target does not have the fact."""
-
-    kernel: str
-    target: str
-    sizes: str | None = None
-    shape: str | None = None
-    dtype: str | None = None
-    head_dim: int | None = None
-    compiled: bool = False
-    registers: int | None = None
-    spill_bytes: int | None = None
-    serialized: bool | None = None
-    wgmma: int | None = None
-    mxu: dict[str, int] | None = None
-    flops: float | None = None
-    temp_bytes: int | None = None
-    cache_bytes: int | None = None
-    cache_writes: tuple[str, ...] | None = None
-    error: str | None = None
-
-
 def compile_program(program: Program, target: Target, dumps: assembler.Dumps) -> Row:
     """Traces, lowers and compiles. A failed compilation gives a row with the reason."""
-    row = partial(Row, target=target.name, **program.labels)
+    row = program.labels | {"target": target.name, "compiled": False}
     if program.refused is not None:
-        return row(error=program.refused)
+        return row | {"error": program.refused}
     dumps.empty()
     try:
         traced = program.function.trace(*program.args, **program.kwargs)
         compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
-        return row(error=str(error).strip()[:300])
-    found: dict[str, Any] = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
+        return row | {"error": str(error).strip()[:300]}
+    row |= {"compiled": True, "temp_bytes": compiled.memory_analysis().temp_size_in_bytes}
     if program.kernels:
-        found |= dumps.facts(target.platform)
+        row |= dumps.facts(target.platform)
         if target.platform == "tpu":
-            found["flops"] = (compiled.cost_analysis() or {}).get("flops")
+            row["flops"] = (compiled.cost_analysis() or {}).get("flops")
     if program.cache_bytes is not None:
         writes = hlo.cache_writes(compiled.as_text(), program.cache_bytes)
-        found |= {"cache_bytes": program.cache_bytes, "cache_writes": tuple(writes)}
-    return row(compiled=True, **found)
+        row |= {"cache_bytes": program.cache_bytes, "cache_writes": writes}
+    return row
 
 
 def is_good(program: Program, row: Row) -> bool:
-    if not row.compiled or row.spill_bytes or row.serialized or row.cache_writes:
+    if not row["compiled"] or any(row.get(name) for name in ("spill_bytes", "serialized", "cache_writes")):
         return False
-    if program.most_bytes is not None and (row.temp_bytes is None or row.temp_bytes > program.most_bytes):
+    if program.most_bytes is not None and row["temp_bytes"] > program.most_bytes:
         return False
     if not program.kernels:
         return True
     # Each kernel separately: a backward pass has two, and both must use the matrix units.
-    return bool(row.wgmma) if row.mxu is None else bool(row.mxu) and min(row.mxu.values()) > 0
+    return row["wgmma"] > 0 if "wgmma" in row else min(row["mxu"].values(), default=0) > 0
 
 
 def main() -> None:
@@ -210,7 +190,7 @@ def compile_all(names: Sequence[str], quick: bool, dumps: assembler.Dumps) -> bo
         for target in (TARGETS[name] for name in names):
             for program in programs(target, quick):
                 row = compile_program(program, target, dumps)
-                print(json.dumps({name: fact for name, fact in asdict(row).items() if fact is not None}), flush=True)
+                print(json.dumps({name: fact for name, fact in row.items() if fact is not None}), flush=True)
                 good &= is_good(program, row)
     return good
 
@@ -283,10 +263,8 @@ def layer(array: Array) -> Program:
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Array) -> Any:
         segments = Segments(0, BUFFER, BUDGET)
-        attend = partial(
-            segment_attention, segments=segments, kernel=MosaicGpuKernel(), blocks_at_once=GPU_SIZES.blocks
-        )
-        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, evicted_at), q, k, v)
+        settings = {"segments": segments, "kernel": MosaicGpuKernel(), "blocks_at_once": GPU_SIZES.blocks}
+        out, pull = jax.vjp(lambda q, k, v: segment_attention(q, k, v, evicted_at, **settings), q, k, v)
         return out, pull(q)
 
     q = array((1, 64, LAYER_TOKENS, 128), jnp.bfloat16)
@@ -382,25 +360,21 @@ def decode_loop(array: Array, impl: Implementation) -> Program:
     shape = LOOP
     kv = array((shape.batch, shape.kv_heads, shape.slots, shape.head_dim), jnp.bfloat16)
     columns = array(kv.shape[:3], jnp.int32)
-    layer = LayerCache(
-        kv,
-        kv,
-        columns,
-        states=(array(columns.shape, jnp.float32),),
-        statistics=(ReceivedAttention(),),
-    )
+    state = array(columns.shape, jnp.float32)
+    layer = LayerCache(kv, kv, columns, states=(state,), statistics=(ReceivedAttention(),))
     x = array((shape.batch, shape.heads, 1, shape.head_dim), jnp.bfloat16)
 
     def step(filled, carry):
         x, layers = carry
         updated = []
+        column = jnp.full((shape.batch, 1), filled)
         for layer in layers:
             fresh = x[:, : shape.kv_heads]
-            layer = kv_cache.write(layer, DECODE_BUDGET + filled, fresh, 2 * fresh, jnp.full((shape.batch, 1), filled))
+            layer = kv_cache.write(layer, DECODE_BUDGET + filled, fresh, 2 * fresh, column)
             out, received = decode_attention(x, layer.keys, layer.values, layer.valid, impl)
             seen = Observation(
                 queries=x,
-                query_columns=jnp.full((shape.batch, 1), filled),
+                query_columns=column,
                 keys=layer.keys,
                 values=layer.values,
                 columns=layer.columns,
@@ -439,10 +413,7 @@ def whole_rollout(array: Array, impl: Implementation) -> Program:
         dtype="bfloat16",
     )
     model = Decoder(config, decode_impl=impl)
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    visible = jnp.ones((1, 1, 1, 2, 2), bool)
-    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens, visible))
-    params = jax.tree.map(lambda x: array(x.shape, x.dtype), variables["params"])
+    params = jax.tree.map(lambda x: array(x.shape, x.dtype), param_shapes(model))
     width = shape.slots  # a prompt as wide as the cache: it is full at once
     prompts = PromptBatch(array((shape.batch, width), jnp.int32), array((shape.batch, width), jnp.bool_))
     key = array((), jax.random.key(0).dtype)

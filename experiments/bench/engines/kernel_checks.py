@@ -1,7 +1,7 @@
 """Compares every GPU kernel with the float32 reference. Run by `bench/accelerator.py`.
 
 Each case generates inputs in the kernel's dtype and passes them as float32 to `smd_kernels.reference`. The largest
-difference, relative to the largest expected number, must be at most `TOLERANCE`; NaN fails. A second run must be
+difference, relative to the largest expected number, has a tolerance; NaN fails. A second run must be
 bitwise equal. Needs jax, numpy and jaxtyping, and of this repository only `smd_kernels`.
 """
 
@@ -26,9 +26,11 @@ from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.xla import ACCELERATOR_SIZES, XlaKernel
 
 Row = dict[str, Any]
-# Relative to the largest expected number. Weights, outputs and their gradients are rounded to 8 bits (bfloat16);
-# gradients of whole sequences sum many of them. Weights that slots received are summed in float32.
-TOLERANCE = {"blocks": 2**-7, "attention": 2**-6, "decode": 2e-2, "received": 1e-4, "lse": 1e-4}
+# Tolerances, relative to the largest expected number. Weights, outputs and their gradients are rounded to 8 bits
+# (bfloat16); gradients of whole sequences sum many of them. Weights that slots received are summed in float32.
+BLOCKS = {"out": 2**-7, "lse": 1e-4, "dq": 2**-7, "dk": 2**-7, "dv": 2**-7}
+ATTENTION = dict.fromkeys(("out", "dq", "dk", "dv"), 2**-6)
+DECODED = {"out": 2e-2, "received": 1e-4}
 COLUMNS = 40  # of random blocks: few, so that many rows are at the first or last column of a key
 SMALL_TILES = BlockSizes(64, 64, 64, 64, 64, 64)
 
@@ -52,20 +54,15 @@ class Runner:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and its inputs.
-
-    Attributes:
-      tolerances: largest relative difference of each part of the result, in order.
-      run, expected: functions of `inputs()`; the second takes float32.
-    """
+    """A kernel and its inputs."""
 
     name: str
     kernel: str
     dtype: str
-    tolerances: dict[str, float]
+    tolerances: dict[str, float]  # largest relative difference of each part of the result, in order
     inputs: Callable[[], tuple[Any, ...]]
-    run: Callable[..., Any]
-    expected: Callable[..., Any]
+    run: Callable[..., Any]  # of `inputs()`
+    expected: Callable[..., Any]  # of `inputs()` in float32
 
     def row(self) -> Row:
         given = self.inputs()
@@ -77,7 +74,6 @@ class Case:
 
 
 def compare(case: Case, got: Any, again: Any, expected: Any) -> Row:
-    """The difference of a kernel from the reference, and whether it is within the tolerance."""
     off = {}
     same_bits = True
     for name, x, y, z in zip(case.tolerances, got, again, expected, strict=True):
@@ -144,8 +140,7 @@ def by_reference(blocks: Blocks, d_out: Any) -> tuple[Any, ...]:
 
 
 def block_case(name: str, kernel: BlockKernel, inputs: Callable[[], Any], dtype: str) -> Case:
-    parts = {part: TOLERANCE["blocks"] for part in ("out", "lse", "dq", "dk", "dv")} | {"lse": TOLERANCE["lse"]}
-    return Case(name, type(kernel).__name__, dtype, parts, inputs, partial(by_kernel, kernel), by_reference)
+    return Case(name, type(kernel).__name__, dtype, BLOCKS, inputs, partial(by_kernel, kernel), by_reference)
 
 
 # ---------------------------------------------------------------- whole attention: groups of heads, windows, padding
@@ -202,18 +197,11 @@ def attention_case(
         attend = partial(segment_attention, segments=segments, kernel=kernel)
         evicted_at = partial(window, heads[1], tokens, segments, padding)
 
-    def run(q: Any, k: Any, v: Any, d_out: Any, evicted_at: Any) -> tuple[Any, ...]:
-        def by_name(q: Any, k: Any, v: Any, evicted_at: Any) -> Any:
-            return attend(q, k, v, evicted_at=evicted_at)
-
-        return with_gradients(by_name, q, k, v, d_out, evicted_at)
-
-    parts = {part: TOLERANCE["attention"] for part in ("out", "dq", "dk", "dv")}
-
     def inputs() -> tuple[Any, ...]:
         return *sequences(*heads, tokens, head_dim, dtype), evicted_at()
 
-    return Case(name, type(kernel).__name__, dtype, parts, inputs, run, partial(with_gradients, masked))
+    gradients = partial(with_gradients, attend), partial(with_gradients, masked)
+    return Case(name, type(kernel).__name__, dtype, ATTENTION, inputs, *gradients)
 
 
 # ---------------------------------------------------------------- decoding
@@ -240,16 +228,8 @@ def cached(batch: int, heads: int, kv_heads: int, slots: int, head_dim: int, val
 
 def decode_case(runner: Runner, shape: tuple[int, int, int, int, int], valid: str) -> Case:
     name = f"decode {'x'.join(map(str, shape))}, {valid} valid"
-    parts = {"out": TOLERANCE["decode"], "received": TOLERANCE["received"]}
-    return Case(
-        name,
-        "decode_gpu",
-        "bfloat16",
-        parts,
-        partial(cached, *shape, valid),
-        runner.decode,
-        reference.decode_attention,
-    )
+    inputs = partial(cached, *shape, valid)
+    return Case(name, "decode_gpu", "bfloat16", DECODED, inputs, runner.decode, reference.decode_attention)
 
 
 @dataclass(frozen=True)
@@ -309,9 +289,8 @@ def by_dequantized(q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> Any:
 
 
 def decode_codes_case(runner: Runner, shape: CodesShape) -> Case:
-    parts = {"out": TOLERANCE["decode"], "received": TOLERANCE["received"]}
     inputs = partial(quantized, shape)
-    return Case(str(shape), "decode_codes_gpu", "bfloat16", parts, inputs, runner.decode_codes, by_dequantized)
+    return Case(str(shape), "decode_codes_gpu", "bfloat16", DECODED, inputs, runner.decode_codes, by_dequantized)
 
 
 # ---------------------------------------------------------------- all of them
