@@ -67,14 +67,10 @@ class Args:
 
 @dataclass(frozen=True)
 class Row:
-    """One policy's result; differences are in nats.
-
-    Attributes:
-      bits: of the cache; None: full precision.
-    """
+    """One policy's result; differences are in nats."""
 
     policy: str
-    bits: int | None
+    bits: int | None  # of the cache; None: full precision
     dtype: str
     layers: int
     response_tokens: int
@@ -97,13 +93,15 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
     wide = jnp.float64 if args.dtype == "float64" else jnp.float32
     # Sharper attention than at initialisation, so that evictions matter.
     params = jax.tree.map(lambda x: 1.5 * x.astype(wide), fresh)
+    # Groups as long as possible, up to KIVI's 32: their length must divide the buffer.
+    quant = None if bits is None else smd.QuantConfig(bits=bits, group=math.gcd(args.buffer, 32))
     trajectory = smd.rollout(
         model,
         params,
         prompts(args.seed, model.shape.vocab_size),
         jax.random.key(args.seed + 1),
         policy=POLICIES[name],
-        config=smd.RolloutConfig(args.length, args.budget, args.buffer, quant=quantization(bits, args)),
+        config=smd.RolloutConfig(args.length, args.budget, args.buffer, quant=quant),
     )
     replay = jax.jit(smd.replay, static_argnums=0)
     response = np.asarray(trajectory.response_mask)
@@ -127,11 +125,6 @@ def make_model(args: Args) -> tuple[smd.model.LanguageModel, smd.model.Params]:
         tiny_model_config(num_layers=args.layers, hidden_size=64, intermediate_size=128, head_dim=16), dtype=args.dtype
     )
     return smd.Decoder(config), random_params(config, args.seed)
-
-
-def quantization(bits: Literal[8, 4, 2] | None, args: Args) -> smd.QuantConfig | None:
-    """Groups as long as possible, up to KIVI's 32: their length must divide the buffer."""
-    return None if bits is None else smd.QuantConfig(bits=bits, group=math.gcd(args.buffer, 32))
 
 
 def main(args: Args) -> None:

@@ -25,13 +25,7 @@ from smd_jax.model.protocol import Attend, LayerState, ModelShape
 
 @dataclass(frozen=True)
 class OutsideModel:
-    """The model. Hashable and compared by value, because it is a static argument of jitted functions.
-
-    Attributes:
-      windows: the sliding window of each layer; None: no window.
-      query_scale: scale of the scores, instead of 1 / sqrt(head_dim).
-      cap: soft cap of the logits.
-    """
+    """The model. Hashable and compared by value, because it is a static argument of jitted functions."""
 
     vocab_size: int = 264
     hidden_size: int = 32
@@ -40,9 +34,9 @@ class OutsideModel:
     kv_heads: int = 2
     head_dim: int = 8
     max_positions: int = 4096
-    windows: tuple[int | None, ...] = (20, None, 6)
-    query_scale: float = 0.4
-    cap: float = 15.0
+    windows: tuple[int | None, ...] = (20, None, 6)  # the sliding window of each layer; None: no window
+    query_scale: float = 0.4  # of the scores, instead of 1 / sqrt(head_dim)
+    cap: float = 15.0  # of the logits, softly
     dtype: FloatName = "float32"
     attention: AttentionConfig = AttentionConfig()
 

@@ -29,17 +29,11 @@ KEEP = 2
 
 
 class Outcome(NamedTuple):
-    """The outcome of one fault.
+    """The outcome of one fault."""
 
-    Attributes:
-      survived: whether the run ended like an unbroken one, or was refused as expected.
-      lost: finished rollouts that must be repeated.
-      unreadable: checkpoints that do not load after the fault.
-    """
-
-    survived: bool
-    lost: int = 0
-    unreadable: int = 0
+    survived: bool  # the run ended like an unbroken one, or was refused as expected
+    lost: int = 0  # finished rollouts that must be repeated
+    unreadable: int = 0  # checkpoints that do not load after the fault
 
 
 # Injects faults of one kind into runs in the given folder.
@@ -67,17 +61,12 @@ def start(
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left in its directory.
+    """What a run left in its directory."""
 
-    Attributes:
-      rows: metrics, but for times and memory. newest: state of the newest checkpoint, as bytes. steps: of all of them.
-      unreadable: those that do not load.
-    """
-
-    rows: list[dict[str, Any]]
-    newest: list[bytes]
-    steps: list[int]
-    unreadable: int
+    rows: list[dict[str, Any]]  # metrics, but for times and memory
+    newest: list[bytes]  # state of the newest checkpoint
+    steps: list[int]  # of all checkpoints
+    unreadable: int  # checkpoints that do not load
 
 
 def left_by(directory: Path, like: TrainState, config: object) -> Left:

@@ -19,19 +19,13 @@ PREFILL = "/prefill/"  # in the names of operations under `jax.named_scope("pref
 
 
 class Operation(NamedTuple):
-    """One line of optimised HLO.
-
-    Attributes:
-      shapes: type of its result.
-      calls: computations that it names.
-      line: the whole text.
-    """
+    """One line of optimised HLO."""
 
     name: str
-    shapes: str
+    shapes: str  # type of its result
     kind: str
-    calls: tuple[str, ...]
-    line: str
+    calls: tuple[str, ...]  # computations that it names
+    line: str  # the whole text
 
 
 def parse(hlo: str) -> dict[str, list[Operation]]:

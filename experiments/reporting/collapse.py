@@ -57,7 +57,10 @@ def collapsed_after(curve: Sequence[Row]) -> int | None:
 def cells_of(rows: Sequence[Row]) -> list[CollapseCell]:
     """The cells with all seeds, by policy, arm and rate."""
     parts = with_seeds(grouped(reported(rows), itemgetter("policy", "arm", "learning_rate")), SEEDS)
-    return [CollapseCell(*names, tuple(sorted(parts[names], key=itemgetter("seed")))) for names in sorted(parts)]
+    return [
+        CollapseCell(policy, arm, rate, tuple(sorted(inside, key=itemgetter("seed"))))
+        for (policy, arm, rate), inside in sorted(parts.items())
+    ]
 
 
 def section(rows: Sequence[Row]) -> str:

@@ -24,16 +24,11 @@ FIGURE = "dose.png"
 
 @dataclass(frozen=True)
 class DoseCell:
-    """One task, policy and budget.
-
-    Attributes:
-      rewards: arm -> seed -> reward, greedy under the budget.
-      mismatch: seed -> `mismatch_kl` of the TIS run in nats a token, mean over its rollouts.
-    """
+    """One task, policy and budget."""
 
     label: str
-    rewards: dict[str, dict[int, float]]
-    mismatch: dict[int, float]
+    rewards: dict[str, dict[int, float]]  # arm -> seed -> reward, greedy under the budget
+    mismatch: dict[int, float]  # seed -> `mismatch_kl` of the TIS run in nats a token, mean over its rollouts
 
     def rival(self, seeds: Sequence[int]) -> str:
         """The better of naive and TIS by the mean over these seeds. This choice favours the rival."""

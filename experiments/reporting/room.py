@@ -49,15 +49,10 @@ DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class RoomCell:
-    """One task under one sampler.
-
-    Attributes:
-      pilots: arm -> learning rate -> rows of the cell that chose the rates of this task.
-      reported: arm -> learning rate -> rows.
-    """
+    """One task under one sampler. Its rows: arm -> learning rate -> rows."""
 
     label: str
-    pilots: Mapping[str, Mapping[float, Sequence[Row]]]
+    pilots: Mapping[str, Mapping[float, Sequence[Row]]]  # of the cell that chose the rates of this task
     reported: Mapping[str, Mapping[float, Sequence[Row]]]
 
     def rate(self, arm: str, column: str) -> float:
