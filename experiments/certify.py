@@ -121,8 +121,7 @@ def records(models: Models, tokenizer: Any, facts: PromptFacts, seed: int, lengt
     check = lambda arrays: check_record(arrays, shape.num_layers, shape.num_kv_heads, shape.vocab_size)  # noqa: E731
     healthy = check(arrays)
     yield Injected("none", None, healthy)
-    filtered = sampled(models, tokenizer, seed, length, smd.SamplingConfig(top_p=0.9))
-    with_support = arrays_of(filtered)
+    with_support = arrays_of(sampled(models, tokenizer, seed, length, smd.SamplingConfig(top_p=0.9)))
     yield Injected("none, with top_p 0.9 and its recorded support", None, check(with_support))
 
     stated = Conditions.of(healthy)
@@ -132,8 +131,8 @@ def records(models: Models, tokenizer: Any, facts: PromptFacts, seed: int, lengt
         logprobs = sampler_logprobs(models, healthy, conditions, params, model, temperature)
         return check({**arrays, "logprobs": logprobs})
 
-    for name, number in (("mask ignored", 0), ("positions shifted", 0), ("positions of cache slots", 0)):
-        yield Injected(name, name, under(case_of(name, healthy, facts, number)))
+    for name in ("mask ignored", "positions shifted", "positions of cache slots"):
+        yield Injected(name, name, under(case_of(name, healthy, facts)))
     yield Injected("padding attended", "padding attended", under(case_of("padding attended", healthy, facts, seed % 2)))
     late = np.where(arrays["evicted_at"] < healthy.lengths[:, None, None, None], arrays["evicted_at"] + 1, 2**30)
     yield Injected("evicted_at one too late", "mask off by one", check({**arrays, "evicted_at": late}))
@@ -141,8 +140,8 @@ def records(models: Models, tokenizer: Any, facts: PromptFacts, seed: int, lengt
     without = {name: array for name, array in with_support.items() if not name.startswith("support")}
     yield Injected("top_p 0.9 without its support", "sampling support", check(without))
     yield Injected("weights of an earlier step", "stale weights", under(stated, params=perturbed(models.params, seed)))
-    yield Injected("one more BOS", "BOS token", under(case_of("BOS token", healthy, facts, 0)))
-    yield Injected("no system message", "chat template", under(case_of("chat template", healthy, facts, 0)))
+    yield Injected("one more BOS", "BOS token", under(case_of("BOS token", healthy, facts)))
+    yield Injected("no system message", "chat template", under(case_of("chat template", healthy, facts)))
     swapped = arrays["evicted_at"].copy()
     one, other = np.random.default_rng(seed).choice(shape.num_layers, 2, replace=False)
     swapped[:, [one, other]] = swapped[:, [other, one]]
@@ -167,7 +166,7 @@ def sampled(models: Models, tokenizer: Any, seed: int, length: int, sampling: sm
     return smd.rollout(models.model, models.params, prompts, jax.random.key(seed), policy=policy, config=sizes)
 
 
-def case_of(name: str, record: Record, facts: PromptFacts, number: int) -> Conditions:
+def case_of(name: str, record: Record, facts: PromptFacts, number: int = 0) -> Conditions:
     """The conditions of a cause's n-th case."""
     (cause,) = (cause for cause in CAUSES if cause.name == name)
     return list(cause.cases(record, facts))[number].conditions

@@ -72,18 +72,12 @@ from smd_kernels.tpu import MosaicTpuKernel
 
 @dataclass(frozen=True)
 class Target:
-    """A device to compile for.
-
-    Attributes:
-      platform: JAX's name.
-      topology: a topology with one such device.
-      decode: its decode kernel; None: only attention is compiled.
-    """
+    """A device to compile for."""
 
     name: str
-    platform: str
-    topology: str
-    decode: Hardware | None = None
+    platform: str  # JAX's name
+    topology: str  # with one such device
+    decode: Hardware | None = None  # its decode kernel; None: only attention is compiled
 
     def sharding(self) -> NamedSharding:
         """A sharding with everything on one device."""
@@ -115,25 +109,16 @@ Row = dict[str, Any]  # facts about one compiled program
 
 @dataclass(frozen=True)
 class Program:
-    """A program to compile and its checks.
+    """A program to compile and its checks."""
 
-    Attributes:
-      labels: fields of the row that name it, "kernel" among them.
-      function: jitted. args, kwargs: its arguments, as shapes with a sharding.
-      kernels: whether it contains only kernels, whose assembler dumps are read.
-      most_bytes: limit of its temporary memory.
-      cache_bytes: bytes of one layer's keys, for a loop over caches.
-      refused: the kernel's reason why it cannot be compiled.
-    """
-
-    labels: dict[str, Any]
-    function: Any = None
-    args: tuple = ()
+    labels: dict[str, Any]  # fields of the row that name it, "kernel" among them
+    function: Any = None  # jitted
+    args: tuple = ()  # shapes with a sharding
     kwargs: dict[str, Any] = field(default_factory=dict)
-    kernels: bool = True
-    most_bytes: float | None = None
-    cache_bytes: int | None = None
-    refused: str | None = None
+    kernels: bool = True  # whether it contains only kernels, whose assembler dumps are read
+    most_bytes: float | None = None  # limit of its temporary memory
+    cache_bytes: int | None = None  # of one layer's keys, for a loop over caches
+    refused: str | None = None  # the kernel's reason why it cannot be compiled
 
 
 def compile_program(program: Program, target: Target, dumps: assembler.Dumps) -> Row:
@@ -208,9 +193,9 @@ def programs(target: Target, quick: bool) -> Iterator[Program]:
             yield from tpu_attention(array, dtype, head_dim)
     if target.decode is not None:
         for shape in DECODE_SHAPES:
-            yield decode_kernel(array, target, shape)
+            yield decode_kernel(array, target.decode, shape)
         for shape, bits in itertools.product(CODES_SHAPES, (8, 4, 2)):
-            yield codes_kernel(array, target, shape, bits)
+            yield codes_kernel(array, target.decode, shape, bits)
         # XLA's form in the same loop shows the cost of the layouts that the kernels need.
         for impl in (target.decode, "xla"):
             yield decode_loop(array, impl)
@@ -325,22 +310,20 @@ DECODE_BUDGET = 896
 DECODE_STEPS = 512
 
 
-def decode_kernel(array: Array, target: Target, shape: Shape) -> Program:
+def decode_kernel(array: Array, impl: Hardware, shape: Shape) -> Program:
     batch, heads, kv_heads, slots, head_dim = shape
-    assert target.decode is not None
-    labels = {"kernel": f"decode_attention, {target.decode}, {'x'.join(map(str, shape))}"}
-    refused = why_not_decode(target.decode, jnp.bfloat16, head_dim, slots, heads // kv_heads)
+    labels = {"kernel": f"decode_attention, {impl}, {'x'.join(map(str, shape))}"}
+    refused = why_not_decode(impl, jnp.bfloat16, head_dim, slots, heads // kv_heads)
     q = array((batch, heads, 1, head_dim), jnp.bfloat16)
     k = array((batch, kv_heads, slots, head_dim), jnp.bfloat16)
     valid = array((batch, kv_heads, slots), jnp.bool_)
     function = jax.jit(decode_attention, static_argnames="impl")
-    return Program(labels, function, (q, k, k, valid), {"impl": target.decode}, refused=refused)
+    return Program(labels, function, (q, k, k, valid), {"impl": impl}, refused=refused)
 
 
-def codes_kernel(array: Array, target: Target, shape: Shape, bits: int) -> Program:
+def codes_kernel(array: Array, impl: Hardware, shape: Shape, bits: int) -> Program:
     """Decode attention over a quantised cache: 32 groups of 64 keys, parts of 32 channels."""
     batch, heads, kv_heads, slots, head_dim = shape
-    assert target.decode is not None
     coded = (batch, kv_heads, slots - CODES_BUFFER)
     packed = array((*coded, head_dim * bits // 8), jnp.uint8)
     table = array((batch, kv_heads, 32, head_dim), jnp.bfloat16)
@@ -349,10 +332,10 @@ def codes_kernel(array: Array, target: Target, shape: Shape, bits: int) -> Progr
     q = array((batch, heads, 1, head_dim), jnp.bfloat16)
     k = array((batch, kv_heads, CODES_BUFFER, head_dim), jnp.bfloat16)
     valid = array((batch, kv_heads, slots), jnp.bool_)
-    refused = why_not_decode_codes(target.decode, jnp.bfloat16, codes, CODES_BUFFER, heads // kv_heads)
-    labels = {"kernel": f"decode_codes_attention, {target.decode}, {bits} bits, {'x'.join(map(str, shape))}"}
+    refused = why_not_decode_codes(impl, jnp.bfloat16, codes, CODES_BUFFER, heads // kv_heads)
+    labels = {"kernel": f"decode_codes_attention, {impl}, {bits} bits, {'x'.join(map(str, shape))}"}
     function = jax.jit(decode_codes_attention, static_argnames="impl")
-    return Program(labels, function, (q, codes, k, k, valid), {"impl": target.decode}, refused=refused)
+    return Program(labels, function, (q, codes, k, k, valid), {"impl": impl}, refused=refused)
 
 
 def decode_loop(array: Array, impl: Implementation) -> Program:

@@ -29,27 +29,10 @@ Row = dict[str, Any]
 # Tolerances, relative to the largest expected number. Weights, outputs and their gradients are rounded to 8 bits
 # (bfloat16); gradients of whole sequences sum many of them. Weights that slots received are summed in float32.
 BLOCKS = {"out": 2**-7, "lse": 1e-4, "dq": 2**-7, "dk": 2**-7, "dv": 2**-7}
-ATTENTION = dict.fromkeys(("out", "dq", "dk", "dv"), 2**-6)
+ATTENTION = {"out": 2**-6, "dq": 2**-6, "dk": 2**-6, "dv": 2**-6}
 DECODED = {"out": 2e-2, "received": 1e-4}
 COLUMNS = 40  # of random blocks: few, so that many rows are at the first or last column of a key
 SMALL_TILES = BlockSizes(64, 64, 64, 64, 64, 64)
-
-
-@dataclass(frozen=True)
-class Runner:
-    """Runs kernels on a GPU, or on a CPU in JAX's interpreter of GPU kernels."""
-
-    interpret: Any = False
-    decode_interpret: Any = None
-
-    def kernel(self, sizes: BlockSizes) -> MosaicGpuKernel:
-        return MosaicGpuKernel(sizes, self.interpret)
-
-    def decode(self, q: Any, k: Any, v: Any, valid: Any) -> Any:
-        return decode_gpu.decode_attention(q, k, v, valid, interpret=self.decode_interpret)
-
-    def decode_codes(self, q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> Any:
-        return decode_codes_gpu.decode_codes_attention(q, codes, k, v, valid, interpret=self.decode_interpret)
 
 
 @dataclass(frozen=True)
@@ -226,10 +209,11 @@ def cached(batch: int, heads: int, kv_heads: int, slots: int, head_dim: int, val
     return q, k, v, jnp.asarray(filled)
 
 
-def decode_case(runner: Runner, shape: tuple[int, int, int, int, int], valid: str) -> Case:
+def decode_case(shape: tuple[int, int, int, int, int], valid: str, interpret: Any = None) -> Case:
     name = f"decode {'x'.join(map(str, shape))}, {valid} valid"
+    run = partial(decode_gpu.decode_attention, interpret=interpret)
     inputs = partial(cached, *shape, valid)
-    return Case(name, "decode_gpu", "bfloat16", DECODED, inputs, runner.decode, reference.decode_attention)
+    return Case(name, "decode_gpu", "bfloat16", DECODED, inputs, run, reference.decode_attention)
 
 
 @dataclass(frozen=True)
@@ -288,9 +272,10 @@ def by_dequantized(q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> Any:
     return reference.decode_attention(q, keys, values, valid)
 
 
-def decode_codes_case(runner: Runner, shape: CodesShape) -> Case:
+def decode_codes_case(shape: CodesShape, interpret: Any = None) -> Case:
+    run = partial(decode_codes_gpu.decode_codes_attention, interpret=interpret)
     inputs = partial(quantized, shape)
-    return Case(str(shape), "decode_codes_gpu", "bfloat16", DECODED, inputs, runner.decode_codes, by_dequantized)
+    return Case(str(shape), "decode_codes_gpu", "bfloat16", DECODED, inputs, run, by_dequantized)
 
 
 # ---------------------------------------------------------------- all of them
@@ -298,14 +283,13 @@ def decode_codes_case(runner: Runner, shape: CodesShape) -> Case:
 
 def cases() -> Iterator[Case]:
     """Cases for a GPU, small ones first, so that a hang shows early."""
-    runner = Runner()
-    ours = runner.kernel(GPU_SIZES)
+    ours = MosaicGpuKernel(GPU_SIZES)
     for dtype in ("bfloat16", "float16"):
         for head_dim in (64, 128):
             for name, sizes in {"small tiles": SMALL_TILES, "default tiles": GPU_SIZES}.items():
                 shape = (3, 300, 500, head_dim)
                 label = f"blocks {'x'.join(map(str, shape))}, {name}"
-                yield block_case(label, runner.kernel(sizes), partial(random_blocks, *shape, dtype), dtype)
+                yield block_case(label, MosaicGpuKernel(sizes), partial(random_blocks, *shape, dtype), dtype)
     # As many programs as a layer has, more than the GPU can hold at once.
     whole = partial(segment_blocks, 96, 8, 128, 1024, 128, "bfloat16")
     yield block_case("96 segments of 128 x 8 rows, 1,024 + 128 keys", ours, whole, "bfloat16")
@@ -322,12 +306,12 @@ def cases() -> Iterator[Case]:
         for head_dim in (64, 128):
             for slots in (72, 640):
                 for valid in ("any", "window") if slots == 640 else ("any",):
-                    yield decode_case(runner, (3, group * kv_heads, kv_heads, slots, head_dim), valid)
+                    yield decode_case((3, group * kv_heads, kv_heads, slots, head_dim), valid)
     # Every size of a swizzled tile; slots of codes in fewer tiles than the ring has stages, and in more.
     for bits, head_dim, slots in ((8, 128, 1000), (4, 64, 1000), (4, 128, 64), (2, 64, 1000)):
-        yield decode_codes_case(runner, CodesShape(3, 12, 2, slots, 72, head_dim, bits, groups=70, parts=2))
-    yield decode_case(runner, (64, 12, 2, 1152, 128), "all")
-    yield decode_case(runner, (8, 32, 8, 4096, 128), "any")
+        yield decode_codes_case(CodesShape(3, 12, 2, slots, 72, head_dim, bits, groups=70, parts=2))
+    yield decode_case((64, 12, 2, 1152, 128), "all")
+    yield decode_case((8, 32, 8, 4096, 128), "any")
 
 
 def rehearsed() -> Iterator[Case]:
@@ -339,7 +323,5 @@ def rehearsed() -> Iterator[Case]:
     yield block_case("blocks 1x70x100x64, small tiles", kernel, partial(random_blocks, *shape, "bfloat16"), "bfloat16")
     yield attention_case("3/1 heads of 64, windows, padding", kernel, (3, 1), 40, 64, Segments(9, 8, 7))
     for slots, valid in ((40, "any"), (72, "window")):
-        runner = Runner(parameters(), decode_parameters(slots))
-        yield decode_case(runner, (2, 3, 1, slots, 64), valid)
-    runner = Runner(parameters(), decode_parameters(40))
-    yield decode_codes_case(runner, CodesShape(2, 3, 1, 72, 40, 64, bits=4, groups=5, parts=2))
+        yield decode_case((2, 3, 1, slots, 64), valid, decode_parameters(slots))
+    yield decode_codes_case(CodesShape(2, 3, 1, 72, 40, 64, bits=4, groups=5, parts=2), decode_parameters(40))
