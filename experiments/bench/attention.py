@@ -105,10 +105,7 @@ def named(impl: Any, sizes: BlockSizes | None = None) -> Attention:
 IMPLEMENTATIONS: dict[str, Attention] = {
     "mask": lambda q, k, v, mask: attend(q, k, v, mask.to_boolean(), "xla"),
     "stock mask": stock_mask,
-    "interval": named("interval"),
-    "segments": named("segments"),
-    "mosaic_gpu": named("mosaic_gpu"),
-    "mosaic_tpu": named("mosaic_tpu"),
+    **{name: named(name) for name in ("interval", "segments", "mosaic_gpu", "mosaic_tpu")},
     "cudnn causal": cudnn_causal,
 }
 MASKS = ("mask", "stock mask")  # the baseline is the faster of them
@@ -138,10 +135,8 @@ def inputs(args: Args, tokens: int, budget: int) -> tuple[Array, Array, Array, A
     assert args.heads and args.kv_heads and args.head_dim and args.dtype
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
-    arrays = (
-        jax.random.normal(key, (1, n, tokens, args.head_dim), args.dtype) for key, n in zip(keys, heads, strict=True)
-    )
-    q, k, v, weights = arrays
+    shapes = [(1, n, tokens, args.head_dim) for n in heads]
+    q, k, v, weights = (jax.random.normal(*pair, args.dtype) for pair in zip(keys, shapes, strict=True))
     mask = random_evictions(tokens, Segments(0, args.buffer, budget), kv_heads=args.kv_heads).layer(0)
     return q, k, v, weights, mask
 

@@ -40,11 +40,6 @@ class Args:
     out: Path | None = None  # write the rows, with date and command, to this file
 
 
-def rollout_command(args: Args, tokens: int) -> list[str]:
-    sizes: Row = {"batch": ROWS, "prompt": PROMPT, "new_tokens": tokens - PROMPT, "repeats": args.turns}
-    return engine("smd_rollout", sizes | CACHE | {"policy": "knorm", "bits": None})
-
-
 def update_command(args: Args, tokens: int) -> list[str]:
     """Every update has as many tokens as the longest row, in rows of `tokens`."""
     rows = max(args.lengths) // tokens
@@ -53,7 +48,9 @@ def update_command(args: Args, tokens: int) -> list[str]:
 
 
 def rollouts(args: Args) -> list[Row]:
-    rows = take_turns(args.turns, [rollout_command(args, tokens) for tokens in args.lengths])
+    same = {"batch": ROWS, "prompt": PROMPT, "repeats": args.turns, "policy": "knorm", "bits": None}
+    sizes = [same | CACHE | {"new_tokens": tokens - PROMPT} for tokens in args.lengths]
+    rows = take_turns(args.turns, [engine("smd_rollout", size) for size in sizes])
     kept = ("cache_bytes", "temp_bytes", "peak_bytes", "max_abs_dlogp", "versions")
     return [
         {"program": "rollout", "tokens": tokens, "rows": ROWS, "seconds": row["cpu_seconds_min"]}

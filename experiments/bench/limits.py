@@ -10,8 +10,8 @@ library with faster products could exceed 1.
 
 from __future__ import annotations
 
-from bench.engines.common import Sizes, model_sizes
-from bench.turns import Row, engine
+from bench.engines.common import MODEL, Sizes
+from bench.turns import Row
 
 
 def visible_keys(prompt: int, new_tokens: int, budget: int | None, buffer: int | None) -> float:
@@ -45,12 +45,7 @@ def update_flops(row: Row, sizes: Sizes) -> float:
 
 def attention_flops(pairs: float, sizes: Sizes) -> float:
     """FLOP of scores and weighted values of `pairs` of a query and a key, in all heads and layers."""
-    return 4 * pairs * sizes.layers * sizes.heads * sizes.head_dim
-
-
-def product_command(rows: int, repeats: int, backward: bool = False) -> list[str]:
-    """Command line of the yardstick, which takes turns with the engines."""
-    return engine("product", {"rows": rows, "repeats": repeats, "backward": backward})
+    return 4 * pairs * sizes.num_layers * sizes.num_heads * sizes.head_dim
 
 
 def with_limits(rows: list[Row], update: bool = False) -> list[Row]:
@@ -61,11 +56,10 @@ def with_limits(rows: list[Row], update: bool = False) -> list[Row]:
     """
     [product] = [row for row in rows if row["engine"] == "product"]
     rate = product["gflops_per_second"]
-    sizes = model_sizes()
     found = []
     for row in rows:
         if row is not product:
-            flops = update_flops(row, sizes) if update else rollout_flops(row, sizes)
+            flops = update_flops(row, MODEL) if update else rollout_flops(row, MODEL)
             share = flops / row["seconds"] / 1e9 / rate
             found.append(row | {"limit_share": share, "product_gflops_per_second": rate})
     return found

@@ -24,8 +24,7 @@ Fields     ms_per_step_early and _late: median over 160 steps around token 400, 
            shorter response.
            cache_bytes: ours, the donated state of the compiled segment program; peers, the keys and values at the end.
            expected_cache_bytes: 2 · layers · KV heads · (budget + buffer) · head_dim · bytes · rows.
-           limit_share: the model's arithmetic per second over the rate of bare matrix products of its shapes, in the
-           same run on the same core (experiments/bench/limits.py).
+           limit_share: share of the rate of bare matrix products, see experiments/bench/limits.py.
            max_abs_dlogp: learner against sampler under the recorded mask, on four rows.
 
 Environments of the peers, separate from that of smd_jax:
@@ -46,7 +45,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
-from bench.limits import product_command, with_limits
+from bench.limits import with_limits
 from bench.turns import Row, engine, keep, take_turns
 
 Engine = Literal["ours", "ours-h2o", "ours-dense", "hf", "kvpress"]
@@ -81,7 +80,7 @@ def commands(args: Args, new_tokens: int) -> Iterator[list[str]]:
             for bits in (None, *args.bits):
                 yield engine("smd_rollout", sizes | {"policy": POLICY[name], "bits": bits})
         elif (python := peers[name]) is not None:
-            yield engine(f"{name}_rollout", sizes, python)
+            yield engine("hf_rollout", sizes | {"kvpress": name == "kvpress"}, python)
 
 
 def main(args: Args) -> None:
@@ -89,8 +88,8 @@ def main(args: Args) -> None:
         args = replace(args, lengths=(48,), batch=4, prompt=8, budget=16, buffer=8, repeats=1)
     found = []
     for new_tokens in args.lengths:
-        engines = [*commands(args, new_tokens), product_command(args.batch, args.repeats)]
-        found += with_limits(take_turns(args.repeats, engines))
+        product = engine("product", {"rows": args.batch, "repeats": args.repeats, "backward": False})
+        found += with_limits(take_turns(args.repeats, [*commands(args, new_tokens), product]))
     keep(found, args.out)
 
 

@@ -32,8 +32,9 @@ class Worker:
 
     def __enter__(self) -> Worker:
         pipe = subprocess.PIPE
-        peer = self.command[0] != sys.executable
-        own = environment() if peer else None
+        # A peer must not import our packages.
+        hidden = () if self.command[0] == sys.executable else ("PYTHONPATH", "VIRTUAL_ENV")
+        own = {name: value for name, value in os.environ.items() if name not in hidden}
         self.process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, text=True, env=own)
         return self
 
@@ -71,11 +72,6 @@ def take_turns(repeats: int, engines: Iterable[list[str]]) -> list[Row]:
     if len(models := {row["parameters"] for row in rows}) > 1:
         raise SystemExit(f"expected one model in all engines; got models of {sorted(models)} parameters")
     return rows
-
-
-def environment() -> dict[str, str]:
-    """Environment variables for a peer, without those that would import our packages."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def keep(rows: list[Row], out: Path | None) -> None:

@@ -19,8 +19,7 @@ Fairness   Every engine is its own process, pinned to one core. All compile firs
            no remat of layers in ours (it does recompute logits and measures entropy and mismatch, as always). The
            header of each file in experiments/bench/engines/ lists the settings of its library.
            `seconds` is the median, `cpu_seconds_min` the least CPU time, the better number on a shared machine.
-           `limit_share` is the model's arithmetic per second over the rate of bare matrix products of its shapes, in
-           the same run on the same core (experiments/bench/limits.py).
+           `limit_share`: share of the rate of bare matrix products, see experiments/bench/limits.py.
            `peak_bytes` is the peak of the whole process, libraries and compilation included.
 
 Environments of the peers, separate from that of smd_jax:
@@ -41,7 +40,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
-from bench.limits import product_command, with_limits
+from bench.limits import with_limits
 from bench.turns import Row, engine, keep, take_turns
 
 
@@ -61,7 +60,6 @@ SIZES = {
     576: Size(32, 64, 8, 128, 32, ("torch", "trl")),
     4096: Size(4, 64, 1, 256, 128, ("torch",)),
 }
-DENSE = {"budget": None, "buffer": None}
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def commands(args: Args, tokens: int) -> Iterator[list[str]]:
     """Command lines of the engines that run at this length."""
     size = SIZES[tokens]
     same = settings(args, tokens, size.prompt)
-    for cache in (DENSE, {"budget": size.budget, "buffer": size.buffer}):
+    for cache in ({"budget": None, "buffer": None}, {"budget": size.budget, "buffer": size.buffer}):
         yield engine("smd_update", same | cache)
     for name, python in (("torch", args.torch_python), ("trl", args.trl_python)):
         if name in size.peers and python is not None:
@@ -96,7 +94,8 @@ def commands(args: Args, tokens: int) -> Iterator[list[str]]:
 
 def compare(args: Args, tokens: int) -> list[Row]:
     """One row per engine."""
-    product = product_command(SIZES[tokens].microbatch * tokens, args.repeats, backward=True)
+    rows = SIZES[tokens].microbatch * tokens
+    product = engine("product", {"rows": rows, "repeats": args.repeats, "backward": True})
     return with_limits(take_turns(args.repeats, [*commands(args, tokens), product]), update=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from bench import attention, limits
 from bench.engines import generation
-from bench.engines.common import Sizes, model_sizes
+from bench.engines.common import MODEL, Sizes
 from smd_jax.message.masks import Segments
 from smd_jax.testing import random_evictions
 from tests.paths import ROOT
@@ -144,8 +144,16 @@ def test_visible_keys_are_those_of_a_mask(prompt: int, new: int, budget: int, bu
 
 # The model of the small benchmarks, and one whose sizes are all others: no biases, three queries to a KV head.
 SIZES = (
-    model_sizes(),
-    Sizes(hidden=96, layers=3, heads=6, kv_heads=2, head_dim=16, ffn=160, vocabulary=512, qkv_bias=False, tied=True),
+    MODEL,
+    Sizes(
+        hidden_size=96,
+        intermediate_size=160,
+        num_layers=3,
+        num_heads=6,
+        head_dim=16,
+        vocab_size=512,
+        qkv_bias=False,
+    ),
 )
 EVERY_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=("small", "other"))
 
@@ -155,20 +163,20 @@ def test_arithmetic_of_an_update_by_the_compilers_count(sizes: Sizes):
     """A model of these sizes in plain products, dense and not causal, as XLA counts its flops."""
     rows, tokens, prompt = 2, 16, 4
     matrices = [jnp.ones(sides) for sides in sizes.layer_products()]
-    head = jnp.ones(sizes.head_product())
+    head = jnp.ones((sizes.hidden_size, sizes.vocab_size))
 
     def loss(matrices: list[jax.Array], head: jax.Array, x: jax.Array) -> jax.Array:
         q, k, v, o, gate, up, down = matrices
-        for _ in range(sizes.layers):
-            groups = sizes.heads // sizes.kv_heads
-            queries = (x @ q).reshape(rows, tokens, sizes.kv_heads, groups, sizes.head_dim)
-            keys, values = ((x @ m).reshape(rows, tokens, sizes.kv_heads, sizes.head_dim) for m in (k, v))
+        for _ in range(sizes.num_layers):
+            groups = sizes.num_heads // sizes.num_kv_heads
+            queries = (x @ q).reshape(rows, tokens, sizes.num_kv_heads, groups, sizes.head_dim)
+            keys, values = ((x @ m).reshape(rows, tokens, sizes.num_kv_heads, sizes.head_dim) for m in (k, v))
             scores = jnp.einsum("btkgd,bskd->bkgts", queries, keys)
             x = jnp.einsum("bkgts,bskd->btkgd", scores, values).reshape(rows, tokens, -1) @ o
             x = ((x @ gate) * (x @ up)) @ down
         return jnp.sum(x[:, prompt:] @ head)
 
-    x = jnp.ones((rows, tokens, sizes.hidden))
+    x = jnp.ones((rows, tokens, sizes.hidden_size))
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(matrices, head, x).compile()
     row = {"sequences": rows, "tokens": tokens, "prompt": prompt, "budget": None, "buffer": None}
     analysis = program.cost_analysis()
@@ -183,7 +191,7 @@ def test_a_rollout_reads_what_it_draws(sizes: Sizes):
     """Every token but the last: a prompt of one and two drawn tokens are two passes and two heads."""
     row = {"batch": 3, "prompt": 1, "new_tokens": 2, "budget": None, "buffer": None}
     pairs = 1 + 2
-    attention = 4 * pairs * sizes.layers * sizes.heads * sizes.head_dim
+    attention = 4 * pairs * sizes.num_layers * sizes.num_heads * sizes.head_dim
     expected = 3 * (2 * 2 * (sizes.layer_weights() + sizes.head_weights()) + attention)
     assert limits.rollout_flops(row, sizes) == expected
 
@@ -191,5 +199,5 @@ def test_a_rollout_reads_what_it_draws(sizes: Sizes):
 def test_shares():
     row = {"engine": "ours", "batch": 3, "prompt": 1, "new_tokens": 2, "budget": None, "buffer": None, "seconds": 0.5}
     [found] = limits.with_limits([{"engine": "product", "gflops_per_second": 2.0}, row])
-    assert found["limit_share"] == pytest.approx(limits.rollout_flops(row, model_sizes()) / 0.5 / 2e9)
+    assert found["limit_share"] == pytest.approx(limits.rollout_flops(row, MODEL) / 0.5 / 2e9)
     assert found["product_gflops_per_second"] == 2.0

@@ -17,12 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # Qwen2 with biases on q, k and v; no dropout, no KL, no gradient checkpointing, float32.
-HIDDEN = 256
-LAYERS = 4
-HEADS = 8
-KV_HEADS = 2
-HEAD_DIM = 32
-FFN = 768
 VOCABULARY = 1024
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
@@ -39,52 +33,42 @@ WARMUP = 2  # updates before the clock runs: the first compiles
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a decoder of Llama's or Qwen2's family.
+    """Sizes of a Llama or Qwen2, named as in `smd_jax.ModelConfig`. The defaults are the model of the benchmarks."""
 
-    Attributes:
-      qkv_bias: whether q, k and v have biases.
-      tied: whether the output projection shares the embeddings.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocabulary: int
-    qkv_bias: bool
-    tied: bool
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = VOCABULARY
+    qkv_bias: bool = True
+    tie_embeddings: bool = True
 
     def layer_products(self) -> list[tuple[int, int]]:
         """Inputs and outputs of a layer's matrices: q, k, v, o, gate, up, down."""
-        heads, kv_heads = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = [(self.hidden, heads), (self.hidden, kv_heads), (self.hidden, kv_heads), (heads, self.hidden)]
-        return [*attention, (self.hidden, self.ffn), (self.hidden, self.ffn), (self.ffn, self.hidden)]
-
-    def head_product(self) -> tuple[int, int]:
-        """Inputs and outputs of the output projection."""
-        return self.hidden, self.vocabulary
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = [(hidden, heads), (hidden, kv_heads), (hidden, kv_heads), (heads, hidden)]
+        return [*attention, (hidden, ffn), (hidden, ffn), (ffn, hidden)]
 
     def layer_weights(self) -> int:
         """Parameters in the matrices of all layers."""
-        return self.layers * sum(inputs * outputs for inputs, outputs in self.layer_products())
+        return self.num_layers * sum(inputs * outputs for inputs, outputs in self.layer_products())
 
     def head_weights(self) -> int:
         """Parameters in the output projection."""
-        return self.hidden * self.vocabulary
+        return self.hidden_size * self.vocab_size
 
     def parameters(self) -> int:
         """Parameters of the model: matrices, biases and norms."""
-        biases = (self.heads + 2 * self.kv_heads) * self.head_dim if self.qkv_bias else 0
-        heads = 1 if self.tied else 2
-        norms = self.layers * 2 * self.hidden + self.hidden
-        return self.layer_weights() + heads * self.head_weights() + self.layers * biases + norms
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        heads = 1 if self.tie_embeddings else 2
+        norms = self.num_layers * 2 * self.hidden_size + self.hidden_size
+        return self.layer_weights() + heads * self.head_weights() + self.num_layers * biases + norms
 
 
-def model_sizes() -> Sizes:
-    """Sizes of the model of the benchmarks."""
-    return Sizes(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCABULARY, qkv_bias=True, tied=True)
+MODEL = Sizes()
 
 
 def settings() -> SimpleNamespace:

@@ -1,13 +1,18 @@
 """Sampling with Hugging Face transformers: `generate` of Qwen2 on torch, eager, with scaled dot product attention.
 
+With `kvpress` under a press that compresses while decoding: `DecodingPress` around `KnormPress`. After every `buffer`
+steps each layer and KV head keeps the `budget` keys of smallest norm. No hidden states are buffered, the fastest
+setting; kvpress' documentation allows it for presses that do not need them. `cache_bytes` is measured after the last
+step, within one step of its maximum.
+
 `DynamicCache`, which grows by concatenation, is the default of `generate`.
 Log-probabilities are asked for as documented: `output_scores`, then `compute_transition_scores`, both in the time.
 A logits processor that changes nothing notes when each step came.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import common
 import generation
@@ -31,9 +36,6 @@ class Stamp(LogitsProcessor):
         return scores
 
 
-Press = Callable[[Qwen2ForCausalLM], AbstractContextManager]
-
-
 def sample(model: Qwen2ForCausalLM, ids: torch.Tensor, new_tokens: int, cache: Cache, stamp: Stamp) -> None:
     """Draws `new_tokens` tokens a row, none of which ends a response, and their log-probabilities."""
     out = model.generate(
@@ -55,14 +57,21 @@ def sample(model: Qwen2ForCausalLM, ids: torch.Tensor, new_tokens: int, cache: C
     model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
 
 
-@torch.no_grad()
-def run(name: str, args: SimpleNamespace, packages: list[str], press: Press, more: dict) -> Cache:
-    """Samples in turns, prints the row, and returns the cache of the last turn.
+def press_of(args: SimpleNamespace) -> Any:
+    """Makes a context in which a model evicts."""
+    if not args.kvpress:
+        return nullcontext
+    from kvpress import DecodingPress, KnormPress
 
-    Args:
-      press: makes a context in which the model evicts.
-      more: fields of the row.
-    """
+    return DecodingPress(
+        base_press=KnormPress(), compression_interval=args.buffer, target_size=args.budget, hidden_states_buffer_size=0
+    )
+
+
+@torch.no_grad()
+def main() -> None:
+    args = common.settings()
+    press = press_of(args)
     clock = common.Clock(args, warmup=1)
     marks = generation.Marks()
     torch.set_num_threads(1)
@@ -82,10 +91,15 @@ def run(name: str, args: SimpleNamespace, packages: list[str], press: Press, mor
         if not turn:
             marks.forget()
     held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
-    row = generation.row(name, args, clock.seconds, marks) | {"cache_bytes": held} | more
+    row = generation.row("kvpress" if args.kvpress else "hf", args, clock.seconds, marks) | {"cache_bytes": held}
+    packages = ["torch", "transformers"]
+    if args.kvpress:
+        row |= {"budget": args.budget, "buffer": args.buffer}
+        packages = ["kvpress", *packages]
     clock.say(row | clock.measured(sum(p.numel() for p in model.parameters()), packages))
-    return cache
+    keys = max(layer.keys.shape[2] for layer in cache.layers)
+    assert not args.kvpress or keys <= args.budget + args.buffer, f"expected a compressed cache; got {keys} keys"
 
 
 if __name__ == "__main__":
-    run("hf", common.settings(), ["torch", "transformers"], lambda model: nullcontext(), {})
+    main()

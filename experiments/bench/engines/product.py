@@ -34,8 +34,8 @@ def operands(products: list[tuple[int, int]], rows: int, backward: bool) -> list
 def main() -> None:
     args = common.settings()
     clock = common.Clock(args, warmup=1)
-    sizes = common.model_sizes()
-    products = [*(sizes.layer_products() * sizes.layers), sizes.head_product()]
+    sizes = common.MODEL
+    products = [*(sizes.layer_products() * sizes.num_layers), (sizes.hidden_size, sizes.vocab_size)]
     pairs = operands(products, args.rows, args.backward)
     program = jax.jit(lambda pairs: [left @ right for left, right in pairs])
     flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in pairs)

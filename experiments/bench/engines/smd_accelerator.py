@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from functools import partial
 from importlib import metadata
 from itertools import islice
@@ -257,6 +258,7 @@ def update_row(
     import smd_roofline
     from smd_common import random_batch
 
+    from bench.engines.common import Sizes
     from bench.limits import update_flops
     from smd_jax.corrections.base import Naive, Shadow
     from smd_jax.learner.config import UpdateConfig
@@ -284,28 +286,11 @@ def update_row(
     row |= {"budget": budget, "buffer": buffer} if visibility == "shadow" else {"budget": None, "buffer": None}
     row |= {"parameters": parameters, "first_seconds": times[0], "loss_finite": bool(np.isfinite(metrics["loss"]))}
     row |= {"ok": row["loss_finite"], "seconds": statistics.median(times[2:]), "least_seconds": min(times[2:])}
-    flops = update_flops(row, sizes_of(config))
+    flops = update_flops(row, Sizes(**{field.name: getattr(config, field.name) for field in fields(Sizes)}))
     rate = product_rate(rehearse)
     row |= {"flops": flops, "product_flops_per_second": rate, "limit_share": flops / row["seconds"] / rate}
     # The memory that the compiler plans: the peak of the process would be that of the largest program so far.
     yield row | {"planned_bytes": program_bytes(update.lower(state, batch))}
-
-
-def sizes_of(config: Any) -> Any:
-    """Sizes of a model for `bench.limits`."""
-    from bench.engines.common import Sizes
-
-    return Sizes(
-        hidden=config.hidden_size,
-        layers=config.num_layers,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.intermediate_size,
-        vocabulary=config.vocab_size,
-        qkv_bias=config.qkv_bias,
-        tied=config.tie_embeddings,
-    )
 
 
 STAGES: dict[str, Callable[[bool], Iterator[Job]]] = {
@@ -315,10 +300,6 @@ STAGES: dict[str, Callable[[bool], Iterator[Job]]] = {
     "decode": decode,
     "whole": whole,
 }
-
-
-def say(row: Row) -> None:
-    print(json.dumps(row), flush=True)
 
 
 def main() -> None:
@@ -332,9 +313,9 @@ def main() -> None:
         raise SystemExit(f"expected a GPU, or --rehearse on a CPU; got {jax.default_backend()!r}")
     jobs = (job for job in STAGES[args.stage](args.rehearse) if args.only in job[0])
     for name, job in islice(jobs, args.skip, None):
-        say({"begin": name})
+        print(json.dumps({"begin": name}), flush=True)
         for row in job():
-            say(row)
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Imports JAX, so import it after `common.one_thread()`.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import common
 import jax
 import jax.numpy as jnp
@@ -18,20 +20,8 @@ from smd_jax.testing import random_evictions
 
 def model_config(max_tokens: int) -> smd.ModelConfig:
     """The model that every engine runs."""
-    return smd.ModelConfig(
-        vocab_size=common.VOCABULARY,
-        hidden_size=common.HIDDEN,
-        intermediate_size=common.FFN,
-        num_layers=common.LAYERS,
-        num_heads=common.HEADS,
-        num_kv_heads=common.KV_HEADS,
-        head_dim=common.HEAD_DIM,
-        max_positions=max_tokens,
-        rope_theta=common.ROPE_THETA,
-        norm_eps=common.NORM_EPS,
-        qkv_bias=True,
-        tie_embeddings=True,
-    )
+    more = {"max_positions": max_tokens, "rope_theta": common.ROPE_THETA, "norm_eps": common.NORM_EPS}
+    return smd.ModelConfig(**asdict(common.MODEL), **more)
 
 
 def random_batch(

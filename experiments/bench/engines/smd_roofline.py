@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # of a GPU; before jax is imported
@@ -49,22 +50,18 @@ class Sizes:
 TINY = Sizes(tiny_model_config(num_layers=1, dtype="bfloat16"), (2,), budget=16, buffer=8, segments=3, prompt=24)
 
 
+@partial(jax.jit, static_argnums=0)
 def random_weights(config: smd.ModelConfig) -> smd.model.Params:
     """Random weights in the compute dtype, made on the device; `random_params` would need float32 first."""
-    shapes = jax.eval_shape(lambda: random_params(config))
+    shapes, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: random_params(config)))
 
     def fill(path: Any, x: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         if path[-1].key == "scale":
             return jnp.ones(x.shape, x.dtype)
         return (0.02 * jax.random.normal(key, x.shape, jnp.float32)).astype(config.dtype)
 
-    @jax.jit
-    def make() -> smd.model.Params:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-        keys = jax.random.split(jax.random.key(0), len(leaves))
-        return jax.tree.unflatten(tree, [fill(path, x, key) for (path, x), key in zip(leaves, keys, strict=True)])
-
-    return make()
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return jax.tree.unflatten(tree, [fill(path, x, key) for (path, x), key in zip(shapes, keys, strict=True)])
 
 
 def slot_bytes(sizes: Sizes) -> int:
@@ -95,14 +92,10 @@ def step_row(sizes: Sizes, name: str, rows: int, params: smd.model.Params, bandw
     config = smd.RolloutConfig(max_new_tokens=new_tokens, budget=sizes.budget, buffer=sizes.buffer)
     engine = smd.Engine(smd.Decoder(sizes.model), policy, config, decode_rows=rows, prefill_rows=PREFILLED)
     marks = [0.0]
-
-    def report(progress: smd.sampler.Progress) -> None:
-        marks.append(progress.seconds)
-
     tokens = jnp.asarray(generation.prompts(rows, sizes.prompt, sizes.model.vocab_size), jnp.int32)
     given = smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
     engine.run(params, given, jax.random.key(0), limits=np.full(rows, sizes.buffer, np.int32))  # compiles
-    done = engine.run(params, given, jax.random.key(1), report=report)
+    done = engine.run(params, given, jax.random.key(1), report=lambda progress: marks.append(progress.seconds))
     steps = np.diff(marks)[2:] / sizes.buffer
     step = statistics.median(steps)
     least = step_bytes(sizes, policy, rows, sum(x.nbytes for x in jax.tree.leaves(params))) / bandwidth

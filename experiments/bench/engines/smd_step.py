@@ -75,7 +75,7 @@ def main() -> None:
         clock.begin()
         state, metrics = loop.step(state)
         jax.block_until_ready(state)
-        clock.end_step()
+        clock.end()
         differences.append(float(metrics["sampling/sampling_logp_difference/max"]))
     more = {"budget": args.budget, "buffer": args.buffer if sparse else None, "rows_per_prompt": args.rows_per_prompt}
     more |= {"max_abs_dlogp": max(differences)}

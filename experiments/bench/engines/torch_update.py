@@ -14,12 +14,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 def qwen2_config(max_tokens: int) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=common.VOCABULARY,
-        hidden_size=common.HIDDEN,
-        intermediate_size=common.FFN,
-        num_hidden_layers=common.LAYERS,
-        num_attention_heads=common.HEADS,
-        num_key_value_heads=common.KV_HEADS,
-        head_dim=common.HEAD_DIM,
+        hidden_size=common.MODEL.hidden_size,
+        intermediate_size=common.MODEL.intermediate_size,
+        num_hidden_layers=common.MODEL.num_layers,
+        num_attention_heads=common.MODEL.num_heads,
+        num_key_value_heads=common.MODEL.num_kv_heads,
+        head_dim=common.MODEL.head_dim,
         max_position_embeddings=max_tokens,
         rope_parameters={"rope_type": "default", "rope_theta": common.ROPE_THETA},
         rms_norm_eps=common.NORM_EPS,

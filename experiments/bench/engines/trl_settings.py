@@ -1,11 +1,25 @@
-"""Settings of TRL's trainer that its engines share: no gradient checkpointing, float32, nothing logged or saved."""
+"""Shared by the engines of TRL: settings (no gradient checkpointing, float32, nothing logged or saved), and a timer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import common
+from transformers import TrainerCallback
 from trl import GRPOConfig
+
+
+class Timer(TrainerCallback):
+    """The clock runs from the start of an optimizer step, generation included, to the end of its update."""
+
+    def __init__(self, clock: common.Clock) -> None:
+        self.clock = clock
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.clock.begin()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.clock.end()
 
 
 def grpo_config(

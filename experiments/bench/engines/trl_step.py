@@ -16,18 +16,18 @@ common.one_thread()  # before torch is imported
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
-from trl_settings import grpo_config  # noqa: E402
+from trl_settings import Timer, grpo_config  # noqa: E402
 
 WARM_UP = 8  # tokens of a completion of the first step
 
 
-class Timer(TrainerCallback):
-    """Times each step from the start of its generation to the end of its update."""
+class StepTimer(Timer):
+    """Sets the length of a step's completions, shorter in the first step."""
 
     def __init__(self, clock: whole_step.StepClock, new_tokens: int) -> None:
-        self.clock = clock
+        super().__init__(clock)
         self.new_tokens = new_tokens
         self.trainer: GRPOTrainer | None = None
 
@@ -37,9 +37,6 @@ class Timer(TrainerCallback):
         config.max_new_tokens = config.min_new_tokens = new_tokens
         kwargs["max_new_tokens"] = kwargs["min_new_tokens"] = new_tokens
         self.clock.begin()
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.clock.end_step()
 
 
 def main() -> None:
@@ -52,7 +49,7 @@ def main() -> None:
     def reward(completions, **columns) -> list[float]:
         return graded([messages[-1]["content"] for messages in completions])
 
-    timer = Timer(clock, args.new_tokens)
+    timer = StepTimer(clock, args.new_tokens)
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in whole_step.questions(args)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(

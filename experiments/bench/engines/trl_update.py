@@ -15,9 +15,9 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from torch_update import qwen2_config  # noqa: E402
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
-from trl_settings import grpo_config  # noqa: E402
+from trl_settings import Timer, grpo_config  # noqa: E402
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -33,19 +33,6 @@ class Trainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list) -> dict:
         return dict(self.completions)
-
-
-class Timer(TrainerCallback):
-    """The clock runs from the first microbatch of an optimizer step to its end."""
-
-    def __init__(self, clock: common.Clock) -> None:
-        self.clock = clock
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self.clock.begin()
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.clock.end()
 
 
 def random_completions(sequences: int, prompt: int, response: int) -> dict:

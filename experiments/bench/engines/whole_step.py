@@ -43,9 +43,8 @@ class StepClock(common.Clock):
         self.reward = reward
         self.rollouts: list[float] = []
 
-    def end_step(self) -> None:
-        """Stops the clock, after the results of a step are ready."""
-        self.end()
+    def end(self) -> None:
+        super().end()
         if self.seconds:
             self.rollouts.append(self.reward.called_at - self.start)
 
