@@ -137,11 +137,12 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 def _faster_gate(speed: float) -> optax.GradientTransformation:
     """Multiplies the update of the eviction gate. Its state is empty, as in the checkpoints of earlier runs."""
 
-    def scaled(updates: Params) -> Params:
-        of_gate = jax.tree.map(lambda x: speed * x, updates[EVICTION_GATE])
-        return {**updates, EVICTION_GATE: of_gate}
+    def scaled(updates: Any, params: Any) -> Any:
+        if EVICTION_GATE not in updates:
+            return updates
+        return {**updates, EVICTION_GATE: jax.tree.map(lambda x: speed * x, updates[EVICTION_GATE])}
 
-    return optax.stateless(lambda updates, params: scaled(updates) if EVICTION_GATE in updates else updates)
+    return optax.stateless(scaled)
 
 
 def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
