@@ -119,13 +119,13 @@ class ConversationRollouts(Rollouts):
             )
         super().__post_init__()
         conversation_sampler(self.model, self.policy, config, self.prompt_width)
-        if config.eos_token_id is None and not self.stop_strings:
+        if config.eos_token_id is None and self.stop is None:
             raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
         _, compaction = self.dialogue, self.compaction
-        if compaction is not None and compaction.end_token is not None and self.stop_strings:
+        if compaction is not None and compaction.end_token is not None and self.stop is not None:
             raise ValueError(
                 "expected compaction (--contexts) without stop_strings (--stop), because the request for a summary "
-                f"continues turns that end with token {compaction.end_token}; got {list(self.stop_strings)}"
+                f"continues turns that end with token {compaction.end_token}; got some"
             )
         if compaction is not None and compaction.after_tokens + len(compaction.ask) >= config.max_new_tokens:
             raise ValueError(
@@ -197,7 +197,7 @@ class ConversationRollouts(Rollouts):
                 config=self.config,
                 conversation=limits,
                 group_size=len(rows) * self.group_size // len(prompts.tokens),
-                stop=self.stop_table,
+                stop=self.stop,
                 active=active,
                 decode_rows=self.decode_rows,
             )

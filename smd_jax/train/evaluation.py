@@ -42,6 +42,7 @@ from smd_jax.tasks.dataset_task import own_reward
 from smd_jax.tasks.rewards import Graded, Rewards, check_failures
 from smd_jax.tasks.task import Task
 from smd_jax.text.prompts import Tokenizer, check_vocabulary
+from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.grading import GradedBatch, grade, reward_columns
 from smd_jax.train.loop import Loop
@@ -297,7 +298,8 @@ class Evaluator:
     def rollouts(self) -> dict[Decode, Rollouts]:
         """Samples completions, or conversations with an environment, under each way of decoding."""
         config, parts = self.config, (self.model, self.tokenizer, self.placement)
-        sizes = (config.group_size, config.prompt_width, config.stop_strings)
+        stop = stop_table(self.tokenizer, config.stop_strings, self.model.shape.vocab_size)
+        sizes = (config.group_size, config.prompt_width, stop)
         make = Rollouts if self.environment is None else partial(ConversationRollouts, environment=self.environment)
         return {each: make(*parts, each.policy, each.rollout(config.rollout), *sizes) for each in config.decodes}
 

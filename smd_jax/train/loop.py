@@ -51,6 +51,7 @@ from smd_jax.tasks.dataset_task import own_reward
 from smd_jax.tasks.rewards import Rewards, check_failures
 from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
+from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.async_rollout import RolloutAhead, copied
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.grading import grade, reward_columns, rollout_metrics
@@ -354,7 +355,7 @@ class Loop:
             config.rollout,
             config.group_size,
             config.prompt_width,
-            config.stop_strings,
+            stop_table(self.tokenizer, config.stop_strings, self.model.shape.vocab_size),
             config.decode_rows,
             config.prefill_rows,
             self.report,

@@ -31,7 +31,7 @@ from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.static import Sampler, converted
 from smd_jax.tasks.task import Row, prompt_text
 from smd_jax.text.prompts import PromptBatch, Tokenizer, encode_prompts, repeat_prompts, wants_special_tokens
-from smd_jax.text.stop_strings import StopTable, stop_table
+from smd_jax.text.stop_strings import StopTable
 
 
 class Sampled(NamedTuple):
@@ -59,7 +59,8 @@ class Rollouts:
     Attributes:
       placement: where this process samples its rows.
       policy, config: eviction policy; budget, lengths and sampling.
-      group_size, prompt_width, stop_strings, decode_rows, prefill_rows: as in LoopConfig.
+      group_size, prompt_width, decode_rows, prefill_rows: as in LoopConfig.
+      stop: the stop strings as a table over the tokenizer's tokens.
       report: called after every segment of a rollout with `decode_rows`.
 
     Raises:
@@ -73,21 +74,15 @@ class Rollouts:
     config: RolloutConfig
     group_size: int
     prompt_width: int
-    stop_strings: tuple[str, ...] = ()
+    stop: StopTable | None = None
     decode_rows: int | None = None
     prefill_rows: int = 8
     report: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
         Sampler(self.model, self.policy, self.config, self.prompt_width)
-        _ = self.stop_table
         if self.decode_rows is not None:
             _ = self.engine
-
-    @cached_property
-    def stop_table(self) -> StopTable | None:
-        """The stop strings as a table over the tokenizer's tokens."""
-        return stop_table(self.tokenizer, self.stop_strings, self.model.shape.vocab_size)
 
     @property
     def contexts(self) -> int:
@@ -128,7 +123,7 @@ class Rollouts:
                     trajectory = rollout(self.model, params, repeated, key, **self._options(copies))
             else:
                 result = self.engine.run(
-                    params, prompts, key, group_size=self.group_size, stop=self.stop_table, report=self.report
+                    params, prompts, key, group_size=self.group_size, stop=self.stop, report=self.report
                 )
                 trajectory = shard_batch(result.trajectory, own_mesh)
                 measured["rollout/utilisation"] = result.stats.utilisation
@@ -169,7 +164,7 @@ class Rollouts:
             "policy": self.policy,
             "config": self.config,
             "group_size": self.group_size // copies,
-            "stop": self.stop_table,
+            "stop": self.stop,
             "limits": None,
             "prompt_copies": copies,
         }

@@ -306,7 +306,7 @@ def trace(loop: Loop, state: Any) -> None:
             policy=config.policy,
             config=config.rollout,
             group_size=config.group_size,
-            stop=loop.rollouts.stop_table,
+            stop=loop.rollouts.stop,
         )
         trajectory = jax.eval_shape(draw, loop.policy_params(state.params), tokens, KEY)
         drops = loop.config.extra_rollouts is not None

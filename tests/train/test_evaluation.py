@@ -100,6 +100,19 @@ def test_a_way_of_decoding_is_the_rollout_of_that_name(params):
         np.testing.assert_array_equal(result.lengths[:, 0], expected.lengths())
 
 
+def test_stop_strings_end_completions_of_every_way_of_decoding(params):
+    """Greedy: each completion is that without a stop string up to its end; one table serves all ways."""
+    decodes = (Decode("dense", sampling=GREEDY), Decode("short", H2O(), budget=4, sampling=GREEDY))
+    whole = evaluator(decodes=decodes).run(params)
+    stop = next(text[0] for (text,) in whole[0].completions if text[0].isascii() and len(text) > 1)
+    stopping = evaluator(decodes=decodes, stop_strings=(stop,))
+    assert len({id(rollouts.stop) for rollouts in stopping.rollouts.values()}) == 1
+    for result, unstopped in zip(stopping.run(params), whole, strict=True):
+        cut = [[text[: text.find(stop) + 1] if stop in text else text] for (text,) in unstopped.completions]
+        assert result.completions == cut
+        assert cut != unstopped.completions or result.name == "short"
+
+
 # A model with random weights also samples ids without a token.
 @pytest.mark.filterwarnings("ignore:expected sampled ids with a token")
 def test_completions_of_a_prompt_lie_together(params):
