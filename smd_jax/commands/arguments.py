@@ -164,7 +164,7 @@ class DeviceArgs(ComputeArgs):
 
     sequence: int = 1  # devices that split the columns of each row in the update, for very long rows
     memory: str | None = None  # limit per device, such as 80GiB: chooses sizes that fit; None: sizes stay
-    microbatch: int | None = None  # rows per forward and backward pass; None: all, or as many as fit into --memory
+    microbatch: int | None = None  # rows of one pass (online-dpo: pairs); None: all, or as many as fit into --memory
 
 
 @dataclass(frozen=True, kw_only=True)

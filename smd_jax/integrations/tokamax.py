@@ -25,10 +25,13 @@ def to_tokamax(interval: KeyInterval, num_heads: int) -> Mask:
     """The mask of one layer: causal, with `q_end` int32 `[batch, num_heads, keys]` (or 1 for a shared batch axis).
 
     Raises:
+      TypeError: a mask of all layers.
       ValueError: num_heads is no multiple of the interval's KV heads; the mask of a quantised cache.
     """
     from tokamax._src.ops.attention.base import Mask
 
+    if not isinstance(interval, KeyInterval):
+        raise TypeError(f"expected the mask of one layer, mask.layer(index); got {type(interval).__name__}")
     check_full_precision(interval)
     kv_heads = interval.evicted_at.shape[1]
     if num_heads % kv_heads:

@@ -157,6 +157,11 @@ class UpdateConfig:
         return functools.reduce(operator.or_, (term.needs for term in self.objective), Needs())
 
     @property
+    def corrections(self) -> tuple[Correction, ...]:
+        """The correction of each learner."""
+        return (self.correction,) if self.dense_learner is None else (self.correction, self.dense_learner.correction)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the train state must have reference parameters."""
         return self.needs.reference or bool(self.needs.reference_logprobs)

@@ -1,7 +1,7 @@
 """The jitted train step of online DPO. It sees pairs of trajectories, never the eviction policy that made them.
 
 once per step:         weight of every pair in the loss
-for every microbatch:  policy and reference forward, each under its mask ─► loss of whole pairs ─► gradients, summed
+for every microbatch:  policy and reference forward under the learner's mask ─► loss of whole pairs ─► gradients, summed
 once per step:         optimizer ─► new parameters (─► new reference), metrics
 
 Log-probabilities are at the sampler's temperature; TRL's are at temperature 1.

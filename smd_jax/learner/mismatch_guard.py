@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import jax
@@ -127,20 +128,21 @@ def find_wrong_head(model: LanguageModel, params: Params, trajectory: Trajectory
     one = jax.tree.map(lambda x: on_host(x[difference.row : difference.row + 1]), trajectory)
     shape = model.shape
     sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])
-    candidates = list(_masks_of_common_bugs(np.broadcast_to(one.mask.evicted_at, sides)[0]))
-    logprobs = list[float]()
-    for start in range(0, len(candidates), AT_ONCE):
-        masks = [mask for _, _, mask in candidates[start : start + AT_ONCE]]
+    candidates = _masks_of_common_bugs(np.broadcast_to(one.mask.evicted_at, sides)[0])
+    tried, logprobs = list[tuple[str, str]](), list[float]()
+    while part := list(islice(candidates, AT_ONCE)):
+        masks = [mask for _, _, mask in part]
         # The last ones are padded, so that one program is compiled.
         filled = np.stack(masks + masks[-1:] * (AT_ONCE - len(masks)))
         # Parameters may be on devices of several processes; host arrays go to all of them.
         logprobs += on_host(_logprobs_under(model, params, one, filled, difference.column))[: len(masks)].tolist()
+        tried += [(head, change) for head, change, _ in part]
     left = np.abs(np.array(logprobs) - float(one.logprobs[0, difference.column]))
     best = int(np.nanargmin(left))
     # It must explain more than half: another bug may be compensated by chance.
     if left[best] > abs(difference.nats) / 2:
         return "no mask of a single head explains it: other parameters, or another attention"
-    head, change, _ = candidates[best]
+    head, change = tried[best]
     return f"likeliest {head}: {left[best]:.3g} nats are left where it {change}"
 
 

@@ -37,7 +37,6 @@ from smd_jax.learner.packs import (
     chains,
     pack,
     rows_at_once,
-    trimmed,
     with_distinct,
 )
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
@@ -147,7 +146,7 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
         sizes = PackSizes(config.microbatch_size, config.pack_columns, max(int(counted.sum()), 1))
         tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
         routing = None if trajectory.routing is None else on_host(trajectory.routing)
-        packs = trimmed(pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes, routing)))
+        packs = pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes, routing))
         # With filters, branches may have different drawable tokens.
         return packs if trajectory.drawable is not None else with_distinct(packs)
     # Three quarters are enough if responses are as long as three prompts; with longer ones some columns stay empty.

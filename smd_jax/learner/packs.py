@@ -108,14 +108,6 @@ def first_fit(lengths: Sequence[int], responses: Sequence[int], sizes: PackSizes
     return rows
 
 
-def trimmed(packs: Packs) -> Packs:
-    """Removes unused columns for response tokens."""
-    width = few_widths(int((packs.responses != ABSENT).sum(-1).max()), packs.responses.shape[-1])
-    return packs.replace(
-        responses=packs.responses[..., :width], columns=packs.columns[..., :width], sources=packs.sources[..., :width]
-    )
-
-
 def with_distinct(packs: Packs) -> Packs:
     """Adds `distinct` and `same` if several entries have the same token and it saves work."""
     width = packs.responses.shape[-1]
@@ -219,24 +211,28 @@ def pack(sequences: Sequences, sizes: PackSizes, together: Sequence[Sequence[Mem
     """Packs a rollout.
 
     Args:
-      together: chains to keep together, see `chains`; None: no chains.
+      together: chains to keep together, see `chains`, with as many columns for response tokens as they need; None: no
+        chains, and `sizes.responses` columns.
     """
     lengths, responses = sequences.lengths.tolist(), sequences.responses.tolist()
-    if together is None:
-        together = [[Member(index)] for index in range(len(lengths))]
-    needs = [sum(lengths[one.index] - one.shared for one in chain) for chain in together]
-    rows = first_fit(needs, [sum(responses[one.index] for one in chain) for chain in together], sizes)
+    all_chains = [[Member(index)] for index in range(len(lengths))] if together is None else together
+    needs = [sum(lengths[one.index] - one.shared for one in chain) for chain in all_chains]
+    drawn_of = [sum(responses[one.index] for one in chain) for chain in all_chains]
+    rows = first_fit(needs, drawn_of, sizes)
+    width_of_answers = sizes.responses
+    if together is not None:
+        width_of_answers = few_widths(max(sum(drawn_of[chain] for chain in row) for row in rows), sizes.responses)
     parts = -(-len(rows) // sizes.rows)
     tokens = np.full((parts * sizes.rows, sizes.columns), ABSENT, np.int32)
     positions, ends, stops = (np.zeros_like(tokens) for _ in range(3))
-    answers = np.full((parts * sizes.rows, sizes.responses), ABSENT, np.int32)
+    answers = np.full((parts * sizes.rows, width_of_answers), ABSENT, np.int32)
     columns, sources = np.ones_like(answers), np.zeros_like(answers)
     width, response_width = sequences.prompt_width + sequences.valid.shape[1], sequences.valid.shape[1]
     for row, members in enumerate(rows):
         column, answer = 0, 0
         for chain in members:
             path = np.zeros(0, np.int64)  # columns of the tokens of the sequence before
-            for index, shared in together[chain]:
+            for index, shared in all_chains[chain]:
                 prompt, length = int(sequences.prompts[index]), lengths[index]
                 stop = column + length - shared
                 path = np.concatenate([path[:shared], np.arange(column, stop)])

@@ -109,7 +109,13 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
 
 def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
     """Bytes of a device during the rollout, with the state that waits for the update; with dynamic sampling during the
-    last rollout of a step."""
+    last rollout of a step.
+
+    Raises:
+      ValueError: a loop with an environment, whose programs are not measured.
+    """
+    if loop.environment is not None:
+        raise ValueError("expected single completions, whose programs are measured; got an environment")
     config, placement = loop.config, loop.placement
     params = loop.policy_params(state.params)
     read = _sampler_shapes(loop.model, params, loop.mesh, placement.own_mesh)

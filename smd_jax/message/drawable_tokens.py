@@ -58,11 +58,14 @@ class DrawableTokens(struct.PyTreeNode):
           vocab_size: vocabulary size; if given, ids are checked, and large sets are stored as bits.
 
         Raises:
-          ValueError: a wrong number of rows or offsets, an empty set, a set without the sampled token, an id outside
-            the vocabulary, with the row and the token; a response_width below the longest response.
+          ValueError: no rows, an empty response, a wrong number of rows or offsets, an empty set, a set without the
+            sampled token, an id outside the vocabulary, with the row and the token; a response_width below the longest
+            response.
         """
         if len(support) != len(responses):
             raise ValueError(f"expected the sampling support of {len(responses)} rows; got {len(support)}")
+        if not len(responses) or not all(map(len, responses)):
+            raise ValueError("expected at least one response, of at least one token each; got none, or an empty one")
         flags = check_sampled(sampled, responses)
         by_row = [
             split_support(*sets, responses[row], vocab_size, f" of row {row}", flags[row])

@@ -73,8 +73,13 @@ class ShadowMask(struct.PyTreeNode):
     quantized: QuantizedReplay | None = None
 
     def layer(self, index: int) -> KeyInterval:
-        """The mask of one layer."""
+        """The mask of one layer.
+
+        Raises:
+          ValueError: a layer that the mask does not have. One that all layers share has every layer.
+        """
         check_shape("evicted_at", self.evicted_at, EVICTED_AT)
+        _check_layer(index, max(self.evicted_at.shape[1], len(self.segments)))
         # A single entry is shared by all layers.
         segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
         quantized = None if self.quantized is None else self.quantized.layer(index)
@@ -163,10 +168,12 @@ def dense_mask(valid: Bool[Array, "batch keys"]) -> ShadowMask:
     """The mask without eviction: causal, padding invisible; shared by all layers and heads.
 
     Raises:
-      TypeError: unless `valid` is an array.
+      TypeError: unless `valid` is an array, and for floating-point numbers, such as Hugging Face's 0 and -1e9.
       ValueError: for an array of another rank.
     """
     check_shape("valid", valid, ("batch", "keys"))
+    if jnp.issubdtype(valid.dtype, jnp.floating):
+        check_booleans(valid)
     return ShadowMask(jnp.where(valid, NEVER, 0).astype(jnp.int32)[:, None, None, :])
 
 
@@ -193,7 +200,13 @@ def layer_mask(mask: Mask, index: int) -> LayerMask:
     """The mask of one layer, still broadcastable over batch and KV heads."""
     if isinstance(mask, ShadowMask):
         return mask.layer(index)
+    _check_layer(index, mask.shape[1])
     return mask[:, min(index, mask.shape[1] - 1)]
+
+
+def _check_layer(index: int, layers: int) -> None:
+    if not 0 <= index < layers and layers > 1:
+        raise ValueError(f"expected a layer from 0 to {layers - 1}; got {index}")
 
 
 def windowed(mask: LayerMask, window: int | None) -> LayerMask:

@@ -14,6 +14,7 @@ Shapes and the convention for queries that see nothing are those of `smd_kernels
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ class AttentionConfig:
     decode_impl: DecodeImplementation | None = None
     softcap: float | None = None
 
+    def __post_init__(self) -> None:
+        check_softcap(self.softcap)
+
     def attend(self, q: Array, k: Array, v: Array, mask: LayerMask, sinks: Array | None = None) -> Array:
         """`attend` with this configuration."""
         return attend(q, k, v, mask, self.impl, self.sizes, self.softcap, sinks)
@@ -97,9 +101,12 @@ def attend(
     Raises:
       TypeError: for a mask of all layers, none, or one of numbers, such as Hugging Face's 0 and -1e9.
       ValueError: for arrays whose shapes do not fit together; for an unknown implementation, or one that cannot run
-        these inputs, with the reason.
+        these inputs, with the reason; for a softcap that is not positive and finite.
     """
     _check_arrays(q, k, v, mask)
+    if sinks is not None:
+        check_shape("sinks", sinks, (q.shape[1],))
+    check_softcap(softcap)
     if impl is None:
         impl = best(q, k, mask, softcap)
     if (reason := why_not(impl, q, k, mask, softcap)) is not None:
@@ -130,6 +137,12 @@ def attend(
         return segment_attention(q, k, v, evicted_at, segments, kernel, blocks_at_once, copies, sinks)
 
     return over_heads(run, q, *arrays, sinks)
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises ValueError for a soft cap that is not positive and finite."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"expected a finite softcap > 0, or None for no cap; got {softcap}")
 
 
 def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:

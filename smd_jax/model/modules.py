@@ -73,12 +73,19 @@ class ModuleModel:
       with_params: the module with these parameters.
       shape: see ModelShape.
       hidden_of, logits_of: the two functions of this file's docstring.
+
+    Raises:
+      ValueError: a shape with routing or runs of layers.
     """
 
     with_params: Callable[[Params], Any]
     shape: ModelShape
     hidden_of: HiddenFunction
     logits_of: LogitsFunction
+
+    def __post_init__(self) -> None:
+        if self.shape.routing is not None or self.shape.runs:
+            raise ValueError("expected a shape without routing and runs, which attention calls cannot return; got some")
 
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Int[Array, "batch tokens"]:
         return positions

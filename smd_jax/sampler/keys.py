@@ -14,6 +14,8 @@ def row_keys(key: Key[Array, ""] | Key[Array, " rows"], rows: int) -> Key[Array,
       ValueError: for anything but typed threefry keys, `jax.random.key(seed)`. With other generators a row's numbers
         depend on the batch (`vmap` of "rbg" differs from single calls).
     """
+    if not hasattr(key, "dtype"):
+        key = jnp.asarray(key)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not typed or str(jax.random.key_impl(key)) != "threefry2x32":
         kind = jax.random.key_impl(key) if typed else f"{key.dtype}{list(key.shape)}"

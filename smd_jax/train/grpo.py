@@ -114,11 +114,11 @@ class GRPOLoop(PolicyLoop):
                     "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
                     f"rewards of turns; got {config.advantages!r} and kl_in_reward {update.kl_in_reward}"
                 )
-            if update.loss.ratio_level != "token" or update.correction.traits.judges_responses:
+            if update.loss.ratio_level != "token" or any(each.traits.judges_responses for each in update.corrections):
                 raise ValueError(
                     "expected ratio_level 'token' and a correction of tokens with credit 'turn', because what judges a "
                     f"whole response has one advantage for all its turns; got {update.loss.ratio_level!r} and "
-                    f"{update.correction}"
+                    f"{update.corrections}"
                 )
             if config.dynamic_sampling is not None:
                 raise ValueError(

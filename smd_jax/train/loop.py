@@ -313,8 +313,8 @@ class Loop:
             return None
         return (
             f"a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm {metrics['grad_norm']:g}, and the "
-            f"same in {in_a_row} rollouts in a row, from which nothing was learned. Try a lower learning rate, a lower "
-            "max_grad_norm, or float32; and look at the rewards"
+            f"same in {in_a_row} rollouts in a row, each with a skipped update. Try a lower learning rate, a "
+            "lower max_grad_norm, or float32; and look at the rewards"
         )
 
     @property

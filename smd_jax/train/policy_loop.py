@@ -83,10 +83,10 @@ class PolicyLoop(Loop):
             check_sequence(columns, self.model.shape.num_heads, self.mesh)
             if update.rows_per_prompt > 1:
                 check_windows(self.model.shape, update)
-        if update.eviction_coef and config.policy.gate is None:
+        if update.needs.evictions and config.policy.gate is None:
             raise ValueError(
-                "expected an eviction policy that records its draws, such as LearnedGate(), with an eviction_coef; got "
-                f"{config.policy} and {update.eviction_coef}"
+                "expected an eviction policy that records its draws, such as LearnedGate(), with an eviction_coef or "
+                f"an EvictionTerm; got {config.policy}, {update.eviction_coef} and terms {update.terms}"
             )
         if config.group_size % update.rows_per_prompt:
             raise ValueError(

@@ -69,10 +69,11 @@ class PPOConfig(PolicyConfig):
                 f"expected a correction that takes an advantage for every token, as PPO has them; "
                 f"got {self.update.correction}"
             )
-        if self.update.eviction_coef:
+        if self.update.needs.evictions:
             raise ValueError(
                 "expected eviction_coef 0 with PPO, because an eviction is trained by the advantage of its response, "
-                f"and PPO's advantages belong to tokens; got {self.update.eviction_coef}. GRPO and RLOO train a gate"
+                f"and PPO's advantages belong to tokens; got {self.update.eviction_coef} and {self.update.terms}. "
+                "GRPO and RLOO train a gate"
             )
         if self.update.loss.ratio_level != "token":
             raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 base = pytest.importorskip("tokamax._src.ops.attention.base", reason="tokamax needs Python 3.12 or later")
 
 from smd_jax.integrations.tokamax import from_tokamax, to_tokamax  # noqa: E402
-from smd_jax.message.masks import KeyInterval, windowed  # noqa: E402
+from smd_jax.message.masks import KeyInterval, ShadowMask, windowed  # noqa: E402
 from smd_kernels.reference import attention  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, LENGTH, SIZE = 2, 4, 2, 12, 8
@@ -28,6 +28,11 @@ def test_both_ways():
     np.testing.assert_array_equal(mask.as_array(LENGTH, LENGTH), expected)
     back = from_tokamax(mask, LENGTH)
     np.testing.assert_array_equal(back.evicted_at, jnp.repeat(interval().evicted_at, HEADS // KV_HEADS, axis=1))
+
+
+def test_a_mask_of_all_layers_is_refused():
+    with pytest.raises(TypeError, match=r"expected the mask of one layer, mask.layer\(index\); got ShadowMask"):
+        to_tokamax(ShadowMask(interval().evicted_at[:, None]), HEADS)
 
 
 @pytest.mark.parametrize("window", [None, 5])

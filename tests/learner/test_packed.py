@@ -16,7 +16,7 @@ from smd_jax.learner import packed
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
 from smd_jax.learner.packed import make_packed_update, packed_segments, packed_trajectory
-from smd_jax.learner.packs import ABSENT, PackSizes, Sequences, first_fit, pack
+from smd_jax.learner.packs import ABSENT, Member, PackSizes, Sequences, first_fit, pack
 from smd_jax.learner.state import init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
@@ -65,6 +65,14 @@ def test_every_token_has_one_place():
     assert packs.tokens[part, row, column] == index * 20 + 8 + drawn
     assert packs.positions[part, row, column] == prompts[index] + drawn
     assert packs.padding == pytest.approx(1 - there.mean())
+
+
+def test_chains_get_as_many_columns_for_responses_as_they_need():
+    """However many a row may have, which is all response tokens of a minibatch."""
+    prompts, responses = np.array([3, 2, 4]), np.array([5, 1, 2])
+    together = [[Member(0), Member(1, 2)], [Member(2)]]
+    packs = pack(sequences(prompts, responses, 8, 12), PackSizes(2, 20, 10**15), together)
+    assert (packs.responses != ABSENT).sum() == 8 and packs.responses.shape[-1] < 64
 
 
 def test_lengths_like_those_of_gsm8k_leave_little_padding():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from inspect import unwrap
 from typing import Any
 
 import jax
@@ -189,6 +190,9 @@ def test_every_form_is_taken(form: str):
     given = [forms[form](x) for x in routed]
     found = Trajectory.from_records(**arguments, routed_experts=given, experts=FOREIGN)
     np.testing.assert_array_equal(found.routing, trajectory.routing)
+    plain: Any = tuple(FOREIGN)
+    again = unwrap(Trajectory.from_records)(Trajectory, **arguments, routed_experts=given, experts=plain)
+    np.testing.assert_array_equal(again.routing, trajectory.routing)
     assert gap(CONFIG, found).max() <= 2e-5
 
 

@@ -132,6 +132,12 @@ def test_a_minimum_length_without_filters_needs_no_array():
     assert ((drawable.apply(logits, jnp.array([2, 1])) == OUTSIDE).sum((0, 2)) == jnp.array([0, 5])).all()
 
 
+@pytest.mark.parametrize("responses", [[], [[]]])
+def test_support_without_tokens_is_refused(responses: list[list[int]]):
+    with pytest.raises(ValueError, match="expected at least one response, of at least one token each"):
+        DrawableTokens.from_csr([([], [0])] * len(responses), responses)
+
+
 def test_bits_of_another_vocabulary():
     with pytest.raises(ValueError, match="expected 4 bytes of bits for a vocabulary of 25; got 3 bytes"):
         DrawableTokens(jnp.zeros((1, 2, 3), jnp.uint8)).to_boolean(25, jnp.arange(2))

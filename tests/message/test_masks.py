@@ -97,6 +97,14 @@ def test_shared_layers_and_heads():
         assert to_visible(layer_mask(shared.to_boolean(), index)).shape == (1, 1, 6, 6)
 
 
+@pytest.mark.parametrize("index", [2, 5, -3, -1])
+def test_a_layer_that_the_mask_does_not_have(index: int):
+    mask = ShadowMask(jnp.array([[[[3, NEVER]], [[NEVER, NEVER]]]]))
+    for use in (mask, mask.to_boolean()):
+        with pytest.raises(ValueError, match=f"expected a layer from 0 to 1; got {index}"):
+            layer_mask(use, index)
+
+
 SIZES = {"batch": 2, "layers": 3, "kv_heads": 4, "columns": 5}
 
 
@@ -126,3 +134,7 @@ def test_masks_of_numbers_are_refused(dtype: Any):
     convert: Any = inspect.unwrap(ShadowMask.from_boolean)
     with pytest.raises(TypeError, match=message):
         convert(ShadowMask, numbers)
+    if dtype == np.float32:  # integers of 0 and 1 are a tokenizer's attention mask
+        dense: Any = inspect.unwrap(dense_mask)
+        with pytest.raises(TypeError, match=message):
+            dense(np.zeros((2, 5), dtype))

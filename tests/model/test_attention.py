@@ -309,6 +309,10 @@ def test_a_named_implementation_that_cannot_run_says_why(impl: Any, mask: Any, r
         ({"mask": jnp.ones((9, 9), bool)}, "expected mask of shape [1, 2, 9, 9] for 9 queries of 4 heads and 9 keys"),
         ({"mask": jnp.ones((1, 4, 9, 9), bool)}, "where the first two axes may be 1; got [1, 4, 9, 9]"),
         ({"mask": KeyInterval(jnp.ones((3, 2, 9), jnp.int32))}, "expected mask.evicted_at of shape [1, 2, 9] for 9"),
+        ({"sinks": jnp.ones(2), "impl": "xla"}, "expected sinks of shape [4]; got [2]"),
+        ({"sinks": jnp.ones(1), "impl": "interval"}, "expected sinks of shape [4]; got [1]"),
+        ({"softcap": 0.0}, "expected a finite softcap > 0, or None for no cap; got 0.0"),
+        ({"softcap": float("inf")}, "expected a finite softcap > 0, or None for no cap; got inf"),
     ],
 )
 def test_arrays_that_do_not_fit_together(change: dict[str, Any], message: str):

@@ -83,6 +83,13 @@ def test_a_wrong_number_of_attention_calls_is_refused(count):
         smd.model.apply_model(model, params, tokens, tokens, smd.dense_mask(tokens > 0))
 
 
+def test_a_shape_with_runs_is_refused():
+    shape = smd.model.ModelShape(2, 1, 1, 2, 2, 4, max_positions=8, runs=(2,))
+    module = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="expected a shape without routing and runs"):
+        smd.model.from_equinox(module, shape, lambda *_: jnp.ones((1, 3, 2)), lambda module, x: x)
+
+
 def recorded_mask() -> smd.ShadowMask:
     """Four columns; KV head 0 evicts key 0 after query 1, head 1 evicts key 1 after query 2."""
     return smd.ShadowMask(jnp.array([[[[2, 9, 9, 9], [9, 3, 9, 9]]]], jnp.int32))

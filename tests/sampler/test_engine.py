@@ -171,6 +171,8 @@ def test_keys_of_rows_may_be_given():
         engine.run(params, batch, jax.random.key(0, impl="rbg"))
     with pytest.raises(ValueError, match=r"expected threefry keys.* got uint32\[2\]"):
         unwrap(row_keys)(jax.random.PRNGKey(0), 6)  # behind the types that tests check
+    with pytest.raises(ValueError, match="expected threefry keys.* got int32"):
+        unwrap(row_keys)(7, 6)
 
 
 def _prefilled() -> Prefilled:

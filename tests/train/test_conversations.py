@@ -20,8 +20,11 @@ from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.environments.processes import EnvironmentsHere
 from smd_jax.eviction.policies import Dense, LearnedGate, SnapKV
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.evictions import EvictionTerm
+from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.named import gspo
+from smd_jax.memory.compiled import rollout_memory
 from smd_jax.memory.fit import fit_loop
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.decoder import Decoder
@@ -146,10 +149,10 @@ def test_a_rollout_is_exact_and_learnt_from(compaction: TextCompaction | None):
 
 
 def test_memory_is_not_measured_with_an_environment():
-    with pytest.raises(
-        ValueError, match="expected single completions, whose programs are measured; got an environment"
-    ):
-        fit_loop(new_loop(None), new_state(), 2**40)
+    loop = new_loop(None)
+    for measure in (lambda: fit_loop(loop, new_state(), 2**40), lambda: rollout_memory(loop, new_state())):
+        with pytest.raises(ValueError, match="expected single completions, whose programs are measured; got an env"):
+            measure()
 
 
 @one_and_several
@@ -280,7 +283,19 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
             {"credit": "turn"},
             "expected ratio_level .* 'geometric'",
         ),
-        (None, {"update": UpdateConfig(correction=OPSM())}, {"credit": "turn"}, "a correction of tokens .* OPSM"),
+        (None, {"update": UpdateConfig(correction=OPSM())}, {"credit": "turn"}, "a correction of tokens .*OPSM"),
+        (
+            None,
+            {"update": UpdateConfig(dense_learner=DenseLearner(correction=OPSM()))},
+            {"credit": "turn"},
+            "a correction of tokens .*OPSM",
+        ),
+        (
+            None,
+            {"update": UpdateConfig(terms=(EvictionTerm(1.0),))},
+            {},
+            "that records its draws, .* got .*EvictionTerm",
+        ),
         (None, {"dynamic_sampling": 1}, {"credit": "turn"}, "expected dynamic_sampling None with credit 'turn'.*got 1"),
         (None, {"policy": LearnedGate()}, {}, "in a conversation, which records no draws; got LearnedGate"),
     ],

@@ -15,6 +15,7 @@ from smd_jax.corrections import OPSM, Bypass, Chain, CorrectionInputs, Naive, Sh
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig, Visibility
+from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.named import bnpo, gspo
@@ -312,6 +313,10 @@ def test_parameters_without_a_value_head():
         (
             {"update": UpdateConfig(value=CRITIC, eviction_coef=0.5)},
             "expected eviction_coef 0 with PPO, because .*; got 0.5",
+        ),
+        (
+            {"update": UpdateConfig(value=CRITIC, terms=(EvictionTerm(1.0),))},
+            r"expected eviction_coef 0 with PPO, because .*; got 0.0 and \(EvictionTerm",
         ),
         (
             {"update": UpdateConfig(value=CRITIC, loss=gspo())},
