@@ -120,10 +120,11 @@ class EnvironmentsInProcesses:
         self._conversations: list[_Process] = []
 
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
-        if self._server is None or not self._server.is_running:
-            self._server = self._started()
         for each in self._conversations:
             self._end(each)
+        if self._server is None or not self._server.is_running:
+            self.close()
+            self._server = self._started()
         allow_open_files(len(rows))
         self._conversations = [self._begun(self._server) for _ in rows]
         for conversation, row in enumerate(rows):
@@ -214,9 +215,10 @@ class EnvironmentsInProcesses:
             code = int(self._server.receive(START_SECONDS))
             self._server.groups.discard(each.number)
         except (TimeoutError, ChildEndedError) as error:
-            each.failure = Failure("end of its process", f"the process of all environments ended: {error}"[:300])
-            return
-        each.failure = failure or Failure("end of its process", f"its process ended with exit code {code}")
+            message = f"the process of all environments ended: {error}"[:300]
+        else:
+            message = f"its process ended with exit code {code}"
+        each.failure = failure or Failure("end of its process", message)
 
 
 def allow_open_files(more: int) -> None:

@@ -79,21 +79,25 @@ class ChildProcess:
           ValueError: the request cannot be pickled.
         """
         pickled = pickled_value(message)
-        with contextlib.suppress(ConnectionError):
-            self._connection.send_bytes(pickled)
+        if self.close.alive:
+            with contextlib.suppress(ConnectionError):
+                self._connection.send_bytes(pickled)
 
     def send_handle(self, handle: int) -> None:
         """Sends an open file, for `multiprocessing.reduction.recv_handle`."""
-        with contextlib.suppress(ConnectionError):
-            reduction.send_handle(self._connection, handle, self._process.pid)
+        if self.close.alive:
+            with contextlib.suppress(ConnectionError):
+                reduction.send_handle(self._connection, handle, self._process.pid)
 
     def receive(self, seconds: float) -> bytes:
         """Waits for the next answer. After an error, Ctrl-C included, the process is ended.
 
         Raises:
           TimeoutError: no answer within `seconds`.
-          ChildEndedError: the process ended first.
+          ChildEndedError: the process ended first, or was ended by `close` or an earlier error.
         """
+        if not self.close.alive:
+            raise ChildEndedError(self._process.wait())
         answered = False
         try:
             if not self._connection.poll(max(seconds, 0.0)):

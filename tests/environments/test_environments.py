@@ -170,6 +170,23 @@ def test_a_call_that_hangs_or_exits_ends_its_own_process_only():
     found.close()
 
 
+@pytest.mark.parametrize("when", ["between rollouts", "during a rollout"])
+def test_a_dead_server_is_replaced_at_the_next_reset(when: str):
+    found = EnvironmentsInProcesses(Echo, seconds=20.0)
+    found.reset(ROWS)
+    assert found._server is not None
+    found._server._process.kill()
+    found._server._process.wait()
+    if when == "during a rollout":
+        for conversation in (0, 1):
+            failure = asked(found, conversation, "exit").failure
+            assert failure.kind == "end of its process"
+            assert failure.message.startswith("the process of all environments ended")
+    assert [answer.content for answer in found.reset(ROWS)] == ["row 0", "row 1", "row 2"]
+    assert asked(found, 2, "go on").content == "1: go on"
+    found.close()
+
+
 def lives(program: str) -> bool:
     """Whether the process runs; a zombie, whose new parent has not looked yet, does not."""
     status = Path(f"/proc/{program}/stat")
