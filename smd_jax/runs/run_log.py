@@ -51,6 +51,7 @@ class RunLog:
         self._warned = set[str]()
         self._evaluation: Metrics = {}  # the newest
         self._evaluated = set[int]()
+        self._has_evaluated = False  # since the start, which may have other evaluations than the rows before it
         self._files: tuple[MetricsWriter, MetricsWriter] | None = None
         with all_or_none():
             if is_first():
@@ -80,24 +81,29 @@ class RunLog:
                 self._files[1].write(done, metrics)
             self._evaluation = metrics
             self._evaluated.add(done)
+            self._has_evaluated = True
             self._best = better(self._best, self._objective, done, metrics)
 
     def write_rollout(self, done: int, metrics: Metrics) -> list[str]:
         """Writes the row of the rollout that made `done`; returns warnings.
 
         Raises:
-          NoSuchMetricError: no metric of this rollout, nor of an evaluation, is the objective.
+          NoSuchMetricError: no metric of this rollout, nor of an evaluation, is the objective. For one of an
+            evaluation, only after the first one since the start.
         """
         if self._files is None:
             return []
         self.write_refused(done, metrics)
         self._best = better(self._best, self._objective, done, metrics)
         names = metrics.keys() | self._evaluation.keys()
+        wanted = None if self._objective is None else self._objective.metric
+        # A resumed run may wait for its first evaluation.
+        is_expected = wanted is not None and (self._has_evaluated or not wanted.startswith("eval/"))
         # A rollout without signal may take no optimizer step, and then lacks the metrics of a step.
-        if self._objective is not None and self._objective.metric not in names and "grad_norm" in metrics:
+        if is_expected and wanted not in names and "grad_norm" in metrics:
             raise NoSuchMetricError(
                 f"expected the objective's metric among those that the run logs: {', '.join(sorted(names))}; "
-                f"got {self._objective.metric!r}"
+                f"got {wanted!r}"
             )
         self._newest.append(metrics)
         return symptoms(list(self._newest), self._warned)

@@ -202,6 +202,17 @@ def test_an_objective_that_is_no_metric(tmp_path):
         assert len(rows(run)) == 3 and saved(run) == [3], "what was measured and learnt stays"
 
 
+def test_a_resume_with_a_new_metric_waits_for_its_evaluation(tmp_path):
+    options: dict[str, Any] = {"loop": PlainLoop(metrics=lambda number: {"grad_norm": 1.0}), "resume": True}
+    start(tmp_path, 1, **options)
+    options |= {"evaluate_every": 4, "evaluate": Evaluations(CURVE)}
+    start(tmp_path, 6, objective=Objective(DENSE), **options)
+    assert rows(tmp_path, "evaluations.jsonl") == [{"step": step, DENSE: CURVE[step]} for step in (4, 6)]
+    with pytest.raises(ValueError, match="metric among .*; got 'eval/dens/reward'"):
+        start(tmp_path, 9, objective=Objective("eval/dens/reward"), **options)
+    assert len(rows(tmp_path)) == 9, "the rollout after the evaluation at 8"
+
+
 # --- what a resume compares
 
 
