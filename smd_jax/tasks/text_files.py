@@ -1,7 +1,8 @@
 """Rows of CSV, TSV and JSON files, with every value as the file has it.
 
 A field of CSV is text: "007", "NA" and "None" are unchanged. A value of JSON has the type that JSON gives it. Files
-that would lose something are refused: two columns of one name, a row of another length, halves of characters.
+that would lose something are refused: two columns of one name, a row of another length, halves of characters, text
+after a closing quote, a quote that nothing closes.
 """
 
 from __future__ import annotations
@@ -97,8 +98,7 @@ def _content(path: Path) -> bytes:
 def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(MAX_FIELD)
     delimiter = "\t" if ".tsv" in path.name.lower() else ","
-    reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter)
-    rows = filter(None, reader)  # csv gives [] for an empty line
+    rows = _fields(content.decode("utf-8-sig"), delimiter)
     header = next(rows, [])
     if len(set(header)) < len(header):
         got = one_line(repr([name for name in dict.fromkeys(header) if header.count(name) > 1]), 200)
@@ -108,6 +108,16 @@ def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
             got = f"{len(row)}: {one_line(delimiter.join(row), 80)}"
             raise ValueError(f"{path}: expected {len(header)} fields in every row, as in the header; got {got}")
         yield f"{path}, row {number}", dict(zip(header, row, strict=True))
+
+
+def _fields(text: str, delimiter: str) -> Iterator[list[str]]:
+    """The fields of every line but the empty ones. Raises csv.Error, which names the line, for misplaced quotes."""
+    # Unless strict, the parser drops the quotes of `"Hello" she said`, and reads the rest of a file as one field.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        yield from filter(None, reader)  # csv gives [] for an empty line
+    except csv.Error as error:
+        raise csv.Error(f"{error}, line {reader.line_num}") from error
 
 
 def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:

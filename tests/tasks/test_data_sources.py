@@ -183,6 +183,12 @@ CUT_GZIP = gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:40]  # without the time,
         ("rows.csv", "a,b,a\n1,2,3\n", r"expected columns of different names; got \['a'\] more than once"),
         ("rows.csv", "a,b\n1,2\n3\n", "rows.csv: expected 2 fields in every row, as in the header; got 1: 3"),
         ("rows.csv", f"a,b\n1,2\n{'3,' * 5000}\n", "expected 2 fields in every row, as in the header; got 5001: 3,3"),
+        (
+            "rows.csv",
+            'a,b\n1,"2\n3,4\n',
+            "expected data that can be read in .*rows.csv; got Error: unexpected end.*, line 3",
+        ),
+        ("rows.tsv", 'a\tb\n1\t"2" she said\n3\t4\n', "rows.tsv; got Error: .* expected after '\"', line 2"),
         ("rows.csv", b"a,b\n\xff,2\n", "expected data that can be read in .*utf-8"),
         (
             "rows.jsonl",
