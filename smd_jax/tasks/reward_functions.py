@@ -260,8 +260,10 @@ def _best(score: Callable[[str], float], golds: object) -> float | None:
 
 
 def _words(text: str) -> list[str]:
-    """Normalises as SQuAD does: case, punctuation, articles, white space."""
-    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+    """Normalises as SQuAD does: case, punctuation, articles, white space. Keeps articles, or punctuation, where
+    nothing else is: "A" is the answer to a multiple-choice question."""
+    plain = text.lower().translate(_NO_PUNCTUATION)
+    return _ARTICLES.sub(" ", plain).split() or plain.split() or text.split()
 
 
 def _f1(words: list[str], gold: list[str]) -> float:

@@ -110,7 +110,12 @@ def test_an_answer_of_another_type():
         ("yes", "no", 0.0, 0.0),
         (["Paris", "city of light"], "the City of Light", 1.0, 1.0),
         ("Paris", "<think>London?</think>\n<answer>Paris.</answer>", 1.0, 1.0),
-        ("the", "", 1.0, 1.0),
+        # Articles and punctuation count where nothing else is.
+        ("A", "a.", 1.0, 1.0),
+        ("A", "the", 0.0, 0.0),
+        ("A", "", 0.0, 0.0),
+        ("-", "+", 0.0, 0.0),
+        ("-", "<answer> - </answer>", 1.0, 1.0),
         ("Paris", "", 0.0, 0.0),
     ],
 )
