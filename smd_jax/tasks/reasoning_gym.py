@@ -18,8 +18,8 @@ from smd_jax.tasks.reward_functions import ANSWER
 from smd_jax.tasks.task import Completion, Prompt, Row, completion_text, missing_extra, question_of
 from smd_jax.text.near_names import did_you_mean
 
-# Verifiers raise these for answers of an unexpected form, as prime_factorization does for "?".
-_UNREADABLE = (ValueError, LookupError, AttributeError, TypeError)
+# Verifiers raise these for answers of an unexpected form, as prime_factorization for "?" and coin_flip for "1e999".
+_UNREADABLE = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError)
 
 # `tests/house/test_security.py` compares both lists with the sources of the installed package.
 # Verifiers that call `eval` on answers written as Python lists.
