@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import reprlib
 import resource
 import sys
@@ -23,7 +24,7 @@ from smd_jax.tasks.reward_callers import START_SECONDS, pickled_function
 from smd_jax.tasks.task import Row
 from smd_jax.text.child_process import ChildEndedError, ChildProcess, pickled_value
 
-OTHER_FILES = 512  # of the run, with some to spare
+OTHER_FILES = 512  # that the run may still open, with some to spare
 LONGEST_BYTES = 12 * environment_process.LONGEST + 4096  # of an answer: JSON writes a character in up to 12 bytes
 
 
@@ -224,10 +225,11 @@ class EnvironmentsInProcesses:
 def allow_open_files(more: int) -> None:
     """Raises this process's limit of open files for so many more, as far as the system lets it.
 
-    Each conversation has a connection, and the usual limit is 1,024.
+    Each conversation has a connection, and the usual limit is 1,024. Other sets of environments may be open, such as
+    that of the evaluation, so the open files count too.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = more + OTHER_FILES
+    needed = more + len(os.listdir("/dev/fd")) + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -227,12 +228,13 @@ def test_prepare_is_called_once_before_the_forks():
 
 def test_the_limit_of_open_files_is_raised_for_many_conversations():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 512), before[1]))
         processes.allow_open_files(300)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(300 + processes.OTHER_FILES, before[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for _ in range(100):  # as the conversations of another set are
+            files.enter_context(Path(os.devnull).open())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(100 + 300 + processes.OTHER_FILES, before[1])
 
 
 @pytest.mark.parametrize("seconds", [20.0, None])
