@@ -112,7 +112,8 @@ class CallsInProcess:
         try:
             return reward_calls.unpacked(self._process.receive(seconds), rows)
         except TimeoutError:
-            return "time", f"took longer than {self._seconds:g} s"
+            limit = self._seconds if self._loaded else START_SECONDS
+            return "time", f"took longer than {limit:g} s"
         except ChildEndedError as error:
             return "end of its process", str(error)
         except ValueError as error:  # the function itself wrote into the pipe

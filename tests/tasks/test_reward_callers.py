@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smd_jax.tasks import reward_calls
+from smd_jax.tasks import reward_callers, reward_calls
 from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.reward_callers import CallsInProcess, UnloadableRewardError, pickled_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
@@ -80,6 +80,12 @@ def test_an_error_while_the_file_loads_there_names_its_line(tmp_path):
     rewards = Rewards((import_function(f"{file}:f"),), seconds=LONG)
     with pytest.raises(UnloadableRewardError, match=rf"KeyError: 'token' \({file}, line 3\)"):
         graded(rewards, ["1"])
+
+
+def test_a_function_that_takes_too_long_to_load(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reward_callers, "START_SECONDS", 0.0)
+    with pytest.raises(UnloadableRewardError, match="'length' that its own process can load; got took longer than 0 s"):
+        graded(Rewards((reward_cases.length,), seconds=LONG), ["a"])
 
 
 def local_function():
