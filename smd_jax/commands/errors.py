@@ -39,6 +39,7 @@ FLAGS: Mapping[str, str] = {
     "visibility": "--correction",
     "max_failed": "--max-failed-rewards",
     "seconds=None": "--reward-timeout",
+    "None as its time limit": "--environment-timeout",
     "fewer checkpoints": "--save-total-limit",
     "stop_strings": "--stop",
     "eos_token_id": "--eos-token",

@@ -114,7 +114,7 @@ class EnvironmentsInProcesses:
     def __init__(self, factory: Callable[[], Environment], seconds: float = 60.0) -> None:
         if not seconds > 0:
             raise ValueError(f"expected a time limit > 0 seconds; got {seconds}")
-        self._pickled = pickled_function(_name(factory), factory, "an environment")
+        self._pickled = pickled_function(_name(factory), factory, "an environment", "None as its time limit")
         self._factory = factory
         self._seconds = seconds
         self._server: ChildProcess | None = None
@@ -254,4 +254,4 @@ def answer_of(fields: Any) -> Answer:
 
 
 def _name(factory: Callable[..., Any]) -> str:
-    return factory.__name__ if isinstance(factory, type) else type(factory).__name__
+    return getattr(factory, "__name__", type(factory).__name__)

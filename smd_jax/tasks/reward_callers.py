@@ -128,11 +128,12 @@ class CallsInProcess:
 
 
 def pickled_function(
-    name: str, function: Callable[..., Any], what: str = "a reward"
+    name: str, function: Callable[..., Any], what: str = "a reward", no_limit: str = "seconds=None"
 ) -> tuple[list[tuple[str, str]], bytes]:
     """Pickles a function for a new Python: the files to load first, as (module, path), and the pickle.
 
-    Raises ValueError, which calls it `what`, if it cannot be imported, or something that it holds cannot be pickled.
+    Raises ValueError, which calls it `what` and advises `no_limit`, if it cannot be imported, or something that it
+    holds cannot be pickled.
     """
     try:
         pickled = pickled_value(function)
@@ -141,7 +142,7 @@ def pickled_function(
     except ValueError as error:
         raise ValueError(
             f"expected {what} {name!r} that a separate process can load: a function at the top of a module or of a "
-            f"file, or an object of a class there. Move it into a file, or give seconds=None, which runs it in this "
+            f"file, or an object of a class there. Move it into a file, or give {no_limit}, which runs it in this "
             f"process without a time limit; got {error}"
         ) from error
     # A pickle names modules; those of `import_function` are on no path.

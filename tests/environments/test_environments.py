@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from smd_jax.commands.errors import with_flags
 from smd_jax.environments import processes
 from smd_jax.environments.processes import (
     Environments,
@@ -231,9 +232,9 @@ def test_the_limit_of_open_files_is_raised_for_many_conversations():
     with contextlib.ExitStack() as files:
         files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 512), before[1]))
-        processes.allow_open_files(300)
         for _ in range(100):  # as the conversations of another set are
             files.enter_context(Path(os.devnull).open())
+        processes.allow_open_files(300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(100 + 300 + processes.OTHER_FILES, before[1])
 
 
@@ -259,6 +260,10 @@ def test_a_class_that_cannot_be_loaded_is_refused():
 
     with pytest.raises(ValueError, match="expected an environment 'Local' that a separate process can load"):
         open_environments(Local)
+    with pytest.raises(ValueError, match="expected an environment '<lambda>' that a separate process") as error:
+        open_environments(lambda: Echo())
+    flag = "In flags: None as its time limit is --environment-timeout."
+    assert with_flags(str(error.value)).endswith(flag), "not --reward-timeout"
     with pytest.raises(ValueError, match="expected a time limit > 0 seconds; got 0"):
         open_environments(Echo, 0.0)
 
