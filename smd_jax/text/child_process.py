@@ -101,7 +101,7 @@ class ChildProcess:
         answered = False
         try:
             if not self._connection.poll(max(seconds, 0.0)):
-                raise TimeoutError
+                raise TimeoutError(f"no answer within {seconds:g} s")
             answer = self._connection.recv_bytes()
             answered = True
             return answer
