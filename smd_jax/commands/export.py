@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(args: Args) -> None:
     """Writes the model and prints its directory. Raises UserError, ValueError or OSError for no run in the directory,
-    no such checkpoint, or a full disk."""
+    no such checkpoint, the base model as --out, or a full disk."""
     check_export(args.out, 0)
     settings = args.run / "config.yaml"
     if not settings.is_file():
@@ -76,6 +76,8 @@ def run(args: Args) -> None:
     if args.model is not None:
         trained = replace(trained, model=replace(trained.model, model=args.model, model_revision=None))
     directory = model_directory(trained.model.model, trained.model.model_revision)
+    if args.out.exists() and args.out.samefile(directory):
+        raise UserError(f"expected --out elsewhere than the base model of the run; got {args.out}")
     config = read_config(directory)
     try:
         params = trained_model(args, trained, directory, config)

@@ -2,7 +2,7 @@
 
 A resumed run compares digests, not paths, so files may be moved:
 
-model, tokenizer    digest of all files except the weights, which are in the checkpoints
+model, tokenizer    digest of all files except the weights, which are in the checkpoints, and the files of the run
 data                digest of the files
 eviction policy     name of the file, and its digest
 reward, map,        name of the file; a changed digest is printed and allowed, so that bugs can be fixed
@@ -32,7 +32,8 @@ from smd_jax.disk import disk_errors_named
 from smd_jax.runs.settings import Json, to_jsonable
 from smd_jax.tasks.build import PRESETS, PROCEDURAL
 
-PATHS = ("model", "tokenizer", "dataset", "dataset_source", "eval_dataset", "eval_source")
+MODEL = ("model", "tokenizer")
+PATHS = (*MODEL, "dataset", "dataset_source", "eval_dataset", "eval_source")
 CODE = ("map_function", "reward", "environment", "eviction", "eval_decode")  # options that may name a file's function
 CODE_FILE = re.compile(r"(.*\.py)(:.*)", re.DOTALL)  # path/to/file.py:function
 CODE_MODULE = re.compile(r"([^\W\d][\w.]*)(:[^\W\d].*)", re.DOTALL)  # package.module:function
@@ -89,6 +90,27 @@ def _existing(name: str) -> str:
     return str(path) if os.path.exists(path) else name
 
 
+def check_output_dir(args: Common) -> None:
+    """Raises UserError for an --output-dir whose run would replace its own model, or whose files a resume would read as
+    data or as files of the model. The paths are those of `with_absolute_paths`."""
+    run = args.run.output_dir
+    exported = full_path(run / "model")
+    for option, value in (vars(args.model) | vars(args.data) | vars(args.evaluation)).items():
+        if option not in PATHS or value is None or not Path(value).is_absolute():
+            continue
+        flag, folder = f"--{option.replace('_', '-')}", Path(value)
+        if folder == exported:
+            raise UserError(
+                f"expected {flag} elsewhere than {exported}, where the trained model is written; got this folder. "
+                "Choose another --output-dir"
+            )
+        if run == folder or option not in MODEL and folder in run.parents and not _is_hidden(run.relative_to(folder)):
+            raise UserError(
+                f"expected --output-dir outside the folder of {flag}, {folder}, whose files a resume reads again; got "
+                f"{run}. Choose another --output-dir"
+            )
+
+
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
     """Locks the directory of a run until the process ends. Warns if the file system has no locks. Raises UserError if
@@ -132,7 +154,7 @@ def by_content(args: Common) -> tuple[dict[str, dict[str, Json]], dict[str, Json
             return f"{file.name}:{name}"
         if option in PATHS and Path(value).is_absolute() and Path(value).exists():
             places[option] = value
-            return digest(Path(value), leave_out=WEIGHTS if option in ("model", "tokenizer") else ())
+            return digest(Path(value), WEIGHTS, args.run.output_dir) if option in MODEL else digest(Path(value))
         return value
 
     groups: dict[str, dict[str, Json]] = {}
@@ -156,15 +178,20 @@ def code_file(value: str) -> tuple[Path, str] | None:
     return None if match is None or file is None else (Path(file), match[2].removeprefix(":"))
 
 
-def digest(path: Path, leave_out: tuple[str, ...] = ()) -> str:
-    """SHA-256 of a file, or of the names and contents of a folder's files, without hidden ones and the endings to
-    leave out."""
+def digest(path: Path, leave_out: tuple[str, ...] = (), run: Path | None = None) -> str:
+    """SHA-256 of a file, or of the names and contents of a folder's files, without hidden ones, the endings to leave
+    out, and a run inside the folder."""
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         name = "" if file == path else str(file.relative_to(path))
-        is_hidden = any(part.startswith(".") for part in Path(name).parts)
-        if file == path or file.is_file() and not is_hidden and not name.endswith(leave_out):
+        if run is not None and path in run.parents and run in file.parents:
+            continue
+        if file == path or file.is_file() and not _is_hidden(Path(name)) and not name.endswith(leave_out):
             found.update(name.encode())
             with file.open("rb") as content:
                 found.update(hashlib.file_digest(content, "sha256").digest())
     return f"sha256:{found.hexdigest()[:16]}"
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

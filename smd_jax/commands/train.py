@@ -31,7 +31,7 @@ from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, pl
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
-from smd_jax.commands.places import by_content, lock_directory, with_absolute_paths
+from smd_jax.commands.places import by_content, check_output_dir, lock_directory, with_absolute_paths
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
@@ -118,6 +118,7 @@ def run(algorithm: str, args: Common) -> None:
                 f"expected a run to resume in {directory}; got none. To begin one, leave --resume out; a run that was "
                 "moved needs its new --output-dir"
             )
+        check_output_dir(args)
         check_export(directory / "model", 0)
         ready = prepare(args)
         size = check_disk(ready, settings)

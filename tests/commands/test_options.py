@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.machinery
 import shlex
+import shutil
 import signal
 import sys
 import types
@@ -28,7 +29,7 @@ from smd_jax.commands.errors import UserError
 from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, print_results, read
 from smd_jax.commands.limits import check_devices, evicts_keys
 from smd_jax.commands.model_source import OpenedModel
-from smd_jax.commands.places import by_content, with_absolute_paths
+from smd_jax.commands.places import by_content, check_output_dir, with_absolute_paths
 from smd_jax.commands.prepare import learning_rate, prepare
 from smd_jax.commands.task_source import held_out_choice, names_held_out_rows, rewards_of, task_choice
 from smd_jax.commands.train import loggers, main
@@ -100,6 +101,29 @@ def test_a_policy_of_a_module_is_compared_by_its_content():
     _, args = parse(["grpo", *NEEDED, "--eviction", "smd_jax.eviction.policies:H2O"])
     found = by_content(args)[0]["eviction"]
     assert found["place"] == "policies.py" and str(found["holds"]).startswith("sha256:")
+
+
+def test_a_run_in_the_folder_of_its_model_can_be_resumed(model: Path, tmp_path: Path):
+    """The run's files do not change the digest; those of a model inside the run's folder do."""
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+
+    def digest_of(run: Path) -> object:
+        _, args = parse(["grpo", *NEEDED, "--model", str(base), "--output-dir", str(run)])
+        check_output_dir(args)
+        return by_content(args)[0]["model"]["model"]
+
+    begun = digest_of(base / "run")
+    assert begun == digest_of(tmp_path) == digest_of(tmp_path / "elsewhere")
+    (base / "run").mkdir()
+    (base / "run" / "config.yaml").write_text("algorithm: grpo")
+    assert begun == digest_of(base / "run") != digest_of(tmp_path)
+
+
+def test_a_hidden_folder_of_runs_beside_rows(tmp_path: Path):
+    """Hidden files are no data."""
+    _, args = parse(["grpo", "--model", "m", "--dataset", str(tmp_path), "--output-dir", str(tmp_path / ".runs" / "a")])
+    check_output_dir(args)
 
 
 def test_rewards_of_one_name_are_named_by_their_files(tmp_path: Path):

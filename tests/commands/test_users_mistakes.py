@@ -23,7 +23,7 @@ from smd_jax.commands.export import main as smd_export
 from smd_jax.commands.limits import unread_options
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.commands.plot import main as smd_plot
-from smd_jax.commands.train import main
+from smd_jax.commands.train import config_text, main
 from tests.command_errors import error_of
 from tests.commands.conftest import Words
 
@@ -271,11 +271,39 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert end.value.code == 2 and "the packages tyro; got none: pip install -e '.[train]'" in capsys.readouterr().err
 
 
-def test_mistakes_of_the_other_commands(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--model RUN/model", "expected --model elsewhere than"),
+        ("--tokenizer RUN/model", "expected --tokenizer elsewhere than"),
+        ("--model RUN", "expected --output-dir outside the folder of --model"),
+        ("--dataset FOLDER --dataset-parameters --reward format", "outside the folder of --dataset"),
+        ("--eval-steps 1 --eval-dataset FOLDER", "outside the folder of --eval-dataset"),
+    ],
+)
+def test_a_run_among_its_own_files(
+    more: str, said: str, train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The run would replace its base model, train on its own completions, or could not be resumed."""
+    run = tmp_path / "run"
+    shutil.copytree(model, run)
+    shutil.copytree(model, run / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?"}\n' * 2)
+    words = shlex.split(more.replace("FOLDER", str(tmp_path)).replace("RUN", str(run)))
+    assert said in error_of(train_words("--dry-run", *words), capsys)
+
+
+def test_mistakes_of_the_other_commands(
+    train_words: Words, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(config_text(*parse(train_words())))
     for command, words, said in (
         (smd_eval, f"--run {tmp_path}", "expected a run with its config.yaml in"),
         (smd_eval, f"--model {model} --dataset gsm8k --data-parallel 0", "expected --data-parallel from 1 to"),
         (smd_export, f"{tmp_path} --out {tmp_path}/out", "expected a run with its config.yaml in"),
+        (smd_export, f"{run} --out {model}", "expected --out elsewhere than the base model of the run"),
         (smd_plot, f"{tmp_path} --out page.pdf", "expected --out to end in .html, .png or .svg"),
     ):
         assert said in error_of(words.split(), capsys, command)
