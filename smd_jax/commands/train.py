@@ -36,7 +36,7 @@ from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
-from smd_jax.disk import disk_errors_named, stored_bytes
+from smd_jax.disk import disk_errors_named, replaced, stored_bytes
 from smd_jax.environments.processes import UnloadableEnvironmentError
 from smd_jax.learner.state import TrainState, trained_params
 from smd_jax.memory.compiled import param_shapes
@@ -165,7 +165,8 @@ def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared:
         with disk_errors_named(directory / "config.yaml"):
             directory.mkdir(parents=True, exist_ok=True)
             if is_first():
-                (directory / "config.yaml").write_text(config_text(algorithm, args), encoding="utf-8")
+                with replaced(directory / "config.yaml") as new:
+                    new.write_text(config_text(algorithm, args), encoding="utf-8")
     check_shared(directory / "config.yaml")
     loop = with_reporting(ready)
     with all_or_none(), as_user_errors():

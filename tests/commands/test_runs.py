@@ -458,6 +458,25 @@ def test_a_plot_and_an_export_that_fail_do_not_cost_the_run(
     load_checkpoint(tmp_path / "again")
 
 
+def test_a_full_disk_leaves_config_yaml_as_it_was(
+    train_words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run, write = tmp_path / "run", Path.write_text
+    run.mkdir()
+    (run / "config.yaml").write_text("algorithm: grpo\n")
+
+    def fails(path: Path, text: str, **options: Any) -> None:
+        write(path, text[:9], **options)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken inside of a path
+    monkeypatch.setattr("smd_jax.commands.train.initial_state", lambda _: None)
+    monkeypatch.setattr(Path, "write_text", fails)
+    assert "config.yaml could not be written" in error_of(train_words(), capsys)
+    assert (run / "config.yaml").read_text() == "algorithm: grpo\n"
+    assert {file.name for file in run.iterdir()} == {"config.yaml", LOCK}
+
+
 def test_two_processes_do_not_share_a_run(train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     with lock_directory(run), (run / LOCK).open() as other:
