@@ -190,7 +190,7 @@ def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared:
             try:
                 with disk_errors_named(directory / "training.png"):
                     plot_runs([directory], directory / "training.png")
-            except OSError as error:  # smd-plot can draw the curves later
+            except (OSError, ValueError) as error:  # smd-plot can draw the curves later
                 print_box("notice", str(error))
             export_or_explain(ready, params)
 

@@ -74,11 +74,13 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
-    """All metrics of a run by step, of its rollouts and its evaluations."""
+    """All metrics of a run by step, of its rollouts and its evaluations. Values of other tools that are no numbers are
+    left out."""
     evaluations = directory / EVALUATIONS_FILE
     rows: dict[int, dict[str, Any]] = {}
     for row in read_metrics(directory / METRICS_FILE) + (read_metrics(evaluations) if evaluations.is_file() else []):
-        rows.setdefault(row["step"], {}).update(row)
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        rows.setdefault(row["step"], {}).update(numbers)
     return [row for _, row in sorted(rows.items())]
 
 

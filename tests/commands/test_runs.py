@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -456,6 +457,20 @@ def test_a_plot_and_an_export_that_fail_do_not_cost_the_run(
     assert "The run is complete, and its checkpoints are saved. Its export failed: a reason" in said
     export([str(tmp_path / "run"), "--out", str(tmp_path / "again")])
     load_checkpoint(tmp_path / "again")
+
+
+def test_curves_that_cannot_be_drawn_do_not_cost_the_export(
+    train_words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    other = tmp_path / "run" / "other" / "metrics.jsonl"
+    other.parent.mkdir(parents=True)
+    other.write_text("no JSON\n{}\n")
+    exported = list[Any]()
+    monkeypatch.setattr("smd_jax.commands.train.initial_state", lambda _: None)
+    monkeypatch.setattr("smd_jax.commands.train.train", lambda *_, **__: SimpleNamespace(params={"embed": 1.0}))
+    monkeypatch.setattr("smd_jax.commands.train.export_or_explain", lambda _, params: exported.append(params))
+    main(train_words())
+    assert exported == [{"embed": 1.0}] and "line 1: expected a JSON object" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_config_yaml_as_it_was(

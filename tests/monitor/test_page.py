@@ -188,6 +188,11 @@ def test_nothing_to_draw(tmp_path):
         plot_runs([tmp_path], tmp_path / "runs.png")
 
 
+def test_metrics_of_other_tools_may_be_no_numbers(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0, "phase": "train", "shape": [2, 3]}\n')
+    assert load_runs([tmp_path])[0].history == [{"step": 0, "reward": 1.0}]
+
+
 @pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_the_ending_chooses_the_format(tmp_path, kind, start):
     write_evaluated(tmp_path, EVALUATED)
