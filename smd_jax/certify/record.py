@@ -7,6 +7,7 @@ column t has the t-th token. docs/certify.md lists shapes, dtypes and meanings. 
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,9 +108,13 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         if path.suffix == ".safetensors":
             return load_file(path)
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
+            loaded = np.load(path, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                raise ValueError("one array, as np.save writes it")
+            with loaded as arrays:
                 return {name: arrays[name] for name in arrays.files}
-    except (SafetensorError, zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+    # A damaged archive may also name a compression or encryption that zipfile does not have: RuntimeError.
+    except (SafetensorError, zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, RuntimeError) as error:
         raise ValueError(f"expected a readable record; got {path}: {str(error)[:200]}") from error
     raise ValueError(f"expected a record with the suffix .npz or .safetensors; got {path}")
 

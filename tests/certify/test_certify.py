@@ -296,6 +296,23 @@ def test_a_file_comes_back(arrays, tmp_path: Path, suffix):
         save_record(path, arrays)
 
 
+def test_a_file_that_is_no_record(arrays, tmp_path: Path):
+    path, sizes = tmp_path / "rollout.npz", (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+    with path.open("wb") as file:
+        np.save(file, arrays["tokens"])
+    with pytest.raises(ValueError, match="expected a readable record; got .*: one array, as np.save writes it"):
+        load_record(path, *sizes)
+    np.savez_compressed(path, **arrays)
+    whole = path.read_bytes()
+    # The name of the first array, 20 bytes of sizes, its compressed bytes. No block of deflate begins with 0xFF.
+    block = whole.index(b".npy") + len(b".npy") + 20
+    kind = whole.index(b"PK\x01\x02") + 10  # the compression, in the directory at the end
+    for at, value in ((block, 0xFF), (kind, 99)):
+        path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="expected a readable record; got"):
+            load_record(path, *sizes)
+
+
 def top_arrays(ids, logprob):
     """The same two likeliest tokens everywhere."""
     shape = (4, 44, 2)
