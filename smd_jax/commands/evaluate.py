@@ -49,6 +49,7 @@ from smd_jax.commands.policy_texts import named_policy
 from smd_jax.commands.prepare import check_platform
 from smd_jax.commands.task_source import (
     check_environment,
+    check_eval_seed,
     environment_config,
     has_held_out_rows,
     held_out_data,
@@ -180,6 +181,8 @@ def run(args: Args) -> list[Evaluated]:
         check_numbers(args)
         check_platform(args.device.platform)
         check_environment(args.conversations, args.rewards, args.data.max_prompt_length)
+        if args.command.run is None:  # the seed of a run may belong to another dataset than the one named here
+            check_eval_seed(args.evaluation.eval_seed, args.data.dataset)
         directory, exported = args.command.run, Path(args.model.model)
         if directory is not None and exported == directory / "model" and not exported.is_dir():
             raise UserError(

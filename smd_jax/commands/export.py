@@ -66,7 +66,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(args: Args) -> None:
     """Writes the model and prints its directory. Raises UserError, ValueError or OSError for no run in the directory,
-    no such checkpoint, the base model as --out, or a full disk."""
+    no such checkpoint, --best with --step, the base model as --out, or a full disk."""
+    if args.best and args.step is not None:
+        raise UserError(f"expected --best or --step; got both, with --step {args.step}")
     check_export(args.out, 0)
     settings = args.run / "config.yaml"
     if not settings.is_file():

@@ -141,8 +141,7 @@ def held_out_data(args: EvaluationArgs, data: DataSource) -> DataSource:
 
 def held_out_choice(args: EvaluationArgs, data: DataSource, seed: int) -> TaskChoice:
     """The evaluation rows, in the layout of the training rows unless another dataset has its own."""
-    if args.eval_seed is not None and not (args.eval_dataset or data.dataset).startswith(PROCEDURAL):
-        raise UserError(f"expected --eval-seed only with {PROCEDURAL}NAME, which generates rows from a seed")
+    check_eval_seed(args.eval_seed, args.eval_dataset or data.dataset)
     named = args.eval_dataset or args.eval_split or args.eval_source
     if named is None and not has_held_out_rows(data.dataset):
         raise UserError(
@@ -152,6 +151,14 @@ def held_out_choice(args: EvaluationArgs, data: DataSource, seed: int) -> TaskCh
     own = held_out_data(args, data)
     choice = task_choice(own, seed if args.eval_seed is None else args.eval_seed)
     return replace(choice, held_out=names_held_out_rows(own.dataset, own.split))
+
+
+def check_eval_seed(seed: int | None, dataset: str) -> None:
+    """Raises UserError for a seed of rows that do not come from a seed."""
+    if seed is not None and not dataset.startswith(PROCEDURAL):
+        raise UserError(
+            f"expected --eval-seed only with {PROCEDURAL}NAME, which generates rows from a seed; got it with {dataset}"
+        )
 
 
 def has_held_out_rows(name: str) -> bool:

@@ -303,6 +303,12 @@ def test_mistakes_of_the_other_commands(
         (smd_eval, f"--run {tmp_path}", "expected a run with its config.yaml in"),
         (smd_eval, f"--model {model} --dataset gsm8k --data-parallel 0", "expected --data-parallel from 1 to"),
         (smd_export, f"{tmp_path} --out {tmp_path}/out", "expected a run with its config.yaml in"),
+        (
+            smd_eval,
+            f"--model {model} --dataset gsm8k --eval-seed 3",
+            "expected --eval-seed only with reasoning_gym:NAME",
+        ),
+        (smd_export, f"{run} --out {tmp_path}/out --best --step 4", "expected --best or --step; got both"),
         (smd_export, f"{run} --out {model}", "expected --out elsewhere than the base model of the run"),
         (smd_plot, f"{tmp_path} --out page.pdf", "expected --out to end in .html, .png or .svg"),
     ):
