@@ -82,7 +82,9 @@ def bullet(rows: Sequence[Row]) -> str:
     mixed = ""
     if {"mixed-50", "tis"} <= arms.keys():
         under, dense = (lead(arms["mixed-50"], arms["tis"], kind) for kind in ("sparse", "dense"))
-        mixed = f"\n  Exploratory: half shadow masks, half TIS minus TIS {under} and {dense}."
+        mixed = f"""
+  Exploratory: half shadow masks, half TIS minus TIS {under} under the budget and {dense} with the
+  full cache."""
     return f"""* *Real model.* [SmolLM2](#a-real-model) under SnapKV, eight seeds, temperature 1: shadow masks minus
   naive {main} under the budget, the planned contrast, and {full} with the full cache{verdict}.{mixed}"""
 

@@ -105,8 +105,9 @@ def check_output_dir(args: Common) -> None:
                 "Choose another --output-dir"
             )
         if run == folder or option not in MODEL and folder in run.parents and not _is_hidden(run.relative_to(folder)):
+            where = "other than" if option in MODEL else "outside"
             raise UserError(
-                f"expected --output-dir outside the folder of {flag}, {folder}, whose files a resume reads again; got "
+                f"expected --output-dir {where} the folder of {flag}, {folder}, whose files a resume reads again; got "
                 f"{run}. Choose another --output-dir"
             )
 

@@ -81,10 +81,10 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
       state: as for `loop.step`, or its shapes.
 
     Raises:
-      ValueError: an update of packed rows.
+      ValueError: an update of packed rows, a loop with an environment.
     """
-    held, update = tree_bytes(state, loop.mesh), update_memory(loop, state)
-    return LoopMemory.of(loop, held, rollout_memory(loop, state), update)
+    held, rollout = tree_bytes(state, loop.mesh), rollout_memory(loop, state)
+    return LoopMemory.of(loop, held, rollout, update_memory(loop, state))
 
 
 def update_memory(loop: PolicyLoop, state: TrainState) -> int:

@@ -205,8 +205,8 @@ def layer_mask(mask: Mask, index: int) -> LayerMask:
 
 
 def _check_layer(index: int, layers: int) -> None:
-    if not 0 <= index < layers and layers > 1:
-        raise ValueError(f"expected a layer from 0 to {layers - 1}; got {index}")
+    if not -layers <= index < layers and layers > 1:
+        raise ValueError(f"expected a layer from {-layers} to {layers - 1}; got {index}")
 
 
 def windowed(mask: LayerMask, window: int | None) -> LayerMask:

@@ -75,7 +75,7 @@ class ModuleModel:
       hidden_of, logits_of: the two functions of this file's docstring.
 
     Raises:
-      ValueError: a shape with routing or runs of layers.
+      ValueError: a shape with routing or with runs of several layers.
     """
 
     with_params: Callable[[Params], Any]
@@ -84,8 +84,11 @@ class ModuleModel:
     logits_of: LogitsFunction
 
     def __post_init__(self) -> None:
-        if self.shape.routing is not None or self.shape.runs:
-            raise ValueError("expected a shape without routing and runs, which attention calls cannot return; got some")
+        if self.shape.routing is not None or max(self.shape.runs, default=1) > 1:
+            raise ValueError(
+                "expected a shape without routing and without runs of several layers, because a module calls attention "
+                f"once per layer; got routing {self.shape.routing} and runs {self.shape.runs}"
+            )
 
     def encode_positions(self, positions: Int[Array, "batch tokens"]) -> Int[Array, "batch tokens"]:
         return positions

@@ -111,13 +111,18 @@ def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
 
 
 def _fields(text: str, delimiter: str) -> Iterator[list[str]]:
-    """The fields of every line but the empty ones. Raises csv.Error, which names the line, for misplaced quotes."""
+    """The fields of every row but the empty ones. Raises csv.Error, which names the row's first line, for misplaced
+    quotes."""
     # Unless strict, the parser drops the quotes of `"Hello" she said`, and reads the rest of a file as one field.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    begins = 1  # a row may have several lines
     try:
-        yield from filter(None, reader)  # csv gives [] for an empty line
+        for row in reader:
+            begins = reader.line_num + 1
+            if row:  # csv gives [] for an empty line
+                yield row
     except csv.Error as error:
-        raise csv.Error(f"{error}, line {reader.line_num}") from error
+        raise csv.Error(f"{error}, in the row that begins in line {begins}") from error
 
 
 def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:

@@ -312,9 +312,9 @@ class Loop:
         if in_a_row < self.max_skipped:
             return None
         return (
-            f"a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm {metrics['grad_norm']:g}, and the "
-            f"same in {in_a_row} rollouts in a row, each with a skipped update. Try a lower learning rate, a "
-            "lower max_grad_norm, or float32; and look at the rewards"
+            f"a finite loss and gradient; got loss {metrics['loss']:g} and grad_norm {metrics['grad_norm']:g} in the "
+            f"last of {in_a_row} rollouts in a row that each had a skipped update. Try a lower learning rate, a lower "
+            "max_grad_norm, or float32; and look at the rewards"
         )
 
     @property

@@ -276,7 +276,7 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     [
         ("--model RUN/model", "expected --model elsewhere than"),
         ("--tokenizer RUN/model", "expected --tokenizer elsewhere than"),
-        ("--model RUN", "expected --output-dir outside the folder of --model"),
+        ("--model RUN", "expected --output-dir other than the folder of --model"),
         ("--dataset FOLDER --dataset-parameters --reward format", "outside the folder of --dataset"),
         ("--eval-steps 1 --eval-dataset FOLDER", "outside the folder of --eval-dataset"),
     ],

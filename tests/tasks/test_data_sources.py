@@ -186,9 +186,13 @@ CUT_GZIP = gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:40]  # without the time,
         (
             "rows.csv",
             'a,b\n1,"2\n3,4\n',
-            "expected data that can be read in .*rows.csv; got Error: unexpected end.*, line 3",
+            "rows.csv; got Error: unexpected end.*, in the row that begins in line 2",
         ),
-        ("rows.tsv", 'a\tb\n1\t"2" she said\n3\t4\n', "rows.tsv; got Error: .* expected after '\"', line 2"),
+        (
+            "rows.tsv",
+            'a\tb\n1\t"2" she said\n3\t4\n',
+            "rows.tsv; got Error: .* expected after '\"', in the row that begins in line 2",
+        ),
         ("rows.csv", b"a,b\n\xff,2\n", "expected data that can be read in .*utf-8"),
         (
             "rows.jsonl",
