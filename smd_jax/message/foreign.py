@@ -356,7 +356,6 @@ def routing_by_column(
     if routed is None or sizes is None:
         given = "None" if routed is None else f"of {len(routed)} rows"
         raise ValueError(f"expected experts and routed_experts together; got experts={sizes} and {given}")
-    sizes = ExpertSizes(*sizes)  # a plain tuple has a method `count`
     if len(routed) != len(rows.lengths):
         raise ValueError(f"expected routed_experts of {len(rows.lengths)} rows; got {len(routed)}")
     kind = np.int8 if sizes.count <= 2**7 else np.int16

@@ -123,6 +123,7 @@ class Trajectory(struct.PyTreeNode):
         foreign.check_width("longest", longest, rows.lengths)
         ended = foreign.check_terminated(terminated, len(rows.lengths))
         seen = foreign.evicted_by_row(rows.lengths, layers, kv_heads, kept=kept, dropped=dropped, evicted_at=evicted_at)
+        experts = None if experts is None else foreign.ExpertSizes(*experts)  # a plain tuple has a method `count`
         routing = foreign.routing_by_column(routed_experts, rows, experts)
         drawable, width = None, rows.logprobs.shape[1]
         if support is not None:

@@ -193,6 +193,7 @@ def test_every_form_is_taken(form: str):
     plain: Any = tuple(FOREIGN)
     again = unwrap(Trajectory.from_records)(Trajectory, **arguments, routed_experts=given, experts=plain)
     np.testing.assert_array_equal(again.routing, trajectory.routing)
+    assert again.expert_count == found.expert_count
     assert gap(CONFIG, found).max() <= 2e-5
 
 
