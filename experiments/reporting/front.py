@@ -53,7 +53,8 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 
 **Not measured yet**, all [planned](experiments/PLAN.md): walks and larger budgets in this study, the paper's loss and
 mixtures with a fifth and four fifths TIS, the lead by mismatch in walks, the memory wall at 512 steps, the collapse
-of shadow masks and TIS at other rates and of all under Random{missing}. Not planned: public benchmarks, a GPU. No run had a full cache that did not fit.
+of shadow masks and TIS at other rates and of all under Random{missing}. Not planned: public benchmarks, a GPU. No run
+had a full cache that did not fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and
