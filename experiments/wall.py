@@ -10,7 +10,8 @@ Ways       full-turns: 32 completions a rollout, decoded in turns and trained in
            as many completions as fit at once, so more optimizer steps. full-4-bit: as full-turns, a cache of 4 bits.
            tis, shadow, mixed-50: 32 completions under the budget.
 Start      Supervised with the full cache until half of the steps are right greedily, as in experiments/room.py.
-Rates      3e-4 and 1e-3: the better one for the reward with the way's own cache on pilot seed 100 and validation rows.
+Rates      1e-4, 3e-4, 1e-3, wider while the best one is at the edge: the best one for the reward with the way's own
+           cache on pilot seed 100 and validation rows.
 Rewards    On 64 held-out rows at the half and the end of the time: with the full cache and under the budget, at
            temperature 1 and greedy. `own` is the mean of both samplings with the cache that the way trained with.
 Command    python experiments/wall.py [--lengths 512] [--ways shadow …] [--seeds 10 11 …] [--seconds 240]
@@ -23,6 +24,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
@@ -49,6 +51,7 @@ from lib.files import (
     write_kept,
     write_rows,
 )
+from lib.grid import searched_rate
 from lib.problems import Walk
 from lib.provenance import clean_commit, provenance
 from lib.runs import DECODINGS, Job, Sizes, evaluated, make_evaluator, make_loop
@@ -64,7 +67,8 @@ PROMPTS = 4
 LENGTHS = (512, 1024)
 PILOT_SEED = 100
 SEEDS = tuple(range(10, 16))
-RATES = (3e-4, 1e-3)
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+FIRST_RATES = (1e-4, 3e-4, 1e-3)
 # 64 rows: an evaluation of 512 walks of 1,024 steps takes about two minutes.
 START = StartLevel(0.5, greedy=True, every=10, rows=64)
 
@@ -227,6 +231,11 @@ def finished(run: Run, args: Args) -> Row:
     return row
 
 
+def pilot_reward(way: Way, length: int, level: StartLevel, args: Args, rate: float) -> float:
+    """The reward of the pilot at this rate, with the way's own cache."""
+    return finished(Run(way, length, rate, PILOT_SEED, args.seconds, level), args)["own"]
+
+
 def merge(results: Path, rows: list[Row]) -> None:
     """Adds rows to the file of results and replaces those of the same runs."""
 
@@ -246,12 +255,7 @@ def main(args: Args) -> None:
     ways = [way for way in WAYS if way.name in args.ways]
     level = QUICK.start if args.quick else START
     for length in args.lengths:
-        best = {}
-        for way in ways:
-            found = {
-                rate: finished(Run(way, length, rate, PILOT_SEED, args.seconds, level), args)["own"] for rate in RATES
-            }
-            best[way] = max(sorted(found), key=lambda rate: found[rate])
+        best = {way: searched_rate(partial(pilot_reward, way, length, level, args), RATES, FIRST_RATES) for way in ways}
         for seed in args.seeds:
             for way in ways:
                 finished(Run(way, length, best[way], seed, args.seconds, level), args)

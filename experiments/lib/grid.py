@@ -206,6 +206,22 @@ def best_rate(rewards: dict[float, float]) -> float:
     return max(sorted(rewards), key=lambda rate: rewards[rate])
 
 
+def searched_rate(reward: Callable[[float], float], rates: Sequence[float], first: Sequence[float]) -> float:
+    """The best one of the first rates; while it is at their edge, of one more on that side.
+
+    Args:
+      reward: of a rate; called again for the same rates. rates: all that may be tried, ascending.
+    """
+    low, high = rates.index(first[0]), rates.index(first[-1])
+    while True:
+        best = best_rate({rate: reward(rate) for rate in rates[low : high + 1]})
+        place = rates.index(best)
+        wider = max(low - (place == low), 0), min(high + (place == high), len(rates) - 1)
+        if wider == (low, high):
+            return best
+        low, high = wider
+
+
 def one_core_each(workers: int) -> Pool:
     """Processes with one core each: the programs are too small for a second one.
 

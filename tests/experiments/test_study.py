@@ -17,7 +17,7 @@ from lib import grid, runs
 from lib.arms import Arm, arms_of
 from lib.command import QUICK, StudyArgs, grid_of, narrowed
 from lib.files import RESULTS, read_rows, write_rows
-from lib.grid import Cell, Grid, best_rate
+from lib.grid import Cell, Grid, best_rate, searched_rate
 from lib.intervals import estimate, paired
 from lib.lookup import Lookup
 from lib.problems import PROBLEMS, WALK_EDGES, WALK_ENDS, CopySums, RunningSums, Sorting, Walk, problem_of, tokenizer
@@ -243,6 +243,21 @@ def chosen(folder: Path, rewards: dict[float, tuple[float, float]]) -> tuple[lis
             runs.keep(job, study.runs, job.identity | {"sparse": sparse, "dense": dense})
         ran += [job.learning_rate for job in missing if job.arm.name == "shadow"]
     return ran, study.chosen_rates(CELL, CELL.arms[-1])
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [(3, [2, 3, 4]), (1, [0, 1, 2, 3, 4]), (0, [0, 1, 2, 3, 4]), (5, [2, 3, 4, 5, 6]), (6, [2, 3, 4, 5, 6])],
+)
+def test_a_search_widens_until_the_best_rate_is_inside_or_none_is_left(best: int, tried: list[int]):
+    asked: set[float] = set()
+
+    def reward(rate: float) -> float:
+        asked.add(rate)
+        return -abs(rate - best)
+
+    assert searched_rate(reward, range(7), [2, 3, 4]) == best
+    assert sorted(asked) == tried
 
 
 def test_a_pilot_widens_until_no_best_rate_is_at_the_edge(tmp_path: Path):
