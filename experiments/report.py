@@ -55,7 +55,8 @@ def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
     """Path -> text of both pages."""
     planned = reruns.without(rows)
     room = first_cell(planned["room"])
-    report = front.page(room, other_cells(planned["room"]), rows["smollm2.json"]) + "\n" + body.text(rows, planned)
+    first = front.page(room, other_cells(planned["room"]), rows)
+    report = first + "\n" + body.text(rows, planned, front.primary(room))
     return {PAGE: reflow(report), APPENDIX: reflow(body.appendix(planned, room))}
 
 

@@ -6,15 +6,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.files import Row
-from reporting import collapse, dose, learned_eviction, real_model, reruns, room, tools, wall
+from reporting import collapse, contrasts, dose, learned_eviction, real_model, reruns, room, tools, wall
+from reporting.contrasts import Contrast
 from reporting.page import hours, machines, table
 
 Rows = dict[str, list[Row]]
 
 
-def text(rows: Rows, planned: Rows) -> str:
-    """The sections of all rows; `planned` are those without the reruns."""
+def text(rows: Rows, planned: Rows, first: Contrast) -> str:
+    """The sections of all rows.
+
+    Args:
+      planned: the rows without the reruns.
+      first: the contrast of the first page.
+    """
     sections = (
+        contrasts.section(
+            [
+                first,
+                dose.primary(planned["dose.json"]),
+                wall.primary(rows["wall.json"]),
+                collapse.primary(rows["collapse.json"]),
+                tools.primary(rows["agents.json"]),
+                learned_eviction.primary(rows["learned_eviction.json"]),
+                real_model.primary(rows["smollm2.json"]),
+            ]
+        ),
         other_cells(room.other_cells(planned["room"])),
         dose.section(planned["dose.json"]),
         reruns.section(rows),

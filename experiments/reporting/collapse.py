@@ -12,6 +12,7 @@ from scipy.stats import fisher_exact
 
 from lib.files import Row
 from lib.intervals import Estimate, paired
+from reporting.contrasts import Contrast
 from reporting.page import by_seed, grouped, rate_words, reported, signed, table, with_seeds
 
 SEEDS = tuple(range(10, 20))
@@ -42,7 +43,18 @@ class CollapseCell:
     @property
     def below_threshold(self) -> int:
         """Runs whose agreement was below the threshold at some evaluation."""
-        return sum(any(point["agreement_p5"] < THRESHOLD for point in row["curve"][1:]) for row in self.rows)
+        return sum(crossed_after(row["curve"]) is not None for row in self.rows)
+
+    @property
+    def predicted(self) -> int:
+        """Collapses of which the agreement was below the threshold at an earlier evaluation."""
+        times = [(crossed_after(row["curve"]), collapsed_after(row["curve"])) for row in self.rows]
+        return sum(crossed is not None and time is not None and crossed < time for crossed, time in times)
+
+    @property
+    def low_at_the_end(self) -> int:
+        """Runs whose last three evaluations have a mean below half of the start's reward."""
+        return sum(row["sparse_greedy"] < row["curve"][0]["sparse_greedy"] / 2 for row in self.rows)
 
 
 def collapsed_after(curve: Sequence[Row]) -> int | None:
@@ -54,6 +66,11 @@ def collapsed_after(curve: Sequence[Row]) -> int | None:
     return None
 
 
+def crossed_after(curve: Sequence[Row]) -> int | None:
+    """Rollouts until the agreement is below the threshold, as the mean since the evaluation before."""
+    return next((point["step"] for point in curve[1:] if point["agreement_p5"] < THRESHOLD), None)
+
+
 def cells_of(rows: Sequence[Row]) -> list[CollapseCell]:
     """The cells with all seeds, by policy, arm and rate."""
     parts = with_seeds(grouped(reported(rows), itemgetter("policy", "arm", "learning_rate")), SEEDS)
@@ -63,32 +80,42 @@ def cells_of(rows: Sequence[Row]) -> list[CollapseCell]:
     ]
 
 
+def primary(rows: Sequence[Row]) -> Contrast | None:
+    """None until both cells of the contrast are complete."""
+    arms = {cell.arm: cell for cell in cells_of(rows) if (cell.policy, cell.rate) == PRIMARY}
+    if not {"bypass", "shadow"} <= arms.keys():
+        return None
+    counts = [arms[arm].collapsed for arm in ("bypass", "shadow")]
+    p: Any = fisher_exact([[count, len(SEEDS) - count] for count in counts])[1]  # scipy's stubs do not know the type
+    what = f"collapsed runs of bypass and of shadow masks at {rate_words(PRIMARY[1])} under SnapKV"
+    found = f"{counts[0]} and {counts[1]} of {len(SEEDS)}"
+    return Contrast("[collapse](#collapse)", what, found, float(p))
+
+
 def section(rows: Sequence[Row]) -> str:
     """Empty until the primary contrast is complete."""
-    cells = cells_of(rows)
-    primary = {cell.arm: cell for cell in cells if (cell.policy, cell.rate) == PRIMARY}
-    if not {"bypass", "shadow"} <= primary.keys():
+    contrast, cells = primary(rows), cells_of(rows)
+    if contrast is None:
         return ""
-    counts = [primary[arm].collapsed for arm in ("bypass", "shadow")]
-    p: Any = fisher_exact([[count, len(SEEDS) - count] for count in counts])[1]  # scipy's stubs do not know the type
-    verdict = "No difference is established." if p > 0.05 else "They differ."
+    verdict = "No difference is established." if contrast.p > 0.05 else "They differ."
     others = [cell for cell in cells if cell.arm != "shadow"]
     dense, below = [row for cell in others for row in cell.rows], sum(cell.below_threshold for cell in others)
+    collapsed = sum(cell.collapsed for cell in others)
     return f"""## Collapse
 
 Does a learner that ignores the eviction collapse, as the papers report? The papers use two such learners. *naive*
 takes the ratio to the dense learner's own old log-probabilities, *bypass* to the sampler's. The task is
 sorting-12 with 11 + 2 of 26 keys, 500 rollouts, {len(SEEDS)} seeds, starts of the first page. A run has *collapsed*
-when its greedy reward under the budget is below half of the start's in three evaluations in a row. The last columns
-are greedy rewards: the mean of the last three evaluations, minus the start.
+when its greedy reward under the budget is below half of the start's in three evaluations in a row; it may recover. It
+is *low at the end* when the mean of its last three evaluations is below half. The last columns are this mean minus the
+start, greedily.
 
 {cells_table(cells)}
 
-*Primary contrast*: at {rate_words(PRIMARY[1])} under SnapKV {counts[0]} of {len(SEEDS)} runs of bypass and {counts[1]}
-of {len(SEEDS)} of shadow masks collapse (p = {p:.2g}, Fisher's exact test); the plan predicted that bypass collapses
-and naive does not. {verdict} *Agreement* is the ratio of a token's probabilities under learner and sampler, the
-smaller to the larger. Sparrow predicts a collapse where its 5th percentile over tokens falls below {THRESHOLD}.
-{below} of {len(dense)} runs of dense learners cross it, {sum(cell.collapsed for cell in others)} collapse.
+*Primary contrast*: {contrast.what}: {contrast.found}. {verdict} The plan predicted that bypass collapses and naive does
+not. *Agreement* is the ratio of a token's probabilities under learner and sampler, the smaller to the larger. Sparrow
+predicts a collapse where its 5th percentile over tokens falls below {THRESHOLD}. {below} of {len(dense)} runs of dense
+learners cross it, {collapsed} collapse, {sum(cell.predicted for cell in others)} of them at least one evaluation later.
 The table has {len(cells)} of {PLANNED} planned lines.
 """
 
@@ -99,10 +126,11 @@ def cells_table(cells: Sequence[CollapseCell]) -> str:
         times = [time for time in cell.times if time is not None]
         after = f"{median(times):.0f}" if times else ""
         ends = [signed(gained(cell.rows, kind)) for kind in ("sparse_greedy", "dense_greedy")]
-        collapsed, below = (f"{count} of {len(cell.rows)}" for count in (cell.collapsed, cell.below_threshold))
-        lines.append([f"{cell.policy}, {cell.arm}", rate_words(cell.rate), collapsed, after, below, *ends])
-    columns = ["policy, learner", "rate", "collapsed", "after rollouts, median", f"agreement below {THRESHOLD}"]
-    return table([*columns, "budget", "full cache"], lines)
+        counts = [cell.collapsed, cell.low_at_the_end, cell.below_threshold]
+        collapsed, low, below = (f"{count} of {len(cell.rows)}" for count in counts)
+        lines.append([f"{cell.policy}, {cell.arm}", rate_words(cell.rate), collapsed, after, low, below, *ends])
+    columns = ["policy, learner", "rate", "collapsed", "after rollouts, median", "low at the end"]
+    return table([*columns, f"agreement below {THRESHOLD}", "budget", "full cache"], lines)
 
 
 def gained(rows: Sequence[Row], kind: str) -> Estimate:

@@ -175,9 +175,8 @@ def leads_sentence(cells: Sequence[RoomCell]) -> str:
         means = [cell.contrast(OURS, theirs(cell), "sparse_greedy").mean for cell in cells]
         return " to ".join(dict.fromkeys((number(min(means)), number(max(means)))))
 
-    rival = leads(lambda cell: cell.best_rival("budget"))
-    naive, start = leads(lambda _: "naive"), leads(lambda _: "untrained")
-    return f"{OURS} minus the best rival of the pilot {rival}; minus naive {naive}; minus its start {start}"
+    rival, start = leads(lambda cell: cell.best_rival("budget")), leads(lambda _: "untrained")
+    return f"{OURS} minus the best rival of the pilot {rival}, minus its start {start}"
 
 
 def against_all(cell: RoomCell, kind: str) -> str:

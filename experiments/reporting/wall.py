@@ -7,7 +7,21 @@ from operator import itemgetter
 from statistics import mean
 
 from lib.files import Row
-from reporting.page import difference, grouped, mean_of, p_value, plain, rate_words, reported, signed, table, with_seeds
+from lib.grid import best_rate
+from lib.intervals import Estimate, paired
+from reporting.contrasts import Contrast
+from reporting.page import (
+    difference,
+    grouped,
+    mean_of,
+    p_value,
+    plain,
+    rate_words,
+    reported,
+    signed,
+    table,
+    with_seeds,
+)
 
 SEEDS = tuple(range(10, 16))
 LENGTHS = (512, 1024)
@@ -23,6 +37,7 @@ MEANING = {
     "shadow": "32 completions under the budget, shadow masks",
     OURS: "32 completions under the budget, shadow masks and TIS",
 }
+BOTH = ("", "_greedy")  # temperature 1 and greedy
 Ways = dict[str, list[Row]]  # way -> reported rows
 
 
@@ -38,19 +53,41 @@ def best_full(rows: Sequence[Row], length: int) -> str:
     return max(pilots, key=lambda row: row["own"])["way"]
 
 
-def section(rows: Sequence[Row]) -> str:
-    """Empty until the ways of the primary contrast are complete."""
+def gained(rows: Sequence[Row], *samplings: str) -> Estimate:
+    """Reward at the end minus that of the start, with the way's own cache; the mean over these samplings, "" is
+    temperature 1."""
+    cache = "dense" if rows[0]["way"] in FULL else "sparse"
+
+    def rewards(place: int) -> dict[int, float]:
+        return {row["seed"]: mean(row["curve"][place][cache + sampling] for sampling in samplings) for row in rows}
+
+    return paired(rewards(-1), rewards(0))
+
+
+def primary(rows: Sequence[Row]) -> Contrast | None:
+    """None until the ways of the primary contrast are complete."""
     ways = complete(rows, PRIMARY)
     if not {OURS, *FULL} <= ways.keys():
-        return ""
+        return None
     rival = best_full(rows, PRIMARY)
-    lead, p = plain(difference(ways[OURS], ways[rival], "own")), p_value(ways[OURS], ways[rival], "own")
+    what = f"{OURS} minus {rival}, the best full-cache way of the pilot; {PRIMARY:,} steps, own cache"
+    found, p = plain(difference(ways[OURS], ways[rival], "own")), p_value(ways[OURS], ways[rival], "own")
+    return Contrast("[the memory wall](#the-memory-wall)", what, found, p)
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Empty until the ways of the primary contrast are complete."""
+    contrast = primary(rows)
+    if contrast is None:
+        return ""
+    ways, rival = complete(rows, PRIMARY), best_full(rows, PRIMARY)
     tables = "\n\n".join(
         f"Walks of {length:,} steps:\n\n{ways_table(found)}"
         for length in LENGTHS
         if OURS in (found := complete(rows, length))
     )
     seconds = ways[OURS][0]["seconds"]
+    above = [way for way, found in ways.items() if (gain := gained(found, *BOTH)).established and gain.mean > 0]
     missing = [way for way in MEANING if way not in ways]
     missing += [f"walks of {length:,} steps" for length in LENGTHS if not complete(rows, length)]
     return f"""## The memory wall
@@ -58,12 +95,12 @@ def section(rows: Sequence[Row]) -> str:
 Which way earns the most reward from given bytes of KV cache and given time? Walks on a graph, bytes of four rows
 with a full cache in bfloat16, {seconds:.0f} seconds of CPU time on one core for rollouts, rewards and updates,
 {len(SEEDS)} seeds. The budget is H2O with 120 + 8 keys. *Own* is the reward with the cache of training,
-the mean of temperature 1 and greedy; it chose the rate of each way on a pilot seed.
+the mean of temperature 1 and greedy; it chose the rate of each way on one pilot seed. {at_edge(rows)}
 
 {tables}
 
-*Primary contrast*, walks of {PRIMARY:,} steps: {OURS} minus {rival}, the best full-cache way of the pilot: {lead}
-(p = {p:.2g}). {learners(ways, rival)}
+*Primary contrast*: {contrast.what}: {contrast.found}. {learners(ways, rival)} Established above their starts:
+{", ".join(above) or "none; so the contrast does not say which way earns more, but which loses less"}.
 Not run yet: {", ".join(missing) or "nothing"}. An accelerator was not measured.
 """
 
@@ -79,10 +116,23 @@ def ways_table(ways: Ways) -> str:
     for way, rows in ways.items():
         minus = "" if way == OURS else signed(difference(ways[OURS], rows, "own"))
         rollouts, tokens = (mean(row[name] for row in rows) for name in ("rollouts", "tokens"))
-        rewards = [f"{mean_of(rows, kind).mean:.2f}" for kind in ("own", "sparse_greedy", "dense_greedy")]
+        rewards = [f"{mean_of(rows, 'own').mean:.2f}", signed(gained(rows, *BOTH)), signed(gained(rows, "_greedy"))]
         lines.append(
             [f"{way}: {MEANING[way]}", rate_words(rows[0]["learning_rate"]), rows[0]["rows_at_once"]]
             + [f"{rollouts:.0f}", f"{tokens / 1e3:,.0f}", *rewards, minus]
         )
-    columns = ["way", "rate", "rows at once", "rollouts", "thousand tokens", "own", "greedy, budget"]
-    return table([*columns, "greedy, full cache", f"{OURS} minus it, own"], lines)
+    columns = ["way", "rate", "rows at once", "rollouts", "thousand tokens", "own", "own minus its start"]
+    return table([*columns, "greedy minus its start", f"{OURS} minus it, own"], lines)
+
+
+def at_edge(rows: Sequence[Row]) -> str:
+    """Which ways have their best rate at the edge of the rates that ran in the pilot."""
+    pilots = grouped((row for row in rows if row["pilot"] and row["length"] == PRIMARY), itemgetter("way"))
+    found = []
+    for way, of_way in pilots.items():
+        rewards = {row["learning_rate"]: row["own"] for row in of_way}
+        if best_rate(rewards) in (min(rewards), max(rewards)):
+            found.append(way)
+    if not found:
+        return ""
+    return f"The best rate of {len(found)} of {len(pilots)} ways is the smallest or largest tried."

@@ -11,7 +11,7 @@ import pytest
 import report
 from lib.files import Row, read_rows, write_rows
 from lib.intervals import Estimate
-from reporting import collapse, dose, learned_eviction, reruns, room, wall
+from reporting import collapse, contrasts, dose, learned_eviction, reruns, room, wall
 from reporting.page import difference, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
@@ -125,6 +125,38 @@ def test_a_collapse_is_three_low_evaluations_in_a_row():
     assert after(0.4, 0.1, 0.1, 0.3, 0.1, 0.1) is None
 
 
+def test_a_collapse_is_predicted_by_an_earlier_crossing_alone():
+    def run(rewards: Sequence[float], agreement: Sequence[float]) -> Row:
+        points = zip(rewards, (1.0, *agreement), strict=True)
+        curve = [{"step": 20 * i, "sparse_greedy": x, "agreement_p5": y} for i, (x, y) in enumerate(points)]
+        return {"curve": curve, "sparse_greedy": sum(rewards[-3:]) / 3}
+
+    def cell(*runs: Row) -> collapse.CollapseCell:
+        return collapse.CollapseCell("snapkv", "naive", 1e-3, runs)
+
+    low = (0.4, 0.3, 0.1, 0.1, 0.1)  # collapsed after 40
+    assert cell(run(low, (0.8, 0.9, 0.9, 0.9))).predicted == 1
+    assert cell(run(low, (0.9, 0.8, 0.8, 0.8))).predicted == 0  # at the same evaluation
+    back = run((*low, 0.3, 0.3, 0.3), (0.9,) * 7)
+    assert cell(back).collapsed == 1 and cell(back).low_at_the_end == 0 and cell(back).below_threshold == 0
+    assert cell(run(low, (0.9,) * 4), back).low_at_the_end == 1
+
+
+def test_holms_correction():
+    # Sorted: 4 x 0.01; 3 x 0.02; 2 x 0.025 is below the one before; 1 x 0.4.
+    assert contrasts.holm([0.4, 0.01, 0.025, 0.02], planned=4) == pytest.approx([0.4, 0.04, 0.06, 0.06])
+    assert contrasts.holm([0.5, 0.01], planned=3) == pytest.approx([1.0, 0.03])
+    made = contrasts.Contrast("room", "a minus b", "+0.1", 0.01)
+    assert "| room | a minus b | +0.1 | 0.01 | 0.03 |" in contrasts.section([None, made, None])
+
+
+def test_the_lead_at_a_mismatch_is_the_mean_of_the_leads_of_seeds():
+    cells = dose.cells_of(report.all_rows()["dose.json"])
+    leads = dose.leads_by_seed(cells, "shadow", 0.2)
+    assert len(leads) == len(dose.SEEDS)
+    assert sum(leads) / len(leads) == pytest.approx(dose.lead_at(cells, "shadow", 0.2))
+
+
 def without_one(rows: Sequence[Row], **of: Any) -> list[Row]:
     """The rows but for the first reported one with these values."""
     missing = next(row for row in rows if not row["pilot"] and of.items() <= row.items())
@@ -151,6 +183,15 @@ def test_the_rival_at_the_wall_is_the_full_cache_way_of_the_best_pilot():
     made = [("full-turns", 0.5, True), ("full-updates", 0.4, True), ("tis", 0.9, True), ("full-updates", 0.8, False)]
     rows = [{"way": way, "own": own, "pilot": pilot, "length": wall.PRIMARY} for way, own, pilot in made]
     assert wall.best_full(rows, wall.PRIMARY) == "full-turns"
+
+
+def test_a_way_of_the_wall_is_compared_with_its_own_start():
+    start = {"dense": 0.1, "dense_greedy": 0.5, "sparse": 0.2, "sparse_greedy": 0.3}
+    end = {"dense": 0.4, "dense_greedy": 0.4, "sparse": 0.0, "sparse_greedy": 0.0}
+    rows = [{"way": "full-turns", "seed": seed, "curve": [start, end]} for seed in (1, 2)]
+    assert wall.gained(rows, *wall.BOTH).mean == pytest.approx(0.1)
+    assert wall.gained(rows, "_greedy").mean == pytest.approx(-0.1)
+    assert wall.gained([row | {"way": "tis"} for row in rows], "").mean == pytest.approx(-0.2)
 
 
 def test_a_rerun_is_compared_at_its_own_rate():
