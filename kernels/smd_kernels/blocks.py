@@ -26,6 +26,14 @@ from smd_kernels.pytrees import any_leaves
 LATEST = np.iinfo(np.int32).max
 
 
+def to_int32(columns: Any) -> Any:
+    """Columns as int32: 0 for a negative one, `LATEST` for one that int32 cannot hold. A NumPy array stays one."""
+    # Clipped before the conversion, which would make it negative; in NumPy, because JAX without x64 converts on sight.
+    if not np.can_cast(columns.dtype, np.int32):
+        columns = (np if isinstance(columns, np.ndarray) else jnp).clip(columns, 0, LATEST)
+    return columns.astype(np.int32)
+
+
 @any_leaves
 class Blocks(NamedTuple):
     """Queries, keys and visibility of one kernel call.

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
-from smd_kernels.blocks import BlockKernel, Blocks
+from smd_kernels.blocks import BlockKernel, Blocks, to_int32
 from smd_kernels.copies import Copies, append_copies_to_blocks
 from smd_kernels.sinks import add_sinks, sink_gradient
 
@@ -19,7 +19,7 @@ def interval_attention(
     q: Float[Array, "batch heads tokens head_dim"],
     k: Float[Array, "batch kv_heads tokens head_dim"],
     v: Float[Array, "batch kv_heads tokens head_dim"],
-    evicted_at: Int[Array, "batch kv_heads tokens"],
+    evicted_at: Integer[Array | np.ndarray, "batch kv_heads tokens"],
     kernel: BlockKernel,
     copies: Copies | None = None,
     sinks: Float[Array, "batch heads"] | None = None,
@@ -30,7 +30,7 @@ def interval_attention(
 
     Args:
       q, k, v: one dtype; `heads` is a multiple of `kv_heads`.
-      evicted_at: first column that no longer sees each key; 0 for padding.
+      evicted_at: first column that no longer sees each key; 0 for padding. Of any integer dtype.
       kernel: computes the attention of blocks, for example `XlaKernel()`. Static.
       copies: copies that later segments see instead of the keys; None if they see the keys.
       sinks: a score of each row and head that takes part in its softmax, and whose weight is dropped.
@@ -42,7 +42,7 @@ def interval_attention(
       ValueError: the kernel cannot run this dtype, head_dim or length.
     """
     rows = fold(q, k.shape[1])
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, jnp.asarray(to_int32(evicted_at)), copies))
     blocks = whole_sequences(rows, *flat[:3])
     if flat[3] is not None:
         blocks = append_copies_to_blocks(blocks, flat[3])

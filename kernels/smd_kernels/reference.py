@@ -11,7 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Integer
+
+from smd_kernels.blocks import to_int32
 
 
 def product_precision(dtype: Any) -> jax.lax.Precision | None:
@@ -51,11 +54,13 @@ def masked_softmax(
     return weights / jnp.where(total > 0, total, 1.0)
 
 
-def interval_mask(evicted_at: Int[Array, "batch kv_heads tokens"]) -> Bool[Array, "batch kv_heads tokens tokens"]:
+def interval_mask(
+    evicted_at: Integer[Array | np.ndarray, "batch kv_heads tokens"],
+) -> Bool[Array, "batch kv_heads tokens tokens"]:
     """Boolean mask `[…, queries, keys]` of a shadow mask: query t sees key s iff `s <= t < evicted_at[s]`."""
     key = jnp.arange(evicted_at.shape[-1])[None, None, None, :]
     query = key.swapaxes(-1, -2)
-    return (key <= query) & (query < evicted_at[..., None, :])
+    return (key <= query) & (query < to_int32(evicted_at)[..., None, :])
 
 
 def attention_weights(

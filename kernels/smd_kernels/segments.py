@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer
 
-from smd_kernels.blocks import LATEST, BlockKernel, Blocks, even, pad_rows
+from smd_kernels.blocks import LATEST, BlockKernel, Blocks, even, pad_rows, to_int32
 from smd_kernels.copies import Copies
 from smd_kernels.intervals import fold, no_gradient, unfold, whole_sequences
 from smd_kernels.pytrees import any_leaves
@@ -113,12 +114,11 @@ def slot_table(evicted_at: Int[Array, "blocks tokens"], segments: Segments) -> S
     return SlotTable(slot, jnp.where(boundary < last, kept, EMPTY))
 
 
-@partial(jax.jit, static_argnames=("segments", "kernel", "blocks_at_once"))
 def segment_attention(
     q: Float[Array, "batch heads tokens head_dim"],
     k: Float[Array, "batch kv_heads tokens head_dim"],
     v: Float[Array, "batch kv_heads tokens head_dim"],
-    evicted_at: Int[Array, "batch kv_heads tokens"],
+    evicted_at: Integer[Array | np.ndarray, "batch kv_heads tokens"],
     segments: Segments,
     kernel: BlockKernel,
     blocks_at_once: int = 256,
@@ -129,8 +129,8 @@ def segment_attention(
 
     Args:
       q, k, v: one dtype; `heads` is a multiple of `kv_heads`.
-      evicted_at: first column that no longer sees each key; 0 for padding. Results are wrong, without an error, if more
-        than `segments.budget` earlier keys are visible at a boundary.
+      evicted_at: first column that no longer sees each key; 0 for padding. Of any integer dtype. Results are wrong,
+        without an error, if more than `segments.budget` earlier keys are visible at a boundary.
       segments: the boundaries and the budget. Static.
       kernel: computes the attention of blocks, for example `XlaKernel()`. Static.
       blocks_at_once: blocks per kernel call, one for each segment, KV head and batch row; bounds memory. Static.
@@ -143,11 +143,27 @@ def segment_attention(
     Raises:
       ValueError: the kernel cannot run this dtype, head_dim or length.
     """
+    # Outside of the jitted function, which would convert a NumPy array to int32 before it can be clipped.
+    return _segment_attention(q, k, v, to_int32(evicted_at), copies, sinks, segments, kernel, blocks_at_once)
+
+
+@partial(jax.jit, static_argnames=("segments", "kernel", "blocks_at_once"))
+def _segment_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    evicted_at: Any,
+    copies: Copies | None,
+    sinks: Array | None,
+    segments: Segments,
+    kernel: BlockKernel,
+    blocks_at_once: int,
+) -> Array:
     kv_heads = k.shape[1]
     tokens = q.shape[2]
     # Shapes are computed from `first`, which must not exceed the number of columns.
     segments = replace(segments, first=min(segments.first, tokens))
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at.astype(jnp.int32), copies))
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, evicted_at, copies))
     # Segments per kernel call: each has one block for every batch row and KV head.
     together = max(blocks_at_once // (k.shape[0] * kv_heads), 1)
     plan = _Plan(segments, kernel, even(max(segments.count(tokens), 1), together))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from smd_jax.message.masks import NEVER, KeyInterval, check_full_precision
+from smd_kernels.blocks import to_int32
 
 if TYPE_CHECKING:
     from tokamax._src.ops.attention.base import Mask
@@ -36,7 +37,7 @@ def to_tokamax(interval: KeyInterval, num_heads: int) -> Mask:
     kv_heads = interval.evicted_at.shape[1]
     if num_heads % kv_heads:
         raise ValueError(f"expected num_heads to be a multiple of {kv_heads} KV heads; got {num_heads}")
-    return Mask(q_end=jnp.repeat(interval.evicted_at, num_heads // kv_heads, axis=1), is_causal=True)
+    return Mask(q_end=jnp.repeat(to_int32(interval.evicted_at), num_heads // kv_heads, axis=1), is_causal=True)
 
 
 def from_tokamax(mask: Mask, keys: int) -> KeyInterval:
@@ -58,7 +59,9 @@ def from_tokamax(mask: Mask, keys: int) -> KeyInterval:
     evicted_at = jnp.full((1, 1, keys), NEVER, jnp.int32) if mask.q_end is None else mask.q_end
     if evicted_at.ndim != 3 or evicted_at.shape[-1] not in (1, keys):
         raise ValueError(f"expected q_end of the shape [batch, heads, {keys}]; got {evicted_at.shape}")
-    evicted_at = jnp.broadcast_to(evicted_at, (*evicted_at.shape[:2], keys))
+    evicted_at = jnp.broadcast_to(to_int32(evicted_at), (*evicted_at.shape[:2], keys))
     if causal.window_size is not None:
-        evicted_at = jnp.minimum(evicted_at, jnp.arange(keys, dtype=jnp.int32)[None, None] + causal.window_size)
+        evicted_at = jnp.minimum(
+            evicted_at, jnp.arange(keys, dtype=jnp.int32)[None, None] + min(causal.window_size, keys)
+        )
     return KeyInterval(evicted_at)

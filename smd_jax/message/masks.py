@@ -29,12 +29,20 @@ from jaxtyping import Array, Bool, Int
 from smd_jax.message.quantization import QuantizedReplay
 from smd_jax.pytrees import any_leaves
 from smd_jax.shapes import check_shape
+from smd_kernels.blocks import to_int32
 from smd_kernels.reference import interval_mask
 from smd_kernels.segments import Segments as Segments
 
 NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
 
 EVICTED_AT = ("batch", "layers", "kv_heads", "keys")
+
+
+def _clip_numpy(mask: KeyInterval | ShadowMask) -> None:
+    """Converts the `evicted_at` of a new mask from NumPy integers to int32."""
+    # Here, because a jitted function of the user would convert them without clipping, and hide keys that stayed.
+    if isinstance(mask.evicted_at, np.ndarray) and np.issubdtype(mask.evicted_at.dtype, np.integer):
+        object.__setattr__(mask, "evicted_at", to_int32(mask.evicted_at))
 
 
 @any_leaves
@@ -50,6 +58,9 @@ class KeyInterval(struct.PyTreeNode):
     evicted_at: Int[Array, "batch kv_heads keys"]
     segments: Segments | None = struct.field(pytree_node=False, default=None)
     quantized: QuantizedReplay | None = None
+
+    def __post_init__(self) -> None:
+        _clip_numpy(self)
 
     def to_boolean(self) -> Bool[Array, "batch kv_heads keys keys"]:
         return interval_mask(self.evicted_at)
@@ -71,6 +82,9 @@ class ShadowMask(struct.PyTreeNode):
     evicted_at: Int[Array, "batch layers kv_heads keys"]
     segments: tuple[Segments, ...] = struct.field(pytree_node=False, default=())
     quantized: QuantizedReplay | None = None
+
+    def __post_init__(self) -> None:
+        _clip_numpy(self)
 
     def layer(self, index: int) -> KeyInterval:
         """The mask of one layer.
@@ -223,6 +237,9 @@ def windowed(mask: LayerMask, window: int | None) -> LayerMask:
         return mask
     if window < 1:
         raise ValueError(f"expected a window >= 1, because a query always sees its own key; got {window}")
+    columns = mask.evicted_at.shape[-1] if isinstance(mask, KeyInterval) else max(mask.shape[-2:])
+    # A wider window hides nothing either, and adding it to a column could exceed int32.
+    window = min(window, max(columns, 1))
     key = jnp.arange(mask.evicted_at.shape[-1] if isinstance(mask, KeyInterval) else mask.shape[-1], dtype=jnp.int32)
     if not isinstance(mask, KeyInterval):
         query = jnp.arange(mask.shape[-2], dtype=jnp.int32)
@@ -234,7 +251,7 @@ def windowed(mask: LayerMask, window: int | None) -> LayerMask:
     # A window without segments defines segments, except for a quantised cache, which already has some.
     elif mask.quantized is None:
         segments = Segments(first=window, length=window, budget=window)
-    evicted_at = jnp.minimum(mask.evicted_at, key[None, None] + window)
+    evicted_at = jnp.minimum(to_int32(mask.evicted_at), key[None, None] + window)
     return mask.replace(evicted_at=evicted_at, segments=segments)
 
 

@@ -36,6 +36,7 @@ from smd_jax.pytrees import any_leaves
 Params = Any  # any pytree of arrays
 EncodedPositions = Any  # any pytree of arrays [batch, tokens, ...]
 LayerState = Any  # an opaque pytree of the library
+WIDEST = 2**30  # sliding window: a wider one hides no key either, and added to a column could exceed int32
 
 
 @runtime_checkable
@@ -165,8 +166,9 @@ class ModelShape:
             )
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of one layer, see `windows`."""
-        return self.windows[layer] if self.windows else None
+        """The sliding window of one layer, see `windows`; at most `WIDEST`."""
+        window = self.windows[layer] if self.windows else None
+        return None if window is None else min(window, WIDEST)
 
     @property
     def layer_runs(self) -> tuple[range, ...]:

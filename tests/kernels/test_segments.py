@@ -282,6 +282,14 @@ def test_a_prompt_alone():
     np.testing.assert_allclose(got, reference.attention(q, k, v, reference.interval_mask(ends)), atol=1e-6)
 
 
+def test_evictions_beyond_32_bits_in_numpy():
+    q, k, v, _ = CASE.arrays()
+    wide = np.where(CASE.evicted_at == NEVER, np.int64(2**63 - 1), CASE.evicted_at)
+    segments = partial(segment_attention, segments=CASE.segments, kernel=SMALL)
+    for attend in (partial(interval_attention, kernel=SMALL), segments):
+        np.testing.assert_array_equal(attend(q, k, v, wide), attend(q, k, v, jnp.asarray(CASE.evicted_at)))
+
+
 def test_under_vmap():
     q, k, v, _ = CASE.arrays()
     ends = jnp.asarray(CASE.evicted_at)

@@ -12,7 +12,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from smd_jax.message.masks import NEVER, ShadowMask, check_mask, dense_mask, layer_mask, positions, to_visible
+from smd_jax.message.masks import (
+    NEVER,
+    KeyInterval,
+    ShadowMask,
+    check_mask,
+    dense_mask,
+    layer_mask,
+    positions,
+    to_visible,
+    windowed,
+)
 
 BATCH, LAYERS, HEADS, T = 2, 2, 2, 6  # one shape, so that every example reuses the same compiled operations
 INTERVALS = arrays(np.int32, (BATCH, LAYERS, HEADS, T), elements=st.sampled_from([*range(T + 3), NEVER]))
@@ -49,6 +59,22 @@ def test_intervals_are_what_they_say(evicted_at: np.ndarray):
     for index in range(LAYERS):
         np.testing.assert_array_equal(to_visible(layer_mask(mask, index)), explicit(evicted_at)[:, index])
         np.testing.assert_array_equal(to_visible(layer_mask(mask.to_boolean(), index)), explicit(evicted_at)[:, index])
+
+
+@pytest.mark.parametrize("window", [T, 2**31 - 1, 2**40])
+def test_a_window_of_all_columns_hides_nothing(window: int):
+    mask = KeyInterval(jnp.array([[[0, 3, NEVER, 4, NEVER, 6]]], jnp.int32))
+    for form in (mask, mask.to_boolean()):
+        np.testing.assert_array_equal(to_visible(windowed(form, window)), mask.to_boolean())
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_evictions_beyond_32_bits(dtype: Any):
+    evicted_at: Any = np.array([[[[0, 3, np.iinfo(dtype).max, 4]]]], dtype)
+    mask = ShadowMask(evicted_at)
+    assert mask.evicted_at.tolist() == [[[[0, 3, NEVER, 4]]]]
+    np.testing.assert_array_equal(mask.to_boolean(), explicit(evicted_at))
+    np.testing.assert_array_equal(to_visible(windowed(mask.layer(0), 9)), explicit(evicted_at)[:, 0])
 
 
 @settings(deadline=None)

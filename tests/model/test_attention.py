@@ -361,6 +361,28 @@ def test_a_mask_that_all_heads_and_rows_share(impl: Any):
     np.testing.assert_allclose(attend(q, k, v, mask, impl), expected, atol=1e-6)
 
 
+ON_CPUS = pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
+
+
+@ON_CPUS
+def test_an_eviction_beyond_32_bits_is_none(impl: Any):
+    q, k, v = inputs(4, 2)
+    segments = Segments(2, 2, T)
+
+    def mask(end: int, dtype: Any) -> KeyInterval:
+        ends: Any = np.asarray([[[0, 3, end, 4, end, 6, end]]], dtype)
+        return KeyInterval(ends, segments)
+
+    expected = attend(q, k, v, mask(NEVER, np.int32), impl)
+    for dtype in (np.int64, np.uint32, np.uint64):
+        wide = mask(np.iinfo(dtype).max, dtype)
+        np.testing.assert_array_equal(attend(q, k, v, wide, impl), expected)
+        np.testing.assert_array_equal(jax.jit(attend, static_argnums=4)(q, k, v, wide, impl), expected)
+    with jax.enable_x64(True):
+        wide = KeyInterval(jnp.asarray([[[0, 3, 2**40, 4, 2**63 - 1, 6, 2**32]]]), segments)
+        np.testing.assert_allclose(attend(q, k, v, wide, impl), expected, atol=1e-6)
+
+
 @partial(jax.jit, static_argnums=4)
 @partial(jax.value_and_grad, argnums=(0, 1, 2))
 def sum_of_squares(q: Any, k: Any, v: Any, mask: Any, impl: Any) -> Any:

@@ -243,6 +243,10 @@ def test_sliding_windows():
         expected = logits(Decoder(config), jnp.array(booleans & window))
         np.testing.assert_allclose(logits(windowed, mask), expected, atol=3e-6)
         assert np.abs(expected - logits(Decoder(config), mask)).max() > 1e-2
+    # Wider than int32 can add to a column: no window, also for the sampler, which reads it from the shape.
+    wide = Decoder(replace(config, sliding_windows=(2**31 - 1, 2**40)))
+    np.testing.assert_allclose(logits(wide, mask), logits(Decoder(config), mask), atol=3e-6)
+    assert wide.shape.window(0) == wide.shape.window(1) == 2**30
 
 
 @pytest.mark.parametrize(
