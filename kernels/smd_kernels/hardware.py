@@ -108,6 +108,8 @@ def why_not_decode(
     limits = DECODE[hardware]
     if (reason := limits.why_not(dtype, head_dim)) is not None:
         return reason
+    if not slots:
+        return "expected at least one slot; got 0"
     if slots % limits.slots_multiple:
         return f"expected slots to be a multiple of {limits.slots_multiple}, the rows of a TMA tile; got {slots}"
     if limits.group is not None and group > limits.group:
@@ -140,7 +142,9 @@ def why_not_decode_codes(
     if codes.head_dim * codes.bits % BYTE:
         return f"expected codes that fill their bytes; got head_dim {codes.head_dim} at {codes.bits} bits"
     for name, slots in (("slots of codes", codes.slots), ("slots in full precision", precise)):
-        if slots % limits.slots_multiple or not slots:
+        if not slots:
+            return f"expected at least one slot; got 0 {name}"
+        if slots % limits.slots_multiple:
             return f"expected {name} in multiples of {limits.slots_multiple}; got {slots}"
     if limits.group is not None and group > limits.group:
         return f"expected at most {limits.group} query heads per KV head; got {group}"

@@ -41,6 +41,8 @@ def interval_attention(
     Raises:
       ValueError: the kernel cannot run this dtype, head_dim or length.
     """
+    if not q.size:
+        return jnp.zeros_like(q)  # an empty batch: kernels do not accept zero blocks
     rows = fold(q, k.shape[1])
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v, jnp.asarray(to_int32(evicted_at)), copies))
     blocks = whole_sequences(rows, *flat[:3])

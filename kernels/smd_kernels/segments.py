@@ -143,6 +143,8 @@ def segment_attention(
     Raises:
       ValueError: the kernel cannot run this dtype, head_dim or length.
     """
+    if not q.size:
+        return jnp.zeros_like(q)  # an empty batch: kernels do not accept zero blocks
     # Outside of the jitted function, which would convert a NumPy array to int32 before it can be clipped.
     return _segment_attention(q, k, v, to_int32(evicted_at), copies, sinks, segments, kernel, blocks_at_once)
 

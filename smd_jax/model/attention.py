@@ -152,6 +152,8 @@ def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
     check_shape("k", k, (batch, "kv_heads", "keys", head_dim))
     kv_heads, keys = k.shape[1:3]
     check_shape("v", v, k.shape)
+    if not keys:
+        raise ValueError("expected at least one token; got 0")
     if heads % kv_heads:
         raise ValueError(f"expected heads of q to be a multiple of the {kv_heads} KV heads of k; got {heads}")
     if isinstance(mask, ShadowMask):

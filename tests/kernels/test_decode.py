@@ -185,6 +185,8 @@ def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
     ("mosaic_tpu", (jnp.float16, 128, 1024, 4), "bfloat16 or float32; got float16"),
     ("mosaic_tpu", (jnp.bfloat16, 72, 1024, 4), "multiple of 16; got 72"),
     ("mosaic_tpu", (jnp.float32, 128, 16384, 4), "16384 slots"),
+    ("mosaic_gpu", (jnp.bfloat16, 128, 0, 4), "expected at least one slot; got 0"),
+    ("mosaic_tpu", (jnp.bfloat16, 128, 0, 4), "expected at least one slot; got 0"),
 ])  # fmt: skip
 def test_why_not(hardware: Any, arguments: tuple[Any, ...], reason: str | None):
     answer = why_not_decode(hardware, *arguments)

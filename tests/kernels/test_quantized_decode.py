@@ -243,6 +243,8 @@ def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
     ("mosaic_tpu", {}, jnp.float16, "bfloat16 or float32; got float16"),
     ("mosaic_tpu", {"head_dim": 32}, jnp.float32, "(64, 128); got 32"),
     ("mosaic_tpu", {"slots": 16384}, jnp.float32, "16384 + 8 slots"),
+    ("mosaic_gpu", {"precise": 0}, jnp.bfloat16, "expected at least one slot; got 0 slots in full precision"),
+    ("mosaic_tpu", {"precise": 0}, jnp.float32, "expected at least one slot; got 0 slots in full precision"),
 ])  # fmt: skip
 def test_why_not(hardware: Any, change: dict[str, int], dtype: Any, reason: str | None):
     shape = SMALL._replace(**change)

@@ -311,6 +311,7 @@ def test_a_named_implementation_that_cannot_run_says_why(impl: Any, mask: Any, r
         ({"mask": KeyInterval(jnp.ones((3, 2, 9), jnp.int32))}, "expected mask.evicted_at of shape [1, 2, 9] for 9"),
         ({"sinks": jnp.ones(2), "impl": "xla"}, "expected sinks of shape [4]; got [2]"),
         ({"sinks": jnp.ones(1), "impl": "interval"}, "expected sinks of shape [4]; got [1]"),
+        ({"q": jnp.ones((1, 4, 0, 8)), **dict.fromkeys("kv", jnp.ones((1, 2, 0, 8)))}, "at least one token; got 0"),
         ({"softcap": 0.0}, "expected a finite softcap > 0, or None for no cap; got 0.0"),
         ({"softcap": float("inf")}, "expected a finite softcap > 0, or None for no cap; got inf"),
     ],
@@ -381,6 +382,14 @@ def test_an_eviction_beyond_32_bits_is_none(impl: Any):
     with jax.enable_x64(True):
         wide = KeyInterval(jnp.asarray([[[0, 3, 2**40, 4, 2**63 - 1, 6, 2**32]]]), segments)
         np.testing.assert_allclose(attend(q, k, v, wide, impl), expected, atol=1e-6)
+
+
+@ON_CPUS
+def test_an_empty_batch(impl: Any):
+    q, k, v = (x[:0] for x in inputs(4, 2))
+    mask = interval(T, Segments(2, 2, T))
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, impl), q, k, v)
+    assert [x.shape for x in (out, *pull(out))] == [q.shape, q.shape, k.shape, v.shape]
 
 
 @partial(jax.jit, static_argnums=4)
