@@ -46,8 +46,9 @@ def masked_softmax(
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks, highest.shape)
         highest = jnp.maximum(highest, jax.lax.stop_gradient(sinks))
-    # The maximum of a row without true entries is -inf, and -inf - -inf is NaN.
-    weights = jnp.exp(masked - jnp.maximum(highest, jnp.finfo(highest.dtype).min))
+    # The maximum of a row without true entries, and with no sink or one of -inf, is -inf, and -inf - -inf is NaN.
+    highest = jnp.maximum(highest, jnp.finfo(highest.dtype).min)
+    weights = jnp.exp(masked - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - highest)

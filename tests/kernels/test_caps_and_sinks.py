@@ -131,6 +131,16 @@ def test_a_query_that_sees_no_key_makes_no_nan(impl: str):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments"])
+def test_a_sink_of_minus_infinity_is_no_sink(impl: str):
+    """Also in a row that sees no key, where nothing is left in the softmax."""
+    _, (q, k, v, sinks, d_out) = problem("sinks")
+    *found, d_sinks = results(by_attend(impl, None), [q, k, v, jnp.full_like(sinks, -jnp.inf), d_out])
+    for x, y in zip(found, results(by_attend(impl, None), [q, k, v, d_out]), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    assert not np.asarray(d_sinks).any()
+
+
 @each_option
 def test_decoding(option: str):
     """The last query of a row, and of one whose slots are all empty; what slots receive leaves the sink's share out."""
