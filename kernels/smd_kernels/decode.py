@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_kernels.hardware import NO_CAPS_OR_SINKS, why_not_decode
+from smd_kernels.hardware import NO_CAPS_OR_SINKS, why_not_decode, why_not_mixed
 from smd_kernels.reference import masked_softmax, product_precision, soft_capped
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
@@ -56,7 +56,8 @@ def decode_attention(
     if softcap is not None or sinks is not None:
         raise ValueError(f"impl={impl!r} cannot run: {NO_CAPS_OR_SINKS}")
     # Checked before the compiler is imported.
-    reason = why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
+    reason = why_not_mixed(q.dtype, k.dtype, v.dtype)
+    reason = reason or why_not_decode(impl, q.dtype, q.shape[3], k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:
         raise ValueError(f"impl={impl!r} cannot run: {reason}")
     # Imported here: Pallas' compilers take long to import, and most programs never decode on an accelerator.

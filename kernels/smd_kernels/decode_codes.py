@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from smd_kernels.codes import Codes
 from smd_kernels.decode import Implementation, decode_attention
-from smd_kernels.hardware import NO_CAPS_OR_SINKS, why_not_decode_codes
+from smd_kernels.hardware import NO_CAPS_OR_SINKS, why_not_decode_codes, why_not_mixed
 
 
 def decode_codes_attention(
@@ -51,7 +51,8 @@ def decode_codes_attention(
     if softcap is not None or sinks is not None:
         raise ValueError(f"impl={impl!r} cannot run: {NO_CAPS_OR_SINKS}")
     # Checked before the compiler is imported.
-    reason = why_not_decode_codes(impl, q.dtype, codes, k.shape[2], q.shape[1] // k.shape[1])
+    reason = why_not_mixed(q.dtype, k.dtype, v.dtype)
+    reason = reason or why_not_decode_codes(impl, q.dtype, codes, k.shape[2], q.shape[1] // k.shape[1])
     if reason is not None:
         raise ValueError(f"impl={impl!r} cannot run: {reason}")
     # Imported here: Pallas' compilers take long to import, and most programs never decode on an accelerator.

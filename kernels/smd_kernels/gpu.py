@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 from smd_kernels import gpu_tiles as tiles
 from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks, pad_rows
 from smd_kernels.gpu_backward import BackwardInputs, key_gradients, query_gradient
-from smd_kernels.gpu_tiles import LANES, LOWEST, MOST_WARPGROUPS, Product, Ring, across, down
-from smd_kernels.hardware import GPU_SIZES, why_not_blocks
+from smd_kernels.gpu_tiles import LANES, LONGEST_COPY, LOWEST, MOST_WARPGROUPS, Product, Ring, across, down
+from smd_kernels.hardware import GPU_SIZES, why_not_blocks, why_not_mixed
 from smd_kernels.pytrees import any_leaves
 
 
@@ -33,12 +33,14 @@ class MosaicGpuKernel:
 
     Attributes:
       sizes: tile sizes, multiples of 64. `rows`, `rows_dq` and `keys_dkv` use one warpgroup per 64, at most seven.
-        Warpgroups share the registers, and larger values of the other sizes need more of them: with too few the
-        compiler spills or fails (`experiments/compile_kernels.py` reports spills).
+        The other sizes are at most 256, the longest tile that TMA copies. Warpgroups share the registers, and larger
+        values of the other sizes need more of them: with too few the compiler spills or fails
+        (`experiments/compile_kernels.py` reports spills).
       interpret: False, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
 
     Raises:
-      ValueError: a tile size is not a multiple of 64, or needs more warpgroups than a thread block has.
+      ValueError: a tile size is not a multiple of 64, needs more warpgroups than a thread block has, or
+        is longer than a copy.
     """
 
     sizes: BlockSizes = GPU_SIZES
@@ -48,9 +50,14 @@ class MosaicGpuKernel:
         for name in ("rows", "keys", "rows_dq", "keys_dq", "rows_dkv", "keys_dkv"):
             if (size := vars(self.sizes)[name]) % LANES:
                 raise ValueError(f"expected {name} to be a multiple of {LANES}; got {size}")
-        for name in ("rows", "rows_dq", "keys_dkv"):
-            if (size := vars(self.sizes)[name]) > MOST_WARPGROUPS * LANES:
-                raise ValueError(f"expected {name} <= {MOST_WARPGROUPS * LANES}; got {size}")
+        # Each warpgroup copies its own 64 rows of the outer tile; the inner tile is one copy.
+        for names, most in (
+            (("rows", "rows_dq", "keys_dkv"), MOST_WARPGROUPS * LANES),
+            (("keys", "keys_dq", "rows_dkv"), LONGEST_COPY),
+        ):
+            for name in names:
+                if (size := vars(self.sizes)[name]) > most:
+                    raise ValueError(f"expected {name} <= {most}; got {size}")
 
     def forward(self, blocks: Blocks) -> tuple[Float[Array, "blocks rows head_dim"], Float[Array, "blocks rows"]]:
         """See `BlockKernel.forward`; lse is float32.
@@ -87,7 +94,8 @@ class MosaicGpuKernel:
 
 
 def _check(blocks: Blocks) -> None:
-    if reason := why_not_blocks("mosaic_gpu", blocks.q.dtype, blocks.q.shape[-1]):
+    q, k, v, *_ = blocks
+    if reason := why_not_mixed(q.dtype, k.dtype, v.dtype) or why_not_blocks("mosaic_gpu", q.dtype, q.shape[-1]):
         raise ValueError(reason)
 
 

@@ -26,6 +26,7 @@ from smd_kernels.pytrees import any_leaves
 
 LANES = 64  # rows of a tile per warpgroup: the height of a wgmma instruction
 MOST_WARPGROUPS = 7  # that compute: with the fetching one they are the 1,024 threads of a full thread block
+LONGEST_COPY = 256  # rows of a tile that TMA copies
 FETCHING_REGISTERS = 40  # per thread of the fetching warpgroup; the computing warpgroups share the rest
 LOWEST = -1e30  # initial running maximum: below any score but finite, so that LOWEST - LOWEST is 0, not NaN
 

@@ -82,7 +82,18 @@ DECODE_CODES: dict[Hardware, Limits] = {
 }
 
 
+WIDE_INDICES = "expected jax_enable_x64 False, because Pallas' kernels have 32-bit indices; got True"
 NO_CAPS_OR_SINKS = "expected neither a softcap of scores nor sinks, which the decode kernels do not have; got one"
+
+
+def why_not_mixed(q: jax.typing.DTypeLike, k: jax.typing.DTypeLike, v: jax.typing.DTypeLike) -> str | None:
+    """Returns the reason why a kernel cannot run inputs of these dtypes together, or None."""
+    names = [jnp.dtype(x).name for x in (q, k, v)]
+    return None if len(set(names)) == 1 else f"expected q, k and v of one dtype; got {', '.join(names)}"
+
+
+def _has_wide_indices() -> bool:
+    return jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def why_not_blocks(
@@ -92,6 +103,8 @@ def why_not_blocks(
 
     The GPU kernel also needs a device of compute capability 9.0, which is not checked here.
     """
+    if _has_wide_indices():
+        return WIDE_INDICES
     if hardware == "mosaic_gpu" and softcap is not None:
         return f"expected no softcap of scores, which this kernel does not have; got {softcap}"
     return BLOCKS[hardware].why_not(dtype, head_dim)
@@ -105,6 +118,8 @@ def why_not_decode(
     Args:
       slots: slots of the cache per KV head. group: query heads per KV head.
     """
+    if _has_wide_indices():
+        return WIDE_INDICES
     limits = DECODE[hardware]
     if (reason := limits.why_not(dtype, head_dim)) is not None:
         return reason
@@ -136,6 +151,8 @@ def why_not_decode_codes(
       codes: the quantised slots; only shapes and dtypes are read. precise: number of slots in full precision.
       group: query heads per KV head.
     """
+    if _has_wide_indices():
+        return WIDE_INDICES
     limits = DECODE_CODES[hardware]
     if (reason := limits.why_not(dtype, codes.head_dim)) is not None:
         return reason
@@ -190,7 +207,10 @@ class DecodeSizes:
         return -(-slots // self.keys)
 
     def smem_bytes(self, head_dim: int, slots: int) -> int:
-        """Shared memory of a thread block: ring, queries and weights in bfloat16, scores and validity in float32."""
+        """Shared memory of a thread block: ring, queries and weights in bfloat16, scores and validity in float32.
+
+        It includes slack: the weights count twice.
+        """
         halves = self.stages * self.keys * head_dim + GPU_GROUP * head_dim + 2 * GPU_GROUP * self.keys
         return 2 * halves + 4 * self.tiles(slots) * self.keys * (GPU_GROUP + 1)
 

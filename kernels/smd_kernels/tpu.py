@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, pad_blocks, pad_rows
-from smd_kernels.hardware import TPU_SIZES, why_not_blocks
+from smd_kernels.hardware import TPU_SIZES, why_not_blocks, why_not_mixed
 from smd_kernels.reference import soft_capped
 from smd_kernels.tpu_walk import LANES, SCALAR_MEMORY, Operand, Spans, Walk, is_live, run, table_bytes
 
@@ -33,7 +33,8 @@ LOWEST = -1e30  # initial running maximum: finite, so that exp(-inf - LOWEST) is
 
 
 def _check(blocks: Blocks) -> None:
-    if reason := why_not_blocks("mosaic_tpu", blocks.q.dtype, blocks.q.shape[2]):
+    q, k, v, *_ = blocks
+    if reason := why_not_mixed(q.dtype, k.dtype, v.dtype) or why_not_blocks("mosaic_tpu", q.dtype, q.shape[2]):
         raise ValueError(reason)
 
 
@@ -223,8 +224,8 @@ class MosaicTpuKernel:
     """`BlockKernel` for TPUs: bfloat16 or float32, head_dim 64 or 128.
 
     Attributes:
-      sizes: largest tiles. Rows and keys are split evenly into as few tiles of at most these sizes as possible, in
-        multiples of 128. `stages` is 1 or 2.
+      sizes: largest tiles, rounded up to multiples of 128. Rows and keys are split evenly into as few tiles as
+        possible. `stages` is 1 or 2.
       softcap: scores are squeezed into ±softcap by tanh; None: they are not.
       interpret: True or parameters run the kernel in an interpreter of Pallas, on any device; for tests.
 

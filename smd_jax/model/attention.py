@@ -36,7 +36,7 @@ from smd_kernels.copies import append_copies
 from smd_kernels.decode import Implementation as DecodeImplementation
 from smd_kernels.decode import decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
-from smd_kernels.hardware import GPU_SIZES, NO_CAPS_OR_SINKS, TPU_SIZES, why_not_blocks
+from smd_kernels.hardware import BLOCKS, GPU_SIZES, NO_CAPS_OR_SINKS, TPU_SIZES, why_not_blocks, why_not_mixed
 from smd_kernels.hardware import why_not_decode as kernel_why_not_decode
 from smd_kernels.hardware import why_not_decode_codes as kernel_why_not_decode_codes
 from smd_kernels.intervals import interval_attention
@@ -108,8 +108,8 @@ def attend(
         check_shape("sinks", sinks, (q.shape[1],))
     check_softcap(softcap)
     if impl is None:
-        impl = best(q, k, mask, softcap)
-    if (reason := why_not(impl, q, k, mask, softcap)) is not None:
+        impl = best(q, k, mask, softcap, v)
+    if (reason := why_not(impl, q, k, mask, softcap, v)) is not None:
         raise ValueError(f"expected an implementation that can run here; got impl={impl!r}: {reason}")
     copies = None
     if isinstance(mask, KeyInterval) and mask.quantized is not None:
@@ -181,23 +181,29 @@ def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
         )
 
 
-def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> Implementation:
+def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None, v: Array | None = None) -> Implementation:
     """The implementation for `impl=None`. Warns once if the device has a kernel for this dtype and head dim that cannot
     run for another reason, such as a soft cap."""
     # Only interval masks allow skipping tiles; any other mask is read as a whole.
     if not isinstance(mask, KeyInterval):
         return "xla"
     for impl in ("mosaic_gpu", "mosaic_tpu"):
-        reason = why_not(impl, q, k, mask, softcap)
+        reason = why_not(impl, q, k, mask, softcap, v)
         if reason is None:
             return impl
-        if wrong_device(impl) is None and why_not_blocks(impl, q.dtype, q.shape[3]) is None:
+        if wrong_device(impl) is None and BLOCKS[impl].why_not(q.dtype, q.shape[3]) is None:
             _warn_once(f"attention without the kernel {impl}, which is slower: {reason}")
     return "portable"
 
 
-def why_not(impl: str, q: Array, k: Array, mask: LayerMask, softcap: float | None = None) -> str | None:
-    """The reason why an implementation cannot run these inputs on this machine, or None."""
+def why_not(
+    impl: str, q: Array, k: Array, mask: LayerMask, softcap: float | None = None, v: Array | None = None
+) -> str | None:
+    """The reason why an implementation cannot run these inputs on this machine, or None.
+
+    Args:
+      v: None: of the dtype of `k`.
+    """
     if impl not in get_args(Implementation):
         return f"expected one of {', '.join(get_args(Implementation))}"
     if impl in ("reference", "xla"):
@@ -207,7 +213,7 @@ def why_not(impl: str, q: Array, k: Array, mask: LayerMask, softcap: float | Non
     if impl == "segments":
         return "expected a mask that says where its segments are; got none" if mask.segments is None else None
     if impl == "mosaic_gpu" or impl == "mosaic_tpu":
-        return why_not_here(impl, q, k) or why_not_blocks(impl, q.dtype, q.shape[3], softcap)
+        return why_not_here(impl, q, k, v) or why_not_blocks(impl, q.dtype, q.shape[3], softcap)
     return None
 
 
@@ -242,15 +248,9 @@ def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
     return None if capability == "9.0" else f"expected a Hopper GPU (compute capability 9.0); got {capability}"
 
 
-def why_not_here(impl: Literal["mosaic_gpu", "mosaic_tpu"], q: Array, k: Array) -> str | None:
-    """The reason why no kernel can run on this device, with JAX's settings or with these dtypes together, or None."""
-    if (reason := wrong_device(impl)) is not None:
-        return reason
-    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return "expected jax_enable_x64 False, because Pallas' kernels have 32-bit indices; got True"
-    if impl == "mosaic_gpu" and q.dtype != k.dtype:
-        return f"expected queries and keys of one dtype; got {q.dtype} and {k.dtype}"
-    return None
+def why_not_here(impl: Literal["mosaic_gpu", "mosaic_tpu"], q: Array, k: Array, v: Array | None) -> str | None:
+    """The reason why no kernel can run on this device, or with these dtypes together, or None."""
+    return wrong_device(impl) or why_not_mixed(q.dtype, k.dtype, k.dtype if v is None else v.dtype)
 
 
 def _platform() -> str:
@@ -300,7 +300,7 @@ def decode(
       ValueError: for an unknown implementation, or one that cannot run these inputs, with the reason.
     """
     extras = softcap is not None or sinks is not None
-    why_not = partial(why_not_decode, q=q, k=k, codes=codes, extras=extras)
+    why_not = partial(why_not_decode, q=q, k=k, codes=codes, extras=extras, v=v)
     if impl is None:
         impl = _best_decode(why_not)
     elif (reason := why_not(impl)) is not None:
@@ -328,15 +328,18 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def why_not_decode(impl: str, q: Array, k: Array, codes: Codes | None = None, extras: bool = False) -> str | None:
+def why_not_decode(
+    impl: str, q: Array, k: Array, codes: Codes | None = None, extras: bool = False, v: Array | None = None
+) -> str | None:
     """The reason why an implementation of `decode` cannot run these inputs, or None.
 
     Args:
       extras: whether there is a softcap, or sinks.
+      v: None: of the dtype of `k`.
     """
     if impl != "mosaic_gpu" and impl != "mosaic_tpu":
         return None if impl == "xla" else f"expected one of {', '.join(get_args(DecodeImplementation))}"
-    reason = why_not_here(impl, q, k) or (NO_CAPS_OR_SINKS if extras else None)
+    reason = why_not_here(impl, q, k, v) or (NO_CAPS_OR_SINKS if extras else None)
     if reason is not None:
         return reason
     group, slots = q.shape[1] // k.shape[1], k.shape[2]

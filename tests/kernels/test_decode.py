@@ -198,7 +198,14 @@ def test_a_named_implementation_that_cannot_run_says_why():
     with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
         decode_attention(q, k, v, valid, impl="mosaic_gpu")
     with pytest.raises(ValueError, match=r"impl='mosaic_tpu' cannot run: expected bfloat16 or float32; got float16"):
-        decode_attention(q.astype(jnp.float16), k, v, valid, impl="mosaic_tpu")
+        q16, k16, v16 = (x.astype(jnp.float16) for x in (q, k, v))
+        decode_attention(q16, k16, v16, valid, impl="mosaic_tpu")
+    with pytest.raises(
+        ValueError, match="cannot run: expected q, k and v of one dtype; got float32, float32, bfloat16"
+    ):
+        decode_attention(q, k, v.astype(jnp.bfloat16), valid, impl="mosaic_tpu")
+    with jax.enable_x64(True), pytest.raises(ValueError, match="cannot run: expected jax_enable_x64 False"):
+        decode_attention(q, k, v, valid, impl="mosaic_tpu")
 
 
 @pytest.mark.parametrize(("sizes", "message"), [

@@ -202,11 +202,23 @@ def test_tiles_are_whole_warpgroups():
         MosaicGpuKernel(BlockSizes(rows_dq=96))
 
 
-@pytest.mark.parametrize("name", ["rows", "rows_dq", "keys_dkv"])
-def test_tiles_fit_a_thread_block(name: str):
-    MosaicGpuKernel(BlockSizes(**{name: 448}))
-    with pytest.raises(ValueError, match=f"expected {name} <= 448; got 512"):
-        MosaicGpuKernel(BlockSizes(**{name: 512}))
+OUTER, INNER = ("rows", "rows_dq", "keys_dkv"), ("keys", "keys_dq", "rows_dkv")
+
+
+@pytest.mark.parametrize(("name", "most"), [*((name, 448) for name in OUTER), *((name, 256) for name in INNER)])
+def test_tiles_fit_a_thread_block(name: str, most: int):
+    """And a copy: TMA takes at most 256 rows at once."""
+    MosaicGpuKernel(BlockSizes(**{name: most}))
+    with pytest.raises(ValueError, match=f"expected {name} <= {most}; got {most + 64}"):
+        MosaicGpuKernel(BlockSizes(**{name: most + 64}))
+
+
+def test_mixed_dtypes_and_64_bits_are_refused():
+    blocks = random_blocks(0, 1, 64, 80, 64)
+    with pytest.raises(ValueError, match="expected q, k and v of one dtype; got bfloat16, bfloat16, float16"):
+        MosaicGpuKernel().forward(blocks._replace(v=blocks.v.astype(jnp.float16)))
+    with jax.enable_x64(True), pytest.raises(ValueError, match="expected jax_enable_x64 False"):
+        MosaicGpuKernel().forward(blocks)
 
 
 @pytest.mark.parametrize("warpgroups", range(1, 8))

@@ -257,9 +257,15 @@ def test_a_named_implementation_that_cannot_run_says_why():
     args = inputs(SMALL, 4, jnp.float32)
     with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
         decode_codes_attention(*args, impl="mosaic_gpu")
+    q, codes, k, v, valid = args
+    with pytest.raises(
+        ValueError, match="cannot run: expected q, k and v of one dtype; got float32, float32, bfloat16"
+    ):
+        decode_codes_attention(q, codes, k, v.astype(jnp.bfloat16), valid, impl="mosaic_tpu")
+    with jax.enable_x64(True), pytest.raises(ValueError, match="cannot run: expected jax_enable_x64 False"):
+        decode_codes_attention(*args, impl="mosaic_tpu")
     with pytest.raises(ValueError, match="expected an implementation that can run here; got impl='mosaic_tpu': .* TPU"):
-        q, codes, *others = args
-        attention.decode(q, *others, impl="mosaic_tpu", codes=codes)
+        attention.decode(q, k, v, valid, impl="mosaic_tpu", codes=codes)
 
 
 @pytest.mark.parametrize(("device", "impl"), [("mosaic_gpu", "mosaic_gpu"), ("mosaic_tpu", "mosaic_tpu"), ("", "xla")])

@@ -220,6 +220,11 @@ def test_refusals():
         jax.eval_shape(MosaicTpuKernel(BlockSizes(), interpret=True).forward, long)
     with pytest.raises(ValueError, match="expected bfloat16 or float32; got float16"):
         jax.eval_shape(KERNEL.forward, jax.eval_shape(lambda: random_blocks((1, 8, 8, 64), jnp.float16)))
+    small = random_blocks((1, 8, 8, 64))
+    with pytest.raises(ValueError, match="expected q, k and v of one dtype; got float32, bfloat16, float32"):
+        KERNEL.forward(small._replace(k=small.k.astype(jnp.bfloat16)))
+    with jax.enable_x64(True), pytest.raises(ValueError, match="expected jax_enable_x64 False"):
+        KERNEL.forward(small)
 
 
 @pytest.mark.slow

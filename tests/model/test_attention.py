@@ -329,9 +329,13 @@ def test_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert "got float32" in str(why_not("mosaic_gpu", *shaped(9, jnp.float32), interval(9)))
     assert "got 40" in str(why_not("mosaic_gpu", *shaped(9, head_dim=40), interval(9)))
     q, k = shaped(9)
-    mixed = "expected queries and keys of one dtype; got bfloat16 and float32"
+    mixed = "expected q, k and v of one dtype; got bfloat16, float32, float32"
     assert why_not("mosaic_gpu", q, k.astype(jnp.float32), interval(9)) == mixed
     assert attention.why_not_decode("mosaic_gpu", q[:, :, :1], k.astype(jnp.float32)) == mixed
+    with pytest.raises(ValueError, match="expected q, k and v of one dtype; got bfloat16, bfloat16, float32"):
+        attend(q, k, k.astype(jnp.float32), interval(9), "mosaic_gpu")
+    with pytest.raises(ValueError, match="expected q, k and v of one dtype; got bfloat16, bfloat16, float32"):
+        decode(q[:, :, :1], k, k.astype(jnp.float32), jnp.ones((1, 2, 9), bool), "mosaic_gpu")
     monkeypatch.setattr(Accelerator, "compute_capability", "10.0")
     assert "got 10.0" in str(why_not("mosaic_gpu", *shaped(9), interval(9)))
 
