@@ -28,6 +28,7 @@ from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_d
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
+from smd_jax.disk import check_writable
 from smd_jax.message.gate import drop_gate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
@@ -49,7 +50,7 @@ class Args:
 
     run: tyro.conf.Positional[Path]  # directory of the run
     model: str | None = None  # base model of the run, if it has moved; None: as in the run's config.yaml
-    out: Path  # directory to write; an existing one may hold only an older export
+    out: Path  # directory to write; for --format hf, an existing one may hold only an older export
     step: int | None = None  # checkpoint after this many rollouts; None is the newest
     best: bool = False  # the checkpoint with the best metric
     format: Literal["hf", "peft", "gate"] = "hf"  # hf: all weights, adapters merged; peft, gate: only these
@@ -66,10 +67,16 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(args: Args) -> None:
     """Writes the model and prints its directory. Raises UserError, ValueError or OSError for no run in the directory,
-    no such checkpoint, --best with --step, the base model as --out, or a full disk."""
+    no such checkpoint, --best with --step, the base model or other files as --out, or a full disk."""
     if args.best and args.step is not None:
         raise UserError(f"expected --best or --step; got both, with --step {args.step}")
-    check_export(args.out, 0)
+    if args.format == "hf":
+        check_export(args.out, 0)
+    else:  # these formats keep other files
+        check_writable(args.out)
+    if args.format == "peft" and (args.out / "config.json").exists():
+        # transformers would open the adapter and its base in place of this model.
+        raise UserError(f"expected --out without a model for --format peft; got {args.out}, which has a config.json")
     settings = args.run / "config.yaml"
     if not settings.is_file():
         raise UserError(f"expected a run with its config.yaml in {args.run}; found none")

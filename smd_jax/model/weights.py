@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,4 +283,6 @@ def _is_known(file: Path) -> bool:
     """Whether `save_checkpoint` writes files of this name."""
     if file.is_dir():
         return file.name == TEMPLATES and all(template.suffix == ".jinja" for template in file.iterdir())
-    return file.suffix == ".safetensors" or file.name in {"config.json", INDEX_FILE, GENERATION, *TOKENIZER_FILES}
+    # Other safetensors, such as a trained gate, are not part of the weights.
+    weights = re.fullmatch(r"model(-\d{5,}-of-\d{5,})?\.safetensors", file.name)
+    return weights is not None or file.name in {"config.json", INDEX_FILE, GENERATION, *TOKENIZER_FILES}

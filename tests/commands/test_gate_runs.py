@@ -69,11 +69,14 @@ def test_a_run_leaves_a_model_and_a_gate(trained: Path):
 
 
 @pytest.mark.slow
-def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path):
+def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     export([str(trained / "run"), "--out", str(tmp_path / "gate"), "--format", "gate"])
     once, again = (load_gate(place, CONFIG) for place in (trained / "run" / "gate", tmp_path / "gate"))
     assert once[1] == again[1] == LinearGate(sinks=1)
     jax.tree.map(np.testing.assert_array_equal, once[0], again[0])
+    export([str(trained / "run"), "--out", str(tmp_path / "gate"), "--format", "gate"])  # over the first
+    said = error_of([str(trained / "run"), "--out", str(tmp_path / "gate")], capsys, export)
+    assert f"it also holds {GATE_FILE}" in said and load_gate(tmp_path / "gate", CONFIG)[1] == once[1]
     export([str(trained / "run"), "--out", str(tmp_path / "model")])
     model, other = (load_checkpoint(place)[1] for place in (trained / "run" / "model", tmp_path / "model"))
     jax.tree.map(np.testing.assert_array_equal, model, other)

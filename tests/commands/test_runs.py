@@ -137,7 +137,11 @@ def phi(tmp_path: Path) -> Path:
 
 
 def test_adapters_of_a_model_from_the_hub_have_its_names(
-    phi: Path, train_words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    phi: Path,
+    train_words: Words,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", lambda *_, **__: str(phi))
     algorithm, args = parse(train_words("--model", "owner/phi", "--lora-r", "2"))
@@ -147,7 +151,10 @@ def test_adapters_of_a_model_from_the_hub_have_its_names(
     export_trained(prepare(args), params, run)
     (run / "config.yaml").write_text(config_text(algorithm, args))
     monkeypatch.setattr("smd_jax.commands.export.trained_model", lambda *_: params)
-    export([str(run), "--out", str(tmp_path / "again"), "--format", "peft"])
+    for _ in range(2):
+        export([str(run), "--out", str(tmp_path / "again"), "--format", "peft"])
+    said = error_of([str(run), "--out", str(run / "model"), "--format", "peft"], capsys, export)
+    assert "expected --out without a model for --format peft" in said
     for adapter in (run / "adapter", tmp_path / "again"):
         content = json.loads((adapter / "adapter_config.json").read_text())
         assert content["base_model_name_or_path"] == "owner/phi"

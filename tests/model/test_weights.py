@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from smd_jax.config import LinearRope, Llama3Rope, ModelConfig, YarnRope
 from smd_jax.model.hf_config import FloatName
-from smd_jax.model.weights import load_checkpoint, read_config, save_checkpoint, tensor_table
+from smd_jax.model.weights import check_export, load_checkpoint, read_config, save_checkpoint, tensor_table
 from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 from tests.families import FAMILY_CONFIGS
 from tests.paths import GOLDEN
@@ -334,6 +334,17 @@ def test_directory_with_other_files_is_left_alone(tmp_path: Path):
         save_checkpoint(tmp_path, random_leaves(config), config)
     with pytest.raises(FileExistsError, match="there is a file"):
         save_checkpoint(tmp_path / "thesis.tex", random_leaves(config), config)
+
+
+@pytest.mark.parametrize("name", ["eviction_gate.safetensors", "model-1-of-2.safetensors", "model.safetensors.bak"])
+def test_safetensors_of_other_writers_are_kept(tmp_path: Path, name: str):
+    config = CONFIGS["qwen2"]
+    save_checkpoint(tmp_path, random_leaves(config), config)
+    (tmp_path / name).write_bytes(b"trained")
+    for save in (save_checkpoint, lambda *_: check_export(tmp_path, 0)):
+        with pytest.raises(FileExistsError, match=f"new, empty or a checkpoint; it also holds {name}"):
+            save(tmp_path, random_leaves(config), config)
+    assert (tmp_path / name).read_bytes() == b"trained"
 
 
 def test_tokenizer_that_is_not_there(tmp_path: Path):
