@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -68,6 +68,14 @@ _ROPES: dict[str, type[RopeScaling]] = {
 }
 # Names of their fields that are not the keys of transformers.
 _ROPE_KEYS = {"original_max_positions": "original_max_position_embeddings", "query_beta": _QUERY_BETA}
+# Keys that every kind may have. Sections of multimodal models do not change positions of text.
+_ROPE_ANYWHERE = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("mrope_section", "mrope_interleaved"),
+}
+_ROPE_EXTRA = {"yarn": {"mscale", "mscale_all_dim", "finetuned"}}  # the last is a note in early files
+# `type` and `rope_type` of published files: Qwen2-VL, and Phi-3, whose class renames both.
+_OTHER_TYPES = {("mrope", "default"), ("su", "longrope"), ("yarn", "longrope")}
 # Keys whose values transformers would check against torch or the vocabulary, and that are read elsewhere or not at all.
 _NOT_PARSED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -122,11 +130,24 @@ def _parsed(content: Mapping[str, Any]) -> Any:
         rope = fields.get(key)
         if isinstance(rope, dict) and original is not None and not {FULL, SLIDING} & rope.keys():
             rope["original_max_position_embeddings"] = original
+    _keep_rope_theta(fields)
     try:
         with errors_only():
             return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())[:400]) from error
+
+
+def _keep_rope_theta(fields: dict[str, Any]) -> None:
+    """Copies RoPE's base to a `rope_scaling` that a user added to a file of transformers 5.
+
+    transformers reads `rope_scaling` in place of `rope_parameters`, and would take the default base.
+    """
+    added, given = fields.get("rope_scaling"), fields.get("rope_parameters")
+    if isinstance(added, dict) and added and isinstance(given, dict):
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in given and fields.get(key) is None:
+                added.setdefault(key, given[key])
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
@@ -195,8 +216,20 @@ def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName)
 
 def _read_rope(hf: Any, family: Family, head_dim: int) -> dict[str, Any]:
     """RoPE's fields of ModelConfig."""
-    by_kind = hf.rope_parameters if FULL in hf.rope_parameters and SLIDING in hf.rope_parameters else None
+    by_kind = hf.rope_parameters if FULL in _defaults(hf.model_type)["rope_parameters"] else None
     rope = hf.rope_parameters if by_kind is None else by_kind[FULL]
+    own = {_QUERY_BETA, "max_position_embeddings"} if family.query_beta else set[str]()
+    for each in [rope] if by_kind is None else [rope, by_kind[SLIDING]]:
+        _check_rope_keys(each, own)
+    if by_kind is not None:
+        # transformers ignores keys next to the two kinds of layers; these say the same as the kinds.
+        same = {"rope_type": "default", "type": "default", "rope_theta": rope["rope_theta"]}
+        beside = {key: x for key, x in by_kind.items() if key not in (FULL, SLIDING) and x not in (None, same.get(key))}
+        if beside:
+            raise ValueError(
+                f"expected rope_parameters of {hf.model_type} as {{{FULL!r}: ..., {SLIDING!r}: ...}}; got "
+                f"{shown(beside)} outside of both"
+            )
     if not family.query_beta:
         rope = {key: value for key, value in rope.items() if key != _QUERY_BETA}  # transformers ignores it
     elif not rope.get(_QUERY_BETA):
@@ -216,6 +249,33 @@ def _read_rope(hf: Any, family: Family, head_dim: int) -> dict[str, Any]:
     rotated = int(head_dim * share)
     rotary_dim = None if rotated == head_dim else rotated
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta, "rotary_dim": rotary_dim}
+
+
+def _check_rope_keys(rope: Mapping[str, Any], own: Set[str]) -> None:
+    """Raises ValueError for keys that transformers drops: a mistyped or foreign key is another model elsewhere.
+
+    Args:
+      own: keys that only the family has.
+    """
+    kind, old = rope.get("rope_type", "default"), rope.get("type")
+    if old not in (None, kind) and (old, kind) not in _OTHER_TYPES:
+        raise ValueError(f"expected rope_type and type to be the same; got {shown(kind)} and {shown(old)}")
+    if kind not in _ROPES and kind != "default":
+        return  # refused by `_read_scaling`
+    fields = {_key(field) for field in dataclasses.fields(_ROPES[kind])} if kind in _ROPES else set[str]()
+    known = _ROPE_ANYWHERE | _ROPE_EXTRA.get(kind, set()) | fields | own
+    # A factor of 1 changes nothing.
+    unknown = {key: x for key, x in rope.items() if key not in known and x is not None and (key, x) != ("factor", 1)}
+    if not unknown:
+        return
+    hint = ""
+    if "attn_factor" in unknown:
+        hint = ". transformers ignores attn_factor; vLLM multiplies 0.1 ln(factor) + 1 by it. Write that product as "
+        hint += "attention_factor, or 0.1 ln(factor) + 1 to keep the model of transformers"
+    elif kind == "default":
+        hint = f". A scaling has a rope_type: {', '.join(_ROPES)}"
+    names = ", ".join(sorted(fields | _ROPE_EXTRA.get(kind, set()))) or "no keys of a scaling"
+    raise ValueError(f"expected {names} for rope_type {kind!r}; got {shown(unknown)}{hint}")
 
 
 def _read_theta(rope: Mapping[str, Any]) -> float:

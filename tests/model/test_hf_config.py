@@ -104,11 +104,44 @@ def test_gemma3():
     [
         {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        # A file of transformers 5, and a scaling that its user added.
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
     ],
 )
 def test_rope_in_every_spelling(rope: dict[str, Any]):
     config = model_config_from_hf(SMALL | rope)
     assert (config.rope_theta, config.rope_scaling) == (5e5, LinearRope(2.0))
+
+
+def test_the_rotated_share_is_kept_under_an_added_scaling():
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    scaling = {"type": "su", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    changed = {"rope_parameters": rope, "rope_scaling": scaling, "original_max_position_embeddings": 32}
+    config = model_config_from_hf(SMALL | {"model_type": "phi3"} | changed)
+    assert (config.rope_theta, config.rotary_dim) == (5e5, 4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [
+        ("qwen2", {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}),
+        ("qwen3", {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [1, 1, 2]}),
+        ("qwen2", {"type": "yarn", "mrope_section": [1, 1, 2], "factor": 4}),
+        ("mistral", {"type": "yarn", "factor": 16.0, "finetuned": True}),
+        ("phi3", {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}),
+        ("gpt_oss", {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False}),
+        ("seed_oss", {"rope_type": "default"}),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}),
+        ("gemma3_text", {"rope_type": "linear", "factor": 8.0}),
+        ("olmo3", {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2, "beta_fast": 32.0}),
+    ],
+)
+def test_keys_of_rope_in_published_files(model_type: str, rope: dict[str, Any]):
+    sizes = {"num_key_value_heads": 4, "original_max_position_embeddings": 32}
+    model_config_from_hf(SMALL | sizes | {"model_type": model_type, "rope_scaling": rope})
 
 
 @pytest.mark.parametrize(
@@ -209,6 +242,34 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "one of default, linear, dynamic, .*; got 'ntk'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "Missing required keys .*'linear': {'factor'}"),
         ("llama", {"rope_scaling": "yarn"}, "'rope_parameters' with value 'yarn'"),
+        *(
+            (
+                "llama",
+                {"rope_scaling": rope},
+                f"expected no keys of a scaling for rope_type 'default'; got .*{key}.*yarn",
+            )
+            for key, rope in (("factor", {"factor": 4.0}), ("rope_typ", {"rope_typ": "yarn"}))
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+            "the same; got 'dynamic'",
+        ),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"original_max_position": 8}},
+            "for rope_type 'yarn'; got {'original_max_pos",
+        ),
+        ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8}}, "got {'attn_factor': 0.8}. transformers ignores"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 9}},
+            "expected factor .*; got {'alpha': 9}",
+        ),
+        ("qwen2", {"rope_parameters": {FULL: {}, SLIDING: {}}}, "'default'; got {'full_attention'"),
+        ("gemma3_text", {"rope_parameters": YARN}, "as {'full_attention': .*; got {'rope_type': 'yarn', .* outside of"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 7.0}}, "got {'rope_theta': 7.0} outside of both"),
+        ("gemma3_text", {"rope_scaling": {FULL: YARN}}, "for rope_type 'default'; got {'full_attention'"),
         ("llama", {"layer_types": [FULL, SLIDING]}, r"llama has full_attention in all layers; got \['full"),
         ("mistral", {"layer_types": [FULL, FULL]}, "mistral has sliding_attention in all layers; got"),
         ("mistral", {"attention_bias": True}, "mistral with attention_bias=True is not supported"),
