@@ -96,13 +96,14 @@ def save_peft(
       config: of the decoder.
       base_model: directory or Hub name of the base model, for `AutoPeftModelForCausalLM`.
       base_directory: directory of the base's config.json, whose model type decides between types that fit `config`: Phi
-        stores q, k and v as one matrix, Llama does not. A Phi base that is not a local directory needs it. None:
-        `base_model`, if it is such a directory; else the first type that fits.
+        stores q, k and v as one matrix, Llama does not. None: `base_model`, if it is such a directory; else the first
+        type that fits, unless another one that fits stores matrices with adapters differently.
       dtype: of the stored adapters.
 
     Raises:
       FileNotFoundError: `base_directory` has no config.json.
-      ValueError: there are no adapters, they do not fit `config`, or PEFT cannot store them, see `check_peft`.
+      ValueError: there are no adapters, they do not fit `config`, `base_directory` is needed, or PEFT cannot store
+        them, see `check_peft`.
     """
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
@@ -142,9 +143,12 @@ def check_peft(config: ModelConfig, lora: LoraConfig, base_directory: str | Path
     Raises:
       FileNotFoundError: `base_directory` has no config.json.
       ValueError: adapters on only a part of a matrix that the checkpoint stores as one; adapters of an MLP's matrices
-        if only some layers have experts.
+        if only some layers have experts; no `base_directory` where the targets are stored differently by type.
     """
-    _fused_targets(lora, _fused_names(config, _layout_of(config, base_directory)))
+    names = _fused_names(config, _layout_of(config, base_directory))
+    if base_directory is None:
+        _check_one_layout(config, lora, names)
+    _fused_targets(lora, names)
     parts, mixtures = _targets_of_mlp(lora), _mixtures(config)
     if config.experts is not None and parts and len(mixtures) < config.num_layers:
         raise ValueError(
@@ -226,6 +230,19 @@ def _layout_of(config: ModelConfig, base_directory: str | Path | None) -> Layout
     """Tensor layout of the base: of its own model type if that fits `config`, else of the first type that does."""
     given = None if base_directory is None else read_json(Path(base_directory) / "config.json").get("model_type")
     return FAMILIES[model_type_of(config, given if isinstance(given, str) else None)].layout
+
+
+def _check_one_layout(config: ModelConfig, lora: LoraConfig, names: Sequence[str]) -> None:
+    """Raises ValueError if another type that fits `config` fuses other matrices with adapters than these."""
+    for model_type, family in FAMILIES.items():
+        others = set(_fused_names(config, family.layout)) ^ set(names)
+        fused = sorted(name for name in others if not set(_FUSED[name]).isdisjoint(lora.targets))
+        if fused and model_type_of(config, model_type) == model_type:
+            raise ValueError(
+                f"expected base_directory, a directory with the base's config.json, because {model_type} stores "
+                f"{', '.join(fused)} as one matrix and {model_type_of(config)} does not; got none. PEFT ignores "
+                "adapters under other names"
+            )
 
 
 def _fused_names(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
@@ -406,7 +423,12 @@ def _split(a: np.ndarray, b: np.ndarray, widths: Sequence[int], rank: int, name:
     places = [slice(i * rank, (i + 1) * rank) for i in range(len(widths))]
     parts = [{"lora_A": a[..., x], "lora_B": part[..., x, :]} for x, part in zip(places, columns, strict=True)]
     if not np.array_equal(_join(parts)["lora_B"], b):
-        raise ValueError(f"expected lora_B of {name} in blocks, one for each of its {len(widths)} parts; got others")
+        what = "gate and up" if len(parts) == 2 else "q, k and v"
+        again = "target_parameters" if ".experts" in name else "this matrix without rank_pattern"
+        raise ValueError(
+            f"expected lora_B of {name} in blocks, one for each of its {len(parts)} parts; got others: PEFT trained "
+            f"{what} as one matrix of rank {len(parts)} * {rank}. Merge it there, or train {again} at rank {rank}"
+        )
     return parts
 
 

@@ -236,6 +236,9 @@ def test_a_rank_for_parts_that_are_not_apart(tmp_path: Path):
     file = tmp_path / "adapter_model.safetensors"
     tensors = {name: tensor + np.float32(0.1) for name, tensor in load_file(file).items()}
     save_file(tensors, file)
-    message = "lora_B of model.layers.0.mlp.experts.base_layer in blocks, one for each of its 2 parts"
+    message = (
+        "lora_B of model.layers.0.mlp.experts.base_layer in blocks, one for each of its 2 parts; got others: "
+        r"PEFT trained gate and up as one matrix of rank 2 \* 2. Merge it there, or train target_parameters at rank 2"
+    )
     with pytest.raises(ValueError, match=message):
         load_peft(tmp_path, base, config)

@@ -158,10 +158,19 @@ def test_the_model_type_of_the_base_decides_how_matrices_are_stored(tmp_path: Pa
     assert content["base_model_name_or_path"] == hub
     assert set(content["target_modules"]) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert_bitwise_equal(load_peft(tmp_path, base, config), params)
-    save_peft(tmp_path / "mistral", params, config)
-    assert "q_proj" in json.loads((tmp_path / "mistral" / CONFIG_FILE).read_text())["target_modules"]
     some = LoraConfig(targets=("up_proj",))
-    check_peft(config, some)
+    message = "expected base_directory, .* because phi3 stores gate_up_proj, qkv_proj as one matrix .*; got none"
+    with pytest.raises(ValueError, match=message):
+        save_peft(tmp_path / "unknown", params, config, base_model=hub)
+    with pytest.raises(ValueError, match="expected base_directory"):
+        check_peft(config, some)
+    assert not (tmp_path / "unknown").exists()
+    check_peft(config, LoraConfig(targets=("o_proj", "down_proj")))  # stored alike
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "mistral"}')
+    save_peft(tmp_path / "mistral", params, config, base_model=hub, base_directory=tmp_path / "base")
+    assert "q_proj" in json.loads((tmp_path / "mistral" / CONFIG_FILE).read_text())["target_modules"]
+    check_peft(config, some, tmp_path / "base")
     with pytest.raises(ValueError, match="adapters on all of gate_proj, up_proj or on none.*got up_proj"):
         check_peft(config, some, GOLDEN / "phi3")
     with pytest.raises(FileNotFoundError, match="expected a checkpoint with config.json in"):
