@@ -43,7 +43,7 @@ def write_tokenizer(
 
     Args:
       vocab_size: rows of the embedding. The tokenizer may have a padding token without a row; its id is left out of the
-        configurations, because transformers does not open a model with such an id.
+        configurations, because transformers does not open a model with such an id. So is -1, of older Llamas.
 
     Returns:
       The ids of special tokens for config.json.
@@ -54,10 +54,12 @@ def write_tokenizer(
     """
     config, generation = _source_of_ids(source)
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
+    chosen = dict[str, Any]()  # by an explicit tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
         own = {key: getattr(tokenizer, key) for key in TOKEN_IDS}
-        ids |= {key: value for key, value in own.items() if value is not None and key != "eos_token_id"}
+        chosen = {key: value for key, value in own.items() if value is not None and key != "eos_token_id"}
+        ids |= chosen
         if end_token_ids is None:
             key = "eos_token_id"
             named = token_ids(generation, key, GENERATION) or token_ids(config, key, "config.json")
@@ -72,11 +74,15 @@ def write_tokenizer(
         # Keeps the order of the source if it names the same tokens.
         ends = known if sorted(known) == sorted(end_token_ids) else list(end_token_ids)
         ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-        generation |= {key: value for key, value in ids.items() if value is not None}
-    for content in (ids, generation):
+        chosen["eos_token_id"] = ids["eos_token_id"]
+    for content in (ids, generation, chosen):
         pad = content.get("pad_token_id")
-        if isinstance(pad, int) and pad >= vocab_size:
+        if isinstance(pad, int) and not 0 <= pad < vocab_size:
             del content["pad_token_id"]
+    if end_token_ids:
+        # generation_config.json of the source may have another padding token and BOS than its config.json.
+        own_ids = {key: generation[key] for key in TOKEN_IDS if generation.get(key) is not None}
+        generation |= {key: value for key, value in {**ids, **own_ids, **chosen}.items() if value is not None}
     if generation:
         _write(target / GENERATION, generation)
     return ids

@@ -81,6 +81,24 @@ def test_a_padding_token_without_a_row_is_in_no_configuration(source: Path):
         assert AutoTokenizer.from_pretrained(out).pad_token == "[PAD]"
 
 
+def test_generation_config_keeps_its_own_padding_and_bos(source: Path):
+    edit(source / "config.json", pad_token_id=-1, bos_token_id=7)
+    edit(source / "generation_config.json", pad_token_id=5, bos_token_id=6)
+    out = exported(source, end_token_ids=(256,))
+    written, generation = read(out / "config.json"), read(out / "generation_config.json")
+    assert (written["pad_token_id"], written["bos_token_id"], written["eos_token_id"]) == (None, 7, 256)
+    assert (generation["pad_token_id"], generation["bos_token_id"], generation["eos_token_id"]) == (5, 6, 256)
+    # What it does not say comes from config.json.
+    edit(source / "generation_config.json", pad_token_id=-1, bos_token_id=None)
+    edit(source / "config.json", pad_token_id=4)
+    generation = read(exported(source, end_token_ids=(256,)) / "generation_config.json")
+    assert (generation["pad_token_id"], generation["bos_token_id"]) == (4, 7)
+    # An explicit tokenizer replaces its padding token, and has no BOS.
+    edit(source / "generation_config.json", pad_token_id=5, bos_token_id=6)
+    generation = read(exported(source, tokenizer=byte_tokenizer(), end_token_ids=(256,)) / "generation_config.json")
+    assert (generation["pad_token_id"], generation["bos_token_id"]) == (256, 6)
+
+
 def test_a_tokenizer_alone_is_its_own_source(tmp_path: Path, source: Path):
     save_checkpoint(tmp_path / "out", load_checkpoint(source)[1], CONFIG, tokenizer=byte_tokenizer())
     assert ends_of(tmp_path / "out") == [258, 258]
