@@ -87,6 +87,26 @@ def test_a_tokenizer_splits_text_as_its_file_says(model: Path):
     assert loaded.encode("x   512") == file.encode("x   512").ids and loaded.chat_template is not None
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"ignore_merges": True}, {"byte_fallback": True}, {"fuse_unk": True}, {"unk_token": "a"}, {"dropout": 0.5}, {}],
+    ids=lambda setting: "".join(setting) or "decoder",
+)
+def test_a_tokenizer_has_the_settings_of_its_file(setting: dict[str, Any], model: Path):
+    """Classes of transformers 5 have their own; vocabulary and splitting are the same."""
+    AutoTokenizer.from_pretrained(model).save_pretrained(model)
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"] |= setting
+    if not setting:
+        content["decoder"] = {"type": "Fuse"}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    rebuilt, loaded = AutoTokenizer.from_pretrained(model), load_tokenizer(model)
+    assert not splits_as_file(rebuilt, model / "tokenizer.json"), "or nothing was tested"
+    assert splits_as_file(loaded, model / "tokenizer.json")
+    for name, value in setting.items():
+        assert getattr(loaded.backend_tokenizer.model, name) == value
+
+
 def test_a_class_that_splits_as_its_file_stays(model: Path):
     own = AutoTokenizer.from_pretrained(model)
     own.save_pretrained(model)
