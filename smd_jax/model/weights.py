@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.lora import LORA
+from smd_jax.model.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from smd_jax.model.stored_tensors import INDEX_FILE, Part, check_names, load_parameter, match_tensors, read_json, some
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
@@ -56,6 +58,7 @@ def load_checkpoint(
 
     Raises:
       FileNotFoundError: no directory, no config.json, no safetensors, or a shard of the index is missing.
+      UserWarning: the directory also holds an adapter of PEFT, which is not applied.
       ValueError: pickles instead of safetensors; missing or extra tensors; a wrong shape or dtype; an output projection
         that differs from its tied embedding; an index that names files outside the directory; a file that cannot be
         parsed; an unsupported architecture; weights that are NaN or infinite.
@@ -63,6 +66,10 @@ def load_checkpoint(
     directory = Path(directory)
     name = float_name(dtype)
     config, layout = _parsed_config(directory, name)
+    if (directory / ADAPTER_CONFIG).exists():
+        # transformers would apply it.
+        text = f"{directory} also holds an adapter, which is not applied; smd.model.load_peft reads it"
+        warnings.warn(text, UserWarning, stacklevel=2)
     parts: dict[Leaf, list[Part]] = {}
     for part in match_tensors(config, directory, layout).values():
         for leaf in part[0].leaves:

@@ -347,6 +347,13 @@ def test_safetensors_of_other_writers_are_kept(tmp_path: Path, name: str):
     assert (tmp_path / name).read_bytes() == b"trained"
 
 
+def test_an_adapter_next_to_the_weights_is_not_applied(checkpoint: Path):
+    expected = load_checkpoint(checkpoint)[1]
+    (checkpoint / "adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="checkpoint also holds an adapter, which is not applied; smd.model.load_peft"):
+        chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
+
+
 def test_tokenizer_that_is_not_there(tmp_path: Path):
     config = CONFIGS["qwen2"]
     (tmp_path / "empty").mkdir()
