@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.message.drawable_tokens import split_support
-from smd_jax.message.foreign import evicted_by_row
+from smd_jax.message.foreign import MOST_IDS, evicted_by_row
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import RoutingShape
@@ -93,14 +94,16 @@ class Record:
         return replace(self, **arrays, support=support, top=top, routing=routing)
 
 
-def load_record(path: Path, layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None) -> Record:
+def load_record(
+    path: str | Path, layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None
+) -> Record:
     """Reads and checks a record of a model of these sizes; `experts`: None for a model without any.
 
     Raises:
       ValueError: a file that cannot be read, a missing or unknown array, a wrong shape, dtype or value. The message
         names the array.
     """
-    return check_record(_read(path), layers, kv_heads, vocab_size, experts)
+    return check_record(_read(Path(path)), layers, kv_heads, vocab_size, experts)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -108,31 +111,50 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         if path.suffix == ".safetensors":
             return load_file(path)
         if path.suffix == ".npz":
-            loaded = np.load(path, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                raise ValueError("one array, as np.save writes it")
-            with loaded as arrays:
+            with path.open("rb") as file:
+                first = file.read(len(MAGIC_PREFIX))
+            if not zipfile.is_zipfile(path):  # np.load would suggest to read it as a pickle
+                single = "one array, as np.save writes it"
+                raise ValueError(single if first == MAGIC_PREFIX else "no archive, as np.savez writes it")
+            with np.load(path, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in arrays.files}
     # A damaged archive may also name a compression or encryption that zipfile does not have: RuntimeError.
     except (SafetensorError, zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, RuntimeError) as error:
-        raise ValueError(f"expected a readable record; got {path}: {str(error)[:200]}") from error
+        # np.load's own message tells the reader to allow pickles.
+        reason = "an array of Python objects" if str(error).startswith("Object arrays") else str(error)[:200]
+        raise ValueError(f"expected a readable record; got {path}: {reason}") from error
     raise ValueError(f"expected a record with the suffix .npz or .safetensors; got {path}")
 
 
-def save_record(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays under the names of `REQUIRED` and `OPTIONAL`. An existing file is not replaced.
+def save_record(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Checks arrays under the names of `REQUIRED` and `OPTIONAL`, and writes them. An existing file is not replaced.
 
     Raises:
-      FileExistsError: `path` exists. ValueError: another suffix than .npz and .safetensors.
+      FileExistsError: `path` exists. ValueError: another suffix than .npz and .safetensors; a missing or unknown
+        array, a wrong shape, dtype or value, as far as they do not depend on the model.
     """
+    path, arrays = Path(path), {name: np.asarray(array) for name, array in arrays.items()}
     if path.exists():
         raise FileExistsError(f"expected no file at {path}; found one")
+    if path.suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"expected a path with the suffix .npz or .safetensors; got {path}")
+    _check_without_model(arrays)
     if path.suffix == ".npz":
         np.savez_compressed(path, **dict[str, Any](arrays))
-    elif path.suffix == ".safetensors":
-        save_file({name: np.array(array, order="C") for name, array in arrays.items()}, path)
     else:
-        raise ValueError(f"expected a path with the suffix .npz or .safetensors; got {path}")
+        save_file({name: np.array(array, order="C") for name, array in arrays.items()}, path)
+
+
+def _check_without_model(arrays: Mapping[str, np.ndarray]) -> None:
+    """Checks a record against the sizes that its own arrays have. Errors as `load_record`."""
+    given = (arrays[name].shape[-3:-1] for name in ("evicted_at", "kept") if name in arrays)
+    layers, kv_heads = next((sizes for sizes in given if len(sizes) == 2), (1, 1))
+    experts = None
+    if "routing" in arrays:
+        routed = arrays["routing"].shape
+        mixtures, per_token = routed[2:] if len(routed) == 4 else (1, 1)
+        experts = RoutingShape(layers=tuple(range(mixtures)), count=MOST_IDS, per_token=per_token)
+    check_record(arrays, layers, kv_heads, MOST_IDS, experts)
 
 
 def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:

@@ -31,6 +31,8 @@ SUSPECTS = 6
 MOST_DIFFERENT = 50.0
 # Correlation of the difference with what the other dtype changes, below which the other dtype is its cause.
 FOLLOWS = -0.5
+# Largest mean |difference| of tokens before any eviction, as a share of later tokens', if evictions are the cause.
+EARLY = 0.3
 
 FIXES = {cause.name: cause.fix for cause in CAUSES} | {
     "stale weights": "update the sampler's weights before it samples, and compare their checksums",
@@ -39,6 +41,7 @@ FIXES = {cause.name: cause.fix for cause in CAUSES} | {
     "temperature": "divide logits by the same temperature on both sides before the softmax",
     "tokens misaligned": "column t of logprobs belongs to token t",
     "evictions": "record what the engine evicted, after it evicted it",
+    "evictions not recorded": "record evicted_at: which keys the engine evicted, and when",
 }
 
 
@@ -222,7 +225,7 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     allowed = max(EXPLAINED * _mean_abs(differences), tolerance)
     if findings and findings[0].difference <= allowed:
         return Verdict(difference, tolerance, findings[0], tuple(findings))
-    cause, layers = _by_elimination(replays, differences, rounding, allowed)
+    cause, layers = _by_elimination(replays, differences, rounding, allowed, tolerance)
     return Verdict(difference, tolerance, cause, tuple(findings), layers)
 
 
@@ -301,7 +304,7 @@ def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
 
 
 def _by_elimination(
-    replays: _Replays, differences: np.ndarray, rounding: np.ndarray | None, allowed: float
+    replays: _Replays, differences: np.ndarray, rounding: np.ndarray | None, allowed: float, tolerance: float
 ) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
     """A cause that no single replay shows: rounding, other weights, or evictions other than recorded."""
     difference, base = differences[..., 0], _mean_abs(differences)
@@ -313,12 +316,14 @@ def _by_elimination(
             said = f"the sampler computed in {replays.models.other_dtype}"
             return Finding("dtype", said, base), ()
     record = replays.record
+    if not record.has_evictions:
+        return _without_evictions(difference, tolerance), ()
     evicted = np.where(record.evicted_at > 0, record.evicted_at, NEVER).min(axis=(1, 2, 3))
     columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
     # The token of column t is predicted by query t - 1.
     early = replays.inside & (columns - 1 < evicted[:, None])
     before, after = _mean_abs(difference[early]), _mean_abs(difference[replays.inside & ~early])
-    if not record.has_evictions or (early.sum() >= replays.inside.sum() / 20 and before > 0.3 * after):
+    if early.sum() >= replays.inside.sum() / 20 and before > EARLY * after:
         said = "no tested condition explains the difference, and tokens without evictions have it, too"
         return Finding("stale weights", said, base), ()
     swapped, layers = _swap(replays)
@@ -328,6 +333,17 @@ def _by_elimination(
         return None, layers
     said = "only tokens after the first eviction differ, and no tested condition explains how"
     return Finding("evictions", said, base), layers
+
+
+def _without_evictions(difference: np.ndarray, tolerance: float) -> Finding:
+    """The cause for a record without evictions. Other weights change every token; unrecorded evictions leave the first
+    ones, which are sampled from a full cache, unchanged."""
+    first, later = _mean_abs(difference[:, 0]), _mean_abs(difference[:, 1:])
+    if first <= min(tolerance, EARLY * later):
+        said = "first response tokens agree and later ones differ: keys may have been evicted that the record lacks"
+        return Finding("evictions not recorded", said, _mean_abs(difference))
+    said = "no tested condition explains the difference, and the first response tokens have it, too"
+    return Finding("stale weights", said, _mean_abs(difference))
 
 
 def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:

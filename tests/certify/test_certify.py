@@ -135,6 +135,21 @@ def test_other_injected_causes_are_named(params, arrays):
     assert named(params, mirrored, other=(low, params), other_dtype="bfloat16")[0] == "stale weights"
 
 
+def test_evictions_that_the_record_does_not_report(params):
+    """Their first tokens agree; those of other weights do not."""
+    width, without = 16, ("tokens", "prompt_lengths", "lengths", "logprobs")
+    prompts = smd.PromptBatch(jax.random.randint(jax.random.key(0), (4, width), 10, 250), jnp.ones((4, width), bool))
+    sizes = smd.RolloutConfig(max_new_tokens=24, budget=20, buffer=4)
+    trajectory = smd.rollout(MODEL, params, prompts, jax.random.key(5), policy=smd.eviction.H2O(), config=sizes)
+    given = {name: arrays_of(trajectory)[name] for name in without}
+    cause, verdict = named(params, checked(given))
+    assert cause == "evictions not recorded" and verdict.cause is not None
+    assert "keys may have been evicted" in verdict.cause.detail and "record evicted_at" in verdict.cause.fix
+    older = jax.tree.map(lambda x: 0.95 * x, params)
+    stale = sampler_under(older, given, Conditions.of(checked(given)))
+    assert not stale.has_evictions and named(params, stale)[0] == "stale weights"
+
+
 def with_top(params, arrays, rows, k=6):
     """The first rows, cut after one response token, with the sampler's likeliest tokens."""
     record = checked(arrays)
@@ -302,6 +317,12 @@ def test_a_file_that_is_no_record(arrays, tmp_path: Path):
         np.save(file, arrays["tokens"])
     with pytest.raises(ValueError, match="expected a readable record; got .*: one array, as np.save writes it"):
         load_record(path, *sizes)
+    path.write_bytes(b"abc")
+    with pytest.raises(ValueError, match="got .*: no archive, as np.savez writes it$"):
+        load_record(str(path), *sizes)
+    np.savez(path, **{**arrays, "tokens": np.array([[1, 2], [3]], object)})
+    with pytest.raises(ValueError, match="got .*: an array of Python objects$"):
+        load_record(path, *sizes)
     np.savez_compressed(path, **arrays)
     whole = path.read_bytes()
     # The name of the first array, 20 bytes of sizes, its compressed bytes. No block of deflate begins with 0xFF.
@@ -311,6 +332,33 @@ def test_a_file_that_is_no_record(arrays, tmp_path: Path):
         path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
         with pytest.raises(ValueError, match="expected a readable record; got"):
             load_record(path, *sizes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lengths": None, "length": np.array([5])}, "lengths missing"),
+        ({"reward": np.zeros(4)}, "got reward"),
+        ({"tokens": np.zeros((4, 44))}, "tokens: expected integers; got float64"),
+        ({"lengths": np.array([12, 9, 7, 6])}, "expected 1 <= prompt_lengths < lengths <= 44"),
+        ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers"),
+        ({"evicted_at": np.full((4, 3, 2, 44), -1)}, "expected evicted_at of at least 1"),
+        ({"evicted_at": np.zeros(4, int)}, "evicted_at: expected the shape"),
+        ({"routing": np.zeros((4, 44, 2, 2), int)}, "expected different experts for a token"),
+        ({"routing": np.zeros((4, 44), int)}, "routing: expected"),
+    ],
+)
+def test_a_bad_record_is_not_written(arrays, tmp_path: Path, changed, said):
+    given = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
+    path = tmp_path / "rollout.npz"
+    with pytest.raises(ValueError, match=said):
+        save_record(path, given)
+    assert not path.exists()
+
+
+def test_routing_is_written(arrays, tmp_path: Path):
+    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
+    save_record(str(tmp_path / "rollout.npz"), {**arrays, "routing": routing})
 
 
 def top_arrays(ids, logprob):
