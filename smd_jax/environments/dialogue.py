@@ -41,6 +41,7 @@ class Dialogue:
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._has_template = tokenizer.chat_template is not None
+        self._writes_tools = False
         if self._has_template:
             # Raises TemplateError unless the template only appends text after a turn, with and without thinking.
             for text in (PLAIN, THINKING):
@@ -62,13 +63,24 @@ class Dialogue:
           variables: of the chat template for this conversation, instead of those of all.
 
         Raises:
-          TemplateError: messages or tools without a chat template.
+          TemplateError: messages or tools without a chat template; tools that the template does not write.
         """
         if not self._has_template:
             if not isinstance(content, str) or tools:
                 raise TemplateError("expected a text as prompt without a chat template; got messages or tools")
             return content
-        return render_messages(_messages(content), self._tokenizer, self._merged(tools, variables))
+        messages = _messages(content)
+        text = render_messages(messages, self._tokenizer, self._merged(tools, variables))
+        if tools and not self._writes_tools:  # once per template, because a rendering is a call of another process
+            without = render_messages(messages, self._tokenizer, self._merged((), variables))
+            if text == without:
+                raise TemplateError(
+                    "expected a chat template that writes the tools' schemas into the prompt; got one that ignores "
+                    "`tools`. Add them to the template and save it with the tokenizer, or describe the tools in a "
+                    "message and give no schemas"
+                )
+            self._writes_tools = True
+        return text
 
     def answer(
         self,

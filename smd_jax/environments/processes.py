@@ -57,6 +57,7 @@ class EnvironmentsHere:
     """Environments in this process and thread, without a time limit: for closures, notebooks and tests."""
 
     def __init__(self, factory: Callable[[], Environment]) -> None:
+        check_factory(factory)
         self._factory = factory
         self._conversations: list[Conversation] = []
         self._answers: list[tuple[int, Answer]] = []
@@ -108,12 +109,14 @@ class EnvironmentsInProcesses:
       seconds: wall-clock limit of one call.
 
     Raises:
-      ValueError: another process cannot import the factory; a limit that is not positive.
+      ValueError: another process cannot import the factory; a limit that is not positive; an object in place of a
+        class; a class without `reset` or `step`.
     """
 
     def __init__(self, factory: Callable[[], Environment], seconds: float = 60.0) -> None:
         if not seconds > 0:
             raise ValueError(f"expected a time limit > 0 seconds; got {seconds}")
+        check_factory(factory)
         self._pickled = pickled_function(_name(factory), factory, "an environment", "None as its time limit")
         self._factory = factory
         self._seconds = seconds
@@ -236,8 +239,30 @@ def allow_open_files(more: int) -> None:
 
 
 def open_environments(factory: Callable[[], Environment], seconds: float | None = 60.0) -> Environments:
-    """Environments with a time limit in seconds for each call; None: in this process, without a limit."""
+    """Environments with a time limit in seconds for each call; None: in this process, without a limit.
+
+    Raises:
+      ValueError: an object in place of a class; a class without `reset` or `step`; others as EnvironmentsInProcesses.
+    """
     return EnvironmentsHere(factory) if seconds is None else EnvironmentsInProcesses(factory, seconds)
+
+
+def check_factory(factory: Any) -> None:
+    """Raises ValueError for an object in place of a class, and for a class without the methods of Environment."""
+    if not callable(factory):
+        raise ValueError(
+            f"expected a class or function that makes an environment; got an object of {_name(factory)}: give the "
+            "class, not an object"
+        )
+    made = getattr(factory, "func", factory)  # the class of a partial
+    # A class with __getattr__ may get its methods from another object.
+    if isinstance(made, type) and not hasattr(made, "__getattr__"):
+        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+        if missing:
+            raise ValueError(
+                f"expected an environment with the methods reset and step; got {_name(made)} without "
+                f"{' and '.join(missing)}"
+            )
 
 
 def answer_of(fields: Any) -> Answer:
@@ -253,5 +278,5 @@ def answer_of(fields: Any) -> Answer:
             raise ValueError(f"expected an answer of an environment; got {reprlib.repr(fields)}")
 
 
-def _name(factory: Callable[..., Any]) -> str:
+def _name(factory: Any) -> str:
     return getattr(factory, "__name__", type(factory).__name__)

@@ -63,6 +63,13 @@ def test_tools_are_in_the_prompt_and_their_results_are_messages():
     assert written.answer(result, END) == f"[tool add]4{END}[assistant]"
 
 
+def test_a_template_that_ignores_tools_is_refused():
+    written, schema = dialogue(), {"type": "function", "function": {"name": "add"}}
+    with pytest.raises(TemplateError, match="expected a chat template that writes the tools' schemas.*ignores `tools`"):
+        written.prompt("2 + 2?", [schema])
+    assert written.prompt("2 + 2?").endswith("assistant\n")
+
+
 def test_results_are_written_by_the_template_for_tools():
     tokenizer: Any = byte_tokenizer()
     of_tools = TOOLS.replace("[{{ m.role }}", "[{{ 'result of ' if m.role == 'tool' }}{{ m.role }}")

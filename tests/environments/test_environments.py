@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import resource
@@ -99,6 +100,16 @@ class Awaited:
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         return text.upper(), 1.0, True
+
+
+class Opener:
+    def reset(self, row: dict[str, Any]) -> str:
+        return row["prompt"]
+
+
+class Forwarding:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Echo(), name)
 
 
 class Lucky:
@@ -268,9 +279,21 @@ def test_a_class_that_cannot_be_loaded_is_refused():
         open_environments(Echo, 0.0)
 
 
+@pytest.mark.parametrize("seconds", [20.0, None])
+def test_what_is_no_environment_is_refused(seconds: float | None):
+    with pytest.raises(ValueError, match="got an object of Echo: give the class, not an object"):
+        processes.check_factory(Echo())
+    for without_step in (Opener, functools.partial(Opener)):
+        with pytest.raises(ValueError, match="with the methods reset and step; got Opener without step"):
+            open_environments(without_step, seconds)  # pyright: ignore[reportArgumentType]
+    forwarding: Any = Forwarding  # its methods are another object's
+    open_environments(forwarding, seconds).close()
+
+
 def test_a_file_that_its_process_cannot_load_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "only_here.py").write_text(
-        "import os\nif os.environ.get('ONLY') is None:\n    raise OSError('no licence')\nclass E:\n    pass\n"
+        "import os\nif os.environ.get('ONLY') is None:\n    raise OSError('no licence')\nclass E:\n"
+        "    def reset(self, row):\n        pass\n\n    def step(self, text):\n        pass\n"
     )
     from smd_jax.tasks.functions import import_function
 

@@ -88,6 +88,11 @@ CASES = [
         "smd.Engine(model, policy, smd.UpdateConfig(), decode_rows=2)",
         "TypeError: expected config to be a RolloutConfig; got UpdateConfig",
     ),
+    (
+        "smd.environments.open_environments(policy)",
+        "ValueError: expected a class or function that makes an environment; got an object of Knorm: give the class, "
+        "not an object",
+    ),
     ("smd.replay(model, params, batch)", "TypeError: expected trajectory to be a Trajectory; got TrainBatch"),
     (
         "sample(params=random_params(tiny_model_config(num_layers=2)))",
