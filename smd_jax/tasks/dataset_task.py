@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from smd_jax.tasks.rewards import RewardFunction, accepted_names, function_name
 from smd_jax.tasks.row_format import RowFormat
-from smd_jax.tasks.sources import Rows
+from smd_jax.tasks.sources import FileRows, Rows
 from smd_jax.tasks.task import Row, Task, prompt_length, says_nothing
 from smd_jax.text.prompts import Tokenizer
 
@@ -45,7 +45,8 @@ class DatasetTask:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
-        return self.format.row(self.rows[index], f"row {index}")
+        where = self.rows.places[index] if isinstance(self.rows, FileRows) else f"row {index}, counted from 0"
+        return self.format.row(self.rows[index], where)
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
         """Calls the reward function; an async one returns an awaitable."""

@@ -61,6 +61,14 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
+class FileRows(list[Row]):
+    """Rows of CSV or JSON files. `places`: where each row is, such as "rows.jsonl, line 3", for errors."""
+
+    def __init__(self, rows: Sequence[Row], places: Sequence[str]) -> None:
+        super().__init__(rows)
+        self.places = places
+
+
 def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
     """Loads the rows of a source.
 
@@ -185,20 +193,23 @@ def _check_card(path: Path) -> None:
 
 
 def _of_text_files(splits: Mapping[str, Sequence[Path]], source: DataSource, columns: Sequence[str]) -> Rows:
-    rows = dict[str, list[Row]]()
+    rows = dict[str, FileRows]()
     for name, files in splits.items():
         placed = [pair for file in files for pair in text_rows(file)]
         for where, row in placed:
             _check_columns(row, columns, where)
         names = dict.fromkeys(column for _, row in placed for column in row)
         # None for a column that a row lacks, as in `datasets`: a reward gets the same columns in every batch.
-        rows[name] = [{column: row.get(column) for column in names} for _, row in placed]
+        filled = [{column: row.get(column) for column in names} for _, row in placed]
+        rows[name] = FileRows(filled, [where for where, _ in placed])
     wanted = source.split or _default_split([*rows], source.name)
     if wanted in rows:
         return rows[wanted]  # without `datasets`, whose import takes a second
     with _one_error(source.name) as datasets:
         parts = datasets.ReadInstruction.from_spec(wanted).to_absolute({name: len(rows[name]) for name in rows})
-    return [row for part in parts for row in rows[part.splitname][part.from_ : part.to]]
+    chosen = [(rows[part.splitname], slice(part.from_, part.to)) for part in parts]
+    places = [where for of_split, part in chosen for where in of_split.places[part]]
+    return FileRows([row for of_split, part in chosen for row in of_split[part]], places)
 
 
 def _load(name: str, source: DataSource, files: Mapping[str, list[str]] | None = None) -> Rows:

@@ -129,7 +129,7 @@ def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
     """One list of objects, or an object per line."""
     if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         listed = _parsed(content, str(path))
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(listed))
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(listed, start=1))
         return
     for number, line in enumerate(io.BytesIO(content), start=1):  # bytes, because U+2028 ends no line
         if line.strip():

@@ -16,6 +16,7 @@ import datasets
 import pytest
 
 from smd_jax.tasks import text_files
+from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.sources import DataSource, Rows, load_rows
 from tests.hub_files import no_hub, questions, write_hub_folder, write_lines, write_parquet
 
@@ -207,7 +208,7 @@ CUT_GZIP = gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:40]  # without the time,
         ("rows.jsonl", b'{"a": 1}\n{"question": "\xff"}', "line 2: expected JSON; got .*utf-8"),
         ("rows.jsonl", '{"a": ' + "9" * 5000 + "}", "line 1: expected JSON; got .*4300 digits"),
         ("rows.jsonl", '{"a": 1}\n7', "line 2: expected a JSON object; got int 7"),
-        ("rows.json", json.dumps(["x" * 5000]), "row 0: expected a JSON object; got str 'xxx"),
+        ("rows.json", json.dumps(["x" * 5000]), "rows.json, row 1: expected a JSON object; got str 'xxx"),
         ("rows.json", b'[{"a": 1}, {"a"', "rows.json: expected JSON; got "),
         ("rows.jsonl.gz", b"no gzip at all", "expected data that can be read in .*BadGzipFile"),
         ("rows.jsonl.gz", CUT_GZIP, "expected data that can be read in .*EOFError"),
@@ -217,6 +218,23 @@ CUT_GZIP = gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:40]  # without the time,
 def test_files_that_cannot_be_read_or_would_be_changed(tmp_path: Path, name: str, content: str | bytes, message: str):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(ValueError, message, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        ("rows.jsonl", '{"prompt": "a"}\n\n{"prompt": 7}\n', "rows.jsonl, line 3"),
+        ("rows.json", '[{"prompt": "a"}, {"prompt": 7}]', "rows.json, row 2"),
+    ],
+)
+@pytest.mark.parametrize("split", [None, "train[1:]"])
+def test_a_row_that_is_no_prompt_is_named_by_its_place(
+    tmp_path: Path, name: str, content: str, where: str, split: str | None
+):
+    (tmp_path / name).write_text(content)
+    rows = load_rows(DataSource(str(tmp_path / name), split=split))
+    with pytest.raises(ValueError, match=f"{where}: expected text, or chat messages .*; got 7"):
+        DatasetTask(rows)[len(rows) - 1]
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])

@@ -76,7 +76,7 @@ def test_a_row_has_what_its_chat_template_is_told_and_its_own_comes_first():
     task = new_task(rows, chat_template_kwargs=told)
     assert task[0] == {"prompt": "1?", "chat_template_kwargs": {"enable_thinking": False, "tone": "warm"}}
     assert task[1]["chat_template_kwargs"] == {"enable_thinking": False, "tone": "dry"}
-    with pytest.raises(ValueError, match="row 0: expected chat_template_kwargs as a dict, .*; got 'dry'"):
+    with pytest.raises(ValueError, match="row 0, .*: expected chat_template_kwargs as a dict, .*; got 'dry'"):
         new_task([{"prompt": "1?", "chat_template_kwargs": "dry"}])
 
 
@@ -94,7 +94,7 @@ def test_a_map_function_makes_rows():
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        (None, {}, "row 0: expected text, or chat messages .*; got None"),
+        (None, {}, "row 0, counted from 0: expected text, or chat messages .*; got None"),
         ([], {}, r"got \[\]"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "expected text, or chat messages .* of text"),
         ([USER, {"role": "assistant", "content": "2"}], {}, "expected messages that the model is to answer; .*'2'"),

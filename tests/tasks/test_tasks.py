@@ -161,7 +161,9 @@ def test_an_answer_that_cannot_be_computed_is_wrong():
 @pytest.mark.parametrize("answer", ["18", "so it is ####", "####  \n", 18])
 def test_a_solution_without_a_final_answer(tmp_path, answer):
     path = write_lines(tmp_path / "rows.jsonl", [{"question": "?", "answer": answer}])
-    with pytest.raises(ValueError, match="row 0: .* expected an answer that ends with '#### <number>'; got"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl, line 1: .* expected an answer that ends with '#### <number>'; got"
+    ):
         build_task(TaskChoice("gsm8k", source=str(path)))
 
 
