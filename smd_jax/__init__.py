@@ -1,7 +1,8 @@
 """Shadow Mask Distillation: RL post-training with a KV cache of fixed size, sampler and learner one policy.
 
 The public API in the order you use it: prompts -> rollout (cache + eviction policy) -> Trajectory -> rewards ->
-advantages -> update. The rest lives in subpackages: `smd.eviction.H2O`, `smd.corrections.TIS`, ….
+advantages -> update. The rest lives in subpackages: `smd.eviction.H2O`, `smd.corrections.TIS`, …. Four of them must be
+imported by name, because they load more packages: `import smd_jax.runs`, `.monitor`, `.certify`, `.integrations`.
 """
 
 # The model, and its weights on disk.

@@ -22,7 +22,7 @@ class UserError(Exception):
     """An error that the user can fix: the message says what was expected, what was received, and how to fix it."""
 
 
-# Library options whose flag has another name. The library's messages name the options.
+# Library options whose flag has another name, as regular expressions. The library's messages name the options.
 FLAGS: Mapping[str, str] = {
     "prompts_per_step": "--num-prompts",
     "group_size": "--num-generations",
@@ -33,7 +33,7 @@ FLAGS: Mapping[str, str] = {
     "rows_per_prompt": "--share-prompts",
     "data axis": "--data-parallel",
     "sequence axis": "--sequence",
-    "steps of at least": "--max-steps",
+    "steps(?= of at least)": "--max-steps",  # not every word "steps"
     "another directory": "--output-dir",
     "resume=True": "--resume",
     "visibility": "--correction",
@@ -107,7 +107,8 @@ def plain_warnings() -> Iterator[None]:
 
 def with_flags(message: str) -> str:
     """Appends the flags of the options that a message names."""
-    named = {option: flag for option, flag in FLAGS.items() if re.search(rf"\b{option}\b", message)}
+    found = ((re.search(rf"\b{option}\b", message), flag) for option, flag in FLAGS.items())
+    named = {match[0]: flag for match, flag in found if match is not None}
     unnamed = [f"{option} is {flag}" for option, flag in named.items() if flag not in message]
     return f"{message}\nIn flags: {', '.join(unnamed)}." if unnamed else message
 

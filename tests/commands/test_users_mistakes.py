@@ -355,6 +355,7 @@ def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):
     said = with_flags("lower microbatch_size; expected max_new_tokens >= 1")
     assert "microbatch_size is --microbatch" in said and "max_new_tokens is --max-completion-length" in said
     assert with_flags("expected a GPU") == "expected a GPU"
+    assert with_flags("expected steps of at least 9; got 8").endswith("\nIn flags: steps is --max-steps.")
     print_box("error", "begin " + "x" * 5000 + " end")
     said = re.sub(r"[\s│]", "", capsys.readouterr().err)
     assert "beginx" in said and "xend" in said and len(said) < LONGEST_LINE + 200
