@@ -60,7 +60,8 @@ def train(
       state: the initial state. A resume uses only its structure and sharding, and the base below adapters.
       directory: of this run; a new run must not find another one there.
       config: settings that determine the result, saved with every checkpoint; a resume with others is refused. None:
-        those of the loop, see `smd_jax.runs.settings.split_settings`, without model, task and optimizer.
+        those of the loop, see `smd_jax.runs.settings.split_settings`, without model, task and optimizer; a resume
+        prints that these were not compared.
       noted: settings that are saved too and may differ at a resume, which prints the differences. None: without a
         config the other settings of the loop. Versions and devices are added as `machine`.
       resume: continue from the newest readable checkpoint in `directory`, bitwise as if the run had not stopped.
@@ -80,6 +81,7 @@ def train(
         `refused_<number>.safetensors`. A resume continues before that rollout, or after it if its update was skipped.
     """
     directory = Path(directory)
+    without_config = config is None
     if config is None:
         config, of_loop = split_settings(loop.config)
         noted = of_loop if noted is None else noted
@@ -93,6 +95,8 @@ def train(
             later = finished_rollouts(directory) - start
             repeated = f"; {later} later {'one is' if later == 1 else 'ones are'} repeated" if later > 0 else ""
             print(f"resumes after {start} of {run.steps} rollouts{repeated}", flush=True)
+            if without_config:
+                print("not compared with the run before: model, task, optimizer (train(config=...) compares them)")
     progress = training_progress(run.steps, start=start, name=label) if is_first() else nullcontext(lambda *_: None)
     with (
         StopSignals() as stop,

@@ -228,7 +228,15 @@ def test_a_resume_says_what_differs_and_where_it_goes_on(tmp_path, capsys, monke
     assert memory == 'resumed with another setting, memory: was "80GiB", is now "40GiB"'
     assert jaxlib.startswith("resumed with another setting, machine.jaxlib: was ") and jaxlib.endswith('now "0.1"')
     start(tmp_path, 10, **options)
-    assert "resumed with" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "resumed with" not in said and "not compared" not in said
+
+
+def test_a_resume_without_a_config_says_what_it_does_not_compare(tmp_path, capsys):
+    train(PlainLoop(), new_state(), RunConfig(steps=1), tmp_path, resume=True)
+    assert "not compared" not in capsys.readouterr().out, "nothing is resumed"
+    train(PlainLoop(), new_state(), RunConfig(steps=2), tmp_path, resume=True)
+    assert capsys.readouterr().out.count("not compared with the run before: model, task, optimizer") == 1
 
 
 def test_without_a_config_that_of_the_loop_is_compared(tmp_path, capsys):
