@@ -21,7 +21,7 @@ NumPy only. `Trajectory.from_records` documents the accepted records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 import numpy as np
@@ -167,7 +167,13 @@ def _check_ids(tokens: np.ndarray, most: int, where: str) -> None:
 
 
 def _logprobs(row: Floats, index: int, sampled: np.ndarray) -> np.ndarray:
-    found = np.asarray(row, np.float64)
+    form = _engine_form(row)
+    if form is not None:
+        raise ValueError(f"expected numbers as log-probabilities of row {index}; got {form}")
+    try:
+        found = np.asarray(row, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected numbers as log-probabilities of row {index}; got {error}") from error
     if found.shape != sampled.shape:
         raise ValueError(
             f"expected one log-probability for each of the {len(sampled)} response tokens of row {index}; got an array "
@@ -182,6 +188,19 @@ def _logprobs(row: Floats, index: int, sampled: np.ndarray) -> np.ndarray:
             f"numbers); got {found[place]} (row {index}, response token {place})"
         )
     return found.astype(np.float32)
+
+
+def _engine_form(row: Any) -> str | None:
+    """The name of the form of log-probabilities in which an engine returns them; None for numbers."""
+    # An array has numbers only.
+    first = next((entry for entry in row if entry is not None), 0.0) if isinstance(row, Sequence) else 0.0
+    if isinstance(first, Mapping):
+        return "vLLM's dicts of tokens: take entry[token].logprob of each response token"
+    if isinstance(first, tuple | list):
+        return "tuples such as SGLang's (logprob, token, text): take the first number of each"
+    if not isinstance(first, SupportsFloat):
+        return f"objects of {type(first).__name__}"
+    return None
 
 
 def whole_numbers(numbers: Ints, where: str) -> np.ndarray:
@@ -213,7 +232,8 @@ def evicted_by_row(
     records: dict[str, Any] = {"kept": kept, "dropped": dropped, "evicted_at": evicted_at}
     given = [name for name, record in records.items() if record is not None]
     if len(given) != 1:
-        raise ValueError(f"expected exactly one of {', '.join(records)}; got {' and '.join(given) or 'none'}")
+        hint = "" if given else ". For an engine without evictions give dropped=[[]] * rows"
+        raise ValueError(f"expected exactly one of {', '.join(records)}; got {' and '.join(given) or 'none'}{hint}")
     (name,) = given
     if len(records[name]) != len(lengths):
         raise ValueError(f"expected {name} of {len(lengths)} rows; got {len(records[name])}")

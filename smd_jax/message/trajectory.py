@@ -89,7 +89,8 @@ class Trajectory(struct.PyTreeNode):
 
         Rows have no padding (`smd_jax.message.foreign.unpad` removes it). Tokens, queries and keys are numbered
         by their position in their own row: prompt 0 … p-1, response p … n-1. Give exactly one of `kept`, `dropped` and
-        `evicted_at`, one entry per row. Keys must be cached after RoPE at these positions, unchanged.
+        `evicted_at`, one entry per row; an engine without evictions gives `dropped=[[]] * rows`. Keys must be cached
+        after RoPE at these positions, unchanged.
 
         Args:
           prompts, responses: token ids. A response includes its end-of-sequence token, if any.

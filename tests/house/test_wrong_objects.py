@@ -55,6 +55,10 @@ class Correction(smd.corrections.Correction):
     def terms(self, inputs):
         return jnp.exp(inputs.old_logprobs - inputs.sampler_logprobs)
 
+def foreign(logprobs, dropped=[[]]):
+    sizes = dict(terminated=[True], layers=1, kv_heads=1, dropped=dropped)
+    return smd.Trajectory.from_records([[1, 2]], [[3, 4]], logprobs, **sizes)
+
 def corrected(correction):
     return smd.UpdateConfig(visibility="dense", correction=correction)
 
@@ -92,6 +96,25 @@ CASES = [
         "smd.environments.open_environments(policy)",
         "ValueError: expected a class or function that makes an environment; got an object of Knorm: give the class, "
         "not an object",
+    ),
+    (
+        "foreign([[{3: print}, {4: print}]])",
+        "ValueError: expected numbers as log-probabilities of row 0; got vLLM's dicts of tokens: take "
+        "entry[token].logprob of each response token",
+    ),
+    (
+        "foreign([[(-1.0, 3, None), (-2.0, 4, None)]])",
+        "ValueError: expected numbers as log-probabilities of row 0; got tuples such as SGLang's (logprob, token, "
+        "text): take the first number of each",
+    ),
+    (
+        "foreign([[print, print]])",
+        "ValueError: expected numbers as log-probabilities of row 0; got objects of builtin_function_or_method",
+    ),
+    (
+        "foreign([[-1.0, -2.0]], dropped=None)",
+        "ValueError: expected exactly one of kept, dropped, evicted_at; got none. For an engine without evictions give "
+        "dropped=[[]] * rows",
     ),
     ("smd.replay(model, params, batch)", "TypeError: expected trajectory to be a Trajectory; got TrainBatch"),
     (
