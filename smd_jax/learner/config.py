@@ -6,13 +6,14 @@ import functools
 import operator
 from dataclasses import dataclass
 
+from smd_jax.config import check_instance
 from smd_jax.corrections.base import Correction, Shadow
 from smd_jax.learner.auxiliary_terms import EntropyTerm, ValueTerm
 from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.forward import Visibility as Visibility
 from smd_jax.learner.policy_term import DenseLearner, DensePolicyTerm, PolicyTerm
-from smd_jax.learner.state import TrainState, reference_params
+from smd_jax.learner.state import TrainBatch, TrainState, reference_params
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.learner.terms import LearnerSetup, Needs, Term
 from smd_jax.losses.distillation import DistillConfig
@@ -170,6 +171,23 @@ class UpdateConfig:
 def check_reference(config: UpdateConfig, state: TrainState) -> None:
     """Raises ValueError if the state lacks required reference parameters."""
     if config.needs_reference and reference_params(state) is None:
+        needs = [type(t).__name__ for t in config.objective if t.needs.reference or t.needs.reference_logprobs]
         raise ValueError(
-            "expected reference parameters in the train state (beta > 0, or direction 'anchor' or 'ema'); got None"
+            f"expected reference parameters in the train state for {', '.join(needs)} (PolicyTerm needs them with "
+            "beta > 0): init_state(params, …, reference=params); got None"
         )
+
+
+def check_old_logprobs(config: UpdateConfig, batch: TrainBatch) -> None:
+    """Raises ValueError if a correction would compare the sampler's log-probabilities with themselves.
+
+    Compares objects, so call it outside of the update's own jit, in which one array passed twice is two tracers.
+    """
+    check_instance("batch", batch, TrainBatch)
+    given = {"old_logprobs": batch.old_logprobs, "dense_old_logprobs": batch.dense_old_logprobs}
+    for correction, (name, old) in zip(config.corrections, given.items(), strict=False):
+        if old is not None and old is batch.trajectory.logprobs and correction.traits.uses_mismatch:
+            raise ValueError(
+                f"expected {name} of the learner, or None, with which the update computes them, for the correction "
+                f"{correction}; got the sampler's own, trajectory.logprobs, which have no mismatch"
+            )

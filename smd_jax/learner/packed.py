@@ -26,7 +26,7 @@ from jaxtyping import Array, Int
 
 from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import constrain, constrain_tree
-from smd_jax.learner.config import UpdateConfig, check_reference
+from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import Prepared, make_objective, prepare
 from smd_jax.learner.packs import (
@@ -112,9 +112,9 @@ def make_packed_update(
         return apply_gradients(state, optimizer, config, prepared, so_far, max_difference)
 
     def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        check_replayable(batch.trajectory)
         check_packable(batch.trajectory)
         check_reference(config, state)
+        check_old_logprobs(config, batch)
         packs = packs_of(batch.trajectory, config, share)
         prepared = prepared_batch(state, batch)
         parts = [jax.tree.map(lambda x, i=i: x[i], packs) for i in range(len(packs.tokens))]
@@ -170,7 +170,8 @@ def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
 
 
 def check_packable(trajectory: Trajectory) -> None:
-    """Raises ValueError for a rollout whose mask or sampled evictions cannot be packed."""
+    """Raises ValueError for a rollout that cannot be replayed, or whose mask or sampled evictions cannot be packed."""
+    check_replayable(trajectory)
     if trajectory.mask.quantized is not None:
         raise ValueError("expected a cache that is not quantised in a rollout to be packed; got a quantised one")
     if trajectory.evictions is not None:

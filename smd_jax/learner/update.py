@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array
 
 from smd_jax.learner.accumulation import accumulate, count_parts
-from smd_jax.learner.config import UpdateConfig, check_reference
+from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import Prepared, RowOutputs, make_objective, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
@@ -45,7 +45,8 @@ def make_update(
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.devices.sharding`, or without a mesh.
 
     The returned function raises ValueError for a greedily sampled trajectory, rows that do not divide into
-    microbatches, arrays whose shapes do not fit the trajectory, and a missing reference, critic's head or targets.
+    microbatches, arrays whose shapes do not fit the trajectory, a missing reference, critic's head or targets, and
+    `trajectory.logprobs` as `old_logprobs` of a correction that measures the mismatch.
 
     Raises:
       TypeError: for a model without the five members, and an optimizer or a config of another class.
@@ -72,7 +73,15 @@ def make_update(
         return apply_gradients(state, optimizer, config, prepared, (loss, sums, grads, found), max_difference)
 
     # Donated: the new state overwrites the old one, which would otherwise double the memory.
-    return jax.jit(update, donate_argnums=0)
+    program = jax.jit(update, donate_argnums=0)
+    of_program = ("lower", "trace", "eval_shape", "clear_cache")
+
+    @functools.wraps(program, (*functools.WRAPPER_ASSIGNMENTS, *of_program), ())
+    def checked(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        check_old_logprobs(config, batch)
+        return program(state, batch)
+
+    return checked
 
 
 def apply_gradients(

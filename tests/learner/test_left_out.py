@@ -53,7 +53,10 @@ CASES = {
 def test_a_row_that_is_left_out_may_hold_anything(case: str, value: float):
     """Advantages, log-probabilities, values and returns: the update is that of any other numbers there."""
     params = add_value_head(PARAMS, MODEL.config) if case == "critic" else PARAMS
-    clean = (critic_batch() if case == "critic" else batch()).replace(counted_rows=jnp.asarray(COUNTED))
+    clean = critic_batch() if case == "critic" else batch()
+    if CASES[case].correction.traits.uses_mismatch:
+        clean = clean.replace(old_logprobs=trajectory().logprobs + 0.1)
+    clean = clean.replace(counted_rows=jnp.asarray(COUNTED))
     dirty = clean.replace(
         advantages=with_row_two(clean.advantages, value),
         old_logprobs=with_row_two(clean.old_logprobs, value),

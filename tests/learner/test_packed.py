@@ -109,8 +109,9 @@ def stepped(make, config: UpdateConfig, of=None):
 )
 def test_the_step_is_the_same(name: str):
     config = CONFIGS[name]
-    expected, metrics = stepped(make_update, config)
-    got, of_packed = stepped(make_packed_update, replace(config, microbatch_size=2, pack_columns=28))
+    given = batch().replace(old_logprobs=None) if config.correction.traits.uses_mismatch else batch()
+    expected, metrics = stepped(make_update, config, given)
+    got, of_packed = stepped(make_packed_update, replace(config, microbatch_size=2, pack_columns=28), given)
     # Two microbatches of two rows, in which short responses have others behind them.
     assert of_packed.pop("update/padding") < 0.15
     assert metrics.keys() == of_packed.keys()

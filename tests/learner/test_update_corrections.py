@@ -15,6 +15,7 @@ from smd_jax.corrections import (
     DPPOTV,
     OPSM,
     TIS,
+    Bypass,
     Chain,
     Correction,
     CorrectionInputs,
@@ -302,6 +303,24 @@ def test_without_old_log_probabilities_every_ratio_is_one(monkeypatch: pytest.Mo
 
 
 # --- bad input
+
+
+def test_the_samplers_logprobs_as_those_of_the_learner_are_refused():
+    """A correction that compares both would have no effect."""
+    given = batch()
+    assert given.old_logprobs is given.trajectory.logprobs
+    message = r"expected old_logprobs of the learner, or None, .* correction TIS\(.*; got the sampler's own"
+    with pytest.raises(ValueError, match=message):
+        metrics_and_gradients(of_dense_update(TIS()), given)
+    with pytest.raises(ValueError, match=message.replace("old", "dense_old", 1)):
+        dense = given.replace(old_logprobs=None, dense_old_logprobs=given.trajectory.logprobs)
+        metrics_and_gradients(of_dense_learner(TIS()), dense)
+    packed = make_packed_update(MODEL, RECORD, dataclasses.replace(of_dense_update(TIS()), pack_columns=24))
+    with pytest.raises(ValueError, match=message):
+        packed(init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3)), given)
+    # Those without a weight by xi take the ratio to the sampler.
+    naive, bypass = (metrics_and_gradients(of_dense_update(c), given)[1] for c in (Naive(), Bypass()))
+    assert distance(naive, bypass) == 0
 
 
 @pytest.mark.parametrize(
