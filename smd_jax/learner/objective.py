@@ -33,12 +33,18 @@ from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_par
 from smd_jax.learner.terms import ComputedLogprobs, Minibatch, Term, TermInputs, TermOutputs
 from smd_jax.losses.policy import mask_truncated_completions
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
 from smd_jax.shapes import check_shape
 
 RowOutputs = tuple[Replay, tuple[Any, ...]]  # per row, for the metrics
+
+# Metrics of every update, whose names no term may use.
+UPDATE_METRICS = frozenset(
+    {"loss", "grad_norm", "learning_rate", "entropy", "update/skipped", "update/padding", "update/shared"}
+) | frozenset(SAMPLER_LEARNER_METRICS)
 
 
 @any_leaves
@@ -92,7 +98,10 @@ def make_objective(model: LanguageModel, config: UpdateConfig, state: TrainState
         inputs = _term_inputs(model, config, state, params, part)
         loss, sums, rows = jnp.float32(0), Metrics(), []
         for term, prepared in zip(config.objective, part.terms, strict=True):
-            outputs = term.evaluate(replace(inputs, prepared=prepared))
+            entropy = inputs.entropy
+            if not term.needs.entropy_gradient:
+                entropy = _without_gradient(entropy, inputs.logprobs)
+            outputs = term.evaluate(replace(inputs, prepared=prepared, entropy=entropy))
             _check_outputs(term, outputs, sums)
             loss = loss + term.coefficient(state.step) * outputs.loss
             sums |= outputs.metrics
@@ -154,5 +163,28 @@ def _check_outputs(term: Term, outputs: Any, logged: Metrics) -> None:
     for metric, value in outputs.metrics.items():
         if jnp.shape(value):
             raise ValueError(f"expected a number as metric {metric!r} of {name}; got shape {list(jnp.shape(value))}")
-    if both := sorted(outputs.metrics.keys() & logged.keys()):
-        raise ValueError(f"expected metrics from {name} that no other term logs; got {both}")
+    check_new_metrics(term, outputs.metrics, logged)
+
+
+def check_new_metrics(term: Term, metrics: Metrics, logged: Metrics) -> None:
+    """Raises ValueError if a term logs a metric of the update itself, or one that is logged already."""
+    if both := sorted(metrics.keys() & (logged.keys() | UPDATE_METRICS)):
+        name = type(term).__name__
+        raise ValueError(f"expected metrics from {name} that neither another term nor the update logs; got {both}")
+
+
+@jax.custom_vjp
+def _without_gradient(entropy: Array, logprobs: Array) -> Array:
+    """The entropies for a term that does not need their gradient. They count as a function of the log-probabilities,
+    so that a loss that differentiates them is refused; otherwise it would train nothing."""
+    return entropy
+
+
+def _refuse_gradient(residuals: None, cotangent: Array) -> tuple[Array, Array]:
+    raise ValueError(
+        "expected a term whose loss contains inputs.entropy to declare its gradient, needs = "
+        "Needs(entropy_gradient=True), or to have none, jax.lax.stop_gradient(inputs.entropy); got neither"
+    )
+
+
+_without_gradient.defvjp(lambda entropy, logprobs: (entropy, None), _refuse_gradient)

@@ -38,7 +38,8 @@ class Needs:
         extra forward and backward pass.
       reference: whether the term reads the parameters of the reference policy.
       reference_logprobs: masks under which the reference's log-probabilities are needed, one forward pass each.
-      entropy_gradient: whether the entropies need a gradient.
+      entropy_gradient: whether the entropies need a gradient. Without it, a loss that differentiates `inputs.entropy`
+        is refused.
       evictions: whether the term reads the log-probabilities of the recorded draws of evictions.
       values: whether the term reads the critic's values.
       router: whether the term reads the router logits of a model with experts.
@@ -104,8 +105,8 @@ class TermInputs:
       batch: rows of the microbatch.
       mask: counted tokens.
       prepared: result of `Term.prepare` for these rows.
-      logprobs, entropy: of the learner under its mask. Only log-probabilities have a gradient, unless a term needs
-        `entropy_gradient`.
+      logprobs, entropy: of the learner under its mask. The entropies of a term have a gradient only if it needs
+        `entropy_gradient`; otherwise take `jax.lax.stop_gradient(inputs.entropy)` in a loss.
       hidden: `[rows, R, hidden]` states that predict the response tokens.
       logprobs_under: the policy's log-probabilities by mask, with a gradient.
       reference_logprobs: the reference policy's log-probabilities by mask.

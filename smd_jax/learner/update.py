@@ -19,7 +19,7 @@ from jaxtyping import Array
 from smd_jax.learner.accumulation import accumulate, count_parts
 from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference
 from smd_jax.learner.forward import check_replayable
-from smd_jax.learner.objective import Prepared, RowOutputs, make_objective, prepare
+from smd_jax.learner.objective import Prepared, RowOutputs, check_new_metrics, make_objective, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
 from smd_jax.learner.step import take_step
 from smd_jax.learner.terms import TermResults
@@ -104,13 +104,15 @@ def apply_gradients(
     ]
     # Entropy and mismatch include tokens that a correction rejects.
     mask, sampled = prepared.mask, prepared.batch.trajectory.logprobs
-    metrics = {"entropy": token_mean(learner.entropy, mask)}
-    metrics |= sampler_learner_metrics(sampled, learner.logprobs, mask)
+    own = {"entropy": token_mean(learner.entropy, mask)} | sampler_learner_metrics(sampled, learner.logprobs, mask)
+    metrics = dict(sums)
     for term, results in terms:
-        metrics |= term.metrics(results)
+        of_term = term.metrics(results)
+        check_new_metrics(term, of_term, metrics)
+        metrics |= of_term
     is_finite = jnp.isfinite(loss)
     if max_difference is not None:
-        is_finite &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
+        is_finite &= own["sampling/sampling_logp_difference/max"] <= max_difference
     learns = functools.reduce(operator.or_, (term.learns(results) for term, results in terms))
     new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns)
-    return new_state, {"loss": loss, **of_step, **sums} | metrics
+    return new_state, {"loss": loss, **of_step, **own, **metrics}

@@ -12,8 +12,10 @@ import pytest
 
 import smd_jax as smd
 from smd_jax.learner import Needs, Term, TermInputs, TermOutputs, TermResults
+from smd_jax.learner.auxiliary_terms import EntropyTerm, TokenChoice
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import init_state
+from smd_jax.losses.surrogates import Surrogate, SurrogateInputs, SurrogateTerms
 from tests import bigram_update, tiny_update
 from tests.bigram_update import PARAMS, REFERENCE, explicit_token_logprobs, metrics_and_gradients, trajectory
 from tests.tiny_update import ADVANTAGES, distance
@@ -108,7 +110,10 @@ def test_the_update_computes_what_a_term_needs():
 
 
 def test_a_missing_reference_is_refused():
-    with pytest.raises(ValueError, match="expected reference parameters in the train state"):
+    message = (
+        r"expected reference parameters in the train state for Distance .*: init_state\(params, …, reference=params\)"
+    )
+    with pytest.raises(ValueError, match=message):
         metrics_and_gradients(smd.UpdateConfig(terms=(Distance(),)))
 
 
@@ -137,6 +142,59 @@ class PerToken(Term):
 
 
 @dataclass(frozen=True)
+class LogsOwn(Term):
+    """Metrics with names of the update, from `evaluate` and from `metrics`."""
+
+    late: bool
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        return TermOutputs(inputs.logprobs.sum(), {} if self.late else {"loss": jnp.float32(7)})
+
+    def metrics(self, results: TermResults) -> dict[str, jax.Array]:
+        return {"grad_norm": jnp.float32(7), "entropy": jnp.float32(7)} if self.late else {}
+
+
+@dataclass(frozen=True)
+class LogsLoss(Surrogate):
+    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        return SurrogateTerms(inputs.ratio * inputs.advantages, {"loss": inputs.ratio})
+
+
+@dataclass(frozen=True)
+class Entropy(Term):
+    """The mean entropy, with a gradient, as a constant, or only as a metric."""
+
+    use: str
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(entropy_gradient=self.use == "trained")
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        mean = jnp.sum(inputs.prepared * inputs.entropy)
+        used = {"constant": jax.lax.stop_gradient(mean), "metric": jnp.float32(0)}.get(self.use, mean)
+        return TermOutputs(used + jnp.sum(inputs.prepared * inputs.logprobs), {"entropy/own": mean}, inputs.entropy)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_gradient_of_entropies_is_declared(size: int | None):
+    def gradient(*terms: Term) -> Any:
+        config = smd.UpdateConfig(policy_coef=0.0, terms=terms, microbatch_size=size)
+        metrics, gradients = metrics_and_gradients(config)
+        np.testing.assert_allclose(metrics["entropy/own"], metrics["entropy"], rtol=1e-5)
+        return gradients
+
+    trained, constant, logged = (gradient(Entropy(use)) for use in ("trained", "constant", "metric"))
+    assert distance(constant, logged) == 0 and distance(trained, constant) > 1e-3
+    # Also if another term trains its own entropies.
+    for others in ((), (EntropyTerm(0.1, TokenChoice(1.0, "shadow", recorded=True)),)):
+        with pytest.raises(
+            ValueError, match=r"declare its gradient, needs = Needs\(entropy_gradient=True\).*; got neither"
+        ):
+            gradient(Entropy("undeclared"), *others)
+
+
+@dataclass(frozen=True)
 class OfEvictions(Imitation):
     @property
     def needs(self) -> Needs:
@@ -148,8 +206,15 @@ def test_what_is_refused():
         metrics_and_gradients(smd.UpdateConfig(terms=(PerToken(),)))
     with pytest.raises(ValueError, match="expected visibility 'shadow' with .* term that needs evictions.*got 'dense'"):
         smd.UpdateConfig(visibility="dense", correction=smd.corrections.Naive(), terms=(OfEvictions(),))
-    with pytest.raises(ValueError, match=r"metrics from Imitation that no other term logs; got \['loss/imitation'\]"):
+    with pytest.raises(ValueError, match=r"from Imitation that neither another term.* got \['loss/imitation'\]"):
         metrics_and_gradients(smd.UpdateConfig(terms=(Imitation(), Imitation())))
+    for late, names in ((False, r"\['loss'\]"), (True, r"\['entropy', 'grad_norm'\]")):
+        with pytest.raises(
+            ValueError, match=f"from LogsOwn that neither another term nor the update logs; got {names}"
+        ):
+            metrics_and_gradients(smd.UpdateConfig(terms=(LogsOwn(late),)))
+    with pytest.raises(ValueError, match=r"from PolicyTerm that neither another term.* got \['loss'\]"):
+        metrics_and_gradients(smd.UpdateConfig(loss=smd.LossConfig(surrogate=LogsLoss())))
     with pytest.raises(TypeError, match="Term has no evaluate"):
         metrics_and_gradients(smd.UpdateConfig(terms=(Term(),)))
     state = init_state(jax.tree.map(jnp.copy, PARAMS), tiny_update.RECORD, jax.random.key(3), REFERENCE)
