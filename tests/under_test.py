@@ -61,7 +61,7 @@ def gap(model: Any, trajectory: Trajectory, mask: Any = None, params: Any = None
     """
     if mask is not None:
         evicted_at = jnp.broadcast_to(mask.evicted_at, trajectory.mask.evicted_at.shape)
-        trajectory = trajectory.replace(mask=mask.replace(evicted_at=evicted_at))
+        trajectory = trajectory.replace(mask=mask.replace(evicted_at=evicted_at, segments=mask.segments))
     scores = replay_jitted(model, make_params(model.config) if params is None else params, trajectory)
     difference = np.asarray(scores.logprobs) - np.asarray(trajectory.logprobs)
     return np.abs(difference)[np.asarray(trajectory.response_mask)]

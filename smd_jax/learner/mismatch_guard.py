@@ -177,5 +177,5 @@ def _logprobs_under(
 ) -> Float[Array, " masks"]:
     """log p of one row's token at a response column, under each of the masks."""
     rows = jax.tree.map(lambda x: jnp.repeat(x, len(evicted_at), axis=0), one)
-    # Changed masks do not respect the segments.
-    return replay(model, params, rows, rows.mask.replace(evicted_at=evicted_at, segments=())).logprobs[:, column]
+    # Without segments, which changed masks do not respect.
+    return replay(model, params, rows, rows.mask.replace(evicted_at=evicted_at)).logprobs[:, column]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import prod
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +38,8 @@ NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache
 
 EVICTED_AT = ("batch", "layers", "kv_heads", "keys")
 
+MaskClass = TypeVar("MaskClass")
+
 
 def _clip_numpy(mask: KeyInterval | ShadowMask) -> None:
     """Converts the `evicted_at` of a new mask from NumPy integers to int32."""
@@ -45,6 +48,20 @@ def _clip_numpy(mask: KeyInterval | ShadowMask) -> None:
         object.__setattr__(mask, "evicted_at", to_int32(mask.evicted_at))
 
 
+def _drops_segments(mask_class: MaskClass) -> MaskClass:
+    """Decorates a mask whose `replace(evicted_at=...)` drops `segments` unless it gets them, too: those of the old
+    columns would let attention skip visible keys."""
+    kind: Any = mask_class
+    plain, unknown = kind.replace, kind.segments  # flax gives every class its own `replace`; the field's default
+
+    def replace(self: Any, **changes: Any) -> Any:
+        return plain(self, **({"segments": unknown} | changes if "evicted_at" in changes else changes))
+
+    kind.replace = replace
+    return mask_class
+
+
+@_drops_segments
 @any_leaves
 class KeyInterval(struct.PyTreeNode):
     """Visibility of one layer: query t sees key s iff `s <= t < evicted_at[s]`.
@@ -66,6 +83,7 @@ class KeyInterval(struct.PyTreeNode):
         return interval_mask(self.evicted_at)
 
 
+@_drops_segments
 @any_leaves
 class ShadowMask(struct.PyTreeNode):
     """The keys that each query of a rollout could see, per layer and KV head, as one integer per key.
@@ -74,8 +92,8 @@ class ShadowMask(struct.PyTreeNode):
       evicted_at: `[batch, layers, kv_heads, keys]` first column whose query cannot see the key: 0 for padding, `NEVER`
         for a key that was never evicted. The layer and head axes may be 1, for a shared mask.
       segments: per layer, or one for all layers: where the sampler compressed its cache, and to how many keys. It lets
-        the learner's attention skip keys. Static. `with_segments` checks it. If you change `evicted_at`, set
-        `segments=()`; otherwise attention may skip visible keys.
+        the learner's attention skip keys. Static. `with_segments` checks it, the constructor does not.
+        `replace(evicted_at=...)` drops it unless it is given, too.
       quantized: description of the quantised cache, whose keys later segments see quantised; None: full precision.
     """
 
@@ -102,15 +120,19 @@ class ShadowMask(struct.PyTreeNode):
     def first_columns(self, columns: int) -> ShadowMask:
         """The mask of the first `columns` columns."""
         quantized = None if self.quantized is None else self.quantized.first_columns(columns)
-        return self.replace(evicted_at=self.evicted_at[..., :columns], quantized=quantized)
+        evicted_at = self.evicted_at[..., :columns]
+        return self.replace(evicted_at=evicted_at, segments=self.segments, quantized=quantized)
 
     def with_segments(self, segments: tuple[Segments, ...]) -> ShadowMask:
         """The same mask with these segments, after a check of its values; cannot run under jit.
 
         Raises:
+          TypeError: for anything but a tuple of Segments.
           ValueError: if more keys than the budget are visible at a boundary, or the number of segments is neither one
             nor the number of layers.
         """
+        if not isinstance(segments, tuple) or not all(isinstance(each, Segments) for each in segments):
+            raise TypeError(f"expected a tuple of Segments, one for all layers or one for each; got {segments!r}")
         layers = self.evicted_at.shape[1]
         if len(segments) not in (1, layers):
             raise ValueError(f"expected segments of 1 or {layers} layers; got {len(segments)}")

@@ -212,6 +212,8 @@ def converse_compacting(
 def _without_absent(trajectory: Trajectory, active: Bool[Array, " rows"]) -> Trajectory:
     """The trajectory, in which rows that are not active have no valid token."""
     there = active[:, None, None, None]
-    mask = trajectory.mask.replace(evicted_at=jnp.where(there, trajectory.mask.evicted_at, 0))
+    evicted_at = jnp.where(there, trajectory.mask.evicted_at, 0)
+    # Rows without visible keys keep to any budget.
+    mask = trajectory.mask.replace(evicted_at=evicted_at, segments=trajectory.mask.segments)
     routing = None if trajectory.routing is None else jnp.where(there, trajectory.routing, NOT_RECORDED)
     return trajectory.replace(valid=trajectory.valid & active[:, None], mask=mask, routing=routing)

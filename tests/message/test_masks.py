@@ -15,6 +15,7 @@ from hypothesis.extra.numpy import arrays
 from smd_jax.message.masks import (
     NEVER,
     KeyInterval,
+    Segments,
     ShadowMask,
     check_mask,
     dense_mask,
@@ -147,6 +148,19 @@ def test_masks_that_do_not(shape: tuple[int, ...]):
         check_mask(ShadowMask(jnp.zeros(shape, jnp.int32)), **SIZES)
     with pytest.raises(ValueError, match=got):
         check_mask(jnp.zeros((*shape, shape[-1]), bool), **SIZES)
+
+
+def test_changed_intervals_lose_their_segments():
+    """Attention would skip keys that the new intervals show."""
+    recorded = ShadowMask(jnp.array([[[[2, 3, NEVER, NEVER]]]])).with_segments((Segments(2, 1, 1),))
+    forever = jnp.full_like(recorded.evicted_at, NEVER)
+    changed = recorded.replace(evicted_at=forever)
+    assert changed.segments == () and changed.layer(0).segments is None
+    one = recorded.layer(0)
+    assert one.segments == Segments(2, 1, 1) and one.replace(evicted_at=forever[:, 0]).segments is None
+    kept = recorded.replace(evicted_at=forever, segments=recorded.segments)
+    for same in (kept, recorded.replace(quantized=None), recorded.first_columns(3)):
+        assert same.segments == recorded.segments
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
