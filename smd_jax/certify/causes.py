@@ -116,7 +116,7 @@ def replay_logits(
         routing = jnp.asarray(conditions.routing)
         of_layer = {layer: routing[:, :, place] for place, layer in enumerate(model.shape.routing.layers)}
         states = tuple(Routed(mask, of_layer.get(layer)) for layer, mask in enumerate(states))
-    attention = TeacherForced(model.shape.attention)
+    attention = TeacherForced(model.shape)
     hidden, _ = model.hidden(params, tokens, model.encode_positions(positions), attention, states)
     columns = jnp.clip(first[:, None] - 1 + jnp.arange(responses)[None], 0, tokens.shape[1] - 1)
     return model.logits(params, jnp.take_along_axis(hidden, columns[..., None], axis=1))

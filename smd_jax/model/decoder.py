@@ -329,7 +329,7 @@ class Decoder(nn.Module):
         """
         layers = layer_masks(self.shape, tokens, mask)
         ropes = self.encode_positions(positions)
-        return self._logits(self._hidden(tokens, ropes, TeacherForced(self.shape.attention), layers)[0])
+        return self._logits(self._hidden(tokens, ropes, TeacherForced(self.shape), layers)[0])
 
     def _hidden(
         self, tokens: Int[Array, "batch tokens"], ropes: Ropes, attend: Attend, layers: tuple[LayerState, ...]

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
@@ -124,9 +125,15 @@ def from_nnx(
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
+
+    Raises:
+      ValueError: for a module whose dropout is on: sampler and learner would drop different activations.
     """
     from flax import nnx
 
+    for path, part in nnx.iter_modules(module):
+        if isinstance(part, nnx.Dropout) and not part.deterministic and part.rate > 0:
+            _refuse_dropout(".".join(map(str, path)), part.rate, "module.eval()")
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     return ModuleModel(lambda params: nnx.merge(graph, params, rest, copy=True), shape, hidden, logits), params
 
@@ -142,8 +149,21 @@ def from_equinox(
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
+
+    Raises:
+      ValueError: for a module whose dropout is on: sampler and learner would drop different activations.
     """
     import equinox
 
+    for path, part in jax.tree.leaves_with_path(module, is_leaf=lambda x: isinstance(x, equinox.nn.Dropout)):
+        if isinstance(part, equinox.nn.Dropout) and not part.inference and part.p > 0:
+            _refuse_dropout(jax.tree_util.keystr(path), part.p, "equinox.nn.inference_mode(module)")
     params, rest = equinox.partition(module, equinox.is_inexact_array)
     return ModuleModel(lambda params: equinox.combine(params, rest), shape, hidden, logits), params
+
+
+def _refuse_dropout(path: str, rate: float, fix: str) -> None:
+    raise ValueError(
+        "expected a module without dropout, because sampler and learner would drop different activations: call "
+        f"{fix} before; got rate {rate} at {path}"
+    )

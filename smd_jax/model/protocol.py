@@ -225,6 +225,25 @@ class LanguageModel(Protocol):
         ...
 
 
+def check_attended(shape: ModelShape, q: Array, k: Array, v: Array) -> None:
+    """Raises ValueError unless queries, keys and values of a model have the sizes of its `shape`."""
+    for name, x, heads in (("q", q, "num_heads"), ("k", k, "num_kv_heads"), ("v", v, "num_kv_heads")):
+        size = getattr(shape, heads)
+        if x.ndim != 4 or (x.shape[1], x.shape[3]) != (size, shape.head_dim):
+            raise ValueError(
+                f"expected {name} of shape [batch, {size}, tokens, {shape.head_dim}] in attend, with {heads} and "
+                f"head_dim of ModelShape; got {list(x.shape)}"
+            )
+
+
+def check_logits(shape: ModelShape, logits: Array) -> None:
+    """Raises ValueError unless logits have the width of `shape`."""
+    if logits.shape[-1] != shape.vocab_size:
+        raise ValueError(
+            f"expected logits of width {shape.vocab_size}, the vocab_size of ModelShape; got {list(logits.shape)}"
+        )
+
+
 def check_model(model: object) -> None:
     """Raises TypeError unless the object has the five members of a model and can be hashed; a class is no model."""
     if isinstance(model, type) or not isinstance(model, LanguageModel):

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float, Int
 
 from smd_jax.message.masks import LayerMask, Mask, check_mask, layer_mask, windowed
-from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.lora import check_reads_lora
-from smd_jax.model.protocol import LanguageModel, ModelShape, Params
+from smd_jax.model.protocol import LanguageModel, ModelShape, Params, check_attended
 from smd_jax.model.routing import routed_layers, router_logits
 
 
@@ -17,7 +16,7 @@ from smd_jax.model.routing import routed_layers, router_logits
 class TeacherForced:
     """Attention of a teacher-forced pass. A layer's state is its mask; the new state is None."""
 
-    attention: AttentionConfig
+    shape: ModelShape
 
     def __call__(
         self,
@@ -28,7 +27,8 @@ class TeacherForced:
         /,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], None]:
-        return self.attention.attend(q, k, v, layer, sinks), None
+        check_attended(self.shape, q, k, v)
+        return self.shape.attention.attend(q, k, v, layer, sinks), None
 
 
 def layer_masks(
@@ -76,7 +76,7 @@ def hidden_states(
     """
     check_reads_lora(model, params)
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
-    attention = TeacherForced(model.shape.attention)
+    attention = TeacherForced(model.shape)
     return model.hidden(params, tokens, model.encode_positions(positions), attention, layers)[0]
 
 
@@ -92,7 +92,7 @@ def hidden_and_router(
     """Hidden states, and the router logits of every layer with experts; arguments and errors as `hidden_states`."""
     check_reads_lora(model, params)
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
-    attention = TeacherForced(model.shape.attention)
+    attention = TeacherForced(model.shape)
     hidden, layers = model.hidden(params, tokens, model.encode_positions(positions), attention, layers)
     return hidden, router_logits(model.shape, layers)
 

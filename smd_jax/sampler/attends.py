@@ -16,8 +16,16 @@ from jaxtyping import Array, Float, Int
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import Observation
-from smd_jax.model.attention import AttentionConfig, decode
-from smd_jax.model.protocol import AtLayer, EncodedPositions, LayerRun, LayerState, Params
+from smd_jax.model.attention import decode
+from smd_jax.model.protocol import (
+    AtLayer,
+    EncodedPositions,
+    LayerRun,
+    LayerState,
+    ModelShape,
+    Params,
+    check_attended,
+)
 from smd_jax.model.routing import read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.static import Sampler
@@ -53,7 +61,7 @@ class DecodeAttend:
     """Attention of response tokens or of a prompt's chunk: writes the keys to their slots and attends to every live
     key, including the new ones. A layer's state is a DecodeLayer, also afterwards, with the new cache."""
 
-    attention: AttentionConfig
+    shape: ModelShape
 
     def __call__(
         self,
@@ -64,6 +72,7 @@ class DecodeAttend:
         /,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "batch heads tokens head_dim"], DecodeLayer]:
+        check_attended(self.shape, q, k, v)
         # Keys are written before attention, because a query sees its own. Compression follows at the segment's end.
         if not isinstance(layer, AtLayer):
             cache = kv_cache.write(layer.cache, layer.slot, k, v, layer.columns)
@@ -78,14 +87,15 @@ class DecodeAttend:
 
     def _read(self, q: Array, layer: DecodeLayer, cache: LayerCache, sinks: Array | None) -> tuple[Array, LayerCache]:
         """Attention of these queries to a layer's cache, and the cache with new statistics."""
-        softcap = self.attention.softcap
+        attention = self.shape.attention
+        softcap = attention.softcap
         # For a quantised cache only statistics that need keys read these; otherwise the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
         visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
         if q.shape[2] == 1:
             codes = None if cache.quantized is None else kv_cache.codes(cache)
             out, received = decode(
-                q, cache.keys, cache.values, visible[:, :, 0], self.attention.decode_impl, softcap, sinks, codes
+                q, cache.keys, cache.values, visible[:, :, 0], attention.decode_impl, softcap, sinks, codes
             )
         else:
             out, received = attend_and_observe(q, keys, values, visible, softcap, sinks)
@@ -126,7 +136,7 @@ def read_tokens(
         for layers, layer, slot in zip(sampler.runs, cache, slots, strict=True)
     ]
     layers = recording_layers(shape, layer_states(sampler.runs, states))
-    hidden, layers = sampler.model.hidden(params, tokens, positions, DecodeAttend(shape.attention), layers)
+    hidden, layers = sampler.model.hidden(params, tokens, positions, DecodeAttend(shape), layers)
     layers, experts = read_routing(shape, layers)
     return hidden, tuple(layer.cache for layer in states_of(layers)), experts
 

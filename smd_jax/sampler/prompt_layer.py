@@ -23,7 +23,7 @@ from smd_jax.eviction.statistics import CacheShape, Observation
 from smd_jax.message.draws import STAYED, record_order
 from smd_jax.message.masks import NEVER, LayerMask, record_evictions, to_visible
 from smd_jax.message.quantization import Parity
-from smd_jax.model.protocol import AtLayer
+from smd_jax.model.protocol import AtLayer, check_attended
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.static import Sampler
@@ -133,6 +133,7 @@ class PrefillAttend:
     def _read(
         self, q: Array, k: Array, v: Array, layer: PromptLayer, sinks: Array | None
     ) -> tuple[Array, PromptResult]:
+        check_attended(self.sampler.model.shape, q, k, v)
         statistics, quant = self.sampler.policy.statistics, self.sampler.config.quant
         places = layer.columns, layer.progress.start
         if kv_cache.needs_attention(statistics):  # tokens × tokens weights exist, of a few rows at a time

@@ -13,7 +13,7 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import CompressionRecord, RowProgress
 from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.message.sampling import drawable_form, forbid, is_one_of, sample
-from smd_jax.model.protocol import EncodedPositions, Params
+from smd_jax.model.protocol import EncodedPositions, Params, check_logits
 from smd_jax.model.routing import NOT_RECORDED, not_recorded
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.attends import read_tokens
@@ -151,6 +151,7 @@ def _draw(
     config = sampler.config
     live = ~state.done
     logits = sampler.model.logits(params, state.hidden[:, None])[:, 0]
+    check_logits(sampler.model.shape, logits)
     # Counted before this draw: the end token is not among the `min_new_tokens`.
     may_end = state.drawn >= config.min_new_tokens
     if config.eos_token_id is not None and config.min_new_tokens:

@@ -83,6 +83,60 @@ def test_a_wrong_number_of_attention_calls_is_refused(count):
         smd.model.apply_model(model, params, tokens, tokens, smd.dense_mask(tokens > 0))
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 2}, r"expected q of shape \[batch, 2, tokens, 2\] in attend, with num_heads .*; got \[1, 4, "),
+        (
+            {"num_kv_heads": 4},
+            r"expected k of shape \[batch, 4, tokens, 2\] in attend, with num_kv_heads .*; got \[1, 2, ",
+        ),
+        ({"head_dim": 4}, r"expected q of shape \[batch, 4, tokens, 4\] in attend"),
+        ({"vocab_size": 3}, r"expected logits of width 3, the vocab_size of ModelShape; got \[1, 5\]"),
+    ],
+)
+def test_sizes_that_the_shape_does_not_have_are_refused(sizes, message, chunk):
+    """They would sample, and fail later or never."""
+    right = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "hidden_size": 8, "vocab_size": 5}
+    shape = smd.model.ModelShape(**(right | sizes), max_positions=8)
+
+    def hidden(module, tokens, positions, attention):
+        x = jnp.ones((*tokens.shape, 4, 2))
+        return attention(x, x[:, :, :2], x[:, :, :2]).reshape(*tokens.shape, 8)
+
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    model, params = smd.model.from_equinox(linear, shape, hidden, lambda module, x: x @ jnp.ones((8, 5)))
+    tokens = jnp.ones((1, 4), int)
+    prompts, config = smd.PromptBatch(tokens, tokens > 0), smd.RolloutConfig(2, 2, 2, prefill_chunk=chunk)
+    with pytest.raises(ValueError, match=message):
+        smd.rollout(model, params, prompts, jax.random.key(0), policy=smd.eviction.Knorm(), config=config)
+    if "vocab_size" not in sizes:
+        with pytest.raises(ValueError, match=message):
+            smd.model.apply_model(model, params, tokens, tokens, smd.dense_mask(tokens > 0))
+
+
+def test_modules_with_dropout_are_refused():
+    """Sampler and learner would drop different activations: 1 nat apart at a rate of 0.1."""
+    shape = smd.model.ModelShape(1, 1, 1, 2, 2, 4, max_positions=8)
+
+    def unused(*_):
+        return jnp.zeros(1)
+
+    module = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"call module.eval\(\) before; got rate 0.1 at layers.1"):
+        smd.model.from_nnx(module, shape, unused, unused)
+    module.eval()
+    smd.model.from_nnx(module, shape, unused, unused)
+    smd.model.from_nnx(nnx.Dropout(0.0, rngs=nnx.Rngs(0)), shape, unused, unused)
+    layers = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.1)])
+    with pytest.raises(
+        ValueError, match=r"call equinox.nn.inference_mode\(module\) before; got rate 0.1 at \.layers\[1\]"
+    ):
+        smd.model.from_equinox(layers, shape, unused, unused)
+    smd.model.from_equinox(eqx.nn.inference_mode(layers), shape, unused, unused)
+
+
 def test_a_shape_with_runs_is_refused():
     shape = smd.model.ModelShape(2, 1, 1, 2, 2, 4, max_positions=8, runs=(2,))
     module = eqx.nn.Linear(2, 2, key=jax.random.key(0))
