@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -105,7 +106,7 @@ class EvictionPolicy:
         return 0
 
     def layer_budgets(self, budget: int, num_layers: int) -> tuple[int, ...]:
-        """Keys kept in each layer."""
+        """Keys kept in each layer: `num_layers` whole numbers."""
         return (budget,) * num_layers
 
     def score(self, view: CacheView) -> Scores:
@@ -114,9 +115,16 @@ class EvictionPolicy:
 
 
 def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
-    """Raises ValueError if a layer cannot hold the keys that `policy` protects."""
+    """Raises ValueError unless `policy` gives every layer a budget that holds the keys that it protects."""
+    budgets = policy.layer_budgets(budget, num_layers)
+    is_whole = isinstance(budgets, tuple) and all(type(size) is int or isinstance(size, np.integer) for size in budgets)
+    if not is_whole or len(budgets) != num_layers:
+        raise ValueError(
+            f"expected layer_budgets of {type(policy).__name__} as a tuple of {num_layers} whole numbers, one for each "
+            f"layer; got {budgets!r}"
+        )
     # Per layer, because budgets may differ between layers, and a policy may protect a share of them.
-    for layer, size in enumerate(policy.layer_budgets(budget, num_layers)):
+    for layer, size in enumerate(budgets):
         needed = max(policy.protected(size), 1)
         if size < needed:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -262,6 +263,23 @@ def test_pyramid_with_a_layer_too_small_for_its_window():
 
     with pytest.raises(ValueError, match=r"at least 6 keys .* got 5 in layer 2 \(budget 11\)"):
         check_budget(Pyramid(Greedy(), beta=3.0), 11, 3)
+
+
+@dataclass(frozen=True)
+class Budgets(EvictionPolicy):
+    sizes: Any
+
+    def layer_budgets(self, budget: int, num_layers: int) -> Any:
+        return self.sizes
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 8, 8), (8, 7.5), (8, True), [8, 8], 8])
+def test_budgets_of_layers_that_make_no_sense(sizes: Any):
+    """With too few of them the other layers would not be sampled at all."""
+    check_budget(Budgets((8, 6)), 8, num_layers=2)
+    message = "expected layer_budgets of Budgets as a tuple of 2 whole numbers, one for each layer; got "
+    with pytest.raises(ValueError, match=re.escape(f"{message}{sizes!r}")):
+        check_budget(Budgets(sizes), 8, num_layers=2)
 
 
 @pytest.mark.parametrize("wrap", [Pyramid, Protect])
