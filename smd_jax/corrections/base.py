@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_instance
 from smd_jax.pytrees import any_leaves
+from smd_jax.shapes import check_shape
 
 RatioTo = Literal["old", "sampler"]
 
@@ -141,9 +142,27 @@ def check_positive(name: str, value: float) -> None:
 
 
 def terms_of(correction: Correction, inputs: CorrectionInputs) -> CorrectionTerms:
-    """`correction.terms(inputs)`. Raises TypeError for a result of another class."""
-    terms = correction.terms(inputs)
-    check_instance(f"the result of {type(correction).__name__}.terms", terms, CorrectionTerms)
+    """`correction.terms(inputs)`.
+
+    Raises:
+      TypeError: for a result of another class, and counted tokens that are no booleans.
+      ValueError: for terms of another shape, and a correction that reads the current learner before its forward pass.
+    """
+    name = type(correction).__name__
+    try:
+        terms = correction.terms(inputs)
+    except (TypeError, AttributeError) as error:
+        if inputs.logprobs is not None or "NoneType" not in str(error):
+            raise
+        raise ValueError(
+            f"expected CorrectionTraits(uses_present=True) as traits of {name} if it reads inputs.logprobs, which are "
+            f"None before the learner's forward pass; got {error}"
+        ) from error
+    check_instance(f"the result of {name}.terms", terms, CorrectionTerms)
+    check_shape(f"the weights of {name}.terms", terms.weights, inputs.mask.shape)
+    check_shape(f"the counted tokens of {name}.terms", terms.counted, inputs.mask.shape)
+    if terms.counted.dtype != bool:
+        raise TypeError(f"expected the counted tokens of {name}.terms as booleans; got {terms.counted.dtype}")
     return terms
 
 

@@ -3,6 +3,7 @@
 The numbers of others are in golden/corrections.json, see golden/README.md.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +20,7 @@ from smd_jax.corrections import (
     Chain,
     Correction,
     CorrectionInputs,
+    CorrectionTerms,
     CorrectionTraits,
     GeometricRejection,
     IcePop,
@@ -29,6 +31,7 @@ from smd_jax.corrections import (
     SparseRLPaper,
     Veto,
 )
+from smd_jax.corrections.base import terms_of
 from smd_jax.corrections.chain import split_by_time
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
@@ -335,6 +338,36 @@ def test_without_sampler_logprobs_only_those_that_never_look_at_them(correction)
 def test_two_need_the_present_logprobs(correction):
     with pytest.raises(ValueError, match=r"expected the learner's present log-probabilities .* got None"):
         correction.terms(golden_inputs().replace(logprobs=None))
+
+
+@dataclass(frozen=True)
+class ByHand(Correction):
+    """Terms that a user may get wrong."""
+
+    kind: str
+
+    def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
+        if self.kind == "present":
+            return CorrectionTerms(jnp.exp(inputs.logprobs - inputs.old_logprobs), inputs.mask)  # pyright: ignore
+        weights = jnp.ones(inputs.mask.shape[: 1 if self.kind == "rows" else 2])
+        return CorrectionTerms(weights, inputs.mask * 1.0 if self.kind == "floats" else inputs.mask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (
+            "present",
+            ValueError,
+            r"expected CorrectionTraits\(uses_present=True\) as traits of ByHand .*; got unsupported",
+        ),
+        ("rows", ValueError, r"expected the weights of ByHand.terms of shape \[6, 8\]; got \[6\]"),
+        ("floats", TypeError, "expected the counted tokens of ByHand.terms as booleans; got float32"),
+    ],
+)
+def test_terms_that_are_none(kind: str, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        inspect.unwrap(terms_of)(ByHand(kind), golden_inputs().replace(logprobs=None))
 
 
 def test_opsm_needs_one_advantage_a_response():
