@@ -29,6 +29,7 @@ from smd_jax.config import (
     RopeScaling,
     YarnRope,
     check_choice,
+    check_instance,
 )
 from smd_jax.model.families import FAMILIES, Family
 from smd_jax.model.stored_tensors import shown
@@ -363,8 +364,10 @@ def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str 
       model_type: the one to write where several express `config` (Llama and Mistral do, without windows and biases).
 
     Raises:
+      TypeError: for a config of another class, such as ModelShape.
       ValueError: no model type of transformers expresses `config`.
     """
+    check_instance("config", config, ModelConfig)
     chosen = model_type_of(config, model_type)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # Llama's defaults fit few tokenizers
     return _written(config, chosen) | {"torch_dtype": dtype, "dtype": dtype, **ids}

@@ -27,7 +27,7 @@ def sample(model=model, config=sizes, params=params):
 
 row, square, mask = jnp.zeros(4), jnp.zeros((4, 6)), jnp.ones((4, 6), bool)
 trajectory = sample()
-batch = smd.TrainBatch(trajectory, jnp.ones(2), trajectory.logprobs)
+batch = smd.TrainBatch(trajectory, jnp.ones(2), None)
 
 def step(update=smd.UpdateConfig(), **changed):
     state = smd.init_state(jax.tree.map(jnp.copy, params), adam, key)
@@ -192,6 +192,15 @@ CASES = [
     (
         "step(corrected(smd.corrections.Chain((smd.corrections.Naive(), Correction()))))",
         "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got an array",
+    ),
+    (
+        "trajectory.mask.with_segments(smd.Segments(3, 2, 4))",
+        "TypeError: expected a tuple of Segments, one for all layers or one for each; got Segments(first=3, length=2, "
+        "budget=4)",
+    ),
+    (
+        "smd.save_checkpoint('unwritten', params, model.shape)",
+        "TypeError: expected config to be a ModelConfig; got ModelShape",
     ),
     ("smd.losses.group_relative(row[:, None], 2)", "ValueError: expected rewards of shape [batch]; got [4, 1]"),
     ("smd.losses.leave_one_out(row[0], 2)", "ValueError: expected rewards of shape [batch]; got []"),
