@@ -190,6 +190,7 @@ def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, mon
 def test_nothing_is_reported_before_all_seeds_are_in():
     sizes = {"policy": "snapkv", "budget": 128, "buffer": 16, "length": 227, "prompt_width": 163, "rollouts": 16}
     sizes |= {"prompts": 4, "group": 8, "lora_rank": 16, "evaluation_rows": 4, "mismatch_kl": 0.14}
+    sizes |= {"cpu_seconds": 30.0}
     rows: list[Row] = []
     for seed in range(10, 18):
         for arm, right in (("naive", [1, 0, 0, seed % 2]), ("shadow", [1, 1, 1, 0])):
@@ -199,6 +200,8 @@ def test_nothing_is_reported_before_all_seeds_are_in():
     said = reporting.section(rows)
     assert "| shadow | 0.750 |" in said and "at temperature 1: +0.375 (" in said and "is refuted." not in said
     assert "minus\n  naive +0.375 (" in reporting.bullet(rows)
+    assert "naive 30, shadow 30." in said and "4 of 4 leads survive" in said
+    assert f"| shadow minus naive | {' | '.join(4 * ['+0.50', '+0.25'])} |" in said
 
 
 def test_the_interval_has_the_error_of_seeds_and_of_questions():
