@@ -66,7 +66,7 @@ def never_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
     start(real_loop(), real_state(), directory, 6)
     kept = (directory / "refused_4.safetensors").is_file()
     yield Outcome(
-        "in 3 rollouts in a row" in message and kept and real_left(directory).steps[-1] == 6, 1, left.unreadable
+        "last of 3 rollouts in a row" in message and kept and real_left(directory).steps[-1] == 6, 1, left.unreadable
     )
 
 
