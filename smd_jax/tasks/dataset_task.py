@@ -45,8 +45,8 @@ class DatasetTask:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
-        where = self.rows.places[index] if isinstance(self.rows, FileRows) else f"row {index}, counted from 0"
-        return self.format.row(self.rows[index], where)
+        where = self.rows.place(index) if isinstance(self.rows, FileRows) else None
+        return self.format.row(self.rows[index], where or f"row {index}, counted from 0")
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
         """Calls the reward function; an async one returns an awaitable."""

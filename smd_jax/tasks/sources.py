@@ -67,6 +67,13 @@ class FileRows(list[Row]):
     def __init__(self, rows: Sequence[Row], places: Sequence[str]) -> None:
         super().__init__(rows)
         self.places = places
+        self._placed = {id(row): (row, where) for row, where in zip(rows, places, strict=True)}
+
+    def place(self, index: int) -> str | None:
+        """Where the row at this index is; None for a row that was added. Rows may have been sorted."""
+        row = self[index]
+        found = self._placed.get(id(row))
+        return found[1] if found is not None and found[0] is row else None
 
 
 def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
