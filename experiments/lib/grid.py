@@ -149,11 +149,10 @@ class Grid:
             ran = every[low : high + 1]
             if any(self._pilot_rewards(cell, arm, rate) is None for rate in ran):
                 return ran
-            best = self._best_rates(cell, arm, ran)
-            wider = max(low - (ran[0] in best), 0), min(high + (ran[-1] in best), len(every) - 1)
-            if wider == (low, high):
+            ends = wider(every, low, high, self._best_rates(cell, arm, ran))
+            if ends == (low, high):
                 return ran
-            low, high = wider
+            low, high = ends
 
     def _best_rates(self, cell: Cell, arm: Arm, rates: Sequence[float]) -> list[float]:
         """The best rate of every criterion."""
@@ -215,11 +214,15 @@ def searched_rate(reward: Callable[[float], float], rates: Sequence[float], firs
     low, high = rates.index(first[0]), rates.index(first[-1])
     while True:
         best = best_rate({rate: reward(rate) for rate in rates[low : high + 1]})
-        place = rates.index(best)
-        wider = max(low - (place == low), 0), min(high + (place == high), len(rates) - 1)
-        if wider == (low, high):
+        ends = wider(rates, low, high, [best])
+        if ends == (low, high):
             return best
-        low, high = wider
+        low, high = ends
+
+
+def wider(rates: Sequence[float], low: int, high: int, best: Sequence[float]) -> tuple[int, int]:
+    """The places of the first and last rate to run: one more on each side where the outermost one is a best one."""
+    return max(low - (rates[low] in best), 0), min(high + (rates[high] in best), len(rates) - 1)
 
 
 def one_core_each(workers: int) -> Pool:
