@@ -33,6 +33,10 @@ MOST_DIFFERENT = 50.0
 FOLLOWS = -0.5
 # Largest mean |difference| of tokens before any eviction, as a share of later tokens', if evictions are the cause.
 EARLY = 0.3
+# Log-probability in nats from which a token can hardly tell two models apart: both give it nearly all probability.
+CERTAIN = -0.1
+# First tokens of less than that which must agree before a cause is looked for in the later ones.
+FEWEST_FIRST = 4
 
 FIXES = {cause.name: cause.fix for cause in CAUSES} | {
     "stale weights": "update the sampler's weights before it samples, and compare their checksums",
@@ -317,7 +321,7 @@ def _by_elimination(
             return Finding("dtype", said, base), ()
     record = replays.record
     if not record.has_evictions:
-        return _without_evictions(difference, tolerance), ()
+        return _without_evictions(difference, replays.sampled[:, 0, 0], tolerance), ()
     evicted = np.where(record.evicted_at > 0, record.evicted_at, NEVER).min(axis=(1, 2, 3))
     columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
     # The token of column t is predicted by query t - 1.
@@ -335,14 +339,21 @@ def _by_elimination(
     return Finding("evictions", said, base), layers
 
 
-def _without_evictions(difference: np.ndarray, tolerance: float) -> Finding:
+def _without_evictions(difference: np.ndarray, sampled: np.ndarray, tolerance: float) -> Finding:
     """The cause for a record without evictions. Other weights change every token; unrecorded evictions leave the first
-    ones, which are sampled from a full cache, unchanged."""
-    first, later = _mean_abs(difference[:, 0]), _mean_abs(difference[:, 1:])
-    if first <= min(tolerance, EARLY * later):
+    ones, which are sampled from a full cache, unchanged.
+
+    Args:
+      sampled: `[rows]` log-probabilities of the first response tokens.
+    """
+    telling = np.isfinite(difference[:, 0]) & (sampled < CERTAIN)
+    first, later = _mean_abs(difference[telling, 0]), _mean_abs(difference[:, 1:])
+    agree = first <= min(tolerance, EARLY * later)
+    if agree and telling.sum() >= FEWEST_FIRST:
         said = "first response tokens agree and later ones differ: keys may have been evicted that the record lacks"
         return Finding("evictions not recorded", said, _mean_abs(difference))
-    said = "no tested condition explains the difference, and the first response tokens have it, too"
+    said = "no tested condition explains the difference, and "
+    said += "too few first response tokens can tell it from evictions" if agree else "the first tokens have it, too"
     return Finding("stale weights", said, _mean_abs(difference))
 
 

@@ -45,6 +45,7 @@ else:
     from smd_jax.tasks import reward_calls
 
 LONGEST = 2**20  # characters of an answer
+METHODS = ("reset", "step")  # of an environment
 
 
 class AnswerError(ValueError):
@@ -99,6 +100,12 @@ class Conversation:
 
         def begin() -> Any:
             self._environment = self._factory()
+            missing = [name for name in METHODS if not callable(getattr(self._environment, name, None))]
+            if missing:
+                made = type(self._environment).__name__
+                raise AnswerError(
+                    f"expected the methods {' and '.join(METHODS)}; got {made} without {' and '.join(missing)}"
+                )
             return self._environment.reset(row)
 
         return self._call(begin, lambda x: {"content": checked_content(x, opening=True)})

@@ -242,22 +242,27 @@ def open_environments(factory: Callable[[], Environment], seconds: float | None 
     """Environments with a time limit in seconds for each call; None: in this process, without a limit.
 
     Raises:
-      ValueError: an object in place of a class; a class without `reset` or `step`; others as EnvironmentsInProcesses.
+      ValueError: an object in place of a class; a class without `reset` or `step`, unless it has an `__init__`; others
+        as EnvironmentsInProcesses.
     """
     return EnvironmentsHere(factory) if seconds is None else EnvironmentsInProcesses(factory, seconds)
 
 
 def check_factory(factory: Any) -> None:
-    """Raises ValueError for an object in place of a class, and for a class without the methods of Environment."""
+    """Raises ValueError for an object in place of a class, and for a class whose objects lack `reset` or `step`.
+
+    An object may get its methods when it is made, so a conversation looks again.
+    """
     if not callable(factory):
         raise ValueError(
             f"expected a class or function that makes an environment; got an object of {_name(factory)}: give the "
             "class, not an object"
         )
     made = getattr(factory, "func", factory)  # the class of a partial
+    is_plain = isinstance(made, type) and made.__init__ is object.__init__ and made.__new__ is object.__new__
     # A class with __getattr__ may get its methods from another object.
-    if isinstance(made, type) and not hasattr(made, "__getattr__"):
-        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+    if is_plain and not hasattr(made, "__getattr__"):
+        missing = [name for name in environment_process.METHODS if not callable(getattr(made, name, None))]
         if missing:
             raise ValueError(
                 f"expected an environment with the methods reset and step; got {_name(made)} without "

@@ -117,7 +117,9 @@ class EvictionPolicy:
 def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
     """Raises ValueError unless `policy` gives every layer a budget that holds the keys that it protects."""
     budgets = policy.layer_budgets(budget, num_layers)
-    is_whole = isinstance(budgets, tuple) and all(type(size) is int or isinstance(size, np.integer) for size in budgets)
+    is_whole = isinstance(budgets, tuple | list) and all(
+        type(size) is int or isinstance(size, np.integer) for size in budgets
+    )
     if not is_whole or len(budgets) != num_layers:
         raise ValueError(
             f"expected layer_budgets of {type(policy).__name__} as a tuple of {num_layers} whole numbers, one for each "

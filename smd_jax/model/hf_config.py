@@ -265,8 +265,8 @@ def _check_rope_keys(rope: Mapping[str, Any], own: Set[str]) -> None:
         return  # refused by `_read_scaling`
     fields = {_key(field) for field in dataclasses.fields(_ROPES[kind])} if kind in _ROPES else set[str]()
     known = _ROPE_ANYWHERE | _ROPE_EXTRA.get(kind, set()) | fields | own
-    # A factor of 1 changes nothing.
-    unknown = {key: x for key, x in rope.items() if key not in known and x is not None and (key, x) != ("factor", 1)}
+    neutral = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1}  # these values change nothing
+    unknown = {key: x for key, x in rope.items() if key not in known and x is not None and x != neutral.get(key)}
     if not unknown:
         return
     hint = ""

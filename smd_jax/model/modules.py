@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
@@ -121,19 +120,16 @@ def from_nnx(
     """Model and parameters of a flax.nnx module.
 
     The parameters are the module's `nnx.Param` variables, as an `nnx.State`; `nnx.update(module, params)` puts trained
-    ones back. Other variables, such as counters of random streams, are unchanged.
+    ones back. Other variables, such as counters of random streams, are unchanged. The model is a copy in evaluation
+    mode (`module.eval()`), because sampler and learner would drop different activations.
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
-
-    Raises:
-      ValueError: for a module whose dropout is on: sampler and learner would drop different activations.
     """
     from flax import nnx
 
-    for path, part in nnx.iter_modules(module):
-        if isinstance(part, nnx.Dropout) and not part.deterministic and part.rate > 0:
-            _refuse_dropout(".".join(map(str, path)), part.rate, "module.eval()")
+    module = nnx.clone(module)
+    module.eval()
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     return ModuleModel(lambda params: nnx.merge(graph, params, rest, copy=True), shape, hidden, logits), params
 
@@ -145,25 +141,14 @@ def from_equinox(
 
     The parameters are the module's floating-point arrays, as a module with None instead of everything else;
     `equinox.combine(params, module)` puts trained ones back. Functions take modules of one example as Equinox has
-    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`.
+    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`. The model is a copy in
+    inference mode (`equinox.nn.inference_mode`), because sampler and learner would drop different activations.
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
-
-    Raises:
-      ValueError: for a module whose dropout is on: sampler and learner would drop different activations.
     """
     import equinox
 
-    for path, part in jax.tree.leaves_with_path(module, is_leaf=lambda x: isinstance(x, equinox.nn.Dropout)):
-        if isinstance(part, equinox.nn.Dropout) and not part.inference and part.p > 0:
-            _refuse_dropout(jax.tree_util.keystr(path), part.p, "equinox.nn.inference_mode(module)")
+    module = equinox.nn.inference_mode(module)
     params, rest = equinox.partition(module, equinox.is_inexact_array)
     return ModuleModel(lambda params: equinox.combine(params, rest), shape, hidden, logits), params
-
-
-def _refuse_dropout(path: str, rate: float, fix: str) -> None:
-    raise ValueError(
-        "expected a module without dropout, because sampler and learner would drop different activations: call "
-        f"{fix} before; got rate {rate} at {path}"
-    )

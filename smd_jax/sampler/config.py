@@ -88,7 +88,7 @@ def plan(
     check_policy(policy)
     if policy.evicts:
         check_budget(policy, config.budget, num_layers)
-        return policy.layer_budgets(config.budget, num_layers), config.buffer
+        return tuple(policy.layer_budgets(config.budget, num_layers)), config.buffer
     if config.quant is None:
         # Without compression, prompt and buffer form the ring of P + R slots.
         return (prompt_width,) * num_layers, config.max_new_tokens

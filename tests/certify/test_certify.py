@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import smd_jax as smd
-from smd_jax.certify import report
+from smd_jax.certify import report, verdict
 from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, logprobs_of, prompt_facts, replay_logits
 from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
 from smd_jax.certify.verdict import Models, certify
@@ -148,6 +148,21 @@ def test_evictions_that_the_record_does_not_report(params):
     older = jax.tree.map(lambda x: 0.95 * x, params)
     stale = sampler_under(older, given, Conditions.of(checked(given)))
     assert not stale.has_evictions and named(params, stale)[0] == "stale weights"
+
+
+def test_first_tokens_that_cannot_tell():
+    """Other weights leave a token that is nearly certain as it was, and one token agrees by chance."""
+    base, changed = np.log(np.array([[0.5, 0.5]] * 4)), np.log(np.array([[1.0, 2.0]] * 4))
+
+    def cause(difference, first):
+        return verdict._without_evictions(difference, np.asarray(first), verdict.TOLERANCE)
+
+    assert cause(changed, base[:, 0]).cause == "evictions not recorded"
+    certain = cause(changed, np.full(4, -0.01))
+    assert certain.cause == "stale weights" and "too few first response tokens" in certain.detail
+    assert cause(changed[:1], base[:1, 0]).cause == "stale weights"
+    differ = cause(changed + 0.1, base[:, 0])
+    assert differ.cause == "stale weights" and "the first tokens have it, too" in differ.detail
 
 
 def with_top(params, arrays, rows, k=6):

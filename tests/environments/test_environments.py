@@ -107,6 +107,14 @@ class Opener:
         return row["prompt"]
 
 
+class Late(Opener):
+    """Its objects get `step` when they are made, or never."""
+
+    def __init__(self, *, complete: bool = True):
+        if complete:
+            self.step = Echo().step
+
+
 class Forwarding:
     def __getattr__(self, name: str) -> Any:
         return getattr(Echo(), name)
@@ -288,6 +296,14 @@ def test_what_is_no_environment_is_refused(seconds: float | None):
             open_environments(without_step, seconds)  # pyright: ignore[reportArgumentType]
     forwarding: Any = Forwarding  # its methods are another object's
     open_environments(forwarding, seconds).close()
+    late: Any = Late
+    found = open_environments(late, seconds)
+    assert found.reset(ROWS[:1])[0].content == ROWS[0]["prompt"]
+    found.close()
+    found = open_environments(functools.partial(late, complete=False), seconds)
+    failure = found.reset(ROWS[:1])[0].failure
+    assert failure is not None and failure.message == "expected the methods reset and step; got Late without step"
+    found.close()
 
 
 def test_a_file_that_its_process_cannot_load_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):

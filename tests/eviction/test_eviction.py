@@ -21,6 +21,7 @@ from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.config import plan
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import prompt_keys, row_keys
@@ -273,10 +274,16 @@ class Budgets(EvictionPolicy):
         return self.sizes
 
 
-@pytest.mark.parametrize("sizes", [(8,), (8, 8, 8), (8, 7.5), (8, True), [8, 8], 8])
+class ListedBudgets(Budgets):
+    def layer_budgets(self, budget: int, num_layers: int) -> Any:
+        return list(self.sizes)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 8, 8), (8, 7.5), (8, True), "88", 8])
 def test_budgets_of_layers_that_make_no_sense(sizes: Any):
     """With too few of them the other layers would not be sampled at all."""
     check_budget(Budgets((8, 6)), 8, num_layers=2)
+    assert plan(ListedBudgets((8, 6)), RolloutConfig(4, 8, 4), num_layers=2, prompt_width=4) == ((8, 6), 4)
     message = "expected layer_budgets of Budgets as a tuple of 2 whole numbers, one for each layer; got "
     with pytest.raises(ValueError, match=re.escape(f"{message}{sizes!r}")):
         check_budget(Budgets(sizes), 8, num_layers=2)

@@ -298,6 +298,14 @@ def test_what_the_decoder_does_not_do(model_type: str | None, change: dict[str, 
     assert len(str(caught.value)) < 600
 
 
+def test_keys_of_rope_that_change_nothing():
+    """Early files with YaRN have them."""
+    given = SMALL | {"model_type": "llama"}
+    plain = model_config_from_hf(given | {"rope_scaling": YARN})
+    neutral = {"attn_factor": 1, "extrapolation_factor": 1.0}
+    assert model_config_from_hf(given | {"rope_scaling": YARN | neutral}) == plain
+
+
 def test_before_a_tensor_is_read(tmp_path: Path):
     """The weights are no safetensors at all; the error is about the field, and names the file."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"hidden_act": "gelu"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -116,25 +117,26 @@ def test_sizes_that_the_shape_does_not_have_are_refused(sizes, message, chunk):
             smd.model.apply_model(model, params, tokens, tokens, smd.dense_mask(tokens > 0))
 
 
-def test_modules_with_dropout_are_refused():
+def test_dropout_is_switched_off():
     """Sampler and learner would drop different activations: 1 nat apart at a rate of 0.1."""
     shape = smd.model.ModelShape(1, 1, 1, 2, 2, 4, max_positions=8)
 
-    def unused(*_):
+    def hidden(module, tokens, *_):
+        return module(jnp.ones((*tokens.shape, 2)))
+
+    def logits(*_):
         return jnp.zeros(1)
 
-    module = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"call module.eval\(\) before; got rate 0.1 at layers.1"):
-        smd.model.from_nnx(module, shape, unused, unused)
-    module.eval()
-    smd.model.from_nnx(module, shape, unused, unused)
-    smd.model.from_nnx(nnx.Dropout(0.0, rngs=nnx.Rngs(0)), shape, unused, unused)
-    layers = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.1)])
-    with pytest.raises(
-        ValueError, match=r"call equinox.nn.inference_mode\(module\) before; got rate 0.1 at \.layers\[1\]"
-    ):
-        smd.model.from_equinox(layers, shape, unused, unused)
-    smd.model.from_equinox(eqx.nn.inference_mode(layers), shape, unused, unused)
+    tokens = jnp.ones((3, 4), int)
+    unused: Any = None
+    module = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    model, params = smd.model.from_nnx(module, shape, hidden, logits)
+    assert (model.hidden_of(model.with_params(params), tokens, tokens, unused) == 1).all()
+    assert not module.layers[0].deterministic, "the user's module trains on with dropout"
+    layers = eqx.nn.Sequential([eqx.nn.Dropout(0.5)])
+    model, params = smd.model.from_equinox(layers, shape, hidden, logits)
+    assert (model.hidden_of(model.with_params(params), tokens, tokens, unused) == 1).all()
+    assert not layers[0].inference
 
 
 def test_a_shape_with_runs_is_refused():
