@@ -78,8 +78,11 @@ def missing(rows: Sequence[Row]) -> str:
     if not is_complete(rows):
         return "eight seeds of the real model"
     found = of_rules(rows)
-    arms = [arm for arm in ("tis", "mixed-50") if arm not in found["snapkv"]]
-    parts = [*arms, *(NAMES[rule] for rule in NAMES if rule not in found)]
+    parts = [
+        f"{' and '.join(arms)} under {name}"
+        for rule, name in NAMES.items()
+        if (arms := [arm for arm in LEARNERS if arm not in found.get(rule, {})])
+    ]
     return f"and on the real model {', '.join(parts)}" if parts else ""
 
 
@@ -96,13 +99,21 @@ def bullet(rows: Sequence[Row]) -> str:
         under = lead(arms["mixed-50"], arms["tis"], "sparse")
         mixed = f"""
   Exploratory: half shadow masks, half TIS minus TIS {under} under the budget. {corrected(arms)}"""
+    if other := of_rules(rows).get("r-kv"):
+        again = lead(other["shadow"], other["naive"], "sparse")
+        before, after = (
+            [f"{mean_of(by[arm], 'sparse').mean:.2f}" for by in (arms, other)] for arm in ("untrained", "naive")
+        )
+        mixed += f"""
+  The eviction policy matters more: under SnapKV the model starts at {before[0]} and naive ends at {after[0]}, under
+  R-KV at {before[1]} and {after[1]}. Shadow masks minus naive is {again} under R-KV."""
     return f"""* *Real model.* [SmolLM2](#a-real-model) under SnapKV, eight seeds, temperature 1: shadow masks minus
   naive {main} under the budget, the planned contrast, and {full} with the full cache{verdict}.{mixed}"""
 
 
 def section(rows: Sequence[Row]) -> str:
     """Empty until the arms of a primary contrast are complete."""
-    parts = [part(NAMES[rule], arms) for rule, arms in of_rules(rows).items()]
+    parts = [part(rule, arms) for rule, arms in of_rules(rows).items()]
     if not parts:
         return ""
     one = next(row for row in rows if row["arm"] == "shadow")
@@ -141,11 +152,12 @@ def part(rule: str, arms: Arms) -> str:
         f"{arm} {np.mean([row['cpu_seconds'] for row in found]):.0f}" for arm, found in arms.items() if arm in LEARNERS
     )
     mismatch = plain(mean_of(arms["naive"], "mismatch_kl")).removeprefix("+")
-    return f"""{rule} (the dense learner of naive is {mismatch} nats per token away from the sampler):
+    contrast = "Primary contrast" if rule == "snapkv" else "The same contrast"
+    return f"""{NAMES[rule]} (the dense learner of naive is {mismatch} nats per token away from the sampler):
 
 {table(["arm", "budget", "greedy", "full cache", "greedy"], lines)}
 
-*Primary contrast*: shadow masks minus naive under the budget at temperature 1: {main} (p = {p:.1g}, paired t over
+*{contrast}*: shadow masks minus naive under the budget at temperature 1: {main} (p = {p:.1g}, paired t over
 seeds). {verdict} The other leads are exploratory. {corrected(arms)} Over eight seeds a percentile bootstrap covers a
 little less than 95 %. CPU seconds of a run with its evaluation: {seconds}.
 
