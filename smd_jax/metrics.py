@@ -132,14 +132,16 @@ def reward_metrics(
     groups = rewards.reshape(-1, group_size)
     rewarded = jnp.ones(groups.shape, bool) if rewarded_rows is None else rewarded_rows.reshape(groups.shape)
     left = rewarded.sum(axis=1)
-    # A group without any reward is left out.
-    within = jnp.where(left > 1, groups.std(axis=1, ddof=min(1, group_size - 1), where=rewarded), 0.0)
     # Equality, not a standard deviation near 0: the mean of equal floats may differ from them.
     highest = jnp.where(rewarded, groups, -jnp.inf).max(axis=1)
     lowest = jnp.where(rewarded, groups, jnp.inf).min(axis=1)
+    # A group without any reward is left out. Deviations are of the distance from one reward: exactly 0 for equal ones.
+    of_groups = (groups - highest[:, None]).std(axis=1, ddof=min(1, group_size - 1), where=rewarded)
+    within = jnp.where(left > 1, of_groups, 0.0)
+    of_batch = (groups - highest.max()).std(ddof=min(1, groups.size - 1), where=rewarded)
     return {
         "reward": groups.mean(where=rewarded),
-        "reward_std": jnp.where(left.sum() > 1, groups.std(ddof=min(1, groups.size - 1), where=rewarded), 0.0),
+        "reward_std": jnp.where(left.sum() > 1, of_batch, 0.0),
         "reward_std_within_group": within.mean(where=left > 0),
         "frac_reward_zero_std": (highest <= lowest).astype(jnp.float32).mean(),
     }

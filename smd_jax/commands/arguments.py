@@ -214,7 +214,7 @@ class OptimizerArgs:
     adam_beta2: float = 0.999  # decay of AdamW's mean of squared gradients
     adam_epsilon: float = 1e-8  # added to the root of the latter
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of AdamW's momentum
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to it
+    max_grad_norm: float | None = 1.0  # longer gradients are scaled down to it; None: never
     gate_speed: float = 30.0  # learning rate of the gate of --eviction gate, relative to that of the model
 
 

@@ -110,6 +110,11 @@ def loss_config(args: LossArgs, reference: ReferenceArgs) -> LossConfig:
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     make = LOSSES[args.loss_type]
     bounds_of_loss = [name for name in bounds if name in inspect.signature(make).parameters]
+    if given and not CORRECTIONS[args.correction]().traits.clips:
+        raise ValueError(
+            f"expected no bounds of the loss with the correction {args.correction!r}, whose trust region replaces "
+            f"them; got {given}"
+        )
     others = [name for name in given if name not in bounds_of_loss]
     if others:
         raise ValueError(f"expected bounds of the loss {args.loss_type!r}, among {bounds_of_loss}; got {others}")

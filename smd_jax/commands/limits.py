@@ -37,7 +37,18 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "without --environment",
     ),
     (("context_length", "summary_request", "summary_heading"), lambda run: run.contexts > 1, "without --contexts"),
-    (("sinks", "pyramid"), lambda run: run.eviction != "dense", "without an --eviction policy"),
+    (("budget", "sinks", "pyramid"), lambda run: run.eviction != "dense", "without an --eviction policy"),
+    (
+        ("buffer",),
+        lambda run: run.eviction != "dense" or run.quant_bits is not None,
+        "without an --eviction policy or --quant-bits",
+    ),
+    # DPO replays the masks, too.
+    (
+        ("mismatch_bound",),
+        lambda run: getattr(run, "correction", "shadow") == "shadow",
+        "without --correction shadow: other learners differ from the sampler",
+    ),
     # A file may hold a policy with a gate.
     (("gate_speed",), lambda run: "gate" in run.eviction or ".py" in run.eviction, "without --eviction gate"),
     (("distill_coef",), lambda run: run.distill != "none", "without --distill"),

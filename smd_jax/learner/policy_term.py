@@ -8,6 +8,7 @@ the opposite. For cost and gain see REPORT.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -60,8 +61,10 @@ class PolicyTerm(Term):
     def __post_init__(self) -> None:
         check_types(self)
         loss, correction = self.loss, self.correction
-        if not self.coef >= 0:
-            raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.coef}")
+        if not 0 <= self.coef < math.inf:
+            raise ValueError(
+                f"expected a finite policy_coef > 0, or 0 with another term to learn from; got {self.coef}"
+            )
         if loss.beta > 0 and self.coef == 0:
             raise ValueError(f"expected beta 0 with policy_coef 0, which disables the KL; got {loss.beta}")
         choice = self.choice  # checks the quantile

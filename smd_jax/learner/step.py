@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def take_step(
 ) -> tuple[TrainState, Metrics]:
     """The state after one optimizer step, and its metrics.
 
-    Non-finite gradients are skipped: parameters and optimizer do not change, but the step counts, as in `skip_step`.
+    Non-finite gradients are skipped, as in `skip_step`: parameters and moments do not change, but the step counts.
 
     16-bit parameters are updated in float32 and rounded, see `smd_jax.learner.storage`; the optimizer sees float32 or
     wider.
@@ -76,8 +77,8 @@ def take_step(
     Args:
       grads: gradients of the trained parameters, see `smd_jax.learner.state.trained_params`.
       is_finite: false if, for example, the loss is not finite; then the gradients are not used.
-      learns: false without counted tokens, when gradients are 0. Parameters and optimizer then do not change, as in
-        `skip_step`; this is not counted in `update/skipped`.
+      learns: false without counted tokens, when gradients are 0. Then the step is as in `skip_step`, and not in
+        `update/skipped`.
 
     Returns:
       The state; `grad_norm`, the norm of the gradients before clipping; `update/skipped`, 1 for skipped gradients; and
@@ -93,7 +94,9 @@ def take_step(
     trained = rounded(optax.apply_updates(wide, updates), before, state.key, state.step, PARAMS)
     # Selected elementwise: two branches would each need memory.
     trained, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(is_finite & learns, new, old), (trained, opt_state), (before, state.opt_state)
+        lambda new, old: jnp.where(is_finite & learns, new, old),
+        (trained, opt_state),
+        (before, with_schedules_advanced(state.opt_state)),
     )
     # Without the constraint the compiler could choose another sharding, and the next step would be compiled again.
     params = with_trained(state.params, constrain_tree(trained))
@@ -109,8 +112,35 @@ def take_step(
 
 def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainState:
     """The state after a step without counted tokens. Parameters do not change, not even by momentum and weight decay.
-    The step counts, because rows and random numbers of later rollouts depend on it."""
-    return synchronised(state.replace(step=state.step + 1), sync)
+    The step counts, also in schedules: rows, random numbers and learning rates of later rollouts depend on it."""
+    opt_state = with_schedules_advanced(state.opt_state)
+    return synchronised(state.replace(step=state.step + 1, opt_state=opt_state), sync)
+
+
+def with_schedules_advanced(opt_state: optax.OptState) -> optax.OptState:
+    """The optimizer's state after a step that only its schedules count.
+
+    Schedules of `optax.scale_by_schedule` and `optax.inject_hyperparams`; moments and their own counters do not change.
+    """
+    scheduled = (optax.ScaleByScheduleState, optax.schedules.InjectStatefulHyperparamsState)
+
+    def advanced(part: Any) -> Any:
+        if isinstance(part, optax.ScaleByScheduleState):
+            return part._replace(count=optax.safe_increment(part.count))
+        if isinstance(part, optax.schedules.InjectStatefulHyperparamsState):
+            # The state of a plain schedule is a counter.
+            states = {
+                name: each._replace(count=optax.safe_increment(each.count)) if each._fields == ("count",) else each
+                for name, each in part.hyperparams_states.items()
+            }
+            return part._replace(
+                count=optax.safe_increment(part.count),
+                hyperparams_states=states,
+                inner_state=with_schedules_advanced(part.inner_state),
+            )
+        return part
+
+    return jax.tree.map(advanced, opt_state, is_leaf=lambda x: isinstance(x, scheduled))
 
 
 def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:

@@ -39,8 +39,7 @@ def group_relative(
     check_choice("scale_rewards", scale, get_args(Scale))
     groups = grouped(rewards, group_size)
     rewarded = grouped_rows(rewarded_rows, groups)
-    centred = groups - groups.mean(1, keepdims=True, where=rewarded)
-    return _among_others(_scaled(centred, groups, scale, rewarded), rewarded).reshape(-1)
+    return _among_others(_scaled(_centred(groups, rewarded), groups, scale, rewarded), rewarded).reshape(-1)
 
 
 def leave_one_out(
@@ -57,8 +56,7 @@ def leave_one_out(
     groups = grouped(rewards, group_size)
     rewarded = grouped_rows(rewarded_rows, groups)
     number = group_size if rewarded is None else rewarded.sum(1, keepdims=True)
-    others = (groups.sum(1, keepdims=True, where=rewarded) - groups) / (number - 1)
-    return _among_others(groups - others, rewarded).reshape(-1)
+    return _among_others(_centred(groups, rewarded) * (number / (number - 1)), rewarded).reshape(-1)
 
 
 def turn_relative(
@@ -87,8 +85,7 @@ def turn_relative(
     if rewarded is not None:
         counted = counted & rewarded[..., None]
     groups = rewards.reshape(counted.shape)
-    centred = groups - groups.mean((1, 2), keepdims=True, where=counted)
-    scaled = _scaled(centred, groups, scale, counted)
+    scaled = _scaled(_centred(groups, counted), groups, scale, counted)
     # A group with one reward has no deviation, and nothing to compare with.
     scaled = jnp.where(counted & (counted.sum((1, 2), keepdims=True) > 1), scaled, 0.0)
     return jnp.cumsum(scaled[..., ::-1], axis=-1)[..., ::-1].reshape(rewards.shape)
@@ -138,6 +135,16 @@ def grouped_rows(
     return rewarded_rows.reshape(groups.shape)
 
 
+def _centred(
+    rewards: Float[Array, "groups group_size *turns"], counted: Bool[Array, "groups group_size *turns"] | None
+) -> Float[Array, "groups group_size *turns"]:
+    """Rewards minus the mean of the counted ones of their group, exactly 0 if these are equal."""
+    axes = tuple(range(1, rewards.ndim))
+    # The mean of equal floats may differ from them; the mean of zeros does not.
+    above = rewards - rewards.max(axes, keepdims=True, where=counted, initial=None if counted is None else -jnp.inf)
+    return above - above.mean(axes, keepdims=True, where=counted)
+
+
 def _scaled(
     centred: Float[Array, "groups group_size *turns"],
     rewards: Float[Array, "groups group_size *turns"],
@@ -147,9 +154,10 @@ def _scaled(
     """Divides by the deviation of the counted rewards of a group, or of all groups."""
     if scale == "none":
         return centred
-    # The deviation of the rewards, not of `centred`: groups may have different means.
+    # Of the rewards for a batch, whose groups may have different means. Of `centred` for a group: exactly 0 if equal.
     axes = None if scale == "batch" else tuple(range(1, rewards.ndim))
-    return centred / (rewards.std(axes, ddof=1, keepdims=True, where=counted) + EPSILON)
+    spread = (rewards if scale == "batch" else centred).std(axes, ddof=1, keepdims=True, where=counted)
+    return centred / (spread + EPSILON)
 
 
 def _among_others(

@@ -13,6 +13,7 @@ Source: TRL (1.16), trl/experimental/online_dpo/online_dpo_trainer.py and online
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,8 +54,8 @@ class DPOConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not self.beta > 0:
-            raise ValueError(f"expected beta > 0; got {self.beta}")
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"expected a finite beta > 0; got {self.beta}")
 
 
 @any_leaves

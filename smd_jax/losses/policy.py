@@ -13,6 +13,7 @@ A loss is a token weighting and a surrogate, two small frozen dataclasses, which
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import jax
@@ -57,8 +58,8 @@ class LossConfig:
         check_types(self)
         # Without "sequence", the product over a response, because such ratios grow with the length.
         check_choice("ratio_level", self.ratio_level, ("token", "geometric"))
-        if not self.beta >= 0:
-            raise ValueError(f"expected beta >= 0; got {self.beta}")
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"expected a finite beta >= 0; got {self.beta}")
         # Unused options are refused rather than ignored.
         if self.beta == 0 and (self.kl_estimator != "k3" or self.use_bias_correction_kl):
             raise ValueError(

@@ -9,6 +9,7 @@ Arrays may hold any value outside the mask; results there are 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -43,8 +44,8 @@ class ValueConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not self.coef > 0:
-            raise ValueError(f"expected coef > 0, because the critic must learn; got {self.coef}")
+        if not 0 < self.coef < math.inf:
+            raise ValueError(f"expected a finite coef > 0, because the critic must learn; got {self.coef}")
         if self.clip_range is not None and not self.clip_range > 0:
             raise ValueError(f"expected clip_range > 0, or None for no bound; got {self.clip_range}")
 

@@ -16,7 +16,9 @@ from smd_jax.devices.processes import all_or_none, is_first
 from smd_jax.disk import disk_errors_named
 from smd_jax.losses.value import VALUE_METRICS
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, read_metrics
+from smd_jax.runs.checkpoint.files import all_steps
 from smd_jax.runs.run_config import Objective
+from smd_jax.runs.run_folder import CHECKPOINTS
 
 Metrics = Mapping[str, Any]
 
@@ -126,12 +128,14 @@ class RunLog:
 
 
 def best_rollout(directory: Path, objective: Objective | None) -> Best | None:
-    """The best value of the objective in a run's rows; None without any value."""
+    """The best value of the objective among the rows whose checkpoint exists; None without any."""
+    kept = all_steps(directory / CHECKPOINTS)
     rollouts = [(row["step"] + 1, row) for row in read_metrics(directory / METRICS_FILE)]
     evaluations = [(row["step"], row) for row in read_metrics(directory / EVALUATIONS_FILE)]
     best = None
     for done, row in sorted([*rollouts, *evaluations], key=lambda numbered: numbered[0]):
-        best = better(best, objective, done, row)
+        if done in kept:
+            best = better(best, objective, done, row)
     return best
 
 

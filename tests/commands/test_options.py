@@ -203,6 +203,8 @@ def test_losses_and_corrections():
     assert loss_config(LossArgs(loss_type="dapo"), reference) == smd.losses.dapo()
     given = loss_config(LossArgs(loss_type="dapo", epsilon_high=0.5), ReferenceArgs(beta=0.1, kl_estimator="k2"))
     assert given == dataclasses.replace(smd.losses.dapo(epsilon_high=0.5, beta=0.1), kl_estimator="k2")
+    with pytest.raises(ValueError, match=r"no bounds of the loss with the correction 'dppo_tv'.*got {'epsilon': 0.1}"):
+        loss_config(LossArgs(correction="dppo_tv", epsilon=0.1), reference)
     assert update_config(LossArgs(), reference, SnapKV(), None, 8).distill is None
     distill = update_config(LossArgs(distill="anchor", distill_coef=0.2), reference, SnapKV(), None, 8).distill
     assert distill == smd.DistillConfig(direction="anchor", coef=0.2)
@@ -217,6 +219,12 @@ def test_losses_and_corrections():
 def test_adapters_take_larger_steps():
     for more, rate in (([], 1e-6), (["--lora-r", "4"], 1e-5), (["--lora-r", "4", "--learning-rate", "1e-4"], 1e-4)):
         assert learning_rate(parse(["grpo", *NEEDED, *more])[1]) == rate
+
+
+def test_gradients_may_be_unclipped():
+    words = ["grpo", *NEEDED, "--max-grad-norm"]
+    assert parse([*words, "None"])[1].optimizer.max_grad_norm is None
+    assert parse([*words, "2"])[1].optimizer.max_grad_norm == 2
 
 
 def test_a_mesh_over_a_part_of_the_devices_is_refused():

@@ -9,6 +9,7 @@ import pytest
 
 from smd_jax.losses.advantages import EPSILON, Scale, group_relative, groups_with_signal, leave_one_out, turn_relative
 from smd_jax.losses.dpo import best_worst
+from smd_jax.metrics import reward_metrics
 from tests import paths
 
 GOLDEN = json.loads((paths.GOLDEN / "losses.json").read_text(encoding="utf-8"))
@@ -29,6 +30,20 @@ def test_advantages_are_those_of_trl(name):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_equal_rewards_have_no_advantage(name):
     np.testing.assert_array_equal(ESTIMATORS[name](jnp.full(6, 2.0), 3), np.zeros(6))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.1, 992.37476, -31415.927])
+def test_equal_rewards_whose_mean_is_rounded(name, reward):
+    """The mean of equal floats may differ from them, and a deviation of the same size would make that an advantage."""
+    rewards = jnp.full(20, reward, jnp.float32)
+    rewarded = jnp.arange(20) != 3
+    np.testing.assert_array_equal(ESTIMATORS[name](rewards, 10), np.zeros(20))
+    np.testing.assert_array_equal(ESTIMATORS[name](rewards, 10, rewarded_rows=rewarded), np.zeros(20))
+    turns = turn_relative(rewards.reshape(4, 5), jnp.ones((4, 5), bool), 2)
+    np.testing.assert_array_equal(turns, np.zeros((4, 5)))
+    metrics = reward_metrics(rewards, 10, rewarded)
+    assert metrics["reward_std"] == metrics["reward_std_within_group"] == 0
 
 
 def test_which_groups_carry_signal():

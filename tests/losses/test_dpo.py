@@ -138,9 +138,9 @@ def test_metrics_by_hand():
     assert set(nothing) == set(expected) == DPO_METRICS.keys() and not any(float(value) for value in nothing.values())
 
 
-@pytest.mark.parametrize("beta", [0.0, -0.1, float("nan")])
+@pytest.mark.parametrize("beta", [0.0, -0.1, float("nan"), float("inf")])
 def test_a_beta_that_means_nothing(beta):
-    with pytest.raises(ValueError, match=f"expected beta > 0; got {beta}"):
+    with pytest.raises(ValueError, match=f"expected a finite beta > 0; got {beta}"):
         DPOConfig(beta=beta)
 
 

@@ -125,8 +125,9 @@ def test_loss_and_gradient_are_those_of_trl(case):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("coef", 0.0, "expected coef > 0, because the critic must learn; got 0.0"),
-        ("coef", float("nan"), "expected coef > 0"),
+        ("coef", 0.0, "expected a finite coef > 0, because the critic must learn; got 0.0"),
+        ("coef", float("nan"), "expected a finite coef > 0"),
+        ("coef", float("inf"), "expected a finite coef > 0"),
         ("clip_range", 0.0, "expected clip_range > 0, or None for no bound; got 0.0"),
         ("clip_range", -0.2, "expected clip_range > 0, or None for no bound; got -0.2"),
     ],

@@ -23,7 +23,7 @@ from smd_jax.eviction.policies import H2O
 from smd_jax.learner.forward import make_replay
 from smd_jax.learner.mismatch_guard import MismatchGuard, default_bound, find_wrong_head, first_difference
 from smd_jax.learner.state import init_state
-from smd_jax.learner.step import take_step
+from smd_jax.learner.step import skip_step, take_step
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
@@ -37,6 +37,7 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 from smd_jax.train.samples import RefusedRolloutError, Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
@@ -67,6 +68,28 @@ def test_a_step_without_learning_signal_ignores_momentum_and_is_not_skipped():
     after, metrics = take_step(state, optimizer, {"w": jnp.zeros(3)}, learns=jnp.bool_(False))
     assert metrics["update/skipped"] == 0 and metrics["grad_norm"] == 0
     assert_bitwise_equal(after, state.replace(step=state.step + 1))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        make_optimizer(OptimizerConfig(learning_rate=1.0, lr_scheduler_type="linear", max_grad_norm=None), 4),
+        make_optimizer(OptimizerConfig(learning_rate=1.0, lr_scheduler_type="linear"), 4),
+        optax.adam(optax.linear_schedule(1.0, 0.0, 4), eps=1e-8),
+    ],
+)
+def test_schedules_count_the_steps_that_are_left_out(optimizer: optax.GradientTransformation):
+    """The rate of the last of four steps is a quarter, however many of the others had something to learn from."""
+    state = init_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0))
+    moments = state.opt_state
+    state, _ = take_step(state, optimizer, {"w": jnp.ones(1)}, learns=jnp.bool_(False))
+    state, _ = take_step(state, optimizer, {"w": jnp.full(1, jnp.nan)})
+    state = skip_step(state)
+    for name in ("mu", "nu"):
+        assert_bitwise_equal(optax.tree.get(state.opt_state, name), optax.tree.get(moments, name))
+    state, metrics = take_step(state, optimizer, {"w": jnp.full(1, 0.5)})
+    assert metrics.get("learning_rate", 0.25) == 0.25
+    np.testing.assert_allclose(state.params["w"], [-0.25], rtol=1e-5)
 
 
 def test_gradients_whose_norm_overflows_are_skipped():

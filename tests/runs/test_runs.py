@@ -13,7 +13,7 @@ import pytest
 from smd_jax.runs import checkpoint
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import Objective, RunConfig
-from smd_jax.runs.run_log import ROLLOUTS, better, symptoms
+from smd_jax.runs.run_log import ROLLOUTS, best_rollout, better, symptoms
 from smd_jax.runs.settings import machine, split_settings
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import CONFIG, PlainLoop, new_state
@@ -179,6 +179,17 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     options["evaluate"] = Evaluations({0: 0.9, 2: 0.5, 4: 0.3, 6: 0.4})
     start(tmp_path / "worse", 6, **options)
     assert saved(tmp_path / "worse") == [2, 6]
+
+
+def test_an_objective_that_a_resume_adds(tmp_path):
+    """The best checkpoint is one that still exists."""
+    start(tmp_path, 4, evaluate_every=2, evaluate=Evaluations({0: 0.1, 2: 0.9, 4: 0.2}), keep=1, checkpoint_every=1)
+    assert saved(tmp_path) == [4]
+    later = Evaluations({6: 0.5, 8: 0.3})
+    start(tmp_path, 8, resume=True, evaluate_every=2, evaluate=later, objective=Objective(DENSE), keep=1)
+    assert saved(tmp_path) == [6, 8]
+    best = best_rollout(tmp_path, Objective(DENSE))
+    assert best is not None and best.done == 6, "the first rows have a better one whose checkpoint is gone"
 
 
 def test_an_objective_that_is_no_metric(tmp_path):
