@@ -64,10 +64,10 @@ def figures(rows: dict[str, list[Row]]) -> dict[Path, tuple[Callable[[Path, str]
     """Path -> what draws the figure there, and the digest of its rows."""
     planned = reruns.without(rows)
     room, doses = first_cell(planned["room"]), dose.cells_of(planned["dose.json"])
-    found = {RESULTS / front.FIGURE: (partial(figure.draw_first, room), digest(room))}
-    if len(doses) >= dose.FEWEST:
-        found[RESULTS / dose.FIGURE] = (partial(figure.draw_doses, doses), digest(doses))
-    return found
+    return {
+        RESULTS / front.FIGURE: (partial(figure.draw_first, room), digest(room)),
+        RESULTS / dose.FIGURE: (partial(figure.draw_doses, doses), digest(doses)),
+    }
 
 
 def digest(content: object) -> str:

@@ -43,14 +43,14 @@ def text(rows: Rows, planned: Rows, first: Contrast) -> str:
         OLDER_STUDIES,
         commands(rows),
     )
-    return "\n".join(section for section in sections if section)
+    return "\n".join(sections)
 
 
 def appendix(rows: Rows, first: room.RoomCell) -> str:
     others_of_room = "\n\n".join(
         f"{cell.label}:\n\n{room.arms_table(cell, cell.complete)}" for cell in room.other_cells(rows["room"])
     )
-    made = "\n".join(f"* `{name}`: {machines(found)}." for name, found in rows.items() if found)
+    made = "\n".join(f"* `{name}`: {machines(found)}." for name, found in rows.items())
     return f"""# Appendix of the report
 
 Tables behind [the report](../REPORT.md), which defines the words. `python experiments/report.py` builds this page
@@ -105,7 +105,6 @@ def commands(rows: Rows) -> str:
     lines = [
         [names[file], f"`python experiments/{scripts.get(file, Path(file).stem)}.py`", links(file, found), hours(found)]
         for file, found in rows.items()
-        if found
     ]
     return f"""## Commands and rows
 

@@ -13,7 +13,7 @@ from scipy.stats import fisher_exact
 from lib.files import Row
 from lib.intervals import Estimate, paired
 from reporting.contrasts import Contrast
-from reporting.page import by_seed, grouped, rate_words, reported, signed, table, with_seeds
+from reporting.page import by_seed, check_complete, grouped, rate_words, reported, signed, table, with_seeds
 
 SEEDS = tuple(range(10, 20))
 PRIMARY = ("snapkv", 3e-4)  # policy and rate of the primary contrast
@@ -80,11 +80,10 @@ def cells_of(rows: Sequence[Row]) -> list[CollapseCell]:
     ]
 
 
-def primary(rows: Sequence[Row]) -> Contrast | None:
-    """None until both cells of the contrast are complete."""
+def primary(rows: Sequence[Row]) -> Contrast:
+    """Raises ValueError until both cells of the contrast are complete."""
     arms = {cell.arm: cell for cell in cells_of(rows) if (cell.policy, cell.rate) == PRIMARY}
-    if not {"bypass", "shadow"} <= arms.keys():
-        return None
+    check_complete(arms, ("bypass", "shadow"), "collapse.json")
     counts = [arms[arm].collapsed for arm in ("bypass", "shadow")]
     p: Any = fisher_exact([[count, len(SEEDS) - count] for count in counts])[1]  # scipy's stubs do not know the type
     what = f"collapsed runs of bypass and of shadow masks at {rate_words(PRIMARY[1])} under SnapKV"
@@ -93,10 +92,7 @@ def primary(rows: Sequence[Row]) -> Contrast | None:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Empty until the primary contrast is complete."""
     contrast, cells = primary(rows), cells_of(rows)
-    if contrast is None:
-        return ""
     verdict = "No difference is established." if contrast.p > 0.05 else "They differ."
     others = [cell for cell in cells if cell.arm != "shadow"]
     dense, below = [row for cell in others for row in cell.rows], sum(cell.below_threshold for cell in others)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reporting.page import table
+from lib.files import Row
+from reporting.page import difference, p_value, plain, table
 
 
 class Contrast(NamedTuple):
@@ -22,23 +23,27 @@ class Contrast(NamedTuple):
     p: float
 
 
-def holm(values: Sequence[float], planned: int) -> list[float]:
-    """Holm's adjusted p-values, in the order given; planned contrasts without a value count as if theirs were larger.
+def paired_contrast(study: str, what: str, ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Contrast:
+    """The mean difference of a reward, paired by seed."""
+    return Contrast(study, what, plain(difference(ours, theirs, kind)), p_value(ours, theirs, kind))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given.
 
     Holm (1979), A simple sequentially rejective multiple test procedure.
     """
     adjusted = [0.0] * len(values)
     largest = 0.0
     for place, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (planned - place) * values[index]))
+        largest = max(largest, min(1.0, (len(values) - place) * values[index]))
         adjusted[index] = largest
     return adjusted
 
 
-def section(found: Sequence[Contrast | None]) -> str:
-    """A line per study, those without rows left out; they count for the correction all the same."""
-    contrasts = [contrast for contrast in found if contrast is not None]
-    adjusted = holm([contrast.p for contrast in contrasts], len(found))
+def section(contrasts: Sequence[Contrast]) -> str:
+    """A line per study."""
+    adjusted = holm([contrast.p for contrast in contrasts])
     lines = [
         [contrast.study, contrast.what, contrast.found, f"{contrast.p:.2g}", f"{p:.2g}"]
         for contrast, p in zip(contrasts, adjusted, strict=True)
@@ -46,7 +51,8 @@ def section(found: Sequence[Contrast | None]) -> str:
     return f"""## Planned contrasts
 
 One per study, chosen before its rows. *p* is of the paired t test over seeds, for collapse of Fisher's exact test. The
-last column has Holm's correction over the {len(found)} studies. All other differences of this report are exploratory.
+last column has Holm's correction over the {len(contrasts)} studies. All other differences of this report are
+exploratory.
 
 {table(["study", "contrast", "difference", "p", "p, corrected"], lines)}
 """

@@ -8,7 +8,7 @@ from statistics import mean
 from lib.files import Row
 from lib.intervals import Estimate, paired
 from reporting import collapse, real_model
-from reporting.contrasts import Contrast
+from reporting.contrasts import Contrast, paired_contrast
 from reporting.page import plain, rate_words
 from reporting.room import FRONT, OURS, RoomCell, against_all, arms_table, leads_sentence, level, seconds
 
@@ -24,8 +24,6 @@ def page(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
       rows: those of all studies, by file.
     """
     smollm2 = rows["smollm2.json"]
-    more = real_model.missing(smollm2)
-    missing = f", {more}" if more else ""
     return f"""# Is replaying the sampler's masks worth it?
 
 **Question.** A sampler that evicts keys from its cache is not the policy that an ordinary learner trains. The learner
@@ -56,8 +54,8 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 
 **Not measured yet**, all [planned](experiments/PLAN.md): walks and larger budgets in this study, the paper's loss and
 mixtures with a fifth and four fifths TIS, the lead by mismatch in walks, the memory wall at 512 steps, the collapse
-of shadow masks and TIS at other rates and of all under Random{missing}. Not planned: public benchmarks, a GPU. No run
-had a full cache that did not fit.
+of shadow masks and TIS at other rates and of all under Random{real_model.missing(smollm2)}. Not planned:
+public benchmarks, a GPU. No run had a full cache that did not fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and
@@ -73,8 +71,8 @@ of the planned study of collapse. Memento, KV-CAT and Sparrow were not trained h
 def primary(cell: RoomCell) -> Contrast:
     rival = cell.best_rival("budget")
     what = f"{OURS} minus {rival}, the pilot's best dense learner, greedy under the budget"
-    found, p = plain(cell.contrast(OURS, rival, "sparse_greedy")), cell.p(OURS, rival, "sparse_greedy")
-    return Contrast("room and time, this page's first table", what, found, p)
+    ours, theirs = (cell.rows(arm, "budget") for arm in (OURS, rival))
+    return paired_contrast("room and time, this page's first table", what, ours, theirs, "sparse_greedy")
 
 
 def holds(cell: RoomCell, others: Sequence[RoomCell]) -> str:

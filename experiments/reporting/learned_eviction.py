@@ -7,20 +7,9 @@ from operator import itemgetter
 from statistics import mean
 
 from lib.files import Row
-from reporting.contrasts import Contrast
-from reporting.page import (
-    difference,
-    grouped,
-    mean_of,
-    number,
-    p_value,
-    plain,
-    rate_words,
-    reported,
-    rewards_by_rate,
-    table,
-    with_seeds,
-)
+from reporting import page
+from reporting.contrasts import Contrast, paired_contrast
+from reporting.page import check_complete, difference, mean_of, mean_words, number, plain, rate_words, table
 
 SEEDS = tuple(range(10, 18))
 CHOICE = ("sparse", "sparse_greedy")  # their mean on the pilot seeds chooses a rate
@@ -50,32 +39,31 @@ def decided(row: Row) -> float:
 
 def ways_of(rows: Sequence[Row]) -> dict[Way, list[Row]]:
     """Way -> rows, with the metric of the primary contrast."""
-    return grouped((row | {DECIDED: decided(row)} for row in rows), itemgetter("policy", "arm"))
+    return page.grouped((row | {DECIDED: decided(row)} for row in rows), itemgetter("policy", "arm"))
 
 
 def best_attention(rows: Sequence[Row]) -> Way:
     """The attention arm with the higher pilot reward, at its best rate."""
-    pilots = ways_of([row for row in rows if row["pilot"]])
-    return max(ATTENTION, key=lambda way: max(rewards_by_rate(pilots[way], CHOICE).values()))
+    pilots = ways_of(page.of_pilot(rows))
+    return max(ATTENTION, key=lambda way: max(page.rewards_by_rate(pilots[way], CHOICE).values()))
 
 
-def primary(rows: Sequence[Row]) -> Contrast | None:
-    """None until the arms of the contrast are complete."""
-    ways = with_seeds(ways_of(reported(rows)), SEEDS)
-    if not {GATE, *ATTENTION} <= ways.keys():
-        return None
-    rival = best_attention(rows)
+def complete(rows: Sequence[Row]) -> dict[Way, list[Row]]:
+    """The ways with all seeds; ValueError without those of the primary contrast."""
+    ways = page.with_seeds(ways_of(page.reported(rows)), SEEDS)
+    check_complete(ways, (GATE, *ATTENTION), "learned_eviction.json")
+    return ways
+
+
+def primary(rows: Sequence[Row]) -> Contrast:
+    ways, rival = complete(rows), best_attention(rows)
     what = f"the gate minus {MEANING[rival]}, the better attention arm of the pilot, decided"
-    found, p = plain(difference(ways[GATE], ways[rival], DECIDED)), p_value(ways[GATE], ways[rival], DECIDED)
-    return Contrast("[learned eviction](#learned-eviction-beside-the-models-own-attention)", what, found, p)
+    link = "[learned eviction](#learned-eviction-beside-the-models-own-attention)"
+    return paired_contrast(link, what, ways[GATE], ways[rival], DECIDED)
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Empty until the arms of the primary contrast are complete."""
-    contrast = primary(rows)
-    if contrast is None:
-        return ""
-    ways = with_seeds(ways_of(reported(rows)), SEEDS)
+    contrast, ways = primary(rows), complete(rows)
     gate, other = ways[GATE], ways[best_attention(rows)]
     lead = difference(gate, other, DECIDED)
     low, high = number(lead.mean - lead.half), number(lead.mean + lead.half)
@@ -84,7 +72,7 @@ def section(rows: Sequence[Row]) -> str:
     drawn = plain(difference(gate, other, "sparse"))
     start = mean(row["dense_greedy_before"] for row in gate)
     lines = [
-        [name, rate_words(found[0]["learning_rate"]), *(f"{mean_of(found, kind).mean:.3f}" for kind in KINDS)]
+        [name, rate_words(found[0]["learning_rate"]), *mean_words(found, KINDS)]
         for way, name in MEANING.items()
         if (found := ways.get(way))
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import itemgetter
 from statistics import mean
 from typing import Any
@@ -53,12 +53,23 @@ def reported(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if not row["pilot"]]
 
 
+def of_pilot(rows: Iterable[Row]) -> list[Row]:
+    """The rows that only choose a learning rate."""
+    return [row for row in rows if row["pilot"]]
+
+
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
     """Key -> rows, in file order."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found
+
+
+def check_complete(groups: Container[Any], names: Iterable[Any], study: str) -> None:
+    """Raises ValueError if a group is missing: nothing is reported before all seeds of a primary contrast are in."""
+    if missing := [str(name) for name in names if name not in groups]:
+        raise ValueError(f"expected all seeds of {study}; got too few of {', '.join(missing)}")
 
 
 def with_seeds(groups: Mapping[Any, list[Row]], seeds: Iterable[int]) -> dict[Any, list[Row]]:
@@ -83,6 +94,11 @@ def by_seed(rows: Iterable[Row], kind: str) -> dict[int, float]:
 
 def mean_of(rows: Sequence[Row], kind: str) -> Estimate:
     return estimate(list(by_seed(rows, kind).values()))
+
+
+def mean_words(rows: Sequence[Row], kinds: Iterable[str], digits: int = 3) -> list[str]:
+    """The cells of a table: the mean of each kind of reward."""
+    return [f"{mean_of(rows, kind).mean:.{digits}f}" for kind in kinds]
 
 
 def difference(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Estimate:

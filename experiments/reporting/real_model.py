@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.files import Row
+from reporting import page
 from reporting.contrasts import Contrast, holm
-from reporting.page import by_seed, mean_of, number, of_arms, p_value, plain, table, with_seeds
+from reporting.page import by_seed, mean_of, mean_words, number, of_arms, p_value, plain, table
 
 SEEDS = tuple(range(10, 18))
 ARMS = ("untrained", "naive", "tis", "shadow", "mixed-50")
@@ -48,26 +49,19 @@ def lead(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Lead:
 def complete(rows: Sequence[Row]) -> Arms:
     """The arms with all seeds, and the untrained model."""
     found = of_arms(rows)
-    done = {"untrained", *with_seeds(found, SEEDS)}
+    done = {"untrained", *page.with_seeds(found, SEEDS)}
     return {arm: found[arm] for arm in ARMS if arm in found and arm in done}
 
 
 def of_rules(rows: Sequence[Row]) -> dict[str, Arms]:
-    """Rule -> complete arms, where those of the primary contrast are among them."""
+    """Rule -> complete arms, where naive and shadow are among them; ValueError without those of SnapKV."""
     found = {rule: complete([row for row in rows if row["policy"] == rule]) for rule in NAMES}
+    page.check_complete(found["snapkv"], ("naive", "shadow"), "smollm2.json")
     return {rule: arms for rule, arms in found.items() if {"naive", "shadow"} <= arms.keys()}
 
 
-def is_complete(rows: Sequence[Row]) -> bool:
-    """Whether the arms of the primary contrast are complete."""
-    return "snapkv" in of_rules(rows)
-
-
-def primary(rows: Sequence[Row]) -> Contrast | None:
-    """None until the arms of the contrast are complete."""
-    arms = of_rules(rows).get("snapkv")
-    if arms is None:
-        return None
+def primary(rows: Sequence[Row]) -> Contrast:
+    arms = of_rules(rows)["snapkv"]
     what = "shadow minus naive under SnapKV, under the budget at temperature 1"
     found, p = lead(arms["shadow"], arms["naive"], "sparse"), p_value(arms["shadow"], arms["naive"], "sparse")
     return Contrast("[a real model](#a-real-model)", what, str(found), p)
@@ -75,22 +69,17 @@ def primary(rows: Sequence[Row]) -> Contrast | None:
 
 def missing(rows: Sequence[Row]) -> str:
     """The planned arms that are not complete, for the first page."""
-    if not is_complete(rows):
-        return "eight seeds of the real model"
     found = of_rules(rows)
     parts = [
         f"{' and '.join(arms)} under {name}"
         for rule, name in NAMES.items()
         if (arms := [arm for arm in LEARNERS if arm not in found.get(rule, {})])
     ]
-    return f"and on the real model {', '.join(parts)}" if parts else ""
+    return f", and on the real model {', '.join(parts)}" if parts else ""
 
 
 def bullet(rows: Sequence[Row]) -> str:
     """The line of the first page."""
-    if not is_complete(rows):
-        return """* *Real model.* [SmolLM2](docs/older_studies.md#a-real-model) under SnapKV, older runs: greedy leads
-  over TIS by seed are +0.35, +0.34, +0.39, −0.02 (the last is the pilot seed): not established."""
     arms = of_rules(rows)["snapkv"]
     main, full = (lead(arms["shadow"], arms["naive"], kind) for kind in ("sparse", "dense"))
     verdict = "" if main.low > 0 else ": no lead is established"
@@ -112,12 +101,8 @@ def bullet(rows: Sequence[Row]) -> str:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Empty until the arms of a primary contrast are complete."""
-    parts = [part(rule, arms) for rule, arms in of_rules(rows).items()]
-    if not parts:
-        return ""
     one = next(row for row in rows if row["arm"] == "shadow")
-    text = "\n\n".join(parts)
+    text = "\n\n".join(part(rule, arms) for rule, arms in of_rules(rows).items())
     return f"""## A real model
 
 SmolLM2-135M-Instruct adds three numbers step by step. The prompt has about 161 tokens, the response up to
@@ -131,7 +116,7 @@ two-way bootstrap over seeds and questions.
 
 
 def part(rule: str, arms: Arms) -> str:
-    lines = [[arm, *(f"{mean_of(found, kind).mean:.3f}" for kind in KINDS)] for arm, found in arms.items()]
+    lines = [[arm, *mean_words(found, KINDS)] for arm, found in arms.items()]
     main = lead(arms["shadow"], arms["naive"], "sparse")
     p = p_value(arms["shadow"], arms["naive"], "sparse")
     if main.high < 0.03:
@@ -182,13 +167,11 @@ def seed_leads(ours: Sequence[Row], theirs: Sequence[Row]) -> list[float]:
 def corrected(arms: Arms) -> str:
     """What Holm's correction over all leads leaves."""
     found = [p_value(arms[arm], arms[rival], kind) for arm, rival in pairs(arms) for kind in KINDS]
-    kept = sum(p < 0.05 for p in holm(found, len(found)))
+    kept = sum(p < 0.05 for p in holm(found))
     survive = f"{kept} of {len(found)} leads survive" if kept else f"None of {len(found)} leads survives"
     return f"{survive} Holm's correction (smallest p {min(found):.2g}, paired t over seeds)."
 
 
 def mismatch(rows: Sequence[Row]) -> str:
     """The mismatch of naive, for the first page."""
-    if not is_complete(rows):
-        return ""
     return f", {mean_of(of_rules(rows)['snapkv']['naive'], 'mismatch_kl').mean:.2g} on SmolLM2 under SnapKV"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from lib.files import Row
 from lib.intervals import paired
-from reporting.page import by_seed, plain, reported, table
+from reporting.page import by_seed, check_complete, plain, reported, table
 from reporting.room import key_of
 
 SEEDS = tuple(range(18, 24))
@@ -25,13 +25,12 @@ def without(files: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
 
 
 def section(rows: Mapping[str, Sequence[Row]]) -> str:
-    """Empty until both cells are complete."""
+    """Raises ValueError until both cells are complete."""
     lines = []
     for name, (file, cell) in CELLS.items():
         inside = [row for row in reported(rows[file]) if key_of(row) == cell]
         again = {arm: rewards(inside, arm, SEEDS) for arm in (OURS, RIVAL)}
-        if any(of_arm.keys() != set(SEEDS) for of_arm in again.values()):
-            return ""
+        check_complete([arm for arm, found in again.items() if found.keys() == set(SEEDS)], again, f"the rerun {name}")
         seeds = {row["seed"] for row in inside} - set(SEEDS)
         first = paired(*(rewards(inside, arm, seeds) for arm in (OURS, RIVAL)))
         second = paired(again[OURS], again[RIVAL])

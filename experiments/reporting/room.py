@@ -11,7 +11,8 @@ from lib.arms import ARMS
 from lib.files import Row
 from lib.grid import best_rate
 from lib.intervals import Estimate
-from reporting.page import difference, grouped, mean_of, number, of_arms, p_value, plain, rate_words, signed, table
+from reporting import page
+from reporting.page import check_complete, difference, mean_of, number, of_arms, plain, rate_words, signed, table
 
 Key = tuple[str, str, int]  # task, policy, budget
 FIRST: Key = ("sorting-12", "tova-heads", 11)  # the cell of the primary contrast
@@ -77,10 +78,6 @@ class RoomCell:
         column = column_of(kind)
         return difference(self.rows(ours, column), self.rows(theirs, column), kind)
 
-    def p(self, ours: str, theirs: str, kind: str) -> float:
-        column = column_of(kind)
-        return p_value(self.rows(ours, column), self.rows(theirs, column), kind)
-
     @property
     def complete(self) -> list[str]:
         """Arms with all seeds at every chosen rate, in the order of `lib.arms`."""
@@ -106,7 +103,7 @@ def first_cell(rows: Sequence[Row]) -> RoomCell:
 
 def other_cells(rows: Sequence[Row]) -> list[RoomCell]:
     """The cells after the first that have all seeds of the main arms, those of the first task first."""
-    keys = dict.fromkeys(key_of(row) for row in rows if not row["pilot"])
+    keys = dict.fromkeys(map(key_of, page.reported(rows)))
     keys = sorted(keys, key=lambda key: list(RATES_FROM).index(key[0]))
     cells = [_cell(rows, key) for key in keys if key != FIRST]
     return [cell for cell in cells if set(MAIN) <= set(cell.complete)]
@@ -119,22 +116,20 @@ def cell_of(rows: Sequence[Row], key: Key, arms: set[str]) -> RoomCell:
       ValueError: if one of these arms lacks a seed: nothing is reported before all are in.
     """
     cell = _cell(rows, key)
-    if missing := sorted(arms - set(cell.complete)):
-        raise ValueError(f"expected all seeds of {cell.label} in results/room; got too few of {', '.join(missing)}")
+    check_complete(cell.complete, sorted(arms), f"{cell.label} in results/room")
     return cell
 
 
 def _cell(rows: Sequence[Row], key: Key) -> RoomCell:
-    pilots = by_rate(row for row in rows if row["pilot"] and key_of(row) == RATES_FROM[key[0]])
-    reported = [row for row in rows if not row["pilot"] and key_of(row) == key]
+    pilots = by_rate(row for row in page.of_pilot(rows) if key_of(row) == RATES_FROM[key[0]])
+    reported = by_rate(row for row in page.reported(rows) if key_of(row) == key)
     task, policy, budget = key
-    label = f"{task}, {policy}, {budget} keys"
-    return RoomCell(label, pilots, by_rate(reported))
+    return RoomCell(f"{task}, {policy}, {budget} keys", pilots, reported)
 
 
 def by_rate(rows: Iterable[Row]) -> dict[str, dict[float, list[Row]]]:
     """Arm -> learning rate -> rows."""
-    return {arm: grouped(inside, itemgetter("learning_rate")) for arm, inside in of_arms(rows).items()}
+    return {arm: page.grouped(inside, itemgetter("learning_rate")) for arm, inside in of_arms(rows).items()}
 
 
 def key_of(row: Row) -> Key:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from lib.files import Row
 from lib.grid import best_rate
-from reporting.contrasts import Contrast
-from reporting.page import difference, mean_of, of_arms, p_value, plain, rate_words, reported, rewards_by_rate, table
+from reporting import page
+from reporting.contrasts import Contrast, paired_contrast
+from reporting.page import difference, mean_words, of_arms, of_pilot, plain, rate_words, rewards_by_rate, table
 from reporting.room import KINDS
 
 CHOICE = ("sparse_greedy", "dense_greedy")  # their mean on the pilot seeds chooses a rate
@@ -20,9 +21,9 @@ def chosen(rows: Sequence[Row]) -> FOUND:
     Raises:
       ValueError: if arms differ in their seeds: nothing is reported before all are in.
     """
-    pilots = of_arms(row for row in rows if row["pilot"])
+    pilots = of_arms(of_pilot(rows))
     found = {}
-    for arm, of_arm in of_arms(reported(rows)).items():
+    for arm, of_arm in of_arms(page.reported(rows)).items():
         rate = best_rate(rewards_by_rate(pilots[arm], CHOICE)) if arm in pilots else of_arm[0]["learning_rate"]
         found[arm] = [row for row in of_arm if row["learning_rate"] == rate]
     seeds = {arm: sorted(row["seed"] for row in of_arm) for arm, of_arm in found.items()}
@@ -33,19 +34,19 @@ def chosen(rows: Sequence[Row]) -> FOUND:
 
 def rivals(rows: Sequence[Row]) -> list[str]:
     """naive and TIS, the better one of the pilot first."""
-    pilots = of_arms(row for row in rows if row["pilot"])
+    pilots = of_arms(of_pilot(rows))
     return sorted(("naive", "tis"), key=lambda arm: -max(rewards_by_rate(pilots[arm], CHOICE).values()))
 
 
 def primary(rows: Sequence[Row]) -> Contrast:
     arms, rival = chosen(rows), rivals(rows)[0]
-    found, p = plain(difference(arms["shadow"], arms[rival], "sparse")), p_value(arms["shadow"], arms[rival], "sparse")
     what = f"shadow minus {rival}, the better rival of the pilot, under the budget at temperature 1"
-    return Contrast("[several turns with a tool](#several-turns-with-a-tool)", what, found, p)
+    link = "[several turns with a tool](#several-turns-with-a-tool)"
+    return paired_contrast(link, what, arms["shadow"], arms[rival], "sparse")
 
 
 def section(rows: Sequence[Row]) -> str:
-    arms, pilots = chosen(rows), of_arms(row for row in rows if row["pilot"])
+    arms, pilots = chosen(rows), of_arms(of_pilot(rows))
     contrast, (rival, other) = primary(rows), rivals(rows)
     lead = plain(difference(arms["shadow"], arms[other], "sparse"))
     rival_gain = plain(difference(arms[rival], arms["untrained"], "sparse"))
@@ -75,5 +76,5 @@ def arms_table(arms: FOUND) -> str:
     lines = []
     for arm in ("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50"):
         rate = "" if arm == "untrained" else rate_words(arms[arm][0]["learning_rate"])
-        lines.append([arm, rate, *(f"{mean_of(arms[arm], kind).mean:.2f}" for kind in KINDS)])
+        lines.append([arm, rate, *mean_words(arms[arm], KINDS, 2)])
     return table(["arm", "rate", "budget", "greedy", "full cache", "greedy"], lines)

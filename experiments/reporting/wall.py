@@ -9,19 +9,9 @@ from statistics import mean
 from lib.files import Row
 from lib.grid import best_rate
 from lib.intervals import Estimate, paired
-from reporting.contrasts import Contrast
-from reporting.page import (
-    difference,
-    grouped,
-    mean_of,
-    p_value,
-    plain,
-    rate_words,
-    reported,
-    signed,
-    table,
-    with_seeds,
-)
+from reporting import page
+from reporting.contrasts import Contrast, paired_contrast
+from reporting.page import check_complete, difference, mean_of, plain, rate_words, signed, table
 
 SEEDS = tuple(range(10, 16))
 LENGTHS = (512, 1024)
@@ -43,13 +33,13 @@ Ways = dict[str, list[Row]]  # way -> reported rows
 
 def complete(rows: Sequence[Row], length: int) -> Ways:
     """The ways of this length with all seeds."""
-    found = grouped((row for row in reported(rows) if row["length"] == length), itemgetter("way"))
-    return {way: found[way] for way in MEANING if way in with_seeds(found, SEEDS)}
+    found = page.grouped((row for row in page.reported(rows) if row["length"] == length), itemgetter("way"))
+    return {way: found[way] for way in MEANING if way in page.with_seeds(found, SEEDS)}
 
 
 def best_full(rows: Sequence[Row], length: int) -> str:
     """The full-cache way with the highest reward of a pilot."""
-    pilots = [row for row in rows if row["pilot"] and row["length"] == length and row["way"] in FULL]
+    pilots = [row for row in page.of_pilot(rows) if row["length"] == length and row["way"] in FULL]
     return max(pilots, key=lambda row: row["own"])["way"]
 
 
@@ -64,23 +54,17 @@ def gained(rows: Sequence[Row], *samplings: str) -> Estimate:
     return paired(rewards(-1), rewards(0))
 
 
-def primary(rows: Sequence[Row]) -> Contrast | None:
-    """None until the ways of the primary contrast are complete."""
+def primary(rows: Sequence[Row]) -> Contrast:
+    """Raises ValueError until the ways of the contrast are complete."""
     ways = complete(rows, PRIMARY)
-    if not {OURS, *FULL} <= ways.keys():
-        return None
+    check_complete(ways, (OURS, *FULL), "wall.json")
     rival = best_full(rows, PRIMARY)
     what = f"{OURS} minus {rival}, the best full-cache way of the pilot; {PRIMARY:,} steps, own cache"
-    found, p = plain(difference(ways[OURS], ways[rival], "own")), p_value(ways[OURS], ways[rival], "own")
-    return Contrast("[the memory wall](#the-memory-wall)", what, found, p)
+    return paired_contrast("[the memory wall](#the-memory-wall)", what, ways[OURS], ways[rival], "own")
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Empty until the ways of the primary contrast are complete."""
-    contrast = primary(rows)
-    if contrast is None:
-        return ""
-    ways, rival = complete(rows, PRIMARY), best_full(rows, PRIMARY)
+    contrast, ways, rival = primary(rows), complete(rows, PRIMARY), best_full(rows, PRIMARY)
     tables = "\n\n".join(
         f"Walks of {length:,} steps:\n\n{ways_table(found)}"
         for length in LENGTHS
@@ -127,7 +111,7 @@ def ways_table(ways: Ways) -> str:
 
 def at_edge(rows: Sequence[Row]) -> str:
     """Which ways have their best rate at the edge of the rates that ran in the pilot."""
-    pilots = grouped((row for row in rows if row["pilot"] and row["length"] == PRIMARY), itemgetter("way"))
+    pilots = page.grouped((row for row in page.of_pilot(rows) if row["length"] == PRIMARY), itemgetter("way"))
     found = []
     for way, of_way in pilots.items():
         rewards = {row["learning_rate"]: row["own"] for row in of_way}

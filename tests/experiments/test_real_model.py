@@ -196,7 +196,9 @@ def test_nothing_is_reported_before_all_seeds_are_in():
         for arm, right in (("naive", [1, 0, 0, seed % 2]), ("shadow", [1, 1, 1, 0])):
             rewards = {f"{kind}_rewards": right for kind in reporting.KINDS}
             rows.append(sizes | rewards | dict.fromkeys(reporting.KINDS, np.mean(right)) | {"arm": arm, "seed": seed})
-    assert reporting.section(rows[:-1]) == "" and "older runs" in reporting.bullet(rows[:-1])
+    for part in (reporting.section, reporting.bullet, reporting.primary):
+        with pytest.raises(ValueError, match="expected all seeds of smollm2.json; got too few of shadow"):
+            part(rows[:-1])
     said = reporting.section(rows)
     assert "| shadow | 0.750 |" in said and "at temperature 1: +0.375 (" in said and "is refuted." not in said
     assert "minus\n  naive +0.375 (" in reporting.bullet(rows)

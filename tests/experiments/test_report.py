@@ -144,10 +144,10 @@ def test_a_collapse_is_predicted_by_an_earlier_crossing_alone():
 
 def test_holms_correction():
     # Sorted: 4 x 0.01; 3 x 0.02; 2 x 0.025 is below the one before; 1 x 0.4.
-    assert contrasts.holm([0.4, 0.01, 0.025, 0.02], planned=4) == pytest.approx([0.4, 0.04, 0.06, 0.06])
-    assert contrasts.holm([0.5, 0.01], planned=3) == pytest.approx([1.0, 0.03])
+    assert contrasts.holm([0.4, 0.01, 0.025, 0.02]) == pytest.approx([0.4, 0.04, 0.06, 0.06])
+    assert contrasts.holm([0.9, 0.6, 0.01]) == pytest.approx([1.0, 1.0, 0.03])
     made = contrasts.Contrast("room", "a minus b", "+0.1", 0.01)
-    assert "| room | a minus b | +0.1 | 0.01 | 0.03 |" in contrasts.section([None, made, None])
+    assert "| room | a minus b | +0.1 | 0.01 | 0.03 |" in contrasts.section([made, *[made._replace(p=0.9)] * 2])
 
 
 def test_the_lead_at_a_mismatch_is_the_mean_of_the_leads_of_seeds():
@@ -166,14 +166,20 @@ def without_one(rows: Sequence[Row], **of: Any) -> list[Row]:
 def test_no_study_is_reported_before_all_seeds_of_its_primary_contrast_are_in():
     files = report.all_rows()
     walls, collapses, gates = (files[name] for name in ("wall.json", "collapse.json", "learned_eviction.json"))
-    assert wall.section(walls) and not wall.section(without_one(walls, way="full-4-bit", length=wall.PRIMARY))
     policy, rate = collapse.PRIMARY
-    of = {"policy": policy, "learning_rate": rate, "arm": "bypass"}
-    assert collapse.section(collapses) and not collapse.section(without_one(collapses, **of))
-    assert learned_eviction.section(gates) and not learned_eviction.section(without_one(gates, arm="gate-joint"))
+    of_collapse = {"policy": policy, "learning_rate": rate, "arm": "bypass"}
     task, policy, budget = reruns.CELLS["other cells: sorting-12, snapkv, 11 keys"][1]
-    of = {"task": task, "policy": policy, "budget": budget, "arm": "tis", "seed": reruns.SEEDS[0]}
-    assert reruns.section(files) and not reruns.section(files | {"room": without_one(files["room"], **of)})
+    of_rerun = {"task": task, "policy": policy, "budget": budget, "arm": "tis", "seed": reruns.SEEDS[0]}
+    tried: list[tuple[Any, Any, Any]] = [
+        (wall.section, walls, without_one(walls, way="full-4-bit", length=wall.PRIMARY)),
+        (collapse.section, collapses, without_one(collapses, **of_collapse)),
+        (learned_eviction.section, gates, without_one(gates, arm="gate-joint")),
+        (reruns.section, files, files | {"room": without_one(files["room"], **of_rerun)}),
+    ]
+    for section, rows, fewer in tried:
+        assert section(rows)
+        with pytest.raises(ValueError, match="expected all seeds of"):
+            section(fewer)
     doses = files["dose.json"]
     of = {"arm": "shadow", "seed": dose.SEEDS[0]}
     assert len(dose.cells_of(without_one(doses, **of))) == len(dose.cells_of(doses)) - 1
