@@ -90,7 +90,7 @@ full cache ({start:.3f} greedily), 240 rollouts, {len(SEEDS)} seeds, one rate pe
 would refute it. The interval is {low} to {high}{undecided}. The lower temperature is the better one, and lower ones
 were not tried; the gate's rate, 30 times that of the tokens, comes from an older study. With draws, at temperature
 1: {drawn}. Without training, {len(rules)} rules have {rules[worst]:.3f} ({worst}) to {rules[best]:.3f} ({best})
-greedily. H2O and seven of these rules ran later, on starts of the same level that were trained again on another CPU; those of the
-contrast share their starts. The paper draws the kept keys and trains models of other sizes on other tasks; here
-evicted keys are drawn.
+greedily. H2O and seven of these rules ran later, on starts of the same level that were trained again on another CPU;
+those of the contrast share their starts. The paper draws the kept keys and trains models of other sizes on other
+tasks; here evicted keys are drawn.
 """
