@@ -20,11 +20,13 @@ from typing import Any
 from smd_jax.environments.protocol import Message
 from smd_jax.text.chat_template import TemplateError, render_messages
 from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
+from smd_jax.text.token_bytes import special_tokens
 
 # Turns that test a template. Templates with thinking look for this tag.
 PLAIN, THINKING = "b", "<think>\na\n</think>\n\nb"
 # What templates with thinking may add to the generation prompt alone: an empty thinking, or the beginning of one.
 BEGUN_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
+LINE = "\n"  # stands for the text before an answer, where the tokenizer must see that there is some
 
 
 class Dialogue:
@@ -42,6 +44,10 @@ class Dialogue:
         self._variables = dict(variables or {})
         self._has_template = tokenizer.chat_template is not None
         self._writes_tools = False
+        self._written = set[tuple[str, str]]()  # roles, and the templates that write their content
+        self._special = set(special_tokens(tokenizer).values())
+        # Tokenizers of the sentencepiece kind put a blank in front of every text.
+        self._changes_first = self._behind(LINE, "a") not in (None, self._encoded("a"))
         if self._has_template:
             # Raises TemplateError unless the template only appends text after a turn, with and without thinking.
             for text in (PLAIN, THINKING):
@@ -95,20 +101,51 @@ class Dialogue:
           content: what the environment says, a text or chat messages.
           last: text of the last token of the previous turn; if it ends the message, it is not repeated.
           tools, variables: of the prompt: a tokenizer may have another template for conversations with tools.
+
+        Raises:
+          TemplateError: messages without a chat template; a template that leaves out the content of their role.
         """
         if not self._has_template:
             if not isinstance(content, str):
                 raise TemplateError("expected a text as answer without a chat template; got messages")
             return content
-        before = [_user("a"), _assistant(PLAIN)]
-        return self._after(before, _messages(content), self._merged(tools, variables)).removeprefix(last)
+        before, messages, merged = [_user("a"), _assistant(PLAIN)], _messages(content), self._merged(tools, variables)
+        text = self._after(before, messages, merged)
+        template = self._tokenizer.get_chat_template(tools=merged.get("tools"))
+        for role in dict.fromkeys(str(message["role"]) for message in messages):
+            others = [_longer(message) if str(message["role"]) == role else message for message in messages]
+            # Once per role and template, because a rendering is a call of another process.
+            if (role, template) in self._written or others == messages:
+                continue
+            if self._after(before, others, merged) == text:
+                raise TemplateError(
+                    f"expected a chat template that writes messages of role {role[:40]!r} after a turn; got one that "
+                    "leaves their content out. Edit the template and save it with the tokenizer, or answer with "
+                    "another role, such as 'user'"
+                )
+            self._written.add((role, template))
+        return text.removeprefix(last)
 
     def prompt_tokens(self, text: str) -> list[int]:
         """The tokens of a prompt's text."""
         return encode_prompt(self._tokenizer, text, add_special_tokens=wants_special_tokens(self._tokenizer))
 
-    def answer_tokens(self, text: str) -> list[int]:
-        """The tokens of a text between two turns."""
+    def answer_tokens(self, text: str, last: str = "") -> list[int]:
+        """The tokens of a text between two turns.
+
+        Args:
+          last: text of the token before it. After a special token some tokenizers begin as at the start of a text.
+        """
+        before = LINE + last if last in self._special else LINE
+        behind = self._behind(before, text) if self._changes_first else None
+        return self._encoded(text) if behind is None else behind
+
+    def _behind(self, before: str, text: str) -> list[int] | None:
+        """The tokens of a text behind another; None if a token holds parts of both."""
+        first, whole = self._encoded(before), self._encoded(before + text)
+        return whole[len(first) :] if whole[: len(first)] == first else None
+
+    def _encoded(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _after(self, before: list[Message], new: list[Message], variables: dict[str, Any]) -> str:
@@ -145,3 +182,13 @@ def _assistant(text: str) -> Message:
 
 def _messages(content: str | Sequence[Message]) -> list[Message]:
     return [_user(content)] if isinstance(content, str) else [dict(message) for message in content]
+
+
+def _longer(message: Message) -> Message:
+    """The message with more content, if it is a text or a list of parts."""
+    match message.get("content"):
+        case str(text):
+            return {**message, "content": text + PLAIN}
+        case list(parts):
+            return {**message, "content": [*parts, {"type": "text", "text": PLAIN}]}
+    return message

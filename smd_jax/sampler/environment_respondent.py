@@ -139,7 +139,7 @@ class EnvironmentRespondent:
             text = self._dialogue.answer(answer.content, self._last_token[row], self._tools[row], self._variables[row])
         except TemplateError as error:
             return self._failed(row, Failure("template", str(error)[:300]))
-        tokens = self._dialogue.answer_tokens(text)
+        tokens = self._dialogue.answer_tokens(text, self._last_token[row])
         if not tokens:  # without any, two turns would look like one
             return self._failed(row, Failure("no answer", "expected a text of at least one token; got an empty one"))
         failure = self._outside(tokens)

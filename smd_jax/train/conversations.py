@@ -153,18 +153,18 @@ class ConversationRollouts(Rollouts):
         wanted, ends = self.environment.compaction, self.config.eos_token_id
         if wanted is None:
             return None
-        ask, end_token = self.dialogue.answer(wanted.ask, ""), None
+        ask, end_token, before = self.dialogue.answer(wanted.ask, ""), None, ""
         for end in () if ends is None else (ends,) if isinstance(ends, int) else ends:
             last = self.tokenizer.decode([end], skip_special_tokens=False)
             assert isinstance(last, str)
             after = self.dialogue.answer(wanted.ask, last)
             if after != ask:
-                ask, end_token = after, end
+                ask, end_token, before = after, end, last
                 break
         return CompactionConfig(
             contexts=wanted.contexts,
             after_tokens=wanted.after_tokens,
-            ask=tuple(self.dialogue.answer_tokens(ask)),
+            ask=tuple(self.dialogue.answer_tokens(ask, before)),
             heading=tuple(self.dialogue.answer_tokens(wanted.heading)),
             end_token=end_token,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import normalizers, pre_tokenizers
 
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.testing import END, byte_tokenizer
 from smd_jax.text.chat_template import TemplateError
+from tests.stop_tokenizers import sentencepiece_tokenizer
 
 # What matters of Qwen3's: thinking stays only behind the last question of the user.
 STRIPS = (
@@ -70,6 +72,43 @@ def test_a_template_that_ignores_tools_is_refused():
     assert written.prompt("2 + 2?").endswith("assistant\n")
 
 
+# Writes results beside the call of an assistant message only, as Gemma 4's.
+DROPS_RESULTS = TOOLS.replace("for m in messages %}", "for m in messages if m.role != 'tool' %}")
+# Writes the header of every role, but the content of known ones only.
+HEADERS = TOOLS.replace("{{ m.content }}", "{{ m.content if m.role in ('user', 'assistant') }}")
+
+
+@pytest.mark.parametrize("template", [DROPS_RESULTS, HEADERS])
+@pytest.mark.parametrize("content", ["4", "", [{"type": "text", "text": "4"}]])
+def test_a_template_that_ignores_the_results_of_tools_is_refused(template: str, content: Any):
+    written, schema = dialogue(template), {"type": "function", "function": {"name": "add"}}
+    result = [{"role": "tool", "name": "add", "content": content}]
+    for _ in range(2):
+        with pytest.raises(TemplateError, match="that writes messages of role 'tool'") as raised:
+            written.answer([{"role": "user", "content": "Read:"}, *result], END, [schema])
+    assert len(str(raised.value)) < 300, "a failure keeps 300 characters"
+    assert written.answer("And?", END) == f"[user]And?{END}[assistant]"
+
+
+def test_a_role_is_looked_at_once_per_template(monkeypatch: pytest.MonkeyPatch):
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = {"default": TOOLS, "tool_use": TOOLS + "{# #}"}
+    written, rendered = Dialogue(tokenizer), list[Any]()
+    after = Dialogue._after
+
+    def counted(self: Any, *given: Any) -> str:
+        rendered.append(given)
+        return after(self, *given)
+
+    monkeypatch.setattr(Dialogue, "_after", counted)
+    counts = []
+    for tools in ((), (), ({"function": {"name": "add"}},)):
+        for role in ("tool", "user"):
+            written.answer([{"role": role, "content": "4"}, {"role": role}], END, tools)
+        counts.append(len(rendered))
+    assert counts == [4, 6, 10]
+
+
 def test_results_are_written_by_the_template_for_tools():
     tokenizer: Any = byte_tokenizer()
     of_tools = TOOLS.replace("[{{ m.role }}", "[{{ 'result of ' if m.role == 'tool' }}{{ m.role }}")
@@ -105,3 +144,22 @@ def test_without_a_template_texts_follow_each_other():
             refused()
     with pytest.raises(TemplateError, match="expected a text as answer"):
         written.answer([{"role": "tool", "content": "4"}], "x")
+
+
+@pytest.mark.parametrize("kind", ["Prepend", "always", "first"])
+def test_an_answer_gets_no_blank_that_its_text_does_not_have(kind: str):
+    """Tokenizers of the sentencepiece kind put a blank in front of every text."""
+    tokenizer: Any = sentencepiece_tokenizer()
+    if kind != "Prepend":
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([])
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+    written = Dialogue(tokenizer)
+
+    def tokens(text: str, last: str) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(written.answer_tokens(text, last))
+
+    assert tokens(")b", "a") == ["<0x29>", "b"] and tokens("b", "a") == ["b"]
+    assert tokens(" a", "a") == ["▁a"] and tokens("", "a") == []
+    # Behind an end token the tokenizer itself decides, as it does in the whole conversation.
+    whole = tokenizer.tokenize("a</s>)b")
+    assert tokens(")b", "</s>") == whole[whole.index("</s>") + 1 :]
