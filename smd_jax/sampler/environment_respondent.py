@@ -14,8 +14,10 @@ from smd_jax.sampler.conversation_loop import Reply
 from smd_jax.tasks.task import Row, template_kwargs_of
 from smd_jax.text.chat_template import TemplateError
 from smd_jax.text.prompts import PromptBatch, Tokenizer, pad_left, pad_token_id
+from smd_jax.text.token_bytes import special_tokens
 
 DONE = "done"  # ending of a conversation that its environment ended without a reason
+NO_TEXT = ("bos_token", "eos_token", "pad_token", "unk_token")  # special tokens that a turn's text leaves out
 
 
 @dataclass
@@ -24,7 +26,8 @@ class Conversation:
 
     Attributes:
       prompt: as the policy reads it.
-      turns: texts of the policy, without special tokens.
+      turns: texts of the policy, without the end token, BOS, padding and unknown tokens. Other special tokens stay,
+        because they may be tags that the environment reads, such as `<tool_call>`.
       answers: the environment's answers. The last one is not read if the conversation ends there.
       rewards: of every turn that was answered.
       failure: why the environment failed; None if it did not.
@@ -78,6 +81,9 @@ class EnvironmentRespondent:
         self._dialogue = dialogue
         self._tokenizer = tokenizer
         self._vocab_size = math.inf if vocab_size is None else vocab_size
+        self._special = special_tokens(tokenizer)
+        left_out = {tokenizer.special_tokens_map.get(name) for name in NO_TEXT}
+        self._no_text = {token_id for token_id, token in self._special.items() if token in left_out}
         self._last_token: dict[int, str] = {}
         self._failed_before: list[int] = []
         self._tools: dict[int, Sequence[Mapping[str, Any]]] = {}
@@ -101,8 +107,10 @@ class EnvironmentRespondent:
         if conversation.failure is not None:  # of its reset
             self._failed_before.append(row)
             return
-        conversation.turns.append(self._text(tokens, skip_special_tokens=True))
-        self._last_token[row] = self._text(tokens[-1:], skip_special_tokens=False)
+        # A special token ends a turn only as one of the end tokens, of which there may be several.
+        said = tokens[:-1] if tokens[-1] in self._special else tokens
+        conversation.turns.append(self._text([token for token in said if token not in self._no_text]))
+        self._last_token[row] = self._text(tokens[-1:])
         self._environments.step(row, conversation.turns[-1])
 
     def receive(self, wait: bool) -> list[tuple[int, Reply]]:
@@ -153,7 +161,7 @@ class EnvironmentRespondent:
         outside = [token for token in tokens if token >= self._vocab_size]
         if not outside:
             return None
-        text = self._text(outside[:1], skip_special_tokens=False)
+        text = self._text(outside[:1])
         message = f"expected tokens below {self._vocab_size}, the model's; got {outside[0]}, {text!r}"
         return Failure("vocabulary", message)
 
@@ -161,7 +169,7 @@ class EnvironmentRespondent:
         self.conversations[row].failure = failure
         return Reply([], str(failure))
 
-    def _text(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+    def _text(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         assert isinstance(text, str)
         return text

@@ -153,3 +153,28 @@ def test_a_row_sets_variables_of_its_template():
     respondent.send(1, tokenizer.encode("a<|im_end|>"))
     ((row, _),) = respondent.receive(wait=True)
     assert (row, respondent.conversations[1].answers) == (1, ["[long] turn 1 <|im_end|>[bot]"])
+
+
+class Listens:
+    """Answers with the turn that it reads."""
+
+    def reset(self, row: dict[str, Any]) -> str:
+        return row["prompt"]
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return f"({text})", 0.0, False
+
+
+def test_a_turn_keeps_special_tokens_but_not_its_end():
+    tokenizer: Any = byte_tokenizer(chat=False)
+    tokenizer.add_special_tokens({"bos_token": "<s>", "unk_token": "<unk>"})
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "</tool_call>", "<|eom|>"]})
+    given: Any = EnvironmentsHere(Listens), Dialogue(tokenizer), tokenizer, [{"prompt": "a"}]
+    respondent = EnvironmentRespondent(*given, group_size=1, prompt_width=8)
+    call = "<tool_call>{}</tool_call>"
+    for text in (f"<s>a<unk> <|endoftext|>{call}<|im_end|>", f"a {call}<|eom|>", f"a {call}b"):
+        respondent.send(0, tokenizer.encode(text, add_special_tokens=False))
+        respondent.receive(wait=True)
+    said = respondent.conversations[0]
+    assert said.turns == [f"a {call}", f"a {call}", f"a {call}b"]
+    assert said.answers == [f"({turn})" for turn in said.turns]
