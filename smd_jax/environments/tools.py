@@ -27,7 +27,8 @@ def schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """JSON schemas of functions with type hints and a docstring that describes their arguments, as TRL's tools.
 
     Raises:
-      ValueError: a function without them; two of the same name; one function in place of a list.
+      ValueError: a function without them; two of the same name; an object that is no function, such as a partial; one
+        function in place of a list.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -37,6 +38,9 @@ def schemas(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 
     if callable(tools):
         raise ValueError(f"expected a list of tools; got one, {getattr(tools, '__name__', tools)}")
+    nameless = [tool for tool in tools if not hasattr(tool, "__name__")]
+    if nameless:
+        raise ValueError(f"expected functions as tools; got {str(nameless[0])[:100]}: write a function that calls it")
     names = [tool.__name__ for tool in tools]
     if len(set(names)) < len(names) or not names:
         raise ValueError(f"expected tools with different names, at least one; got {names}")
@@ -62,7 +66,7 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     for written in CALL.findall(text):
         try:
             call = json.loads(written)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ToolCallError(f"expected a tool call in JSON; got {written[:100]!r}") from error
         match call:
             case {"name": str(name), "arguments": dict(arguments)}:
@@ -153,4 +157,5 @@ async def _finished(results: Sequence[Message | Awaitable[Message]]) -> Step:
 
 def _message(tool: Callable[..., Any], returned: Any, error: BaseException | None) -> Message:
     result = str(returned)[:LONGEST_RESULT] if error is None else f"{type(error).__name__}: {str(error)[:200]}"
-    return {"role": "tool", "name": tool.__name__, "content": result}
+    # Python writes bytes that are not UTF-8 as lone surrogates, which no tokenizer accepts.
+    return {"role": "tool", "name": tool.__name__, "content": result.encode(errors="replace").decode()}

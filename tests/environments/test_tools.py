@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
+import os
 from typing import Any
 
 import pytest
@@ -30,6 +31,22 @@ def add(a: int, b: int) -> int:
 def fail() -> str:
     """Always fails."""
     raise OSError("no network")
+
+
+def name_of_file() -> str:
+    """A name that is not UTF-8."""
+    return os.fsdecode(b"a\x80")
+
+
+class Adder:
+    def __call__(self, a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return a + b
 
 
 def undescribed(a):
@@ -73,6 +90,8 @@ def test_calls_and_answer(environment: ToolEnvironment):
     ("text", "reason"),
     [
         ("<tool_call>add(2, 2)</tool_call>", r"expected a tool call in JSON; got 'add\(2, 2\)'"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", r"expected a tool call in JSON; got '\[\[\["),
+        ("<tool_call>" + '{"a":' * 100_000 + "</tool_call>", 'expected a tool call in JSON; got \'{"a":'),
         ("<tool_call>[1]</tool_call>", "expected a tool call with name and arguments"),
         ("<tool_call>{", "expected a tool call that ends with </tool_call>"),
         (call("multiply", a=1), "expected a call of add, fail; got 'multiply'|got multiply"),
@@ -84,6 +103,18 @@ def test_a_bad_call_ends_the_conversation(environment: ToolEnvironment, text: st
     assert (said, reward) == ("", 0.0) and isinstance(done, str)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(done)
+
+
+def fail_by_name() -> str:
+    """Fails with a name that is not UTF-8."""
+    raise OSError(os.fsdecode(b"a\x80"))
+
+
+def test_results_that_utf8_cannot_encode_are_written_with_question_marks():
+    environment = ToolEnvironment((name_of_file, fail_by_name), graded)
+    environment.reset({"prompt": "?"})
+    results, _, done = environment.step(call("name_of_file") + call("fail_by_name"))
+    assert [each["content"] for each in results] == ["a?", "OSError: a?"] and done is False
 
 
 async def fetch(page: int) -> str:
@@ -146,6 +177,9 @@ def test_tools_without_a_description_are_refused():
         schemas([undescribed])
     with pytest.raises(ValueError, match="expected tools with different names"):
         schemas([add, add])
+    for tool in (functools.partial(add, 1), Adder(), {"name": "add"}):
+        with pytest.raises(ValueError, match="expected functions as tools; got .*(partial|Adder|{'name': 'add'})"):
+            inspect.unwrap(schemas)([add, tool])
 
 
 def test_tools_that_cannot_be_described_end_the_rollout_before_it_begins():
