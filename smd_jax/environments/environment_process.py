@@ -64,12 +64,21 @@ def checked_content(content: Any, *, opening: bool) -> Any:
     if isinstance(messages, str):
         if len(messages) > LONGEST:
             raise AnswerError(f"expected a text of at most {LONGEST:,} characters; got {len(messages):,}")
-        return content
+        return _encodable(content)
     if not isinstance(messages, list | tuple) or not all(isinstance(x, dict) and "role" in x for x in messages):
         raise AnswerError(f"expected {expected}; got {reprlib.repr(content)}")
     size = len(json.dumps(content))
     if size > LONGEST:
         raise AnswerError(f"expected messages of at most {LONGEST:,} characters; got {size:,}")
+    return _encodable(content)
+
+
+def _encodable(content: Any) -> Any:
+    """The content; raises AnswerError for a lone surrogate in one of its texts, which no tokenizer accepts."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise AnswerError(f"expected text that UTF-8 can encode; got {error.object[error.start]!r}") from error
     return content
 
 

@@ -48,8 +48,8 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
 
     Raises:
       TypeError: one string instead of a sequence.
-      ValueError: no strings; an empty one; one that the tokenizer encodes with a special token, which is no text; see
-        also `token_bytes`.
+      ValueError: no strings; an empty one; one that UTF-8 cannot encode; one that the tokenizer encodes with a special
+        token, which is no text; see also `token_bytes`.
     """
     if isinstance(strings, str):
         raise TypeError(f"expected a sequence of stop strings, such as [{strings!r}]; got the one string {strings!r}")
@@ -58,6 +58,10 @@ def compile_stop_strings(tokenizer: Tokenizer, strings: Sequence[str], vocab_siz
     for string in strings:
         if not string:
             raise ValueError("expected stop strings of at least one character; got ''")
+        try:
+            string.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"expected stop strings that UTF-8 can encode; got {string[:100]!r}") from error
         _check_ordinary(string, tokenizer)
     steps = _automaton([string.encode() for string in strings])
     table = _run_over_tokens(steps, token_bytes(tokenizer, vocab_size))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from smd_jax.commands.errors import with_flags
-from smd_jax.environments import processes
+from smd_jax.environments import environment_process, processes
 from smd_jax.environments.processes import (
     Environments,
     EnvironmentsInProcesses,
@@ -53,6 +53,10 @@ class Echo:
                 return "x" * 10_000_000, 0.0, False
             case "no number":
                 return "a", float("nan"), False
+            case "a surrogate":
+                return "a file \udc80", 0.0, False
+            case "a surrogate in messages":
+                return [{"role": "tool", "content": [{"type": "text", "text": "\ud800"}]}], 0.0, True
             case "a set":
                 return {"a"}, 0.0, False
             case "messages":
@@ -158,6 +162,8 @@ BROKEN = {
     "nothing": ("no answer", r"expected \(text, reward, done\); got None"),
     "10 MB": ("no answer", "at most 1,048,576 characters; got 10,000,000"),
     "no number": ("no answer", "expected a finite number as reward; got nan"),
+    "a surrogate": ("no answer", r"expected text that UTF-8 can encode; got '\\udc80'"),
+    "a surrogate in messages": ("no answer", r"expected text that UTF-8 can encode; got '\\ud800'"),
     "a set": ("no answer", "expected a text or chat messages; got {'a'}"),
 }
 
@@ -172,6 +178,15 @@ def test_a_broken_answer_is_a_failure(echoes: Environments, text: str):
         raise AssertionError(failure.message)
     assert len(failure.message) < 500
     assert asked(echoes, 0, "go on").content == "1: go on"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["a \udc80", [{"role": "user", "content": "\udc80"}], {"messages": "a", "tools": [{"description": "\udc80"}]}],
+)
+def test_an_opening_with_a_lone_surrogate_is_a_failure(content: Any):
+    with pytest.raises(environment_process.AnswerError, match=r"expected text that UTF-8 can encode; got '\\udc80'"):
+        environment_process.checked_content(content, opening=True)
 
 
 def test_a_call_that_hangs_or_exits_ends_its_own_process_only():

@@ -178,6 +178,7 @@ def test_rows_are_read_each_by_itself():
     [
         ([], "at least one stop string; got none"),
         (["a", ""], "at least one character; got ''"),
+        (["a", "b\ud800"], r"stop strings that UTF-8 can encode; got 'b\\ud800'"),
         (["x", "a<|im_end|>"], r"got 'a<\|im_end\|>', .* special token '<\|im_end\|>'; .* make it the eos_token_id"),
     ],
 )
