@@ -73,6 +73,9 @@ class Node:
       tokens: `[n]` ids, at least one.
       parent: index of the parent in `Tree.nodes`; None for the root.
       sampled, logprobs: `[n]` as in Branch. (): nothing was sampled.
+
+    Raises:
+      ValueError: logprobs without `sampled`.
     """
 
     tokens: Ints
@@ -81,6 +84,10 @@ class Node:
     logprobs: Floats = ()
 
     def __post_init__(self) -> None:
+        if len(self.logprobs) and not len(self.sampled):
+            raise ValueError(
+                "expected sampled with the logprobs of a node, whose tokens are given by default; got logprobs alone"
+            )
         _set_tokens(self, "a node", lambda count: np.zeros(count, bool))
 
 

@@ -146,6 +146,8 @@ def test_wrong_shapes_and_sizes():
         Node([1, 2], sampled=[True])
     with pytest.raises(ValueError, match=r"expected logprobs of a branch of shape \(2,\); got \(3,\)"):
         Branch([1, 2], logprobs=[0, 0, 0])
+    with pytest.raises(ValueError, match="expected sampled with the logprobs of a node.*; got logprobs alone"):
+        Node([4, 5], parent=0, logprobs=[-1.0, -2.0])
     with pytest.raises(ValueError, match="expected at least two tokens in a branch.*; got 1"):
         Branch([1])
     with pytest.raises(ValueError, match="expected a given first token"):
