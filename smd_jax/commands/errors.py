@@ -28,6 +28,7 @@ FLAGS: Mapping[str, str] = {
     "group_size": "--num-generations",
     "max_new_tokens": "--max-completion-length",
     "min_new_tokens": "--min-completion-length",
+    "turn_tokens": "--max-turn-length",
     "prompt_width": "--max-prompt-length",
     "microbatch_size": "--microbatch",
     "rows_per_prompt": "--share-prompts",

@@ -157,8 +157,9 @@ def converse(
 
     Raises:
       TypeError: a model, policy, config or prompts of another class, as `rollout`.
-      ValueError: decode_rows that do not divide the conversations, neither `config.eos_token_id` nor `stop`, a
-        quantised cache, an answer without tokens or with ids outside the vocabulary, and what `rollout` raises.
+      ValueError: decode_rows that do not divide the conversations, neither `config.eos_token_id` nor `stop`, turns
+        without room for the shortest response, a quantised cache, an answer without tokens or with ids outside the
+        vocabulary, and what `rollout` raises.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
     check_sampler(model, policy, config)
@@ -168,6 +169,7 @@ def converse(
         check_stop_table(stop, model.shape.vocab_size)
     if stop is None and config.eos_token_id is None:
         raise ValueError("expected an eos_token_id or stop strings, one of which ends a turn; got neither")
+    check_shortest_turn(config, conversation)
     sampler = conversation_sampler(model, policy, config, prompts.tokens.shape[1])
     rows = len(prompts.tokens) * group_size
     active = np.ones(rows, bool) if active is None else active
@@ -181,6 +183,13 @@ def converse(
     loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop, active, decode_rows)
     loop.run()
     return loop.result()
+
+
+def check_shortest_turn(config: RolloutConfig, conversation: ConversationConfig) -> None:
+    """Raises ValueError unless the first turn has room for `min_new_tokens` and its end."""
+    least, most = config.min_new_tokens, conversation.turn_tokens
+    if most is not None and least >= most:
+        raise ValueError(f"expected min_new_tokens < turn_tokens = {most}, so that the first turn can end; got {least}")
 
 
 def check_answer(row: int, tokens: list[int], vocab_size: int) -> None:

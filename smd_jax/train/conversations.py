@@ -21,7 +21,14 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.compaction import CompactingRespondent, CompactionConfig, converse_compacting
 from smd_jax.sampler.conversation import begin_conversations, conversation_sampler, to_trajectory
-from smd_jax.sampler.conversation_loop import ConversationConfig, ConversationStats, Conversed, Respondent, converse
+from smd_jax.sampler.conversation_loop import (
+    ConversationConfig,
+    ConversationStats,
+    Conversed,
+    Respondent,
+    check_shortest_turn,
+    converse,
+)
 from smd_jax.sampler.environment_respondent import Conversation, EnvironmentRespondent
 from smd_jax.sampler.keys import row_keys
 from smd_jax.tasks.task import Row
@@ -119,6 +126,7 @@ class ConversationRollouts(Rollouts):
             )
         super().__post_init__()
         conversation_sampler(self.model, self.policy, config, self.prompt_width)
+        check_shortest_turn(config, self.environment.conversation)
         if config.eos_token_id is None and self.stop is None:
             raise ValueError("expected an eos_token_id or stop_strings with an environment, to end a turn; got neither")
         _, compaction = self.dialogue, self.compaction

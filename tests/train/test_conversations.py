@@ -106,10 +106,8 @@ def new_loop(
     **options: Any,
 ) -> GRPOLoop:
     """`changes` are those of the configuration, `options` of the environment."""
-    conversation = ConversationConfig(turns=4)
-    environment = EnvironmentConfig(
-        environments=EnvironmentsHere(Judge), conversation=conversation, compaction=compaction, **options
-    )
+    options = {"conversation": ConversationConfig(turns=4)} | options
+    environment = EnvironmentConfig(environments=EnvironmentsHere(Judge), compaction=compaction, **options)
     # Several contexts need conversations that do not end by themselves.
     rows, config = (Rows(kind), CONFIG) if compaction is None else (Rows(kind, last=5), WIDER)
     config = dataclasses.replace(config, **changes or {})
@@ -274,6 +272,12 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
     [
         (None, {"rollouts_ahead": 1, "minibatches": 2}, {}, "expected rollouts_ahead 0 with an environment"),
         (None, {"rollout": dataclasses.replace(ROLLOUT, eos_token_id=None)}, {}, "to end a turn; got neither"),
+        (
+            None,
+            {"rollout": dataclasses.replace(ROLLOUT, min_new_tokens=9)},
+            {"conversation": ConversationConfig(turn_tokens=9)},
+            "expected min_new_tokens < turn_tokens = 9, .*; got 9",
+        ),
         (TextCompaction(after_tokens=47), {}, {}, "below max_new_tokens 48 together"),
         (COMPACTION, {}, {"credit": "turn"}, "expected credit 'trajectory' with compaction"),
         (COMPACTION, {"update": UpdateConfig(rows_per_prompt=2)}, {}, "expected pack_columns with rows_per_prompt"),
