@@ -20,12 +20,8 @@ Result     experiments/results/agents.json, a row a run, pilot runs included
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import tyro
-
 from lib.arms import arms_of
-from lib.command import StudyArgs, as_written, grid_of, run, stopping
+from lib.command import run_study
 from lib.grid import Cell
 from lib.lookup import Lookup
 from lib.runs import Sizes
@@ -34,18 +30,11 @@ from lib.starts import StartLevel
 
 ARMS = arms_of(("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50"))
 SEEDS = tuple(range(10, 16))
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = (3e-4, 1e-3)
 START = StartLevel(0.6, every=20, rows=256)
 SIZES = Sizes(rollouts=120, prompts=16, minibatches=2, evaluate_every=20, evaluation_rows=256, last=3, start=START)
 CELLS = (Cell(Lookup(4), sampler_of("h2o:32+4"), ARMS, SEEDS),)
 
 
-def main(args: StudyArgs) -> None:
-    with stopping():
-        grid = grid_of(args, "agents", CELLS, RATES, SIZES)
-        run(replace(grid, first_rates=None if args.learning_rates else FIRST_RATES), args)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(StudyArgs, description=as_written(__doc__)))
+    run_study(__doc__, "agents", CELLS, SIZES, first_rates=FIRST_RATES)

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import tyro
-
 from lib.arms import arms_of
-from lib.command import StudyArgs, as_written, grid_of, run, stopping
+from lib.command import run_study
 from lib.grid import Cell
 from lib.problems import problem_of
 from lib.samplers import sampler_of
@@ -37,10 +35,5 @@ CELLS = tuple(
 )
 
 
-def main(args: StudyArgs) -> None:
-    with stopping():
-        run(replace(grid_of(args, "collapse", CELLS, RATES, SIZES), criteria=()), args)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(StudyArgs, description=as_written(__doc__)))
+    run_study(__doc__, "collapse", CELLS, SIZES, RATES, criteria=())

@@ -15,17 +15,13 @@ Result     experiments/results/dose.json, a row a run
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import tyro
-
 from lib.arms import arms_of
-from lib.command import StudyArgs, as_written, grid_of, run, stopping
+from lib.command import run_study
 from lib.files import RESULTS
 from lib.grid import BY_CACHE, Cell
 from lib.problems import problem_of
 from lib.samplers import sampler_of
-from room import FIRST_RATES, RATES, SAMPLERS, SIZES
+from room import FIRST_RATES, SAMPLERS, SIZES
 
 ARMS = arms_of(("untrained", "naive", "tis", "shadow", "mixed-50"))
 SEEDS = tuple(range(10, 16))
@@ -51,12 +47,6 @@ def cells() -> tuple[Cell, ...]:
     )
 
 
-def main(args: StudyArgs) -> None:
-    with stopping():
-        grid = grid_of(args, "dose", cells(), RATES, SIZES)
-        grid = replace(grid, criteria=BY_CACHE[:1], pilots_from=RESULTS / "room")
-        run(replace(grid, first_rates=None if args.learning_rates else FIRST_RATES), args)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(StudyArgs, description=as_written(__doc__)))
+    pilots = RESULTS / "room"
+    run_study(__doc__, "dose", cells(), SIZES, first_rates=FIRST_RATES, criteria=BY_CACHE[:1], pilots_from=pilots)

@@ -26,12 +26,11 @@ from dataclasses import dataclass, replace
 
 import jax
 import optax
-import tyro
 
 import smd_jax as smd
 from lib.arms import Arm, arms_of
-from lib.command import StudyArgs, as_written, grid_of, run, stopping
-from lib.grid import Cell
+from lib.command import run_study
+from lib.grid import BY_CACHE, Cell
 from lib.problems import problem_of
 from lib.runs import Sizes
 from lib.samplers import sampler_of
@@ -39,7 +38,6 @@ from smd_jax.message.gate import EVICTION_GATE, AttentionGate, Gate, LinearGate,
 from smd_jax.model.protocol import ModelShape, Params
 
 SEEDS = tuple(range(10, 18))
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = (1e-4, 3e-4, 1e-3)
 SIZES = Sizes(rollouts=240, prompts=16, evaluate_every=20, evaluation_rows=256, last=3)
 GATE_SPEED = 30.0
@@ -104,12 +102,5 @@ def cells() -> tuple[Cell, ...]:
     return tuple(Cell(problem, sampler_of(f"{policy}:13+2"), found, SEEDS) for policy, found in arms.items())
 
 
-def main(args: StudyArgs) -> None:
-    with stopping():
-        grid = grid_of(args, "learned_eviction", cells(), RATES, SIZES)
-        first = None if args.learning_rates else FIRST_RATES
-        run(replace(grid, criteria=(("sparse", "sparse_greedy"),), first_rates=first), args)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(StudyArgs, description=as_written(__doc__)))
+    run_study(__doc__, "learned_eviction", cells(), SIZES, first_rates=FIRST_RATES, criteria=BY_CACHE[:1])

@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import tyro
@@ -122,11 +123,7 @@ def command(job: Job) -> str:
 
 def merge(path: Path, rows: Sequence[Row]) -> None:
     """Adds rows to a file and replaces those of the same jobs."""
-
-    def key(row: Row) -> tuple[object, ...]:
-        return tuple(row[name] for name in ("task", "policy", "budget", "buffer", "seed", "arm"))
-
-    write_rows(path, merged(path, rows, key))
+    write_rows(path, merged(path, rows, itemgetter("task", "policy", "budget", "buffer", "seed", "arm")))
 
 
 def add_rows(source: Path, results: Path = REPORTED) -> None:

@@ -18,12 +18,8 @@ Result     experiments/results/room/, a file a task, a row a run, pilot runs inc
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import tyro
-
 from lib.arms import Arm, arms_of
-from lib.command import StudyArgs, as_written, grid_of, run, stopping
+from lib.command import run_study
 from lib.grid import BY_CACHE, Cell
 from lib.problems import problem_of
 from lib.runs import Sizes
@@ -36,7 +32,6 @@ RIVALS = arms_of(("icepop", "sparse-rl-paper", "tis-1.5", "tis-5", "geometric", 
 TEACHERS = arms_of(("shadow-anchor", "anchor-alone", "anchor-then-shadow"))
 SHARES = arms_of(("shadow-published", "mixed-20", "mixed-80"))
 SEEDS = tuple(range(10, 18))
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = (1e-4, 3e-4, 1e-3)
 START = StartLevel(0.5, greedy=True, every=5)
 SIZES = Sizes(rollouts=240, prompts=16, minibatches=4, evaluate_every=20, evaluation_rows=256, last=3, start=START)
@@ -62,11 +57,5 @@ def cell(task: str, sampler: str, arms: tuple[Arm, ...]) -> Cell:
     return Cell(problem_of(task), sampler_of(sampler), arms, SEEDS, pilot=sampler_of(SAMPLERS[task][0]))
 
 
-def main(args: StudyArgs) -> None:
-    with stopping():
-        grid = grid_of(args, "room", cells(), RATES, SIZES, by_task=True)
-        run(replace(grid, criteria=BY_CACHE, first_rates=None if args.learning_rates else FIRST_RATES), args)
-
-
 if __name__ == "__main__":
-    main(tyro.cli(StudyArgs, description=as_written(__doc__)))
+    run_study(__doc__, "room", cells(), SIZES, first_rates=FIRST_RATES, criteria=BY_CACHE, by_task=True)

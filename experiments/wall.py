@@ -25,6 +25,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
@@ -51,7 +52,7 @@ from lib.files import (
     write_kept,
     write_rows,
 )
-from lib.grid import searched_rate
+from lib.grid import RATES, searched_rate
 from lib.problems import Walk
 from lib.provenance import clean_commit, provenance
 from lib.runs import DECODINGS, Job, Sizes, evaluated, make_evaluator, make_loop
@@ -67,7 +68,6 @@ PROMPTS = 4
 LENGTHS = (512, 1024)
 PILOT_SEED = 100
 SEEDS = tuple(range(10, 16))
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 FIRST_RATES = (1e-4, 3e-4, 1e-3)
 # 64 rows: an evaluation of 512 walks of 1,024 steps takes about two minutes.
 START = StartLevel(0.5, greedy=True, every=10, rows=64)
@@ -238,10 +238,7 @@ def pilot_reward(way: Way, length: int, level: StartLevel, args: Args, rate: flo
 
 def merge(results: Path, rows: list[Row]) -> None:
     """Adds rows to the file of results and replaces those of the same runs."""
-
-    def key(row: Row) -> tuple[object, ...]:
-        return tuple(row[name] for name in ("length", "way", "pilot", "learning_rate", "seed", "seconds"))
-
+    key = itemgetter("length", "way", "pilot", "learning_rate", "seed", "seconds")
     write_rows(results, merged(results, rows, key))
 
 

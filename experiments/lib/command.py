@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import tyro
+
 from lib.files import RESULTS, ROOT, Row, read_rows
-from lib.grid import Cell, Grid, merge_rows
+from lib.grid import BOTH_GREEDY, RATES, Cell, Criterion, Grid, merge_rows
 from lib.provenance import is_clean
 from lib.runs import Sizes
 from lib.starts import StartLevel
@@ -25,7 +27,7 @@ QUICK = Sizes(
 class StudyArgs:
     """Runs the study or a part of it. Rows kept under --runs are not made again."""
 
-    tasks: tuple[str, ...] | None = None  # such as sums-12; default: the study's
+    tasks: tuple[str, ...] | None = None  # such as sorting-12; default: the study's
     samplers: tuple[str, ...] | None = None  # such as tova:14+2; default: the study's
     arms: tuple[str, ...] | None = None  # by name; default: the study's
     seeds: tuple[int, ...] | None = None  # reported ones; default: the study's
@@ -94,11 +96,34 @@ def selected(kind: str, given: Sequence[str] | None, known: set[str]) -> set[str
     return known if given is None else set(given)
 
 
-def run(grid: Grid, args: StudyArgs) -> list[Row]:
-    """Runs the grid; with `--collect` or `--rows-from` it only reads rows."""
-    if args.rows_from is not None:
-        return add_rows(grid.results, args.rows_from)
-    return grid.collect() if args.collect else grid.run()
+def run_study(
+    header: str | None,
+    name: str,
+    cells: Sequence[Cell],
+    sizes: Sizes,
+    rates: tuple[float, ...] = RATES,
+    first_rates: tuple[float, ...] | None = None,
+    criteria: tuple[Criterion, ...] = BOTH_GREEDY,
+    pilots_from: Path | None = None,
+    by_task: bool = False,
+) -> None:
+    """Reads the command line and runs the study; with `--collect` or `--rows-from` it only reads rows.
+
+    Args:
+      header: of the script, the text of --help.
+      first_rates, criteria, pilots_from: see `Grid`. Given --learning-rates, a pilot begins with all of them.
+    """
+    args = tyro.cli(StudyArgs, description=as_written(header))
+    with stopping():
+        grid = grid_of(args, name, cells, rates, sizes, by_task)
+        first = None if args.learning_rates else first_rates
+        grid = replace(grid, first_rates=first, criteria=criteria, pilots_from=pilots_from)
+        if args.rows_from is not None:
+            add_rows(grid.results, args.rows_from)
+        elif args.collect:
+            grid.collect()
+        else:
+            grid.run()
 
 
 def add_rows(results: Path, source: Path) -> list[Row]:

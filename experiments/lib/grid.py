@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import Pool
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from lib.starts import check_one_start
 from smd_jax.commands.compilation_cache import cache_programs
 
 PILOT_SEEDS = (100, 101)
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # of a search that widens
 Criterion = tuple[str, ...]  # decodings whose mean reward chooses a rate
 BOTH_GREEDY: tuple[Criterion, ...] = (("sparse_greedy", "dense_greedy"),)
 BY_CACHE: tuple[Criterion, ...] = (("sparse", "sparse_greedy"), ("dense", "dense_greedy"))
@@ -135,31 +137,20 @@ class Grid:
             return [self.rates[0]]
         if not self.criteria:
             return list(self.rates)
-        rewards = [self._pilot_rewards(cell, arm, rate) for rate in self._wanted_rates(cell, arm)]
-        if any(reward is None for reward in rewards):
-            return []
-        return self._best_rates(cell, arm, self._wanted_rates(cell, arm))
+        return self._best_rates(cell, arm, self._wanted_rates(cell, arm)) or []
 
-    def _wanted_rates(self, cell: Cell, arm: Arm) -> list[float]:
+    def _wanted_rates(self, cell: Cell, arm: Arm) -> Sequence[float]:
         """The first rates, and the rates beyond a best one at the edge, as far as rows exist."""
         every = sorted(self.rates)
-        first = sorted(self.first_rates or every)
-        low, high = every.index(first[0]), every.index(first[-1])
-        while True:
-            ran = every[low : high + 1]
-            if any(self._pilot_rewards(cell, arm, rate) is None for rate in ran):
-                return ran
-            ends = wider(every, low, high, self._best_rates(cell, arm, ran))
-            if ends == (low, high):
-                return ran
-            low, high = ends
+        return widened(every, sorted(self.first_rates or every), functools.partial(self._best_rates, cell, arm))
 
-    def _best_rates(self, cell: Cell, arm: Arm, rates: Sequence[float]) -> list[float]:
-        """The best rate of every criterion."""
-        found = {rate: self._pilot_rewards(cell, arm, rate) or () for rate in rates}
-        return [
-            best_rate({rate: rewards[place] for rate, rewards in found.items()}) for place in range(len(self.criteria))
-        ]
+    def _best_rates(self, cell: Cell, arm: Arm, rates: Sequence[float]) -> list[float] | None:
+        """The best rate of every criterion; None while a row is missing."""
+        rewards = [self._pilot_rewards(cell, arm, rate) for rate in rates]
+        found = [reward for reward in rewards if reward is not None]
+        if len(found) < len(rates):
+            return None
+        return [best_rate(dict(zip(rates, of_criterion, strict=True))) for of_criterion in zip(*found, strict=True)]
 
     def _pilot_rewards(self, cell: Cell, arm: Arm, rate: float) -> tuple[float, ...] | None:
         """The mean reward of every criterion over the pilot seeds; None while a row is missing."""
@@ -211,18 +202,28 @@ def searched_rate(reward: Callable[[float], float], rates: Sequence[float], firs
     Args:
       reward: of a rate; called again for the same rates. rates: all that may be tried, ascending.
     """
+
+    def best(ran: Sequence[float]) -> list[float]:
+        return [best_rate({rate: reward(rate) for rate in ran})]
+
+    return best(widened(rates, first, best))[0]
+
+
+def widened(
+    rates: Sequence[float], first: Sequence[float], best: Callable[[Sequence[float]], Sequence[float] | None]
+) -> Sequence[float]:
+    """The rates to run: the first ones, and one more on each side while the outermost one is a best one.
+
+    Args:
+      best: the best rates among those that ran; None while rows are missing.
+    """
     low, high = rates.index(first[0]), rates.index(first[-1])
-    while True:
-        best = best_rate({rate: reward(rate) for rate in rates[low : high + 1]})
-        ends = wider(rates, low, high, [best])
+    while found := best(rates[low : high + 1]):
+        ends = max(low - (rates[low] in found), 0), min(high + (rates[high] in found), len(rates) - 1)
         if ends == (low, high):
-            return best
+            break
         low, high = ends
-
-
-def wider(rates: Sequence[float], low: int, high: int, best: Sequence[float]) -> tuple[int, int]:
-    """The places of the first and last rate to run: one more on each side where the outermost one is a best one."""
-    return max(low - (rates[low] in best), 0), min(high + (rates[high] in best), len(rates) - 1)
+    return rates[low : high + 1]
 
 
 def one_core_each(workers: int) -> Pool:
@@ -255,6 +256,6 @@ def merge_rows(results: Path, rows: Sequence[Row]) -> None:
     write_rows(results, all_rows)
 
 
-def _key(row: Row) -> tuple[object, ...]:
-    fields = ("task", "policy", "budget", "buffer", "arm", "pilot", "learning_rate", "seed", "minibatches", "prompts")
-    return tuple(row[name] for name in fields)
+_key = itemgetter(
+    *("task", "policy", "budget", "buffer", "arm", "pilot", "learning_rate", "seed", "minibatches", "prompts")
+)

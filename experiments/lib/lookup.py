@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import smd_jax as smd
-from lib.problems import PROBLEMS, Problem, Rows, text_of
+from lib.problems import PROBLEMS, Problem, Rows, text_of, tokenizer
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import EnvironmentsHere
 from smd_jax.model.protocol import LanguageModel
@@ -30,7 +30,7 @@ from smd_jax.sampler.environment_respondent import EnvironmentRespondent
 from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
 from smd_jax.train.conversations import EnvironmentConfig
-from smd_jax.train.evaluation import Decode
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.supervised import Examples
 
 LETTERS = string.ascii_lowercase[:8]
@@ -149,6 +149,17 @@ class LookupEvaluator:
             conversation=self.problem.conversation,
         )
         return float(np.mean([conversation.reward for conversation in respondent.conversations]))
+
+
+def evaluator_of(
+    model: LanguageModel, problem: Problem, rows: Rows, rollout: smd.RolloutConfig, decodes: tuple[Decode, ...]
+) -> Evaluator | LookupEvaluator:
+    """Evaluates a problem under several ways of decoding."""
+    if isinstance(problem, Lookup):
+        return LookupEvaluator(model, problem, rows, tokenizer(), rollout, decodes)
+    width = problem.prompt_width
+    config = EvaluationConfig(decodes=decodes, rollout=rollout, prompt_width=width, rows=len(rows), seed=7)
+    return Evaluator(model, rows, tokenizer(), config)
 
 
 PROBLEMS[Lookup.name] = Lookup

@@ -1,8 +1,7 @@
 """Small tasks with models that learn them in seconds to minutes on one core; nothing to download.
 
-    sums     "3 8 2 … =" -> "3 1 3 …"          running sums modulo 10: the operands are needed once, in order
     sorting  "5 3 8 1 … =" -> "1 3 5 8 …"      every step looks at all operands again
-    copy     "3 8 2 … =" -> "3 3 8 1 2 3 …"    each operand copied, then the sum so far: half of the steps look back
+    copy     "3 8 2 … =" -> "3 3 8 1 2 3 …"    each operand, then the sum so far modulo 10: half of the steps look back
     walk     a walk along the edges of a graph in the prompt: any length, the same difficulty at every step
 
 A letter or digit is a token. Each split has its own random stream.
@@ -26,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 import smd_jax as smd
 from smd_jax.tasks.task import Row
+from smd_jax.text.prompts import eos_token_id, pad_token_id
 
 Split = Literal["train", "validation", "evaluation"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
@@ -96,8 +96,18 @@ class Problem:
 
     @property
     def label(self) -> str:
-        """Name in the studies: "sums-12"."""
+        """Name in the studies: "sorting-12"."""
         return f"{self.name}-{self.length}"
+
+    def rollout(self, budget: int = 1, buffer: int = 1) -> smd.RolloutConfig:
+        """A rollout of answers; without a budget for a full cache."""
+        return smd.RolloutConfig(
+            max_new_tokens=self.response_width,
+            budget=budget,
+            buffer=buffer,
+            eos_token_id=eos_token_id(tokenizer()),
+            pad_token_id=pad_token_id(tokenizer()),
+        )
 
     def rows(self, split: Split, size: int = TRAINING_ROWS) -> Rows:
         return Rows(self, split, size)
@@ -136,17 +146,6 @@ class Rows:
         """`Problem.grade` of each."""
         triples = zip(prompts, completions, columns["answer"], strict=True)
         return [self.problem.grade(prompt, completion, answer) for prompt, completion, answer in triples]
-
-
-@dataclass(frozen=True)
-class RunningSums(Problem):
-    """`length` digits, and their sums so far, modulo 10."""
-
-    name: ClassVar[str] = "sums"
-
-    def draw(self, random: np.random.Generator) -> Row:
-        digits = random.integers(0, 10, self.length)
-        return {"prompt": text_of(digits) + "=", "answer": text_of(np.cumsum(digits) % 10)}
 
 
 @dataclass(frozen=True)
@@ -248,11 +247,11 @@ def text_of(digits: np.ndarray) -> str:
     return "".join(map(str, digits))
 
 
-PROBLEMS: dict[str, type[Problem]] = {kind.name: kind for kind in (RunningSums, Sorting, CopySums, Walk)}
+PROBLEMS: dict[str, type[Problem]] = {kind.name: kind for kind in (Sorting, CopySums, Walk)}
 
 
 def problem_of(label: str) -> Problem:
-    """ "sums-12" -> RunningSums(12).
+    """ "sorting-12" -> Sorting(12).
 
     Raises:
       ValueError: for an unknown label.

@@ -18,16 +18,14 @@ import optax
 import smd_jax as smd
 from lib.arms import Arm
 from lib.files import Row, fingerprint, number, read_kept, settings_text, write_kept
-from lib.lookup import Lookup, LookupEvaluator
+from lib.lookup import Lookup, LookupEvaluator, evaluator_of
 from lib.problems import Problem, Split, tokenizer
 from lib.provenance import clean_commit, commit, provenance
-from lib.samplers import FULL_CACHE, Sampler
+from lib.samplers import FULL_CACHE, Sampler, decodings
 from lib.starts import StartLevel, start, start_hash
 from smd_jax.eviction.policies import LearnedGate
-from smd_jax.message.sampling import SamplingConfig
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
-from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import Evaluator
 
 # Limit for every rollout if learner and sampler are one policy, in nats, float32.
 MAX_MISMATCH_KL = 1e-6
@@ -225,8 +223,7 @@ def measured(history: Sequence[Row]) -> Row:
 def make_loop(job: Job, quant_group: int = QUANT_GROUP) -> smd.GRPOLoop:
     """The loop of a job; `quant_group`: tokens that share the range of a quantised key channel."""
     sizes = job.sizes
-    tokens = tokenizer()
-    rollout = job.sampler.config(job.problem.response_width, eos_token_id(tokens), pad_token_id(tokens))
+    rollout = job.problem.rollout(job.sampler.budget, job.sampler.buffer)
     if job.arm.cache_bits is not None:
         quant = smd.QuantConfig(bits=job.arm.cache_bits, group=quant_group)
         rollout = replace(rollout, buffer=quant_group, quant=quant)
@@ -240,7 +237,7 @@ def make_loop(job: Job, quant_group: int = QUANT_GROUP) -> smd.GRPOLoop:
         minibatches=job.minibatches,
         seed=job.seed,
     )
-    parts = smd.Decoder(job.problem.model_config()), job.problem.rows("train"), tokens, make_optimizer(job), config
+    parts = smd.Decoder(job.problem.model_config()), job.problem.rows("train"), tokenizer(), make_optimizer(job), config
     environment = job.problem.environment() if isinstance(job.problem, Lookup) else None
     return smd.GRPOLoop(*parts, environment=environment)
 
@@ -260,24 +257,12 @@ def make_optimizer(job: Job) -> optax.GradientTransformation:
 def make_evaluator(
     loop: smd.GRPOLoop, problem: Problem, sampler: Sampler, split: Split, rows: int
 ) -> Evaluator | LookupEvaluator:
-    """Evaluates under the budget and with the full cache, at the sampler's temperature and greedily."""
-    greedy = SamplingConfig(temperature=0.0)
-    decodes = (
-        Decode("sparse", sampler.eviction),
-        Decode("dense", FULL_CACHE),
-        Decode("sparse_greedy", sampler.eviction, sampling=greedy),
-        Decode("dense_greedy", FULL_CACHE, sampling=greedy),
-    )
+    """Evaluates with `decodings`."""
+    decodes = decodings(sampler.eviction)
     if isinstance(sampler.eviction, LearnedGate):
         # Tokens and evictions without chance; only in the curve.
-        decodes += (Decode("sparse_decided", replace(sampler.eviction, greedy=True), sampling=greedy),)
-    if isinstance(problem, Lookup):
-        parts = loop.model, problem, problem.rows(split, rows), loop.tokenizer, loop.config.rollout, decodes
-        return LookupEvaluator(*parts)
-    config = EvaluationConfig(
-        decodes=decodes, rollout=loop.config.rollout, prompt_width=problem.prompt_width, rows=rows, seed=7
-    )
-    return Evaluator(loop.model, problem.rows(split, rows), loop.tokenizer, config)
+        decodes += (replace(decodes[2], name="sparse_decided", policy=replace(sampler.eviction, greedy=True)),)
+    return evaluator_of(loop.model, problem, problem.rows(split, rows), loop.config.rollout, decodes)
 
 
 def evaluated(evaluator: Evaluator | LookupEvaluator, params: Any) -> dict[str, float]:

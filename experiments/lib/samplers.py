@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import smd_jax as smd
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, TOVA, Dense, Knorm, LearnedGate, Random, Recent, SnapKV, StreamingLLM
 from smd_jax.message.gate import AttentionGate
+from smd_jax.message.sampling import SamplingConfig
+from smd_jax.train.evaluation import Decode
 
 # Windows and sinks for budgets of about ten keys.
 POLICIES: dict[str, EvictionPolicy] = {
@@ -43,13 +44,19 @@ class Sampler:
     def label(self) -> str:
         return f"{self.policy}:{self.budget}+{self.buffer}"
 
-    def config(self, response_width: int, eos: int, pad: int) -> smd.RolloutConfig:
-        return smd.RolloutConfig(
-            max_new_tokens=response_width, budget=self.budget, buffer=self.buffer, eos_token_id=eos, pad_token_id=pad
-        )
-
 
 FULL_CACHE = Dense()
+
+
+def decodings(policy: EvictionPolicy) -> tuple[Decode, ...]:
+    """Under the budget and with the full cache, at the sampler's temperature and greedily."""
+    greedy = SamplingConfig(temperature=0.0)
+    return (
+        Decode("sparse", policy),
+        Decode("dense", FULL_CACHE),
+        Decode("sparse_greedy", policy, sampling=greedy),
+        Decode("dense_greedy", FULL_CACHE, sampling=greedy),
+    )
 
 
 def sampler_of(label: str) -> Sampler:

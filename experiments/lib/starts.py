@@ -23,15 +23,15 @@ from safetensors.numpy import save_file
 
 import smd_jax as smd
 from lib.files import ROOT, Row
-from lib.lookup import Lookup, LookupEvaluator, examples_of_lookup
+from lib.lookup import Lookup, evaluator_of, examples_of_lookup
 from lib.problems import Problem, tokenizer
 from lib.samplers import FULL_CACHE
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.runs import checkpoint
 from smd_jax.tasks.task import batch_indices
 from smd_jax.testing import random_params
-from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
-from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
+from smd_jax.text.prompts import Tokenizer
+from smd_jax.train.evaluation import Decode
 from smd_jax.train.supervised import Examples, encode_examples, make_supervised_update
 
 STORED = ROOT / "experiments" / "starts"
@@ -154,7 +154,9 @@ def _trained(problem: Problem, seed: int, level: StartLevel, unfinished: Path) -
     model = smd.Decoder(config)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(problem.schedule()))
     update = make_supervised_update(model, optimizer)
-    evaluator = _evaluator(model, problem, level, tokens)
+    decode = Decode("dense", FULL_CACHE, sampling=SamplingConfig(temperature=0.0) if level.greedy else None)
+    rows = problem.rows("validation", level.rows)
+    evaluator = evaluator_of(model, problem, rows, problem.rollout(), (decode,))
     settings = (problem, config, level)
     state = smd.init_state(random_params(config, seed), optimizer, jax.random.key(seed))
     if checkpoint.latest_step(unfinished) is not None:
@@ -175,26 +177,6 @@ def _trained(problem: Problem, seed: int, level: StartLevel, unfinished: Path) -
         f"expected a reward of {level.label} of {problem.label} within {level.most_steps} supervised steps of seed "
         f"{seed}; got {reward:.3f}"
     )
-
-
-def _evaluator(
-    model: smd.Decoder, problem: Problem, level: StartLevel, tokens: Tokenizer
-) -> Evaluator | LookupEvaluator:
-    """On validation rows, with the full cache."""
-    rollout = smd.RolloutConfig(
-        max_new_tokens=problem.response_width,
-        budget=1,
-        buffer=1,
-        eos_token_id=eos_token_id(tokens),
-        pad_token_id=pad_token_id(tokens),
-    )
-    decode = Decode("dense", FULL_CACHE, sampling=SamplingConfig(temperature=0.0) if level.greedy else None)
-    if isinstance(problem, Lookup):
-        return LookupEvaluator(model, problem, problem.rows("validation", level.rows), tokens, rollout, (decode,))
-    config = EvaluationConfig(
-        decodes=(decode,), rollout=rollout, prompt_width=problem.prompt_width, rows=level.rows, seed=7
-    )
-    return Evaluator(model, problem.rows("validation", level.rows), tokens, config)
 
 
 def _named(params: Any) -> Iterator[tuple[str, np.ndarray]]:

@@ -11,9 +11,9 @@ import jax
 
 import smd_jax as smd
 from lib.files import Row, fingerprint, number
-from lib.runs import FULL_CACHE, MAX_MISMATCH_KL, measured
+from lib.runs import MAX_MISMATCH_KL, measured
+from lib.samplers import FULL_CACHE, decodings
 from real.job import Base, Job, keep_row, kept
-from smd_jax.message.sampling import SamplingConfig
 from smd_jax.metrics import evicted_share
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.monitor.metrics_log import METRICS_FILE, read_metrics
@@ -24,7 +24,7 @@ from smd_jax.runs.run_folder import CHECKPOINTS
 from smd_jax.runs.settings import split_settings
 from smd_jax.tasks.dataset_task import usable_lengths
 from smd_jax.text.prompts import eos_token_id, pad_token_id
-from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
+from smd_jax.train.evaluation import EvaluationConfig, Evaluator
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
 
 CURVE = ("reward", "entropy", "completions/mean_length", "mismatch_kl", "grad_norm", "step_time")
@@ -112,16 +112,8 @@ def initial_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:
 
 def evaluated(job: Job, base: Base, loop: smd.GRPOLoop, state: smd.TrainState) -> Row:
     """Evaluates under the budget and with the full cache, at temperature 1 and greedily."""
-    greedy = SamplingConfig(temperature=0.0)
-    ways = (
-        Decode("dense", FULL_CACHE),
-        Decode("dense_greedy", FULL_CACHE, sampling=greedy),
-        Decode("sparse", job.policy),
-        Decode("sparse_greedy", job.policy, sampling=greedy),
-    )
-    config = EvaluationConfig(
-        decodes=ways, rollout=loop.config.rollout, prompt_width=loop.config.prompt_width, rows=48, seed=7
-    )
+    rollout, width = loop.config.rollout, loop.config.prompt_width
+    config = EvaluationConfig(decodes=decodings(job.policy), rollout=rollout, prompt_width=width, rows=48, seed=7)
     row: Row = {}
     for result in Evaluator(loop.model, job.held_out, base.tokenizer, config).run(loop.policy_params(state.params)):
         row[result.name] = number(result.reward)

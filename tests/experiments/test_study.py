@@ -20,7 +20,7 @@ from lib.files import RESULTS, read_rows, write_rows
 from lib.grid import Cell, Grid, best_rate, searched_rate
 from lib.intervals import estimate, paired
 from lib.lookup import Lookup
-from lib.problems import PROBLEMS, WALK_EDGES, WALK_ENDS, CopySums, RunningSums, Sorting, Walk, problem_of, tokenizer
+from lib.problems import PROBLEMS, WALK_EDGES, WALK_ENDS, CopySums, Sorting, Walk, problem_of, tokenizer
 from lib.runs import DECODINGS, Job
 from lib.samplers import sampler_of
 from lib.starts import examples_of
@@ -29,7 +29,7 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
 
-CELL = Cell(RunningSums(4), sampler_of("tova-heads:4+1"), arms_of(("untrained", "naive", "shadow")), (0,))
+CELL = Cell(Sorting(4), sampler_of("tova-heads:4+1"), arms_of(("untrained", "naive", "shadow")), (0,))
 CLOCKS = {"cpu_seconds", "date"}
 
 
@@ -72,8 +72,9 @@ def test_rows(folder: Path):
     reported = {row["arm"]: row for row in rows if not row["pilot"]}
     assert set(reported) == {"untrained", "naive", "shadow"} and len(rows) == 7
     for row in rows:
-        assert row["task"] == "sums-4" and row["policy"] == "tova-heads" and row["budget"] == 4
-        assert row["commit"] and row["cpu"] and row["command"].startswith("python experiments/study.py --tasks sums-4")
+        assert row["task"] == "sorting-4" and row["policy"] == "tova-heads" and row["budget"] == 4
+        assert row["commit"] and row["cpu"]
+        assert row["command"].startswith("python experiments/study.py --tasks sorting-4")
     for kind in DECODINGS:
         assert len({row[f"{kind}_before"] for row in reported.values()}) == 1, "arms of a seed share their start"
         assert reported["untrained"][kind] == reported["untrained"][f"{kind}_before"]
@@ -196,17 +197,17 @@ def test_the_lower_of_two_equal_rates():
     ("options", "message"),
     [
         ({"arms": ("smd",)}, r"expected arms of \['naive', 'shadow', 'untrained'\]; got \['smd'\]"),
-        ({"tasks": ("sums-6",)}, r"expected tasks of \['sums-4', 'sums-5'\]; got \['sums-6'\]"),
+        ({"tasks": ("sorting-6",)}, r"expected tasks of \['sorting-4', 'sorting-5'\]; got \['sorting-6'\]"),
         ({"samplers": ("h2o:5+1",)}, r"expected samplers of \['h2o:4\+1', 'tova-heads:4\+1'\]; got \['h2o:5\+1'\]"),
         (
-            {"tasks": ("sums-4",), "samplers": ("h2o:4+1",)},
-            r"expected a cell of \['sums-4 under tova-heads:4\+1', 'sums-5",
+            {"tasks": ("sorting-4",), "samplers": ("h2o:4+1",)},
+            r"expected a cell of \['sorting-4 under tova-heads:4\+1', 'sorting-5",
         ),
     ],
 )
 def test_what_a_study_does_not_have(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        narrowed(StudyArgs(**options), [CELL, replace(CELL, problem=RunningSums(5), sampler=sampler_of("h2o:4+1"))])
+        narrowed(StudyArgs(**options), [CELL, replace(CELL, problem=Sorting(5), sampler=sampler_of("h2o:4+1"))])
 
 
 def test_a_part_of_a_study_leaves_the_committed_rows_alone():
@@ -327,12 +328,11 @@ def test_a_right_answer_is_worth_1_and_fits(kind: Any):
 
 
 def test_answers():
-    sums, copy = (kind(5).rows("train")[3] for kind in (RunningSums, CopySums))
+    copy = CopySums(5).rows("train")[3]
     total = 0
-    for place, digit in enumerate(sums["prompt"][:-1]):
+    for place, digit in enumerate(copy["prompt"][:-1]):
         total += int(digit)
-        assert sums["answer"][place] == str(total)[-1]
-    assert copy["answer"][::2] == copy["prompt"][:-1] and copy["answer"][1::2] == sums["answer"]
+        assert copy["answer"][2 * place : 2 * place + 2] == digit + str(total)[-1]
     ordered = Sorting(5).rows("train")[3]
     assert sorted(ordered["prompt"][:-1]) == list(ordered["answer"])
 
@@ -351,7 +351,7 @@ def test_walk_by_hand():
 
 def test_rows_of_the_splits_differ():
     splits = {
-        split: {RunningSums(12).rows(split)[i]["prompt"] for i in range(600)}
+        split: {Sorting(12).rows(split)[i]["prompt"] for i in range(600)}
         for split in ("train", "validation", "evaluation")
     }
     assert all(len(prompts) == 600 for prompts in splits.values())
