@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 # Read when JAX and the compilers are loaded. Without the device nothing can be timed, so XLA must not autotune.
@@ -46,6 +46,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bench.engines.kernel_checks import CacheShape, by_kernel
 from lib import assembler, hlo
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import LayerCache
@@ -270,49 +271,36 @@ def tpu_attention(array: Array, dtype: str, head_dim: int) -> Iterator[Program]:
         passes = {
             "forward": (kernel.forward, (blocks,)),
             "backward": (kernel.backward, (blocks, blocks.q, lse, blocks.q)),
-            "forward+backward": (partial(forward_and_backward, kernel), (blocks, blocks.q)),
+            "forward+backward": (partial(by_kernel, kernel), (blocks, blocks.q)),
         }
         for name, (function, arguments) in passes.items():
             labels = {"kernel": name, "sizes": sizes, "shape": shape, "dtype": dtype, "head_dim": head_dim}
             yield Program(labels, jax.jit(function), arguments)
 
 
-def forward_and_backward(kernel: MosaicTpuKernel, blocks: Blocks, d_out: jax.Array) -> Any:
-    out, lse = kernel.forward(blocks)
-    return out, *kernel.backward(blocks, out, lse, d_out)
-
-
 # ---------------------------------------------------------------- decoding
-
-
-class Shape(NamedTuple):
-    batch: int
-    heads: int
-    kv_heads: int
-    slots: int
-    head_dim: int
 
 
 # Groups of 4, 7 and 1 query heads; slots that fill tiles and that do not.
 DECODE_SHAPES = (
-    Shape(64, 32, 8, 1152, 128),
-    Shape(64, 14, 2, 1000, 64),
-    Shape(8, 32, 8, 4224, 128),
-    Shape(64, 8, 8, 384, 64),
+    CacheShape(64, 32, 8, 1152, 128),
+    CacheShape(64, 14, 2, 1000, 64),
+    CacheShape(8, 32, 8, 4224, 128),
+    CacheShape(64, 8, 8, 384, 64),
 )
 CODES_SHAPES = (DECODE_SHAPES[0], DECODE_SHAPES[1])
 CODES_BUFFER = 128  # slots of them in full precision
 # A layer's keys do not fit into the TPU's VMEM: XLA carries smaller ones there and back, and that is no copy of ours.
-LOOP = Shape(batch=128, heads=32, kv_heads=8, slots=1024, head_dim=64)
-ROLLOUT = Shape(batch=128, heads=16, kv_heads=8, slots=1024, head_dim=64)
+LOOP = CacheShape(batch=128, heads=32, kv_heads=8, slots=1024, head_dim=64)
+ROLLOUT = CacheShape(batch=128, heads=16, kv_heads=8, slots=1024, head_dim=64)
 LAYERS = 4
 DECODE_BUDGET = 896
 DECODE_STEPS = 512
 
 
-def decode_kernel(array: Array, impl: Hardware, shape: Shape) -> Program:
+def decode_kernel(array: Array, impl: Hardware, shape: CacheShape) -> Program:
     batch, heads, kv_heads, slots, head_dim = shape
-    labels = {"kernel": f"decode_attention, {impl}, {'x'.join(map(str, shape))}"}
+    labels = {"kernel": f"decode_attention, {impl}, {shape}"}
     refused = why_not_decode(impl, jnp.bfloat16, head_dim, slots, heads // kv_heads)
     q = array((batch, heads, 1, head_dim), jnp.bfloat16)
     k = array((batch, kv_heads, slots, head_dim), jnp.bfloat16)
@@ -321,7 +309,7 @@ def decode_kernel(array: Array, impl: Hardware, shape: Shape) -> Program:
     return Program(labels, function, (q, k, k, valid), {"impl": impl}, refused=refused)
 
 
-def codes_kernel(array: Array, impl: Hardware, shape: Shape, bits: int) -> Program:
+def codes_kernel(array: Array, impl: Hardware, shape: CacheShape, bits: int) -> Program:
     """Decode attention over a quantised cache: 32 groups of 64 keys, parts of 32 channels."""
     batch, heads, kv_heads, slots, head_dim = shape
     coded = (batch, kv_heads, slots - CODES_BUFFER)
@@ -333,7 +321,7 @@ def codes_kernel(array: Array, impl: Hardware, shape: Shape, bits: int) -> Progr
     k = array((batch, kv_heads, CODES_BUFFER, head_dim), jnp.bfloat16)
     valid = array((batch, kv_heads, slots), jnp.bool_)
     refused = why_not_decode_codes(impl, jnp.bfloat16, codes, CODES_BUFFER, heads // kv_heads)
-    labels = {"kernel": f"decode_codes_attention, {impl}, {bits} bits, {'x'.join(map(str, shape))}"}
+    labels = {"kernel": f"decode_codes_attention, {impl}, {bits} bits, {shape}"}
     function = jax.jit(decode_codes_attention, static_argnames="impl")
     return Program(labels, function, (q, codes, k, k, valid), {"impl": impl}, refused=refused)
 

@@ -26,16 +26,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the packages bench and lib
 
+from bench.engines.kernel_checks import Case, with_gradients
 from bench.limits import visible_keys
 from bench.turns import Row, write
 from lib.provenance import provenance
@@ -141,14 +142,6 @@ def inputs(args: Args, tokens: int, budget: int) -> tuple[Array, Array, Array, A
     return q, k, v, weights, mask
 
 
-def forward_and_backward(f: Attention) -> Callable[..., Any]:
-    def run(q: Array, k: Array, v: Array, mask: KeyInterval, weights: Array) -> Any:
-        out, pull = jax.vjp(lambda q, k, v: f(q, k, v, mask), q, k, v)
-        return out, pull(weights)
-
-    return run
-
-
 def milliseconds(f: Callable[..., Any], *args: Any) -> float:
     start = time.perf_counter()
     jax.block_until_ready(f(*args))
@@ -157,16 +150,15 @@ def milliseconds(f: Callable[..., Any], *args: Any) -> float:
 
 def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention]) -> list[Row]:
     """Compiles every implementation that can run, then times them in rounds."""
-    q, k, v, weights, mask = inputs(args, tokens, budget)
-    given = (q, k, v, mask)
+    given = q, k, v, _, mask = inputs(args, tokens, budget)
     names = [n for n in table if (not args.impls or n in args.impls) and can_run(n, args, tokens, q, k, mask)]
     forward = {}
     both = {}
     for n in list(names):
         try:
-            forward[n] = jax.jit(table[n]).lower(*given).compile()
-            both[n] = jax.jit(forward_and_backward(table[n])).lower(*given, weights).compile()
-            jax.block_until_ready(both[n](*given, weights))
+            forward[n] = jax.jit(table[n]).lower(q, k, v, mask).compile()
+            both[n] = jax.jit(partial(with_gradients, table[n])).lower(*given).compile()
+            jax.block_until_ready(both[n](*given))
         except FAILURES as error:
             names.remove(n)
             print(json.dumps({"failed": n, "T": tokens, "budget": budget, "reason": first_line(error)}), flush=True)
@@ -178,7 +170,7 @@ def time_size(args: Args, tokens: int, budget: int, table: dict[str, Attention])
         if turn:
             rates.append(product_flops / took * 1e3)
         for n in names:
-            pair = milliseconds(forward[n], *given), milliseconds(both[n], *given, weights)
+            pair = milliseconds(forward[n], q, k, v, mask), milliseconds(both[n], *given)
             if turn:  # the first round warms up
                 times[n][0].append(pair[0])
                 times[n][1].append(pair[1])
@@ -251,28 +243,22 @@ def compared(rows: list[Row]) -> list[Row]:
 
 def check(args: Args) -> None:
     """Prints the error of each implementation against the float32 reference. Raises SystemExit if one is too large."""
-    q, k, v, weights, mask = inputs(args, 1024, min(256, args.budgets[0]))
-    visible = mask.to_boolean()
-    precise = forward_and_backward(lambda q, k, v, mask: reference.attention(q, k, v, visible))
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(precise)(*(x.astype(jnp.float32) for x in (q, k, v)), mask, weights.astype(jnp.float32))
+    given = inputs(args, 1024, min(256, args.budgets[0]))
+    q, k, _, _, mask = given
     tolerance = 2e-5 if args.dtype == "float32" else 2e-2
+    limits: dict[str, float] = dict.fromkeys(("out", "dq", "dk", "dv"), tolerance)
+    expected = partial(with_gradients, lambda q, k, v, mask: reference.attention(q, k, v, mask.to_boolean()))
     for name, f in IMPLEMENTATIONS.items():
         if name == CAUSAL or not can_run(name, args, 1024, q, k, mask):
             continue
-        run = jax.jit(forward_and_backward(f))
         try:
-            got = run(q, k, v, mask, weights)
-            again = run(q, k, v, mask, weights)
+            row = Case(name, name, str(q.dtype), limits, lambda: given, partial(with_gradients, f), expected).row()
         except FAILURES as error:
             print(json.dumps({"failed": name, "reason": first_line(error)}), flush=True)
             continue
-        bitwise = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), got, again)))
-        # numpy's maximum propagates NaN; XLA's on CPU does not.
-        off = jax.tree.map(lambda x, y: float(np.abs(np.asarray(x - y)).max() / np.abs(y).max()), got, expected)
-        print(json.dumps({"check": name, "out": off[0], "dq, dk, dv": off[1], "bitwise_again": bitwise}), flush=True)
-        if not all(x <= tolerance for x in jax.tree.leaves(off)):
-            raise SystemExit(f"expected {name} within {tolerance} of the float32 reference; got {off}")
+        print(json.dumps(row), flush=True)
+        if not all(off is not None and off <= tolerance for off in row["off"].values()):
+            raise SystemExit(f"expected {name} within {tolerance} of the float32 reference; got {row['off']}")
 
 
 def tuning_table(args: Args) -> dict[str, Attention]:

@@ -40,7 +40,7 @@ def test_lines_of_attention(tmp_path: Path):
     lines = lines_of("attention.py", tmp_path / "rows.json", *sizes)
     checks, rows = ([line for line in lines if ("check" in line) == checked] for checked in (True, False))
     assert {line["check"] for line in checks} >= {"mask", "stock mask", "interval", "segments"}
-    assert all(line["bitwise_again"] for line in checks)
+    assert all(line["same_bits"] for line in checks)
     fields = {"device", "impl", "T", "budget", "buffer", "heads", "head_dim", "dtype"}
     fields |= {"fwd_ms", "fwd_bwd_ms", "temp_bytes", "speedup_vs_mask", "temp_vs_mask"}
     assert all(row.keys() >= fields for row in rows)

@@ -1,23 +1,18 @@
 """Settings and patches of JAX's interpreter of GPU kernels, which rehearses the benchmarks on a CPU.
 
-The interpreter is private to JAX (`jax._src`) and may move, so runs on a GPU do not import this file.
+The interpreter is private to JAX (`jax._src`) and may move, and its patches are those of the tests, so runs on a GPU do
+not import this file.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from smd_kernels import decode_codes_gpu, decode_gpu
 from smd_kernels.hardware import DecodeSizes
-
-
-def parameters() -> InterpretGPUParams:
-    return InterpretGPUParams()
+from tests.interpreted_gpu import Transposed, teach
 
 
 def decode_parameters(slots: int) -> InterpretGPUParams:
@@ -28,32 +23,8 @@ def decode_parameters(slots: int) -> InterpretGPUParams:
     )
 
 
-class Transposed:
-    """The transpose of a reference, which the interpreter lacks."""
-
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.ref[...].T
-
-    def __setitem__(self, index: Any, value: jax.Array) -> None:
-        self.ref[...] = value.T
-
-
 def patch_kernels() -> None:
     """Patches what the interpreter lacks, for the rest of this process: layout casts and transposed operands."""
-    multiply = plgpu.wgmma
-
-    def wgmma(acc: Any, a: Any, b: Any) -> None:
-        def multiply_copies(a_copy: Any, b_copy: Any) -> None:
-            a_copy[...], b_copy[...] = a[...], b[...]
-            multiply(acc, a_copy, b_copy)
-
-        pl.run_scoped(multiply_copies, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
-
-    plgpu.wgmma = wgmma
-    plgpu.layout_cast = lambda x, layout: x
-    plgpu.load = lambda ref, index, optimized: ref[...]
-    decode_gpu._transposed = Transposed
+    teach(pytest.MonkeyPatch(), decode_gpu)
     decode_codes_gpu._transposed = Transposed
+    plgpu.load = lambda ref, index, optimized: ref[...]

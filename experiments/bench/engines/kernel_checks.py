@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -190,12 +190,26 @@ def attention_case(
 # ---------------------------------------------------------------- decoding
 
 
-def cached(batch: int, heads: int, kv_heads: int, slots: int, head_dim: int, valid: str) -> tuple[Any, ...]:
+class CacheShape(NamedTuple):
+    """Sizes of a layer's cache and its queries."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    slots: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+def cached(shape: CacheShape, valid: str) -> tuple[Any, ...]:
     """q, k, v and the valid slots. The first row's last head has none, to test empty attention.
 
     Args:
       valid: "any" random slots, "all", or a "window" of them, as in a cache that fills up.
     """
+    batch, heads, kv_heads, slots, head_dim = shape
     rng = np.random.default_rng(3)
     shapes = ((batch, heads, 1, head_dim), *[(batch, kv_heads, slots, head_dim)] * 2)
     q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
@@ -209,10 +223,9 @@ def cached(batch: int, heads: int, kv_heads: int, slots: int, head_dim: int, val
     return q, k, v, jnp.asarray(filled)
 
 
-def decode_case(shape: tuple[int, int, int, int, int], valid: str, interpret: Any = None) -> Case:
-    name = f"decode {'x'.join(map(str, shape))}, {valid} valid"
+def decode_case(shape: CacheShape, valid: str, interpret: Any = None) -> Case:
     run = partial(decode_gpu.decode_attention, interpret=interpret)
-    inputs = partial(cached, *shape, valid)
+    inputs, name = partial(cached, shape, valid), f"decode {shape}, {valid} valid"
     return Case(name, "decode_gpu", "bfloat16", DECODED, inputs, run, reference.decode_attention)
 
 
@@ -306,22 +319,22 @@ def cases() -> Iterator[Case]:
         for head_dim in (64, 128):
             for slots in (72, 640):
                 for valid in ("any", "window") if slots == 640 else ("any",):
-                    yield decode_case((3, group * kv_heads, kv_heads, slots, head_dim), valid)
+                    yield decode_case(CacheShape(3, group * kv_heads, kv_heads, slots, head_dim), valid)
     # Every size of a swizzled tile; slots of codes in fewer tiles than the ring has stages, and in more.
     for bits, head_dim, slots in ((8, 128, 1000), (4, 64, 1000), (4, 128, 64), (2, 64, 1000)):
         yield decode_codes_case(CodesShape(3, 12, 2, slots, 72, head_dim, bits, groups=70, parts=2))
-    yield decode_case((64, 12, 2, 1152, 128), "all")
-    yield decode_case((8, 32, 8, 4096, 128), "any")
+    yield decode_case(CacheShape(64, 12, 2, 1152, 128), "all")
+    yield decode_case(CacheShape(8, 32, 8, 4096, 128), "any")
 
 
 def rehearsed() -> Iterator[Case]:
     """The same checks at toy sizes, for JAX's interpreter of GPU kernels: one case of each kind."""
-    from interpreted import decode_parameters, parameters  # private to JAX, so not imported on a GPU
+    from interpreted import InterpretGPUParams, decode_parameters  # private to JAX, so not imported on a GPU
 
-    kernel = MosaicGpuKernel(SMALL_TILES, parameters())
+    kernel = MosaicGpuKernel(SMALL_TILES, InterpretGPUParams())
     shape = (1, 70, 100, 64)
     yield block_case("blocks 1x70x100x64, small tiles", kernel, partial(random_blocks, *shape, "bfloat16"), "bfloat16")
     yield attention_case("3/1 heads of 64, windows, padding", kernel, (3, 1), 40, 64, Segments(9, 8, 7))
     for slots, valid in ((40, "any"), (72, "window")):
-        yield decode_case((2, 3, 1, slots, 64), valid, decode_parameters(slots))
+        yield decode_case(CacheShape(2, 3, 1, slots, 64), valid, decode_parameters(slots))
     yield decode_codes_case(CodesShape(2, 3, 1, 72, 40, 64, bits=4, groups=5, parts=2), decode_parameters(40))

@@ -18,13 +18,16 @@ from functools import partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # of what the studies share
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for the packages bench and lib
+
+from bench.engines import kernel_checks
+from bench.engines.kernel_checks import CacheShape
 
 Row = dict[str, Any]
 Job = tuple[str, Callable[[], Iterable[Row]]]
@@ -86,8 +89,6 @@ def correctness(rehearse: bool) -> Iterator[Job]:
         import interpreted
 
         interpreted.patch_kernels()
-    import kernel_checks
-
     for case in kernel_checks.rehearsed() if rehearse else kernel_checks.cases():
         yield case.name, lambda case=case: [case.row()]
 
@@ -120,31 +121,17 @@ def attention(rehearse: bool) -> Iterator[Job]:
 # ---------------------------------------------------------------- decode
 
 
-class Cache(NamedTuple):
-    batch: int
-    heads: int
-    kv_heads: int
-    slots: int
-    head_dim: int
-
-    @property
-    def bytes(self) -> int:
-        """Keys and values, queries and output; a boolean read and a float32 written per slot."""
-        kv = self.batch * self.kv_heads * self.slots
-        return 4 * kv * self.head_dim + 5 * kv + 4 * self.batch * self.heads * self.head_dim
-
-
 # Qwen2.5-1.5B's heads, an 8B model's; the last has fewer blocks than a GPU has multiprocessors.
 CACHES = (
-    Cache(64, 12, 2, 640, 128),
-    Cache(64, 12, 2, 1152, 128),
-    Cache(256, 12, 2, 1152, 128),
-    Cache(64, 32, 8, 640, 128),
-    Cache(64, 32, 8, 1152, 128),
-    Cache(256, 32, 8, 1152, 128),
-    Cache(8, 32, 8, 4096, 128),
+    CacheShape(64, 12, 2, 640, 128),
+    CacheShape(64, 12, 2, 1152, 128),
+    CacheShape(256, 12, 2, 1152, 128),
+    CacheShape(64, 32, 8, 640, 128),
+    CacheShape(64, 32, 8, 1152, 128),
+    CacheShape(256, 32, 8, 1152, 128),
+    CacheShape(8, 32, 8, 4096, 128),
 )
-TINY_CACHE = Cache(2, 3, 1, 72, 64)
+TINY_CACHE = CacheShape(2, 3, 1, 72, 64)
 
 
 def decode(rehearse: bool) -> Iterator[Job]:
@@ -160,18 +147,24 @@ def decode(rehearse: bool) -> Iterator[Job]:
         kernels["mosaic_gpu"] = partial(decode_gpu.decode_attention, interpret=parameters)
     for cache in (TINY_CACHE,) if rehearse else CACHES:
         for name, kernel in kernels.items():
-            label = f"decode {'x'.join(map(str, cache))}, {name}"
-            yield label, partial(decode_row, name, kernel, cache, rehearse)
+            yield f"decode {cache}, {name}", partial(decode_row, name, kernel, cache, rehearse)
 
 
-def decode_row(name: str, kernel: Callable[..., Any], cache: Cache, rehearse: bool) -> Iterator[Row]:
+def bytes_of_step(cache: CacheShape) -> int:
+    """Keys and values, queries and output; a boolean read and a float32 written per slot."""
+    kv = cache.batch * cache.kv_heads * cache.slots
+    return 4 * kv * cache.head_dim + 5 * kv + 4 * cache.batch * cache.heads * cache.head_dim
+
+
+def decode_row(name: str, kernel: Callable[..., Any], cache: CacheShape, rehearse: bool) -> Iterator[Row]:
     """A step of several layers with one cache each, repeated in one program.
 
     A single call would mostly measure the launch. All layers together exceed the device's cache, and every call needs
     the output of the one before.
     """
-    layers = 1 if rehearse else max(2, -(-CACHE_LIMIT // cache.bytes))
-    rounds = 1 if rehearse else max(1, round(2**33 / (layers * cache.bytes)))
+    needed = bytes_of_step(cache)
+    layers = 1 if rehearse else max(2, -(-CACHE_LIMIT // needed))
+    rounds = 1 if rehearse else max(1, round(2**33 / (layers * needed)))
     keys = jax.random.split(jax.random.key(0), 2 * layers + 1)
     shape = (cache.batch, cache.kv_heads, cache.slots, cache.head_dim)
     held = [[jax.random.normal(key, shape, jnp.bfloat16) for key in keys[2 * i : 2 * i + 2]] for i in range(layers)]
@@ -193,8 +186,8 @@ def decode_row(name: str, kernel: Callable[..., Any], cache: Cache, rehearse: bo
 
     took = {name: t / (layers * rounds) for name, t in seconds(steps, x, held, valid).items()}
     rate = copy_rate(rehearse)
-    row: Row = {"impl": name, **cache._asdict(), "layers": layers, "rounds": rounds, "bytes": cache.bytes}
-    yield row | took | {"copy_bytes_per_second": rate, "limit_share": cache.bytes / took["seconds"] / rate}
+    row: Row = {"impl": name, **cache._asdict(), "layers": layers, "rounds": rounds, "bytes": needed}
+    yield row | took | {"copy_bytes_per_second": rate, "limit_share": needed / took["seconds"] / rate}
 
 
 # ---------------------------------------------------------------- rollout and update of a whole model

@@ -11,6 +11,7 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import smd_jax as smd
 from smd_jax.learner.state import TrainBatch
@@ -22,6 +23,10 @@ def model_config(max_tokens: int) -> smd.ModelConfig:
     """The model that every engine runs."""
     more = {"max_positions": max_tokens, "rope_theta": common.ROPE_THETA, "norm_eps": common.NORM_EPS}
     return smd.ModelConfig(**asdict(common.MODEL), **more)
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
 
 
 def random_batch(

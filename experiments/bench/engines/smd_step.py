@@ -16,6 +16,7 @@ common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import optax  # noqa: E402
+from smd_common import adamw  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
@@ -63,8 +64,7 @@ def main() -> None:
             rows_per_prompt=args.rows_per_prompt,
         ),
     )
-    adamw = optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
-    optimizer = optax.chain(optax.clip_by_global_norm(common.MAX_GRADIENT_NORM), adamw)
+    optimizer = optax.chain(optax.clip_by_global_norm(common.MAX_GRADIENT_NORM), adamw())
     loop = smd.GRPOLoop(smd.Decoder(config), task, tokenizer, optimizer, grpo)
     state = smd.init_state(params, optimizer, jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(params))

@@ -13,8 +13,7 @@ common.one_thread()  # before jax is imported
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from smd_common import model_config, random_batch  # noqa: E402
+from smd_common import adamw, model_config, random_batch  # noqa: E402
 
 import smd_jax as smd  # noqa: E402
 from smd_jax.learner.config import UpdateConfig  # noqa: E402
@@ -32,10 +31,6 @@ def random_tokens(args: SimpleNamespace) -> np.ndarray:
     return tokens
 
 
-def optimizer() -> optax.GradientTransformation:
-    return optax.adamw(common.LEARNING_RATE, *common.BETAS, eps=common.ADAM_EPS, weight_decay=common.WEIGHT_DECAY)
-
-
 def main() -> None:
     args = common.settings()
     model = smd.Decoder(model_config(args.tokens))
@@ -46,9 +41,9 @@ def main() -> None:
         microbatch_size=args.microbatch,
         rows_per_prompt=args.rows_per_prompt,
     )
-    state = init_state(random_params(model.config), optimizer(), jax.random.key(0))
+    state = init_state(random_params(model.config), adamw(), jax.random.key(0))
     clock = common.Clock(args)
-    update = make_update(model, optimizer(), config)
+    update = make_update(model, adamw(), config)
     batch = random_batch(model.config, random_tokens(args), args.prompt, args.budget, args.buffer)
     # A training loop also returns the memory that the compiler freed.
     planned_bytes = smd.memory.program_bytes(update.lower(state, batch))
