@@ -144,16 +144,12 @@ def load_base(directory: Path) -> Base:
     return Base(config, load_tokenizer(directory), lambda: smd.load_checkpoint(directory, dtype="float32")[1])
 
 
-def arms_asked_for(names: Sequence[str] | None) -> tuple[Arm, ...]:
-    return ARMS if names is None else arms_of(names, ARMS)
-
-
 def main(args: Args) -> None:
     cache_programs()
     with stopping():
         if args.rows_from is not None:
             return add_rows(args.rows_from)
-        arms = arms_asked_for(args.arms)
+        arms = ARMS if args.arms is None else arms_of(args.arms, ARMS)
         if not (args.model / "config.json").exists():
             raise ValueError(f"expected a checkpoint in {args.model}, which `make smollm2` makes; got none")
         study = Study(arms, args.seeds, load_base(args.model), args.runs, rule=args.rule)

@@ -143,11 +143,11 @@ def killed_and_moved(folder: Path, rng: random.Random) -> Iterator[Outcome]:
     """
     directory, whole = folder / "run", folder / "whole" / "run"
     outcomes = list[Outcome]()
-    with started(whole, *mesh_flags(MESHES[-1]), rollouts=MESHES_ROLLOUTS) as running:
+    with started(whole, "--mesh", *map(str, MESHES[-1]), rollouts=MESHES_ROLLOUTS) as running:
         lines_until(running, "done")
         running.wait()
     for number, sizes in enumerate(MESHES):
-        with started(directory, *mesh_flags(sizes), rollouts=MESHES_ROLLOUTS) as running:
+        with started(directory, "--mesh", *map(str, sizes), rollouts=MESHES_ROLLOUTS) as running:
             # At the fourth line the save after the first two rollouts is complete, so each process advances the run.
             seen = lines_until(running, "rollout", 4)
             if number > 0:
@@ -161,10 +161,6 @@ def killed_and_moved(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         outcomes.append(outcome_after_fault(directory))
     near = within_rounding(directory, whole)
     yield from (outcome._replace(survived=outcome.survived and near) for outcome in outcomes)
-
-
-def mesh_flags(sizes: tuple[int, ...]) -> list[str]:
-    return ["--mesh", *map(str, sizes)]
 
 
 def within_rounding(directory: Path, whole: Path) -> bool:

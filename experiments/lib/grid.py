@@ -172,10 +172,8 @@ class Grid:
         self._keep_results(jobs)
         missing = [job for job in dict.fromkeys(jobs) if kept_row(job, self.runs) is None]
         until = None if self.minutes is None else time.time() + 60 * self.minutes - (time.monotonic() - began)
-        work = [
-            functools.partial(_unless_late, until, job, self.runs, self.command(job), self.clean) for job in missing
-        ]
-        for _ in pool.imap_unordered(_call, work):
+        work = [(job, self.command(job)) for job in missing]
+        for _ in pool.imap_unordered(functools.partial(_unless_late, until, self.runs, self.clean), work):
             self.collect()
 
     def _keep_results(self, jobs: Sequence[Job]) -> None:
@@ -236,11 +234,8 @@ def one_core_each(workers: int) -> Pool:
     return multiprocessing.get_context("spawn").Pool(workers, cache_programs)
 
 
-def _call(work: Callable[[], None]) -> None:
-    work()
-
-
-def _unless_late(until: float | None, job: Job, runs: Path, command: str, clean: bool) -> None:
+def _unless_late(until: float | None, runs: Path, clean: bool, work: tuple[Job, str]) -> None:
+    job, command = work
     if until is None or time.time() < until:
         finished(job, runs, command, clean)
 

@@ -125,7 +125,6 @@ class LookupEvaluator:
     model: LanguageModel
     problem: Lookup
     rows: Rows
-    tokens: Tokenizer
     rollout: smd.RolloutConfig
     decodes: tuple[Decode, ...]
 
@@ -134,9 +133,9 @@ class LookupEvaluator:
 
     def _reward(self, params: Any, decode: Decode) -> float:
         rows = [self.rows[index] for index in range(len(self.rows))]
-        width = self.problem.prompt_width
+        tokens, width = tokenizer(), self.problem.prompt_width
         respondent = EnvironmentRespondent(
-            EnvironmentsHere(Shelf), Dialogue(self.tokens), self.tokens, rows, group_size=1, prompt_width=width
+            EnvironmentsHere(Shelf), Dialogue(tokens), tokens, rows, group_size=1, prompt_width=width
         )
         converse(
             self.model,
@@ -156,7 +155,7 @@ def evaluator_of(
 ) -> Evaluator | LookupEvaluator:
     """Evaluates a problem under several ways of decoding."""
     if isinstance(problem, Lookup):
-        return LookupEvaluator(model, problem, rows, tokenizer(), rollout, decodes)
+        return LookupEvaluator(model, problem, rows, rollout, decodes)
     width = problem.prompt_width
     config = EvaluationConfig(decodes=decodes, rollout=rollout, prompt_width=width, rows=len(rows), seed=7)
     return Evaluator(model, rows, tokenizer(), config)

@@ -94,7 +94,7 @@ def test_what_cannot_be_says_what_there_is(tmp_path: Path):
     with pytest.raises(ValueError, match="expected terms and at most so many shots"):
         DigitSums("train", 5, terms=7)
     with pytest.raises(ValueError, match=r"expected arms from \['untrained', 'naive'.*got \['sparse-rl'\]"):
-        real_model.arms_asked_for(["sparse-rl"])
+        arms_of(["sparse-rl"], ARMS)
     rows = [{"finished": True, "commits": [commit]} for commit in ("0000000", "1111111+")]
     write_rows(tmp_path / "rows.json", rows)
     with pytest.raises(ValueError, match=r"expected rows of clean commits; got 1 others, \[\['1111111\+'\]\]"):
