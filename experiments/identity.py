@@ -3,7 +3,6 @@
 Question   For every eviction policy: how much does a token's log p in the learner's teacher-forced pass under the
            shadow mask differ from the sampler's log p? And in a dense learner?
            The same for caches of 8, 4 and 2 bits, replayed with the sampler's parities.
-           And for a model from outside the library with sliding windows (--model outside)?
 Command    python experiments/identity.py            (--json: one JSON object per policy)
 Cost       about three minutes on two CPU cores
 Result     float32: below 2e-5 at every number of bits; float64: below 1e-10; a dense learner differs by whole nats.
@@ -22,7 +21,6 @@ import numpy as np
 import tyro
 
 import smd_jax as smd
-from outside_model import OutsideModel
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.monitor.progress import summary_table
 from smd_jax.testing import random_params, tiny_model_config
@@ -47,7 +45,6 @@ POLICIES: dict[str, smd.eviction.EvictionPolicy] = {
 class Args:
     """Compares sampler and learner, policy by policy."""
 
-    model: Literal["decoder", "outside"] = "decoder"  # the library's, or that of experiments/outside_model.py
     policy: tuple[str, ...] = tuple(POLICIES)  # names; all by default
     quantized: tuple[str, ...] = ("dense", "streaming_llm", "h2o", "rkv")  # names, with a quantised cache
     bits: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)  # of the quantised caches
@@ -89,10 +86,11 @@ def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
 
 
 def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
-    model, fresh = make_model(args)
+    config = tiny_model_config(num_layers=args.layers, hidden_size=64, intermediate_size=128, head_dim=16)
+    model = smd.Decoder(replace(config, dtype=args.dtype))
     wide = jnp.float64 if args.dtype == "float64" else jnp.float32
     # Sharper attention than at initialisation, so that evictions matter.
-    params = jax.tree.map(lambda x: 1.5 * x.astype(wide), fresh)
+    params = jax.tree.map(lambda x: 1.5 * x.astype(wide), random_params(config, args.seed))
     # Groups as long as possible, up to KIVI's 32: their length must divide the buffer.
     quant = None if bits is None else smd.QuantConfig(bits=bits, group=math.gcd(args.buffer, 32))
     trajectory = smd.rollout(
@@ -113,18 +111,6 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
     dense = difference(trajectory.dense_mask())
     sizes = (args.dtype, args.layers, int(response.sum()), args.budget, args.buffer)
     return Row(name, bits, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()))
-
-
-def make_model(args: Args) -> tuple[smd.model.LanguageModel, smd.model.Params]:
-    """The model with fresh parameters. Every other layer of the outside model has a window of half the budget."""
-    if args.model == "outside":
-        windows = tuple(None if layer % 2 else max(args.budget // 2, 1) for layer in range(args.layers))
-        outside = OutsideModel(hidden_size=64, mlp_size=128, head_dim=16, windows=windows, dtype=args.dtype)
-        return outside, outside.init(jax.random.key(args.seed))
-    config = replace(
-        tiny_model_config(num_layers=args.layers, hidden_size=64, intermediate_size=128, head_dim=16), dtype=args.dtype
-    )
-    return smd.Decoder(config), random_params(config, args.seed)
 
 
 def main(args: Args) -> None:

@@ -1,4 +1,4 @@
-"""Forward pass of experiments/outside_model.py in float64 NumPy under an explicit mask, written from its description.
+"""Forward pass of outside_model.py in float64 NumPy under an explicit mask, written from its description.
 
 Loops over queries and heads, so that it shares no attention layout with the library.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.outside_model import OutsideModel
+from tests.outside_model import OutsideModel
 
 
 def outside_logits(model: OutsideModel, params: Any, tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray):

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from experiments.outside_model import OutsideModel
 from smd_jax.devices.sharding import make_mesh, param_spec, shard_batch, shard_tree
 from smd_jax.eviction.policies import H2O
 from smd_jax.message.masks import NEVER, dense_mask, positions
@@ -27,6 +26,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import rollout
 from tests.numpy_outside import outside_logits
+from tests.outside_model import OutsideModel
 from tests.under_test import POLICIES, eviction_times, gap, left_padded
 
 VOCAB, WIDTH, RESPONSE = 96, 12, 40
