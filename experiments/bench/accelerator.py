@@ -14,6 +14,7 @@ Needs      Python 3.11 with jax 0.10.2, or 3.12 with jax 0.11 or newer. Nothing 
              machine, correctness, decode   jax, numpy, jaxtyping, and absl-py for Pallas' GPU compiler
              attention, whole               also flax, optax, safetensors, tokenizers, rich, transformers and jinja2;
                                             no weights, no tokenizer
+             --rehearse                     also pytest: its patches of JAX's interpreter are those of the tests
            pip install "jax[cuda12]" absl-py jaxtyping flax optax safetensors tokenizers rich transformers jinja2
 
 Stages     In this order, each in its own process, which prints a row per measurement; --out is rewritten with every
