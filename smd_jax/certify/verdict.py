@@ -352,8 +352,10 @@ def _without_evictions(difference: np.ndarray, sampled: np.ndarray, tolerance: f
     if agree and telling.sum() >= FEWEST_FIRST:
         said = "first response tokens agree and later ones differ: keys may have been evicted that the record lacks"
         return Finding("evictions not recorded", said, _mean_abs(difference))
-    said = "no tested condition explains the difference, and "
-    said += "too few first response tokens can tell it from evictions" if agree else "the first tokens have it, too"
+    also = (
+        "too few uncertain first tokens to exclude unrecorded evictions" if agree else "the first tokens have it, too"
+    )
+    said = f"no tested condition explains the difference, and {also}"
     return Finding("stale weights", said, _mean_abs(difference))
 
 

@@ -125,7 +125,8 @@ def trained_model(args: Args, trained: Common, directory: Path, config: ModelCon
         best = best_rollout(args.run, trained.evaluation.objective)
         if best is None:
             raise UserError(
-                f"expected a run with --metric-for-best-model for --best; got {args.run}, which has no such value"
+                f"expected a run with --metric-for-best-model for --best; got {args.run}, whose checkpoints have no "
+                "such value"
             )
         step = best.done
     if lora_config(trained.model) is None:

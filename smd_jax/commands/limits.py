@@ -37,12 +37,13 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "without --environment",
     ),
     (("context_length", "summary_request", "summary_heading"), lambda run: run.contexts > 1, "without --contexts"),
-    (("budget", "sinks", "pyramid"), lambda run: run.eviction != "dense", "without an --eviction policy"),
+    # Policies of evaluations have the same sinks.
     (
-        ("buffer",),
-        lambda run: run.eviction != "dense" or run.quant_bits is not None,
-        "without an --eviction policy or --quant-bits",
+        ("sinks",),
+        lambda run: not {run.eviction, *run.eval_decode} <= {"dense", "sampler"},
+        "without an --eviction policy",
     ),
+    (("pyramid",), lambda run: run.eviction != "dense", "without an --eviction policy"),
     # DPO replays the masks, too.
     (
         ("mismatch_bound",),

@@ -64,22 +64,21 @@ def checked_content(content: Any, *, opening: bool) -> Any:
     if isinstance(messages, str):
         if len(messages) > LONGEST:
             raise AnswerError(f"expected a text of at most {LONGEST:,} characters; got {len(messages):,}")
-        return _encodable(content)
+        return content
     if not isinstance(messages, list | tuple) or not all(isinstance(x, dict) and "role" in x for x in messages):
         raise AnswerError(f"expected {expected}; got {reprlib.repr(content)}")
     size = len(json.dumps(content))
     if size > LONGEST:
         raise AnswerError(f"expected messages of at most {LONGEST:,} characters; got {size:,}")
-    return _encodable(content)
+    return content
 
 
-def _encodable(content: Any) -> Any:
-    """The content; raises AnswerError for a lone surrogate in one of its texts, which no tokenizer accepts."""
+def check_encodable(content: Any) -> None:
+    """Raises AnswerError for a lone surrogate in a text that the policy reads: no tokenizer accepts it."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise AnswerError(f"expected text that UTF-8 can encode; got {error.object[error.start]!r}") from error
-    return content
 
 
 def checked_step(returned: Any) -> dict[str, Any]:
@@ -93,7 +92,17 @@ def checked_step(returned: Any) -> dict[str, Any]:
     if not isinstance(done, bool | np.bool_ | str):
         raise AnswerError(f"expected a boolean or a text as done; got {reprlib.repr(done)}")
     ends = str(done)[:200] if isinstance(done, str) else bool(done)
-    return {"content": checked_content(content, opening=False), "reward": number, "done": ends}
+    content = checked_content(content, opening=False)
+    if not ends:
+        check_encodable(content)
+    return {"content": content, "reward": number, "done": ends}
+
+
+def checked_opening(content: Any) -> dict[str, Any]:
+    """The fields of an opening."""
+    content = checked_content(content, opening=True)
+    check_encodable(content)
+    return {"content": content}
 
 
 class Conversation:
@@ -117,7 +126,7 @@ class Conversation:
                 )
             return self._environment.reset(row)
 
-        return self._call(begin, lambda x: {"content": checked_content(x, opening=True)})
+        return self._call(begin, checked_opening)
 
     def step(self, text: str) -> dict[str, Any]:
         """The fields of the answer to `step`."""

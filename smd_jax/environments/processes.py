@@ -242,8 +242,8 @@ def open_environments(factory: Callable[[], Environment], seconds: float | None 
     """Environments with a time limit in seconds for each call; None: in this process, without a limit.
 
     Raises:
-      ValueError: an object in place of a class; a class without `reset` or `step`, unless it has an `__init__`; others
-        as EnvironmentsInProcesses.
+      ValueError: an object in place of a class; a class without `reset` or `step`, unless it has an `__init__`
+        or `__new__`; others as EnvironmentsInProcesses.
     """
     return EnvironmentsHere(factory) if seconds is None else EnvironmentsInProcesses(factory, seconds)
 

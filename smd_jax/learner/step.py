@@ -77,8 +77,8 @@ def take_step(
     Args:
       grads: gradients of the trained parameters, see `smd_jax.learner.state.trained_params`.
       is_finite: false if, for example, the loss is not finite; then the gradients are not used.
-      learns: false without counted tokens, when gradients are 0. Then the step is as in `skip_step`, and not in
-        `update/skipped`.
+      learns: false without counted tokens, when gradients are 0. Then the step is left out as in `skip_step`, but
+        `update/skipped` does not count it.
 
     Returns:
       The state; `grad_norm`, the norm of the gradients before clipping; `update/skipped`, 1 for skipped gradients; and
@@ -117,22 +117,29 @@ def skip_step(state: TrainState, sync: ReferenceSync | None = None) -> TrainStat
     return synchronised(state.replace(step=state.step + 1, opt_state=opt_state), sync)
 
 
+def _after_step(schedule: Any) -> Any:
+    """The state of a schedule one step later, if it is a counter, as that of a plain function."""
+    is_counter = getattr(schedule, "_fields", None) == ("count",)
+    return schedule._replace(count=optax.safe_increment(schedule.count)) if is_counter else schedule
+
+
 def with_schedules_advanced(opt_state: optax.OptState) -> optax.OptState:
     """The optimizer's state after a step that only its schedules count.
 
-    Schedules of `optax.scale_by_schedule` and `optax.inject_hyperparams`; moments and their own counters do not change.
+    Schedules of `optax.scale_by_schedule` and `optax.inject_hyperparams`; moments and their own counters do not change,
+    nor schedules with another state than a counter, nor those inside of `optax.MultiSteps`.
     """
-    scheduled = (optax.ScaleByScheduleState, optax.schedules.InjectStatefulHyperparamsState)
+    scheduled = (
+        optax.MultiStepsState,
+        optax.ScaleByScheduleState,
+        optax.schedules.InjectStatefulHyperparamsState,
+    )
 
     def advanced(part: Any) -> Any:
         if isinstance(part, optax.ScaleByScheduleState):
             return part._replace(count=optax.safe_increment(part.count))
         if isinstance(part, optax.schedules.InjectStatefulHyperparamsState):
-            # The state of a plain schedule is a counter.
-            states = {
-                name: each._replace(count=optax.safe_increment(each.count)) if each._fields == ("count",) else each
-                for name, each in part.hyperparams_states.items()
-            }
+            states = {name: _after_step(each) for name, each in part.hyperparams_states.items()}
             return part._replace(
                 count=optax.safe_increment(part.count),
                 hyperparams_states=states,

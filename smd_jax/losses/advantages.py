@@ -15,12 +15,13 @@ from smd_jax.config import check_choice
 from smd_jax.shapes import check_shape
 
 Scale = Literal["group", "batch", "none"]
+Rewards = Float[Array, " batch"] | Bool[Array, " batch"]
 
 EPSILON = 1e-4  # added to the standard deviation, as TRL's GRPOTrainer does
 
 
 def group_relative(
-    rewards: Float[Array, " batch"],
+    rewards: Rewards,
     group_size: int,
     scale: Scale = "group",
     rewarded_rows: Bool[Array, " batch"] | None = None,
@@ -43,7 +44,7 @@ def group_relative(
 
 
 def leave_one_out(
-    rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
+    rewards: Rewards, group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
 ) -> Float[Array, " batch"]:
     """RLOO (arXiv:2402.14740): reward minus the mean reward of the *other* completions of its prompt, `[batch]`.
 
@@ -56,7 +57,8 @@ def leave_one_out(
     groups = grouped(rewards, group_size)
     rewarded = grouped_rows(rewarded_rows, groups)
     number = group_size if rewarded is None else rewarded.sum(1, keepdims=True)
-    return _among_others(_centred(groups, rewarded) * (number / (number - 1)), rewarded).reshape(-1)
+    centred = _centred(groups, rewarded)
+    return _among_others(centred * jnp.asarray(number / (number - 1), centred.dtype), rewarded).reshape(-1)
 
 
 def turn_relative(
@@ -84,7 +86,7 @@ def turn_relative(
     counted = answered.reshape(*first.shape, -1)
     if rewarded is not None:
         counted = counted & rewarded[..., None]
-    groups = rewards.reshape(counted.shape)
+    groups = _floating(rewards).reshape(counted.shape)
     scaled = _scaled(_centred(groups, counted), groups, scale, counted)
     # A group with one reward has no deviation, and nothing to compare with.
     scaled = jnp.where(counted & (counted.sum((1, 2), keepdims=True) > 1), scaled, 0.0)
@@ -92,7 +94,7 @@ def turn_relative(
 
 
 def groups_with_signal(
-    rewards: Float[Array, " batch"], group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
+    rewards: Rewards, group_size: int, rewarded_rows: Bool[Array, " batch"] | None = None
 ) -> Bool[Array, " groups"]:
     """Groups with unequal rewards; in other groups every advantage is 0 (dynamic sampling, arXiv:2503.14476).
 
@@ -116,14 +118,14 @@ def check_group_size(group_size: int) -> None:
         raise ValueError(f"expected groups of at least 2 completions, to compare them; got group_size {group_size}")
 
 
-def grouped(rewards: Float[Array, " batch"], group_size: int) -> Float[Array, "groups group_size"]:
+def grouped(rewards: Rewards, group_size: int) -> Float[Array, "groups group_size"]:
     """Rewards by group; raises ValueError unless the batch divides into groups of at least two."""
     check_shape("rewards", rewards, ("batch",))
     check_group_size(group_size)
     if rewards.shape[0] % group_size:
         raise ValueError(f"expected a batch that divides into groups of {group_size}; got {rewards.shape[0]} rewards")
     # A JAX array: NumPy takes the `where=None` of sums and means for false.
-    return jnp.asarray(rewards).reshape(-1, group_size)
+    return _floating(rewards).reshape(-1, group_size)
 
 
 def grouped_rows(
@@ -133,6 +135,11 @@ def grouped_rows(
         return None
     check_shape("rewarded_rows", rewarded_rows, (groups.size,))
     return rewarded_rows.reshape(groups.shape)
+
+
+def _floating(rewards: Array) -> Float[Array, ...]:
+    """Rewards may be booleans or whole numbers."""
+    return jnp.asarray(rewards).astype(jnp.result_type(rewards, float))
 
 
 def _centred(

@@ -84,7 +84,7 @@ class Node:
     logprobs: Floats = ()
 
     def __post_init__(self) -> None:
-        if len(self.logprobs) and not len(self.sampled):
+        if any(float(x) for x in self.logprobs) and not len(self.sampled):
             raise ValueError(
                 "expected sampled with the logprobs of a node, whose tokens are given by default; got logprobs alone"
             )

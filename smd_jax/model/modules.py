@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
@@ -120,8 +121,8 @@ def from_nnx(
     """Model and parameters of a flax.nnx module.
 
     The parameters are the module's `nnx.Param` variables, as an `nnx.State`; `nnx.update(module, params)` puts trained
-    ones back. Other variables, such as counters of random streams, are unchanged. The model is a copy in evaluation
-    mode (`module.eval()`), because sampler and learner would drop different activations.
+    ones back. Other variables, such as counters of random streams, are unchanged. The model is a copy
+    whose Dropout layers have rate 0, because sampler and learner would drop different activations.
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
@@ -129,7 +130,12 @@ def from_nnx(
     from flax import nnx
 
     module = nnx.clone(module)
-    module.eval()
+    for _, part in nnx.iter_modules(module):
+        # A rate of 0 holds for calls with `deterministic=False` too.
+        if isinstance(part, nnx.Dropout):
+            part.rate = 0.0
+        elif isinstance(part, nnx.MultiHeadAttention):
+            part.dropout_rate = 0.0
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     return ModuleModel(lambda params: nnx.merge(graph, params, rest, copy=True), shape, hidden, logits), params
 
@@ -141,14 +147,19 @@ def from_equinox(
 
     The parameters are the module's floating-point arrays, as a module with None instead of everything else;
     `equinox.combine(params, module)` puts trained ones back. Functions take modules of one example as Equinox has
-    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`. The model is a copy in
-    inference mode (`equinox.nn.inference_mode`), because sampler and learner would drop different activations.
+    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`. The model is a copy
+    whose Dropout layers have rate 0, because sampler and learner would drop different activations.
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
     """
     import equinox
 
-    module = equinox.nn.inference_mode(module)
+    off = equinox.nn.Dropout(0.0, inference=True)
+    module = jax.tree.map(
+        lambda x: off if isinstance(x, equinox.nn.Dropout) else x,
+        module,
+        is_leaf=lambda x: isinstance(x, equinox.nn.Dropout),
+    )
     params, rest = equinox.partition(module, equinox.is_inexact_array)
     return ModuleModel(lambda params: equinox.combine(params, rest), shape, hidden, logits), params

@@ -13,6 +13,7 @@ A trajectory does not depend on when replies arrive: a row depends only on its o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,9 +188,12 @@ def converse(
 
 def check_shortest_turn(config: RolloutConfig, conversation: ConversationConfig) -> None:
     """Raises ValueError unless the first turn has room for `min_new_tokens` and its end."""
-    least, most = config.min_new_tokens, conversation.turn_tokens
-    if most is not None and least >= most:
-        raise ValueError(f"expected min_new_tokens < turn_tokens = {most}, so that the first turn can end; got {least}")
+    least, most = config.min_new_tokens, min(conversation.turn_tokens or math.inf, config.max_new_tokens)
+    if least and least >= most:
+        raise ValueError(
+            f"expected min_new_tokens below turn_tokens and max_new_tokens, {most}, so that the first turn can end; "
+            f"got {least}"
+        )
 
 
 def check_answer(row: int, tokens: list[int], vocab_size: int) -> None:

@@ -107,7 +107,7 @@ class EnvironmentRespondent:
         if conversation.failure is not None:  # of its reset
             self._failed_before.append(row)
             return
-        # A special token ends a turn only as one of the end tokens, of which there may be several.
+        # If the last token of a turn is special, it is an end token. There may be several.
         said = tokens[:-1] if tokens[-1] in self._special else tokens
         conversation.turns.append(self._text([token for token in said if token not in self._no_text]))
         self._last_token[row] = self._text(tokens[-1:])

@@ -159,7 +159,7 @@ def test_first_tokens_that_cannot_tell():
 
     assert cause(changed, base[:, 0]).cause == "evictions not recorded"
     certain = cause(changed, np.full(4, -0.01))
-    assert certain.cause == "stale weights" and "too few first response tokens" in certain.detail
+    assert certain.cause == "stale weights" and "too few uncertain first tokens" in certain.detail
     assert cause(changed[:1], base[:1, 0]).cause == "stale weights"
     differ = cause(changed + 0.1, base[:, 0])
     assert differ.cause == "stale weights" and "the first tokens have it, too" in differ.detail

@@ -345,11 +345,11 @@ def test_options_that_the_run_does_not_read():
     assert unread_options(parse(words)[1]) == unread_options(parse([*words, *changed, *switches])[1]) == []
     assert unread_options(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
     off = ["--eviction", "dense", "--sinks", "2", "--optim", "adafactor", "--adam-beta1", "0.8"]
-    off += ["--buffer", "3", "--correction", "tis", "--mismatch-bound", "1"]
+    off += ["--correction", "tis", "--mismatch-bound", "1"]
     off += ["--dataset-size", "9", "--completions-steps", "0", "--print-completions", "1"]
     off += ["--environment", "retry", "--reward-timeout", "9"]
     found = [line.split(":")[0] for line in unread_options(parse([*words, *off])[1])]
-    expected = ["--dataset-size", "--sinks", "--buffer", "--mismatch-bound", "--adam-beta1", "--print-completions"]
+    expected = ["--dataset-size", "--sinks", "--mismatch-bound", "--adam-beta1", "--print-completions"]
     assert found == [*expected, "--reward-timeout"]
 
 

@@ -56,7 +56,9 @@ class Echo:
             case "a surrogate":
                 return "a file \udc80", 0.0, False
             case "a surrogate in messages":
-                return [{"role": "tool", "content": [{"type": "text", "text": "\ud800"}]}], 0.0, True
+                return [{"role": "tool", "content": [{"type": "text", "text": "\ud800"}]}], 0.0, False
+            case "a surrogate at the end":
+                return "\udc80", 1.0, True
             case "a set":
                 return {"a"}, 0.0, False
             case "messages":
@@ -186,7 +188,13 @@ def test_a_broken_answer_is_a_failure(echoes: Environments, text: str):
 )
 def test_an_opening_with_a_lone_surrogate_is_a_failure(content: Any):
     with pytest.raises(environment_process.AnswerError, match=r"expected text that UTF-8 can encode; got '\\udc80'"):
-        environment_process.checked_content(content, opening=True)
+        environment_process.checked_opening(content)
+
+
+def test_a_last_answer_that_no_tokenizer_accepts_keeps_its_reward(echoes: Environments):
+    """The policy does not read it."""
+    echoes.reset(ROWS)
+    assert asked(echoes, 0, "a surrogate at the end") == ("\udc80", 1.0, True, None, None)
 
 
 def test_a_call_that_hangs_or_exits_ends_its_own_process_only():

@@ -46,6 +46,14 @@ def test_equal_rewards_whose_mean_is_rounded(name, reward):
     assert metrics["reward_std"] == metrics["reward_std_within_group"] == 0
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_rewards_may_be_booleans(name):
+    right = jnp.array([True, False, False, True, True, True])
+    np.testing.assert_array_equal(ESTIMATORS[name](right, 3), ESTIMATORS[name](right.astype(jnp.float32), 3))
+    low = ESTIMATORS[name](jnp.ones(6, jnp.bfloat16), 3, rewarded_rows=jnp.ones(6, bool))
+    assert low.dtype == jnp.bfloat16
+
+
 def test_which_groups_carry_signal():
     rewards = jnp.array([1, 1, 0, 1, 0.1, 0.1, 0, 0, jnp.nan, 1])
     np.testing.assert_array_equal(groups_with_signal(rewards, 2), [False, True, False, False, False])

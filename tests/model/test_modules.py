@@ -124,6 +124,9 @@ def test_dropout_is_switched_off():
     def hidden(module, tokens, *_):
         return module(jnp.ones((*tokens.shape, 2)))
 
+    def insisting(module, tokens, *_):
+        return module(jnp.ones((*tokens.shape, 2)), deterministic=False)
+
     def logits(*_):
         return jnp.zeros(1)
 
@@ -132,11 +135,13 @@ def test_dropout_is_switched_off():
     module = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     model, params = smd.model.from_nnx(module, shape, hidden, logits)
     assert (model.hidden_of(model.with_params(params), tokens, tokens, unused) == 1).all()
-    assert not module.layers[0].deterministic, "the user's module trains on with dropout"
+    assert module.layers[0].rate == 0.5, "the user's module trains on with dropout"
+    model, params = smd.model.from_nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), shape, insisting, logits)
+    assert (model.hidden_of(model.with_params(params), tokens, tokens, unused) == 1).all()
     layers = eqx.nn.Sequential([eqx.nn.Dropout(0.5)])
     model, params = smd.model.from_equinox(layers, shape, hidden, logits)
     assert (model.hidden_of(model.with_params(params), tokens, tokens, unused) == 1).all()
-    assert not layers[0].inference
+    assert layers[0].p == 0.5
 
 
 def test_a_shape_with_runs_is_refused():

@@ -92,6 +92,29 @@ def test_schedules_count_the_steps_that_are_left_out(optimizer: optax.GradientTr
     np.testing.assert_allclose(state.params["w"], [-0.25], rtol=1e-5)
 
 
+@pytest.mark.parametrize("state", [jnp.zeros(2), {"count": jnp.int32(0)}])
+def test_schedules_with_a_state_of_their_own_are_left_alone(state: Any):
+    class Schedule(optax.schedules.StatefulSchedule):
+        def init(self) -> Any:
+            return state
+
+        def update(self, state: Any, **_: Any) -> Any:
+            return jax.tree.map(lambda x: x + 1, state)
+
+        def __call__(self, state: Any, **_: Any) -> jax.Array:
+            return jnp.float32(0.5)
+
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=Schedule())
+    every_other = optax.MultiSteps(optax.sgd(optax.linear_schedule(1.0, 0.0, 4)), 2).gradient_transformation()
+    for each in (optimizer, every_other):
+        before = init_state({"w": jnp.zeros(1)}, each, jax.random.key(0))
+        after = skip_step(before)
+        kept = [x.hyperparams_states if each is optimizer else x for x in (before.opt_state, after.opt_state)]
+        assert_bitwise_equal(*kept)
+    taken, _ = take_step(init_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0)), optimizer, {"w": jnp.ones(1)})
+    assert taken.params["w"].tolist() == [-0.5]
+
+
 def test_gradients_whose_norm_overflows_are_skipped():
     optimizer = optax.sgd(1.0)
     state = init_state({"w": jnp.ones(2)}, optimizer, jax.random.key(0))

@@ -258,7 +258,7 @@ def test_refused(changes: dict[str, Any], expected: str):
 @pytest.mark.parametrize("least", [2, 20])
 def test_a_turn_must_have_room_for_the_shortest_response_and_its_end(least: int):
     config = dataclasses.replace(CONFIG, min_new_tokens=least)
-    with pytest.raises(ValueError, match=f"expected min_new_tokens < turn_tokens = 2, .*; got {least}"):
+    with pytest.raises(ValueError, match=f"expected min_new_tokens below turn_tokens and .*, 2, .*; got {least}"):
         talk("SnapKV", Scripted(), config, conversation=ConversationConfig(turn_tokens=2))
 
 

@@ -276,7 +276,7 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
             None,
             {"rollout": dataclasses.replace(ROLLOUT, min_new_tokens=9)},
             {"conversation": ConversationConfig(turn_tokens=9)},
-            "expected min_new_tokens < turn_tokens = 9, .*; got 9",
+            "expected min_new_tokens below turn_tokens and .*, 9, .*; got 9",
         ),
         (TextCompaction(after_tokens=47), {}, {}, "below max_new_tokens 48 together"),
         (COMPACTION, {}, {"credit": "turn"}, "expected credit 'trajectory' with compaction"),
