@@ -105,6 +105,11 @@ def checked_opening(content: Any) -> dict[str, Any]:
     return {"content": content}
 
 
+def missing_methods(environment: Any) -> list[str]:
+    """The methods of an environment that an object or a class lacks."""
+    return [name for name in METHODS if not callable(getattr(environment, name, None))]
+
+
 class Conversation:
     """The environment of one conversation, in this process. `finish` gives the result of an awaitable."""
 
@@ -118,8 +123,7 @@ class Conversation:
 
         def begin() -> Any:
             self._environment = self._factory()
-            missing = [name for name in METHODS if not callable(getattr(self._environment, name, None))]
-            if missing:
+            if missing := missing_methods(self._environment):
                 made = type(self._environment).__name__
                 raise AnswerError(
                     f"expected the methods {' and '.join(METHODS)}; got {made} without {' and '.join(missing)}"

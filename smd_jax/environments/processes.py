@@ -261,13 +261,11 @@ def check_factory(factory: Any) -> None:
     made = getattr(factory, "func", factory)  # the class of a partial
     is_plain = isinstance(made, type) and made.__init__ is object.__init__ and made.__new__ is object.__new__
     # A class with __getattr__ may get its methods from another object.
-    if is_plain and not hasattr(made, "__getattr__"):
-        missing = [name for name in environment_process.METHODS if not callable(getattr(made, name, None))]
-        if missing:
-            raise ValueError(
-                f"expected an environment with the methods reset and step; got {_name(made)} without "
-                f"{' and '.join(missing)}"
-            )
+    if is_plain and not hasattr(made, "__getattr__") and (missing := environment_process.missing_methods(made)):
+        raise ValueError(
+            f"expected an environment with the methods reset and step; got {_name(made)} without "
+            f"{' and '.join(missing)}"
+        )
 
 
 def answer_of(fields: Any) -> Answer:

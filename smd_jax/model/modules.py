@@ -121,8 +121,8 @@ def from_nnx(
     """Model and parameters of a flax.nnx module.
 
     The parameters are the module's `nnx.Param` variables, as an `nnx.State`; `nnx.update(module, params)` puts trained
-    ones back. Other variables, such as counters of random streams, are unchanged. The model is a copy
-    whose Dropout layers have rate 0, because sampler and learner would drop different activations.
+    ones back. Other variables, such as counters of random streams, are unchanged. The model is a copy whose
+    Dropout layers have rate 0, because sampler and learner would drop different activations.
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
@@ -147,8 +147,8 @@ def from_equinox(
 
     The parameters are the module's floating-point arrays, as a module with None instead of everything else;
     `equinox.combine(params, module)` puts trained ones back. Functions take modules of one example as Equinox has
-    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`. The model is a copy
-    whose Dropout layers have rate 0, because sampler and learner would drop different activations.
+    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`. The model is a copy whose
+    Dropout layers have rate 0, because sampler and learner would drop different activations.
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
