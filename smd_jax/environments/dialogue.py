@@ -19,14 +19,13 @@ from typing import Any
 
 from smd_jax.environments.protocol import Message
 from smd_jax.text.chat_template import TemplateError, render_messages
-from smd_jax.text.prompts import Tokenizer, encode_prompt, wants_special_tokens
+from smd_jax.text.prompts import Tokenizer, encode_continuation, encode_prompt, wants_special_tokens
 from smd_jax.text.token_bytes import special_tokens
 
 # Turns that test a template. Templates with thinking look for this tag.
 PLAIN, THINKING = "b", "<think>\na\n</think>\n\nb"
 # What templates with thinking may add to the generation prompt alone: an empty thinking, or the beginning of one.
 BEGUN_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
-LINE = "\n"  # stands for the text before an answer, where the tokenizer must see that there is some
 
 
 class Dialogue:
@@ -46,8 +45,6 @@ class Dialogue:
         self._writes_tools = False
         self._written = set[tuple[str, str]]()  # roles, and the templates that write their content
         self._special = set(special_tokens(tokenizer).values())
-        # Tokenizers of the sentencepiece kind put a blank in front of every text.
-        self._changes_first = self._behind(LINE, "a") not in (None, self._encoded("a"))
         if self._has_template:
             # Raises TemplateError unless the template only appends text after a turn, with and without thinking.
             for text in (PLAIN, THINKING):
@@ -134,19 +131,9 @@ class Dialogue:
         """The tokens of a text between two turns.
 
         Args:
-          last: text of the token before it. After a special token some tokenizers begin as at the start of a text.
+          last: text of the token before it.
         """
-        before = LINE + last if last in self._special else LINE
-        behind = self._behind(before, text) if self._changes_first else None
-        return self._encoded(text) if behind is None else behind
-
-    def _behind(self, before: str, text: str) -> list[int] | None:
-        """The tokens of a text behind another; None if a token holds parts of both."""
-        first, whole = self._encoded(before), self._encoded(before + text)
-        return whole[len(first) :] if whole[: len(first)] == first else None
-
-    def _encoded(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return encode_continuation(self._tokenizer, text, last if last in self._special else "")
 
     def _after(self, before: list[Message], new: list[Message], variables: dict[str, Any]) -> str:
         """The text that the template writes after the last message of `before` if `new` follows."""

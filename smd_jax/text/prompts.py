@@ -129,6 +129,28 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) 
     return tokens if tokens[: len(front)] == front else front + tokens
 
 
+def encode_continuation(tokenizer: Tokenizer, text: str, last: str = "") -> list[int]:
+    """Encodes a text that stands behind another one; without special tokens.
+
+    Tokenizers of the sentencepiece kind put a blank in front of every text, which does not belong between two.
+
+    Args:
+      last: text of the special token before it, behind which some tokenizers begin as at the start of a text.
+    """
+
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def behind(before: str, text: str) -> list[int] | None:  # None if a token holds parts of both
+        first, whole = encoded(before), encoded(before + text)
+        return whole[len(first) :] if whole[: len(first)] == first else None
+
+    line = "\n"  # stands for the text before
+    changes_first = behind(line, "a") not in (None, encoded("a"))
+    tokens = behind(line + last, text) if changes_first else None
+    return encoded(text) if tokens is None else tokens
+
+
 def wants_special_tokens(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer must add special tokens to a prompt; a chat template writes them itself."""
     return tokenizer.chat_template is None

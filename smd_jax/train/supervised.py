@@ -18,7 +18,15 @@ from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
 from smd_jax.pytrees import any_leaves
-from smd_jax.text.prompts import Tokenizer, encode_prompt, eos_token_id, pad_left, pad_token_id, wants_special_tokens
+from smd_jax.text.prompts import (
+    Tokenizer,
+    encode_continuation,
+    encode_prompt,
+    eos_token_id,
+    pad_left,
+    pad_token_id,
+    wants_special_tokens,
+)
 
 
 @any_leaves
@@ -44,7 +52,7 @@ def encode_examples(tokenizer: Tokenizer, prompts: Sequence[str], answers: Seque
     """
     rows, answer_lengths = list[list[int]](), list[int]()
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), eos_token_id(tokenizer)]
+        answer_ids = [*encode_continuation(tokenizer, answer), eos_token_id(tokenizer)]
         ids = [*encode_prompt(tokenizer, prompt, add_special_tokens=wants_special_tokens(tokenizer)), *answer_ids]
         # The first token of the answer is predicted from the last one of the prompt: there must be one.
         if len(ids) == len(answer_ids):

@@ -12,6 +12,7 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import byte_tokenizer, count_compilations, random_params, tiny_model_config
 from smd_jax.train.supervised import cross_entropy, encode_examples, make_supervised_update
+from tests.stop_tokenizers import sentencepiece_tokenizer
 from tests.under_test import bos_tokenizer
 
 TOKENIZER = byte_tokenizer(chat=False)
@@ -40,6 +41,13 @@ def test_the_prompt_begins_with_the_tokenizers_own_token(chat):
     batch = encode_examples(bos_tokenizer(chat=chat), ["ab"], ["x"], width=5)
     np.testing.assert_array_equal(batch.tokens, [[PAD, A, B, X, EOS] if chat else [257, A, B, X, EOS]])
     np.testing.assert_array_equal(batch.targets, [[0, 0, 0, 1, 1]])
+
+
+def test_an_answer_gets_no_blank_that_its_text_does_not_have():
+    """Tokenizers of the sentencepiece kind put a blank in front of every text."""
+    tokenizer = sentencepiece_tokenizer()
+    batch = encode_examples(tokenizer, ["a"], ["b"], width=3)
+    assert tokenizer.convert_ids_to_tokens(batch.tokens[0].tolist()) == ["▁a", "b", "</s>"]
 
 
 def test_an_example_that_is_too_long_is_named():
