@@ -14,7 +14,7 @@ template removes the thinking of earlier turns.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smd_jax.environments.protocol import Message
@@ -43,7 +43,7 @@ class Dialogue:
         self._variables = dict(variables or {})
         self._has_template = tokenizer.chat_template is not None
         self._writes_tools = False
-        self._written = set[tuple[str, str]]()  # roles, and the templates that write their content
+        self._written = set[tuple[str, str, str]]()  # roles, places and the templates that write their content there
         self._special = set(special_tokens(tokenizer).values())
         if self._has_template:
             # Raises TemplateError unless the template only appends text after a turn, with and without thinking.
@@ -66,14 +66,17 @@ class Dialogue:
           variables: of the chat template for this conversation, instead of those of all.
 
         Raises:
-          TemplateError: messages or tools without a chat template; tools that the template does not write.
+          TemplateError: messages or tools without a chat template; tools or a role that the template does not write.
         """
         if not self._has_template:
             if not isinstance(content, str) or tools:
                 raise TemplateError("expected a text as prompt without a chat template; got messages or tools")
             return content
         messages = _messages(content)
-        text = render_messages(messages, self._tokenizer, self._merged(tools, variables))
+        merged = self._merged(tools, variables)
+        text = self._written_out(
+            messages, merged, lambda new: render_messages(new, self._tokenizer, merged), "in a prompt"
+        )
         if tools and not self._writes_tools:  # once per template, because a rendering is a call of another process
             without = render_messages(messages, self._tokenizer, self._merged((), variables))
             if text == without:
@@ -106,21 +109,9 @@ class Dialogue:
             if not isinstance(content, str):
                 raise TemplateError("expected a text as answer without a chat template; got messages")
             return content
-        before, messages, merged = [_user("a"), _assistant(PLAIN)], _messages(content), self._merged(tools, variables)
-        text = self._after(before, messages, merged)
-        template = self._tokenizer.get_chat_template(tools=merged.get("tools"))
-        for role in dict.fromkeys(str(message["role"]) for message in messages):
-            others = [_longer(message) if str(message["role"]) == role else message for message in messages]
-            # Once per role and template, because a rendering is a call of another process.
-            if (role, template) in self._written or others == messages:
-                continue
-            if self._after(before, others, merged) == text:
-                raise TemplateError(
-                    f"expected a chat template that writes messages of role {role[:40]!r} after a turn; got one that "
-                    "leaves their content out. Edit the template and save it with the tokenizer, or answer with "
-                    "another role, such as 'user'"
-                )
-            self._written.add((role, template))
+        before, merged = [_user("a"), _assistant(PLAIN)], self._merged(tools, variables)
+        messages = _messages(content)
+        text = self._written_out(messages, merged, lambda new: self._after(before, new, merged), "after a turn")
         return text.removeprefix(last)
 
     def prompt_tokens(self, text: str) -> list[int]:
@@ -134,6 +125,29 @@ class Dialogue:
           last: text of the token before it.
         """
         return encode_continuation(self._tokenizer, text, last if last in self._special else "")
+
+    def _written_out(
+        self,
+        messages: list[Message],
+        variables: dict[str, Any],
+        write: Callable[[list[Message]], str],
+        place: str,
+    ) -> str:
+        """What `write` makes of the messages; raises TemplateError if it leaves out the content of a role."""
+        text, template = write(messages), self._tokenizer.get_chat_template(tools=variables.get("tools"))
+        for role in dict.fromkeys(str(message["role"]) for message in messages):
+            others = [_longer(message) if str(message["role"]) == role else message for message in messages]
+            # Once per role, place and template, because a rendering is a call of another process.
+            if (role, place, template) in self._written or others == messages:
+                continue
+            if write(others) == text:
+                raise TemplateError(
+                    f"expected a chat template that writes messages of role {role[:40]!r} {place}; got one that "
+                    "leaves their content out. Edit the template and save it with the tokenizer, or use another role, "
+                    "such as 'user'"
+                )
+            self._written.add((role, place, template))
+        return text
 
     def _after(self, before: list[Message], new: list[Message], variables: dict[str, Any]) -> str:
         """The text that the template writes after the last message of `before` if `new` follows."""
@@ -173,6 +187,8 @@ def _messages(content: str | Sequence[Message]) -> list[Message]:
 
 def _longer(message: Message) -> Message:
     """The message with more content, if it is a text or a list of parts."""
+    if message.get("tool_calls"):  # some templates write these in place of the content
+        return message
     match message.get("content"):
         case str(text):
             return {**message, "content": text + PLAIN}

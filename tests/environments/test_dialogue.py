@@ -90,6 +90,15 @@ def test_a_template_that_ignores_the_results_of_tools_is_refused(template: str, 
     assert written.answer("And?", END) == f"[user]And?{END}[assistant]"
 
 
+@pytest.mark.parametrize("template", [DROPS_RESULTS, HEADERS])
+def test_a_prompt_with_a_role_that_the_template_ignores_is_refused(template: str):
+    written, question = dialogue(template), {"role": "user", "content": "2 + 2?"}
+    with pytest.raises(TemplateError, match="that writes messages of role 'tool' in a prompt"):
+        written.prompt([question, {"role": "tool", "content": "4"}])
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    assert written.prompt([question, called]) == f"[user]2 + 2?{END}[assistant]{END}[assistant]"
+
+
 def test_a_role_is_looked_at_once_per_template(monkeypatch: pytest.MonkeyPatch):
     tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = {"default": TOOLS, "tool_use": TOOLS + "{# #}"}
