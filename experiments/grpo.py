@@ -84,7 +84,7 @@ def update(params, opt_state, trajectory, advantages):
 TOPICS = ("cats", "dogs", "rain", "tea")
 for step in range(args.steps):
     texts = [f"Write about {TOPICS[(step + i) % len(TOPICS)]}: " for i in range(PROMPTS)]
-    prompts = smd.encode_prompts(tokenizer, texts, width=PROMPT_WIDTH)
+    prompts = smd.encode_prompts(tokenizer, texts, width=PROMPT_WIDTH, add_special_tokens=True)
     key = jax.random.key(step)
     trajectory = smd.rollout(model, params, prompts, key, policy=policy, config=rollout_config, group_size=GROUP)
     completions = smd.decode_completions(tokenizer, trajectory.response, trajectory.response_mask)

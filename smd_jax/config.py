@@ -37,6 +37,15 @@ def check_instance(name: str, value: object, kind: type) -> None:
         raise TypeError(f"expected {name} to be a {kind.__name__}; got {got}")
 
 
+MOST_SECONDS = 10**6  # of a limit: what waits for a process takes no much larger number
+
+
+def check_time_limit(seconds: float) -> None:
+    """Raises ValueError unless `seconds` is a positive number that a process can wait for."""
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"expected a time limit > 0 seconds, at most {MOST_SECONDS:,}; got {seconds}")
+
+
 MAX_SEED = 2**32 - 1  # `jax.random.key` keeps 32 bits, so a larger seed would repeat the keys of a smaller one
 MOST_EXPERTS = 2**15 - 1  # routing is recorded in at most 16 bits
 

@@ -53,6 +53,8 @@ def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[s
             raise UserError(f"{source}: expected {ALGORITHM!r} as {wanted}; got {str(algorithm)[:80]!r}")
         chosen = str(algorithm)
         flags += as_flags(options, algorithms[chosen], str(source))
+    if chosen is not None:
+        check_once(rest, algorithms[chosen])
     return [*([] if chosen is None else [chosen]), *flags, *rest]
 
 
@@ -60,7 +62,25 @@ def with_file(words: Sequence[str], arguments: type) -> list[str]:
     """Replaces `--config FILE` on the command line of a command without sub-commands. `arguments` is the class of the
     command's options, each a field or in a group. Raises UserError as `read_options` and `as_flags`."""
     rest, file = take_option(words, "--config")
+    check_once(rest, arguments)
     return rest if file is None else [*as_flags(read_options(Path(file)), arguments, file), *rest]
+
+
+def check_once(words: Sequence[str], arguments: type) -> None:
+    """Raises UserError for a flag of several values that the user gives twice: only the last values would count. A last
+    flag without values removes those before it."""
+    flags = [f"--{name.replace('_', '-')}" for name, kind in options_of(arguments).items() if _takes_several(kind)]
+    for flag in flags:
+        places = [place for place, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == flag]
+        if len(places) < 2:
+            continue
+        behind = [*words[places[-1] + 1 :], "--"][0]
+        if "=" in words[places[-1]] or not behind.startswith("--"):
+            raise UserError(f"expected {flag} once, with all its values behind it; got it {len(places)} times")
+
+
+def _takes_several(kind: Any) -> bool:
+    return typing.get_origin(kind.__origin__ if hasattr(kind, "__metadata__") else kind) is tuple
 
 
 def take_option(words: Sequence[str], flag: str) -> tuple[list[str], str | None]:
@@ -146,6 +166,8 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
             raise UserError(
                 f"{where}: expected a number, a text or a list of them in {name!r}; got {str(value)[:80]!r}"
             )
+        if len(items) > 1 and (dashed := [item for item in items if isinstance(item, str) and item[:1] == "-"]):
+            raise UserError(f"{where}: expected several values in {name!r} without a dash in front; got {dashed!r:.80}")
         if tyro.conf.Positional in metadata:
             yield from map(str, items)
         elif len(items) == 1:

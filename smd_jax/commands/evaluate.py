@@ -11,6 +11,7 @@ own data or the Hub's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -198,12 +199,15 @@ def run(args: Args) -> list[Evaluated]:
         params |= {EVICTION_GATE: parts}
     print(dropped, file=sys.stderr)
     print(f"a completion ends with: {shown_tokens(opened.tokenizer, opened.ends)}", file=sys.stderr)
-    results = list[Evaluated]()
-    for result in evaluator.each(params, print_progress):
-        results.append(result)
-        if args.command.json:
-            # Printed as it finishes, so that an interrupt loses no finished row.
-            print(json.dumps({"model": args.model.model, "dataset": args.data.dataset} | result.row), flush=True)
+    results, output = list[Evaluated](), sys.stdout
+    # A reward in this process may print.
+    with contextlib.redirect_stdout(sys.stderr) if args.command.json else contextlib.nullcontext():
+        for result in evaluator.each(params, print_progress):
+            results.append(result)
+            if args.command.json:
+                # Printed as it finishes, so that an interrupt loses no finished row.
+                row = {"model": args.model.model, "dataset": args.data.dataset} | result.row
+                print(json.dumps(row), file=output, flush=True)
     if not args.command.json:
         rows = args.data.dataset if args.data.split is None else f"{args.data.dataset} {args.data.split}"
         print_results(f"{rows}, {args.model.model}", results)

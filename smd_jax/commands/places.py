@@ -37,6 +37,7 @@ PATHS = (*MODEL, "dataset", "dataset_source", "eval_dataset", "eval_source")
 CODE = ("map_function", "reward", "environment", "eviction", "eval_decode")  # options that may name a file's function
 CODE_FILE = re.compile(r"(.*\.py)(:.*)", re.DOTALL)  # path/to/file.py:function
 CODE_MODULE = re.compile(r"([^\W\d][\w.]*)(:[^\W\d].*)", re.DOTALL)  # package.module:function
+EXPORTED = ("model", "adapter", "gate")  # folders that a run writes at its end
 LOCK = "process.lock"
 # Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -78,8 +79,11 @@ def _absolute(option: str, value: Any) -> Any:
 def _file_here(module: str) -> str | None:
     """The file of a module that only the current folder has; None for others. A resume may start in another folder."""
     file = full_path(f"{module}.py")
-    is_here = "." not in module and file.is_file() and importlib.util.find_spec(module) is None
-    return str(file) if is_here else None
+    if "." in module or not file.is_file():
+        return None
+    spec = importlib.util.find_spec(module)
+    # With `python -m` the current folder is on Python's path.
+    return str(file) if spec is None or spec.origin is not None and full_path(spec.origin) == file else None
 
 
 def _existing(name: str) -> str:
@@ -91,8 +95,8 @@ def _existing(name: str) -> str:
 
 
 def check_output_dir(args: Common) -> None:
-    """Raises UserError for an --output-dir whose run would replace its own model, or whose files a resume would read as
-    data or as files of the model. The paths are those of `with_absolute_paths`."""
+    """Raises UserError for an --output-dir whose run would replace its own or another model, or whose files a resume
+    would read as data or as files of the model. The paths are those of `with_absolute_paths`."""
     run = args.run.output_dir
     exported = full_path(run / "model")
     for option, value in (vars(args.model) | vars(args.data) | vars(args.evaluation)).items():
@@ -109,6 +113,12 @@ def check_output_dir(args: Common) -> None:
             raise UserError(
                 f"expected --output-dir {where} the folder of {flag}, {folder}, whose files a resume reads again; got "
                 f"{run}. Choose another --output-dir"
+            )
+    for name in () if args.run.resume else EXPORTED:
+        if (run / name).exists():
+            raise UserError(
+                f"expected nothing at {run / name}, which the run writes; got something that is not of this run. "
+                "Choose another --output-dir"
             )
 
 

@@ -88,7 +88,7 @@ def prepare(args: Common) -> Prepared:
     if args.conversations.environment is None:
         for task in [data.task] if data.held_out is None else [data.task, data.held_out]:
             check_prompt_tokens(task, opened.tokenizer, opened.config.vocab_size)
-    check_context(data.width, args.sampler.max_completion_length, opened.config)
+    check_context(data.held_out_width, args.sampler.max_completion_length, opened.config)
     model = decoder(opened.config, args.device.attention, args.model.gradient_checkpointing, args.model.scan_layers)
     exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, opened.ends)
     check_export_source(opened.config, opened.directory, exported)
@@ -275,7 +275,7 @@ def make_evaluator(args: Common, loop: Loop, data: Data) -> Evaluator | None:
     settings = EvaluationConfig(
         decodes=tuple(decodes),
         rollout=config.rollout,
-        prompt_width=config.prompt_width,
+        prompt_width=data.held_out_width,
         rows=config.decode_rows or config.completions_per_step,
         stop_strings=config.stop_strings,
         seed=config.seed,

@@ -46,13 +46,14 @@ class Data(NamedTuple):
     Attributes:
       task: training rows, without prompts that are too long.
       held_out: evaluation rows, also without those prompts; None disables evaluation.
-      width: longest allowed prompt, in tokens.
+      width: longest allowed prompt to train on, in tokens. held_out_width: longest allowed prompt of all.
       counts: lines on kept and dropped prompts.
     """
 
     task: Task
     held_out: Task | None
     width: int
+    held_out_width: int
     counts: list[str]
 
 
@@ -68,15 +69,15 @@ def load_data(args: Common, tokenizer: Any) -> Data:
         counts = [f"to train on: {line}"]
     else:  # an environment writes its own prompts
         width, counts = data.max_prompt_length, []
-    held_out = None
+    held_out, held_out_width = None, width
     if args.evaluation.eval_steps:
         choice = held_out_choice(args.evaluation, data, args.run.seed)
         held_out = first_rows(task_of(choice), args.evaluation.eval_rows)
         if args.conversations.environment is None:
             held_out, wide, line = drop_long_prompts(held_out, tokenizer, data)
             counts.append(f"to evaluate on: {line}")
-            width = max(width, wide)
-    return Data(task, held_out, width, counts)
+            held_out_width = max(width, wide)  # not below, so that both may share a program
+    return Data(task, held_out, width, held_out_width, counts)
 
 
 def task_of(choice: TaskChoice) -> Task:

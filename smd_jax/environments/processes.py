@@ -16,6 +16,7 @@ from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
+from smd_jax.config import check_time_limit
 from smd_jax.environments import environment_process
 from smd_jax.environments.environment_process import Conversation
 from smd_jax.environments.protocol import Answer, Environment, Failure
@@ -114,8 +115,7 @@ class EnvironmentsInProcesses:
     """
 
     def __init__(self, factory: Callable[[], Environment], seconds: float = 60.0) -> None:
-        if not seconds > 0:
-            raise ValueError(f"expected a time limit > 0 seconds; got {seconds}")
+        check_time_limit(seconds)
         check_factory(factory)
         self._pickled = pickled_function(_name(factory), factory, "an environment", "None as its time limit")
         self._factory = factory

@@ -45,8 +45,7 @@ class DatasetTask:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
-        where = self.rows.place(index) if isinstance(self.rows, FileRows) else None
-        return self.format.row(self.rows[index], where or f"row {index}, counted from 0")
+        return self.format.row(self.rows[index], place(self, index))
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
         """Calls the reward function; an async one returns an awaitable."""
@@ -77,6 +76,16 @@ class SelectedRows:
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Sequence[Any]:
         return self.task.reward(prompts, completions, **columns)
+
+
+def place(task: Task, index: int) -> str:
+    """Where the row at this index is, for errors."""
+    match task:
+        case SelectedRows():
+            return place(task.task, int(task.numbers[index]))
+        case DatasetTask(rows=FileRows()) if (where := task.rows.place(index)) is not None:
+            return where
+    return f"row {index}, counted from 0"
 
 
 def first_rows(task: Task, count: int) -> Task:
@@ -125,9 +134,19 @@ class PromptCounts(NamedTuple):
 
 
 def usable_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]:
-    """Lengths of all prompts in tokens as the model sees them, int64 `[rows]`; 0 for those without text."""
-    rows = (task[index] for index in range(len(task)))
-    return np.array([0 if says_nothing(row["prompt"]) else prompt_length(row, tokenizer) for row in rows])
+    """Lengths of all prompts in tokens as the model sees them, int64 `[rows]`; 0 for those without text.
+
+    Raises:
+      ValueError: a prompt without a text for this tokenizer, naming its row.
+    """
+    lengths = np.zeros(len(task), np.int64)
+    for index in range(len(task)):
+        row = task[index]
+        try:
+            lengths[index] = 0 if says_nothing(row["prompt"]) else prompt_length(row, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{place(task, index)}: {error}") from error
+    return lengths
 
 
 def select_prompts(task: Task, lengths: Int[np.ndarray, " rows"], most: int) -> tuple[Task, PromptCounts]:

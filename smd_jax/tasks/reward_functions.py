@@ -200,7 +200,8 @@ def gsm8k_gold(solution: str) -> str:
 
 def final_answer(completion: str) -> str:
     r"""The part of a completion to grade: its last boxed answer, or the line after its last "####", whichever comes
-    last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number.
+    last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number. A
+    line after "####" without a number or LaTeX is a heading, and what follows it is graded.
     """
     end = completion[-GRADED_CHARACTERS:]
     # The last marker, because the last correction counts.
@@ -208,7 +209,10 @@ def final_answer(completion: str) -> str:
     boxed = last_box(after)
     if boxed is not None:
         return rf"\boxed{{{boxed}}}"
-    return after.strip().partition("\n")[0] if marker else end
+    if not marker:
+        return end
+    line, _, rest = after.strip().partition("\n")
+    return line if re.search(r"[\d$\\]", line) or not rest.strip() else rest
 
 
 def same_answer(gold: str, answer: str) -> bool:

@@ -9,6 +9,7 @@ rewards, to seek) failures. A mean instead would shrink the deviation that divid
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import reprlib
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
+from smd_jax.config import check_time_limit
 from smd_jax.tasks.reward_callers import CallsHere, CallsInProcess
 from smd_jax.tasks.reward_calls import ANOTHER_NUMBER, Failed, Value
 from smd_jax.tasks.task import Prompt, completion_of
@@ -128,8 +130,8 @@ class Rewards:
                 f"expected reward functions of different names, or names=(...) to log them under; "
                 f"got {self.logged_names}"
             )
-        if self.seconds is not None and not 0 < self.seconds < float("inf"):
-            raise ValueError(f"expected a time limit in seconds > 0, or None; got {self.seconds}")
+        if self.seconds is not None:
+            check_time_limit(self.seconds)
         if not 0 <= self.max_failed <= 1:
             raise ValueError(f"expected a share of failures from 0 to 1; got {self.max_failed}")
         assert self._callers  # made now, for the errors of functions that cannot run in their own process
@@ -241,7 +243,11 @@ class Rewards:
     def _call_all(self, arguments: Mapping[str, Sequence[Any]], rows: int) -> dict[str, list[Value]]:
         """Every function's value of every row."""
         calls = {
-            name: {accepted: arguments[accepted] for accepted in accepted_names(name, function, arguments)}
+            # Copies, because a function may change what it gets. Only messages are copied whole.
+            name: {
+                accepted: copy.deepcopy(arguments[accepted]) if accepted in GIVEN else list(arguments[accepted])
+                for accepted in accepted_names(name, function, arguments)
+            }
             for name, function in zip(self.logged_names, self.functions, strict=True)
         }
         # Begins all calls before it waits for the first.

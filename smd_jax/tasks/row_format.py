@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class RowFormat:
       prompt_column: the column with the prompt: text, or chat messages `[{"role": ..., "content": ...}]`. The task's
         rows call it "prompt"; all other columns go to the reward.
       system_prompt: added as a first system message, for tokenizers with a chat template.
-      map_row: applied to every row first; must be a pure function.
+      map_row: applied to every row first; it must give the same row each time.
       chat_template_kwargs: variables of the chat template, such as ("enable_thinking", False). Those in a row's column
         of this name take precedence, as in TRL.
     """
@@ -62,7 +63,8 @@ class RowFormat:
     def _mapped(self, raw: Mapping[str, Any], where: str) -> Row:
         assert self.map_row is not None
         try:
-            mapped = self.map_row(dict(raw))
+            # A copy: rows of text files stay in memory, and a function may change what it gets.
+            mapped = self.map_row(copy.deepcopy(dict(raw)))
         except _ROW_ERRORS as error:
             raise ValueError(
                 f"{where}: expected the map function to give a row; it raised {type(error).__name__}: "

@@ -2,7 +2,7 @@
 
     load_rows(DataSource("openai/gsm8k", config="main", split="train"))      the Hub, or its cache
     load_rows(DataSource("problems.parquet"))                                .jsonl .json .csv .tsv .parquet .arrow
-    load_rows(DataSource("folder", split="test"))                            files in the Hub's layout
+    load_rows(DataSource("folder", split="test"))                            the Hub's layout, or `save_to_disk`
 
 `datasets` finds files and splits, and reads Parquet and Arrow. `smd_jax.tasks.text_files` reads CSV and JSON, and keeps
 their values unchanged.
@@ -30,6 +30,7 @@ _DATA_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, Ass
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<file>.+)")
 TEXT_NAME = re.compile(r"\.(jsonl|ndjson|json|csv|tsv)(\.(gz|bz2|xz))?$")
+SAVED = ("dataset_dict.json", "state.json")  # files of a DatasetDict and of a Dataset that `save_to_disk` wrote
 CARDS = ("README.md", ".huggingface.yaml")
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 FILE_SPLIT = "train"  # of data without splits, as in `datasets`
@@ -91,6 +92,8 @@ def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
     path = _path_of(source.name)
     if path is None:
         rows = _of_hub(source, columns)
+    elif path.is_dir() and any((path / name).is_file() for name in SAVED):
+        rows = _of_saved(path, source)
     elif path.is_dir():
         rows = _of_folder(path, source, columns)
     else:
@@ -126,14 +129,36 @@ def _path_of(name: str) -> Path | None:
 
 
 def _of_file(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
-    if source.config is not None:
-        raise ValueError(f"expected no configuration with a file, which has none; got {source.config!r} with {path}")
+    _check_no_config(path, source)
     kind = data_format(path)
     if kind in ("csv", "json"):
         return _of_text_files({FILE_SPLIT: [path]}, source, columns)
     with path.open("rb") as file:
         check_first_bytes(path, file.read(32))
     return _load(kind, source, {FILE_SPLIT: [glob.escape(str(path))]})
+
+
+def _check_no_config(path: Path, source: DataSource) -> None:
+    if source.config is not None:
+        raise ValueError(f"expected no configuration with {path}, which has none; got {source.config!r}")
+
+
+def _of_saved(path: Path, source: DataSource) -> Rows:
+    """The rows of a folder that `save_to_disk` wrote: `load_dataset` would guess the splits from names of files."""
+    _check_no_config(path, source)
+    with _one_error(source.name) as datasets:
+        saved = datasets.load_from_disk(str(path))
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {FILE_SPLIT: saved}
+    wanted = source.split or _default_split([*splits], source.name)
+    with _one_error(source.name) as datasets:
+        parts = _parts(datasets, wanted, splits)
+        return datasets.concatenate_datasets([splits[name].select(rows) for name, rows in parts])
+
+
+def _parts(datasets: Any, wanted: str, splits: Mapping[str, Rows]) -> list[tuple[str, range]]:
+    """The splits and rows that a split such as "train[:100]+test" names."""
+    found = datasets.ReadInstruction.from_spec(wanted).to_absolute({name: len(splits[name]) for name in splits})
+    return [(part.splitname, range(part.from_, part.to)) for part in found]
 
 
 def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
@@ -213,8 +238,7 @@ def _of_text_files(splits: Mapping[str, Sequence[Path]], source: DataSource, col
     if wanted in rows:
         return rows[wanted]  # without `datasets`, whose import takes a second
     with _one_error(source.name) as datasets:
-        parts = datasets.ReadInstruction.from_spec(wanted).to_absolute({name: len(rows[name]) for name in rows})
-    chosen = [(rows[part.splitname], slice(part.from_, part.to)) for part in parts]
+        chosen = [(rows[name], slice(part.start, part.stop)) for name, part in _parts(datasets, wanted, rows)]
     places = [where for of_split, part in chosen for where in of_split.places[part]]
     return FileRows([row for of_split, part in chosen for row in of_split[part]], places)
 

@@ -51,7 +51,8 @@ class ChildProcess:
 
     def __init__(self, script: str, environment: Mapping[str, str], *, quiet: bool = False) -> None:
         ours, theirs = multiprocessing.Pipe()
-        output = subprocess.DEVNULL if quiet else None
+        # What it prints goes to standard error: our own output may be read by a program.
+        output = subprocess.DEVNULL if quiet else 2
         with theirs:
             self._process = subprocess.Popen(
                 # -P: keeps the script's folder off the import path, where our modules would hide installed packages.

@@ -89,12 +89,21 @@ def test_a_file_of_options_beside_a_folder_of_checkpoints_is_no_run(tmp_path: Pa
 
 
 def test_functions_of_a_module_here_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "my_own_rewards.py").write_text("def r(completions, **columns): return [0.0] * len(completions)\n")
+    (tmp_path / "rewards_found_here.py").write_text("def r(completions, **columns): return [0.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
-    _, args = parse(["grpo", *NEEDED, "--reward", "my_own_rewards:r", "json:dumps", "--eviction", "h2o"])
+    _, args = parse(["grpo", *NEEDED, "--reward", "rewards_found_here:r", "json:dumps", "--eviction", "h2o"])
     args = with_absolute_paths(args)
-    assert args.rewards.reward == (f"{tmp_path}/my_own_rewards.py:r", "json:dumps")
+    assert args.rewards.reward == (f"{tmp_path}/rewards_found_here.py:r", "json:dumps")
     assert args.sampler.eviction == "h2o"
+
+
+def test_a_module_that_only_the_current_folder_has_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where Python finds it, as with `python -m smd_jax.train`."""
+    (tmp_path / "rewards_of_this_folder.py").write_text("def r(completions): return [0.0 for _ in completions]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    _, args = parse(["grpo", *NEEDED, "--reward", "rewards_of_this_folder:r"])
+    assert with_absolute_paths(args).rewards.reward == (f"{tmp_path}/rewards_of_this_folder.py:r",)
 
 
 def test_a_policy_of_a_module_is_compared_by_its_content():
@@ -135,8 +144,8 @@ def test_rewards_of_one_name_are_named_by_their_files(tmp_path: Path):
 
 
 def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
-    words = ["grpo", *NEEDED, "--stop", "</s>", "--system-prompt", '- be: "brief"\n', "--memory", "80GiB"]
-    for given in (words, [*words, "--stop", "a", "b c", "--epsilon", "0.1", "--learning-rate", "1e-05", "--pyramid"]):
+    words = ["grpo", *NEEDED, "--system-prompt", '- be: "brief"\n', "--memory", "80GiB", "--stop"]
+    for given in ([*words, "</s>"], [*words, "a", "b c", "--epsilon", "0.1", "--learning-rate", "1e-05", "--pyramid"]):
         name, args = parse(given)
         file = tmp_path / "run.yaml"
         file.write_text(config_file.dump(name, args), encoding="utf-8")

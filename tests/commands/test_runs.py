@@ -36,7 +36,7 @@ from smd_jax.runs.settings import to_jsonable
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
 from tests.bitwise import assert_bitwise_equal
 from tests.command_errors import error_of
-from tests.commands.conftest import SORT, Words
+from tests.commands.conftest import SMALL, SORT, Words
 from tests.hub_files import questions, write_lines
 
 REWARD = "def reward(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
@@ -200,6 +200,19 @@ def test_presets_need_a_model_alone(name: str, model: Path, tmp_path: Path, caps
     assert "--- prompt 2" in capsys.readouterr().out
 
 
+def test_held_out_prompts_do_not_widen_those_of_training(model: Path, tmp_path: Path):
+    paths = []
+    for name, size in (("short", 3), ("long", 40)):
+        paths.append(str(write_lines(tmp_path / f"{name}.jsonl", [{"prompt": "a" * size}] * 2)))
+    words = ["grpo", "--model", str(model), *SMALL, "--reward", "format", "--chat-template", "none"]
+    widths = []
+    for train, held_out in (paths, paths[::-1]):
+        evaluation = ["--eval-steps", "1", "--eval-dataset", held_out]
+        ready = prepare(parse([*words, "--dataset", train, *evaluation])[1])
+        widths.append((ready.loop.config.prompt_width, ready.evaluator.config.prompt_width))
+    assert widths == [(3, 40), (40, 40)]
+
+
 def test_a_plan_says_what_stays_on_the_disk_and_which_rows_come_twice(
     train_words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -313,6 +326,7 @@ def row(row):
 
 
 def reward(prompts, completions, gold, **columns):
+    print("graded")
     return [float(prompt == {"a": "ab?", "b": "abcd?"}[right]) for prompt, right in zip(prompts, gold)]
 
 
@@ -323,6 +337,7 @@ def fails(prompts, **columns):
     words += ["--prompt-column", "asked", "--map-function", f"{tmp_path}/mine.py:row", "--eval-decode", "dense"]
     words += ["--chat-template-kwargs", "enable_thinking=false", "--reward-timeout", "None"]
     rewards = ["--reward", f"{tmp_path}/mine.py:reward", "overlong", "--overlong-cache", "3"]
+    # The JSON of stdout stays whole.
     smd_eval([*words, *rewards, "--reward-weights", "2", "0.5", "--max-prompt-length", "8"])
     output = capsys.readouterr()
     assert json.loads(output.out)["prompts"] == 1 and "the longest has 9 tokens" in output.err  # abcd?<no>

@@ -71,6 +71,8 @@ class Count:
         ("--dataset FOLDER/prompts.jsonl --dataset-parameters", "Name one: --reward path/to/file.py:function"),
         ("--dataset FOLDER/rows.jsonl --dataset-parameters --reward format", "prompt_column"),
         ("--reward nonsense", "expected --reward as one of"),
+        ("--reward format --reward overlong", "expected --reward once, with all its values behind it; got it 2 times"),
+        ("--stop a --stop=b", "expected --stop once"),
         ("--max-prompt-length 3", "expected a prompt of 1 to 3 tokens; got none"),
         ("--chat-template-kwargs a", "expected --chat-template-kwargs as name=value; got 'a'"),
         ("--chat-template-kwargs a={", "expected --chat-template-kwargs as name=value with YAML as value"),
@@ -134,6 +136,7 @@ def test_a_mistake_is_one_box(
         ("budget: {a: 1}", "expected a number, a text or a list of them in 'budget'"),
         ("algorithm: ppo", "expected 'algorithm' as grpo; got 'ppo'"),
         ("output_dir: null", "expected a value of 'output_dir'; got null"),
+        ("stop: ['a', '-b']", "expected several values in 'stop' without a dash in front; got ['-b']"),
         ("stop: [null]", "expected a number, a text or a list of them in 'stop'"),
         ("output_dir: ~nosuchuser/x", "expected a path; got '~nosuchuser/x'"),
         ("output_dir: " + "x" * 5000, "File name too long"),
@@ -185,7 +188,8 @@ def test_a_name_that_is_nearly_right_gets_its_nearest_match(
     Path("colours.yaml").write_text("bugdet: 3\n")
     Path("colours.jsonl").write_text('{"prompt": "a"}\n')
     Path("mine.py").write_text("from smd_jax.eviction import H2O\n\n\nclass Old(H2O): ...\n\n\ndef reward(**_): ...\n")
-    words = ["grpo", "--model", "model", "--dataset", "colours.jsonl", "--reward", "mine.py:reward", *more.split()]
+    words = ["grpo", "--model", "model", "--dataset", "colours.jsonl", *more.split()]
+    words += [] if "--reward" in words else ["--reward", "mine.py:reward"]
     assert re.search(rf"Did you mean {re.escape(near)}( or [^?]*)?\?", error_of(words, capsys))
 
 
@@ -291,6 +295,15 @@ def test_a_run_among_its_own_files(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?"}\n' * 2)
     words = shlex.split(more.replace("FOLDER", str(tmp_path)).replace("RUN", str(run)))
     assert said in error_of(train_words("--dry-run", *words), capsys)
+
+
+@pytest.mark.parametrize("name", ["model", "adapter", "gate"])
+def test_a_run_does_not_replace_what_it_did_not_write(
+    name: str, train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    said = error_of(train_words("--dry-run"), capsys)
+    assert f"expected nothing at {tmp_path}/run/{name}, which the run writes" in said
 
 
 def test_mistakes_of_the_other_commands(

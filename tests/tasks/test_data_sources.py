@@ -99,6 +99,20 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path):
     assert read(name, "main", "train[1:2]+test") == [splits["train"][1], *splits["test"]]
 
 
+def test_a_folder_of_save_to_disk(tmp_path: Path):
+    """Names of its files and folders say nothing about splits."""
+    splits = {"rl": questions(3), "train_sft": questions(2, first=3), "test_sft": questions(1, first=5)}
+    saved = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    datasets.DatasetDict(saved).save_to_disk(str(tmp_path / "several"))
+    for name, rows in splits.items():
+        assert read(tmp_path / "several", None, name) == rows
+    assert read(tmp_path / "several", None, "rl[:1]+test_sft") == [splits["rl"][0], *splits["test_sft"]]
+    refused(ValueError, r"expected a split of .*, one of \['rl', 'train_sft', 'test_sft'\]; got None", tmp_path / "several")
+    refused(ValueError, "expected no configuration with", tmp_path / "several", "main", "rl")
+    saved["rl"].save_to_disk(str(tmp_path / "one"))
+    assert read(tmp_path / "one") == read(tmp_path / "one", None, "train") == splits["rl"]
+
+
 def test_a_folder_of_files_without_a_card(tmp_path: Path):
     write_parquet(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:3])
     write_parquet(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[3:])
@@ -266,7 +280,7 @@ def test_splits_and_configurations_that_are_not_there(tmp_path: Path):
         refused(ValueError, r"Unknown split .*(dev|validation).* \['train'", name, where, "validation")
         refused(ValueError, r"got ValueError: Unrecognized instruction", name, where, "train[:x]")
         refused(ValueError, "expected", name, where, "train[9:]")
-    refused(ValueError, "expected no configuration with a file", tmp_path / "rows.jsonl", "main")
+    refused(ValueError, "expected no configuration with .*rows.jsonl, which has none", tmp_path / "rows.jsonl", "main")
 
 
 def test_names_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -350,8 +364,6 @@ def test_a_separator_of_the_card(tmp_path: Path):
 
 def test_folders_without_data(tmp_path: Path):
     refused(FileNotFoundError, "expected data that you may read in .*; got EmptyDatasetError", tmp_path)
-    datasets.Dataset.from_list([{"a": 1}]).save_to_disk(str(tmp_path / "saved"))
-    refused(ValueError, "was saved using `save_to_disk`", tmp_path / "saved")
     (tmp_path / "tricks").mkdir()
     (tmp_path / "tricks" / "tricks.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     refused(ValueError, "scripts are no longer supported", tmp_path / "tricks")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from smd_jax.tasks.dataset_task import DatasetTask, first_rows, own_reward, select_prompts, usable_lengths
+from smd_jax.tasks.dataset_task import (
+    DatasetTask,
+    SelectedRows,
+    first_rows,
+    own_reward,
+    select_prompts,
+    usable_lengths,
+)
 from smd_jax.tasks.row_format import RowFormat
+from smd_jax.tasks.sources import DataSource, load_rows
 from smd_jax.tasks.task import (
     Row,
     Task,
@@ -91,6 +102,15 @@ def test_a_map_function_makes_rows():
     assert rows == [{"number": 1}, {"number": 2}]
 
 
+def test_a_map_function_may_change_what_it_gets():
+    def with_system(row: Row) -> Row:
+        row["prompt"].insert(0, SYSTEM)
+        return row
+
+    task = new_task([{"prompt": [USER]}], map_row=with_system)
+    assert [task[0]["prompt"] for _ in range(3)] == [[SYSTEM, USER]] * 3
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
@@ -141,6 +161,16 @@ def test_lengths_are_those_that_the_model_sees():
     frame = len(CHAT.encode(prompt_text({"prompt": ""}, CHAT), add_special_tokens=False))
     assert frame > 10
     assert usable_lengths(sized_task(), CHAT).tolist() == [frame + size if size else 0 for size in SIZES]
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path):
+    rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": [USER]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    of_file = DatasetTask(load_rows(DataSource(str(path))))
+    for task, where in ((new_task(rows), "row 2, counted from 0"), (of_file, f"{path.name}, line 3")):
+        with pytest.raises(ValueError, match=f"{where}: expected a plain string, because the tokenizer has no chat"):
+            usable_lengths(SelectedRows(task, np.array([1, 2])), PLAIN)
 
 
 def test_prompts_that_say_nothing_are_empty_whatever_the_template_makes_of_them():

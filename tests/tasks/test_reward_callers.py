@@ -37,7 +37,7 @@ def test_chat_and_what_a_function_prints(capfd: pytest.CaptureFixture[str]):
     rewards = Rewards((reward_cases.content, reward_cases.speaks), seconds=LONG)
     chat = [{"role": "user", "content": "Well?"}]
     assert graded(rewards, ["yes", "no"], prompts=[chat, chat]).rewards.tolist() == [2, 1]
-    assert capfd.readouterr().out == "rewarding 2\n", "at once, not when its process ends"
+    assert capfd.readouterr().err == "rewarding 2\n", "at once, not when its process ends"
 
 
 @pytest.mark.slow

@@ -50,6 +50,10 @@ def one(function, completion, **columns):
         ("18", "####", 0.0),
         ("18", "####\n18 dollars\nQuestion: what is 7?", 1.0),
         ("18", "18, no:\n#### 19", 0.0),
+        # A heading is no answer.
+        ("18", "#### Conclusion\nThe answer is 18.", 1.0),
+        ("18", "17\n#### Final answer\n18", 1.0),
+        ("18", "18\n#### Final answer\n19", 0.0),
         ("18", r"\boxed{19}, not 18", 0.0),
         ("70,000", "$70,000", 1.0),
         ("", "18", None),

@@ -78,6 +78,19 @@ def test_a_function_gets_what_it_names():
     assert seen["rest"] == given | {"level": [1, 2], "answer": ["x", "y"]}
 
 
+def test_a_function_may_change_what_it_gets():
+    def empties(prompts, answer):
+        prompts[0][0]["content"] = "changed"
+        prompts.clear()
+        answer.clear()
+        return [1.0]
+
+    prompts, columns = [[{"role": "user", "content": "a"}]], {"answer": ["x"]}
+    parts = graded(here(empties, lambda prompts, answer: [float(answer == ["x"])]), ["x"], prompts, **columns).parts
+    assert [part.tolist() for part in parts.values()] == [[1.0], [1.0]]
+    assert prompts == [[{"role": "user", "content": "a"}]] and columns == {"answer": ["x"]}
+
+
 def test_chat_prompts_have_chat_completions():
     seen = []
 
@@ -228,7 +241,8 @@ def test_ctrl_c_is_no_failure():
         ({"weights": (float("nan"),)}, "finite weights"),
         ({"names": ()}, "expected 1 names"),
         ({"functions": (reward_cases.length,) * 2}, r"different names.*got \('length', 'length'\)"),
-        ({"seconds": 0.0}, "time limit in seconds > 0"),
+        ({"seconds": 0.0}, "time limit > 0 seconds"),
+        ({"seconds": 2_592_000.0}, "at most 1,000,000; got 2592000.0"),
         ({"max_failed": 1.5}, "share of failures from 0 to 1; got 1.5"),
     ],
 )
