@@ -107,7 +107,7 @@ def test_a_folder_of_save_to_disk(tmp_path: Path):
     for name, rows in splits.items():
         assert read(tmp_path / "several", None, name) == rows
     assert read(tmp_path / "several", None, "rl[:1]+test_sft") == [splits["rl"][0], *splits["test_sft"]]
-    refused(ValueError, r"expected a split of .*, one of \['rl', 'train_sft', 'test_sft'\]; got None", tmp_path / "several")
+    refused(ValueError, r"expected a split of .*, one of \['rl', 'train_sft', 'test_sft'\]", tmp_path / "several")
     refused(ValueError, "expected no configuration with", tmp_path / "several", "main", "rl")
     saved["rl"].save_to_disk(str(tmp_path / "one"))
     assert read(tmp_path / "one") == read(tmp_path / "one", None, "train") == splits["rl"]
