@@ -6,6 +6,10 @@ import functools
 import operator
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from smd_jax.config import check_instance
 from smd_jax.corrections.base import Correction, Shadow
 from smd_jax.learner.auxiliary_terms import EntropyTerm, ValueTerm
@@ -19,6 +23,9 @@ from smd_jax.learner.terms import LearnerSetup, Needs, Term
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
+from smd_jax.message.masks import ShadowMask
+from smd_jax.message.trajectory import Trajectory
+from smd_jax.metrics import evicted_share
 from smd_jax.typed_fields import check_types
 
 
@@ -181,13 +188,65 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
 def check_old_logprobs(config: UpdateConfig, batch: TrainBatch) -> None:
     """Raises ValueError if a correction would compare the sampler's log-probabilities with themselves.
 
-    Compares objects, so call it outside of the update's own jit, in which one array passed twice is two tracers.
+    Call it outside of the update's own jit, in which one array passed twice is two tracers. Equal values count only for
+    a dense learner of a sampler that evicted keys: without evictions both may well be equal to the last bit.
     """
     check_instance("batch", batch, TrainBatch)
     given = {"old_logprobs": batch.old_logprobs, "dense_old_logprobs": batch.dense_old_logprobs}
-    for correction, (name, old) in zip(config.corrections, given.items(), strict=False):
-        if old is not None and old is batch.trajectory.logprobs and correction.traits.uses_mismatch:
+    visibilities: tuple[Visibility, ...] = (config.visibility, "dense")
+    for correction, visibility, (name, old) in zip(config.corrections, visibilities, given.items(), strict=False):
+        if old is None or not correction.traits.uses_mismatch:
+            continue
+        # After a batch is split into minibatches they are two objects.
+        if old is batch.trajectory.logprobs or visibility == "dense" and _is_the_samplers(old, batch.trajectory):
             raise ValueError(
                 f"expected {name} of the learner, or None, with which the update computes them, for the correction "
                 f"{correction}; got the sampler's own, trajectory.logprobs, which have no mismatch"
             )
+
+
+def _is_the_samplers(old: Float[Array, "batch R"], trajectory: Trajectory) -> bool:
+    """Whether these are the log-probabilities of a sampler that evicted keys. False under a trace."""
+    if isinstance(old, jax.core.Tracer) or not isinstance(trajectory.mask, ShadowMask):
+        return False
+    if trajectory.logprobs is None or old.shape != trajectory.logprobs.shape:  # has an error of its own
+        return False
+    evicted = evicted_share(trajectory.mask.evicted_at, trajectory.valid) > 0
+    return bool(evicted & jnp.all((old == trajectory.logprobs) | ~trajectory.response_mask))
+
+
+def check_shared_prompts(config: UpdateConfig, trajectory: Trajectory) -> None:
+    """Raises ValueError for rows of one prompt in `rows_per_prompt` whose prompts differ, or were read under different
+    masks. Call it outside of the update's own jit; under a trace it checks nothing."""
+    rows = config.rows_per_prompt
+    # A batch that does not divide has an error of its own.
+    if rows == 1 or isinstance(trajectory.tokens, jax.core.Tracer) or len(trajectory.tokens) % rows:
+        return
+    found = jax.device_get(_unlike_prompts(trajectory, rows))
+    for name in ("tokens", "valid", "evicted_at", "routing"):
+        if found.get(name, -1) >= 0:
+            row, column = divmod(int(found[name]), trajectory.prompt_width)
+            raise ValueError(
+                f"expected rows_per_prompt={rows} consecutive rows to have one prompt, read under one mask; got other "
+                f"{name} in row {row}, column {column}, than in row {row - row % rows}. With pack_columns as well, "
+                "rows share what is equal"
+            )
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def _unlike_prompts(trajectory: Trajectory, rows: int) -> dict[str, Array]:
+    """By name, the first `row * P + column` that differs from the group's first row; -1 without one."""
+    columns = trajectory.prompt_width
+    read = {"tokens": trajectory.tokens, "valid": trajectory.valid}
+    if isinstance(trajectory.mask, ShadowMask):
+        # A prompt's queries see only whether a key was evicted before the prompt's end.
+        at = jnp.minimum(trajectory.mask.evicted_at[..., :columns], columns)
+        read["evicted_at"] = jnp.moveaxis(at, -1, 1)
+    if trajectory.routing is not None:
+        read["routing"] = trajectory.routing
+    found = {}
+    for name, values in read.items():
+        groups = values[:, :columns].reshape(-1, rows, columns, *values.shape[2:])
+        unlike = (groups != groups[:, :1]).reshape(len(values), columns, -1).any(axis=-1).ravel()
+        found[name] = jnp.where(unlike.any(), jnp.argmax(unlike), -1)
+    return found

@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array
 
 from smd_jax.learner.accumulation import accumulate, count_parts
-from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference
+from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference, check_shared_prompts
 from smd_jax.learner.forward import check_replayable
 from smd_jax.learner.objective import Prepared, RowOutputs, check_new_metrics, make_objective, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
@@ -45,8 +45,9 @@ def make_update(
     Run it under `jax.set_mesh(mesh)` with state and batch placed by `smd_jax.devices.sharding`, or without a mesh.
 
     The returned function raises ValueError for a greedily sampled trajectory, rows that do not divide into
-    microbatches, arrays whose shapes do not fit the trajectory, a missing reference, critic's head or targets, and
-    `trajectory.logprobs` as `old_logprobs` of a correction that measures the mismatch.
+    microbatches, arrays whose shapes do not fit the trajectory, a missing reference, critic's head or targets,
+    `trajectory.logprobs` as `old_logprobs` of a correction that measures the mismatch, and rows of `rows_per_prompt`
+    without a common prompt.
 
     Raises:
       TypeError: for a model without the five members, and an optimizer or a config of another class.
@@ -79,6 +80,7 @@ def make_update(
     @functools.wraps(program, (*functools.WRAPPER_ASSIGNMENTS, *of_program), ())
     def checked(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
         check_old_logprobs(config, batch)
+        check_shared_prompts(config, batch.trajectory)
         return program(state, batch)
 
     return checked

@@ -220,6 +220,24 @@ def test_choices_that_do_not_go_together(options, message):
         UpdateConfig(**options)
 
 
+def test_rows_without_a_common_prompt_are_refused():
+    one = rolled_out()
+    update = make_update(MODEL, RECORD, UpdateConfig(rows_per_prompt=GROUP))
+
+    def refused(trajectory, said: str) -> None:
+        state = init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3))
+        with pytest.raises(ValueError, match=f"expected rows_per_prompt=4 consecutive rows to have one prompt.*{said}"):
+            update(state, TrainBatch(trajectory, jnp.ones(ROWS), old_logprobs=one.logprobs))
+
+    refused(one.replace(tokens=one.tokens.at[5, 7].add(1)), "other tokens in row 5, column 7, than in row 4")
+    shuffled = jax.tree.map(lambda x: x[np.arange(ROWS).reshape(GROUP, -1).T.ravel()], one)
+    refused(shuffled, "other tokens in row 1")
+    # As after a prompt that was read in other chunks. Evictions behind the prompt's end may differ.
+    at = one.mask.evicted_at
+    early = one.mask.replace(evicted_at=at.at[3, 1, 0, 6].set(7))
+    refused(one.replace(mask=early), "other evicted_at in row 3, column 6, than in row 0")
+
+
 def test_rows_that_do_not_divide():
     with pytest.raises(ValueError, match="expected rows_per_prompt that divide group_size 4; got 3"):
         toy_loop.own_loop(

@@ -318,6 +318,9 @@ def test_the_samplers_logprobs_as_those_of_the_learner_are_refused():
     packed = make_packed_update(MODEL, RECORD, dataclasses.replace(of_dense_update(TIS()), pack_columns=24))
     with pytest.raises(ValueError, match=message):
         packed(init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3)), given)
+    # A copy, such as a minibatch, is another object. These keys were evicted, so a dense learner cannot be equal.
+    with pytest.raises(ValueError, match=message):
+        tiny_update.metrics_and_gradients(of_dense_update(TIS()), jax.tree.map(jnp.copy, tiny_update.batch()))
     # Those without a weight by xi take the ratio to the sampler.
     naive, bypass = (metrics_and_gradients(of_dense_update(c), given)[1] for c in (Naive(), Bypass()))
     assert distance(naive, bypass) == 0
