@@ -23,7 +23,7 @@ from smd_jax.learner.state import TrainState
 from smd_jax.monitor.loggers import Logger, Loggers
 from smd_jax.monitor.metrics_log import memory_in_use
 from smd_jax.monitor.progress import Report, training_progress
-from smd_jax.runs.checkpoint.files import all_steps, latest_step
+from smd_jax.runs.checkpoint.files import all_steps, latest_step, leaf_table
 from smd_jax.runs.checkpoint.reading import restore
 from smd_jax.runs.checkpoint.writing import Writer, discard_after
 from smd_jax.runs.frozen_base import with_base, without_base
@@ -73,9 +73,10 @@ def train(
     Raises:
       OtherProcessError: of several processes one has other arguments, or sees other checkpoints.
       FileExistsError: a new run in a directory that has one.
+      TypeError: a leaf of the state is no array, or `config` or `noted` does not fit into JSON.
       OSError: a directory that cannot be written; a disk without room for the checkpoints, at the start or later.
       ValueError: a resume with another configuration or another base below adapters; an objective that names no metric
-        of the run.
+        of the run; an empty array in the state.
       RunStoppedError: a signal stopped the run; its rollouts are saved.
       RefusedRolloutError: sampler and learner differ, or several updates in a row were not finite; the rollout is in
         `refused_<number>.safetensors`. A resume continues before that rollout, or after it if its update was skipped.
@@ -87,7 +88,7 @@ def train(
         noted = of_loop if noted is None else noted
     noted = {**(noted or {}), "machine": machine(loop.mesh)}
     evaluate = evaluate if run.evaluate_every > 0 else None
-    _check(loop, state, run, directory, config, resume, evaluates=evaluate is not None)
+    _check(loop, state, run, directory, config, noted, resume, evaluates=evaluate is not None)
     state = _start(directory, shard_tree(state, loop.mesh), config, noted)
     start = int(state.step) // loop.config.steps_per_rollout
     with all_or_none():
@@ -118,19 +119,31 @@ def train(
 
 
 def _check(
-    loop: Loop, state: TrainState, run: RunConfig, directory: Path, config: object, resume: bool, evaluates: bool
+    loop: Loop,
+    state: TrainState,
+    run: RunConfig,
+    directory: Path,
+    config: object,
+    noted: object,
+    resume: bool,
+    evaluates: bool,
 ) -> None:
     """Refuses a run that could not be saved or resumed, before anything is written; errors as `train`."""
+    with all_or_none():
+        # A checkpoint holds both as JSON. The first one may be due only after hours.
+        compared = to_jsonable(config)
+        to_jsonable(noted, "noted")
     if jax.process_count() > 1:
         # Before anything that only some of the processes would do, while the others wait for them.
-        same = {"resume": resume, "run": to_jsonable(run, "run"), "config": to_jsonable(config)}
+        same = {"resume": resume, "run": to_jsonable(run, "run"), "config": compared}
         # These decide whether a rollout is refused.
         same |= {"guard": loop.max_difference, "max_skipped": loop.max_skipped}
         check_same(same | {"checkpoints": all_steps(directory / CHECKPOINTS)})
-    size = stored_bytes(without_base(state))  # all processes compute it together
+    saved = without_base(state)  # all processes compute it together
     with all_or_none():
+        leaf_table(saved)  # raises for leaves that a checkpoint cannot hold
         check_directory(directory, resume)
-        check_room(directory, size, run)
+        check_room(directory, stored_bytes(saved), run)
         if run.objective is not None and run.objective.metric.startswith("eval/") and not evaluates:
             raise ValueError(
                 f"expected evaluations (evaluate_every > 0, and something to evaluate on) for the objective "
@@ -281,7 +294,8 @@ class ActiveRun:
         directory, steps = self.directory, self.run_config.steps
         if jax.process_count() > 1:
             return f"resume continues from the newest checkpoint in {directory}, if there is one"
-        with suppress(OSError):  # a checkpoint that failed is written again below
+        # Saving may fail with any error, such as one of orbax. None may hide the error that ends the run.
+        with suppress(Exception):  # a checkpoint that failed is written again below
             self._wait_for_checkpoint()
         lost = self.done - self._saved
         if not lost:
@@ -292,8 +306,9 @@ class ActiveRun:
         try:
             self._save()
             self._wait_for_checkpoint()
-        except OSError as error:
-            return f"the last {lost} rollouts could not be saved: {error}"
+        except Exception as error:  # noqa: BLE001  as above
+            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            return f"the last {lost} rollouts could not be saved: {reason}"
         return f"saved after {self.done} of {steps} rollouts in {directory}; resume continues the run"
 
     def _save(self) -> None:
@@ -303,12 +318,9 @@ class ActiveRun:
             self._submitted = self.done
 
     def _wait_for_checkpoint(self) -> None:
-        try:
-            self.checkpoints.wait()
-        except OSError:
-            self._submitted = self._saved
-            raise
-        self._saved = self._submitted
+        submitted, self._submitted = self._submitted, self._saved  # if it fails, it is not saved
+        self.checkpoints.wait()
+        self._saved = self._submitted = submitted
 
 
 def print_once(line: str) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from breaking.disks import files_end_at
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
+from smd_jax.runs.checkpoint.writing import Writer
 from smd_jax.runs.run_folder import check_directory
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import CONFIG, PlainLoop, new_state
@@ -159,3 +161,31 @@ def test_an_error_beside_a_save_that_fails_says_what_is_lost(tmp_path):
         start(tmp_path, 6, PlainLoop(begins=raises_at(2)), new_state(size=100_000), checkpoint_every=2)
     assert re.match("the last 2 rollouts could not be saved: checkpoint 2 in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("held", "options", "error", "message"),
+    [
+        ((), {"config": {"tags": {"a"}}}, TypeError, r"config\.tags: expected .*; got set"),
+        ((), {"noted": {"tags": {"a"}}}, TypeError, r"noted\.tags: expected .*; got set"),
+        ((np.zeros(0),), {}, ValueError, "'opt_state/0' must have at least one element"),
+        ((0.5,), {}, TypeError, "'opt_state/0' must be an array; got float"),
+    ],
+)
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_rollout(tmp_path, held, options, error, message):
+    with pytest.raises(error, match=message):
+        start(tmp_path / "run", 5, PlainLoop(begins=never), new_state().replace(opt_state=held), **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("every", "reason"), [(0, "RuntimeError: orbax"), (2, "ValueError: expected a step later")])
+def test_a_save_that_fails_in_any_way_does_not_hide_the_error_of_the_run(tmp_path, monkeypatch, every, reason):
+    def finish(self: Writer, manager: Any, *_: Any) -> None:
+        manager.wait_until_finished()
+        raise RuntimeError("orbax")
+
+    monkeypatch.setattr(Writer, "_finish", finish)
+    with pytest.raises(ConnectionError, match="503") as caught:
+        start(tmp_path, 6, PlainLoop(begins=raises_at(2)), checkpoint_every=every)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"the last 2 rollouts could not be saved: {reason}")
