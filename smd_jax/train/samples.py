@@ -29,8 +29,10 @@ from smd_jax.disk import disk_errors_named, write_safetensors
 from smd_jax.learner.state import TrainState
 from smd_jax.losses.advantages import groups_with_signal
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.metrics import reward_metrics
 from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.tasks.task import Row
+from smd_jax.train.grading import part_metrics
 
 
 class Samples(NamedTuple):
@@ -101,7 +103,11 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
         name: _over_rollouts(name, [samples.metrics[name] for samples in rollouts]) for name in rollouts[0].metrics
     }
     conversations = [each for samples in rollouts for each in samples.conversations]
-    parts = rollouts[0].reward_parts
+    parts = {name: np.concatenate([each.reward_parts[name] for each in rollouts]) for name in rollouts[0].reward_parts}
+    # Of all rewards at once: a rollout without any has the mean NaN, and deviations do not average.
+    metrics |= reward_metrics(jnp.asarray(rewards), group_size, jnp.asarray(~np.isnan(rewards)))
+    for name, part in parts.items():
+        metrics |= part_metrics(name, part)
     return Samples(
         trajectory=jax.tree.map(lambda *x: jnp.concatenate(x)[of_trajectory], *trajectories),
         rewards=rewards[rows],
@@ -109,7 +115,7 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
         completions=[completions[i] for i in rows],
         counted_rows=counted_rows,
         metrics=metrics | {"dynamic_sampling/rollouts": jnp.float32(len(rollouts))},
-        reward_parts={name: np.concatenate([s.reward_parts[name] for s in rollouts])[rows] for name in parts},
+        reward_parts={name: part[rows] for name, part in parts.items()},
         conversations=tuple(conversations[i] for i in rows) if conversations else (),
     )
 

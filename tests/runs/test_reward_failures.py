@@ -245,3 +245,23 @@ def test_dynamic_sampling_judges_groups_by_their_rewards():
     np.testing.assert_array_equal(got.counted_rows, ~np.isnan(got.rewards))
     np.testing.assert_array_equal(got.reward_parts["f"], got.rewards + 10)
     assert float(got.metrics["rewards/failed"]) == 4, "failures of all sampled completions"
+
+
+def test_dynamic_sampling_measures_the_rewards_of_all_rollouts_at_once():
+    """One rollout may be without any reward, and the deviation of all is more than those inside of the rollouts."""
+
+    def rollout(rewards, of_f):
+        arrays = np.array(rewards, np.float32), np.array(of_f, np.float32)
+        metrics = reward_metrics(jnp.asarray(arrays[0]), 4, jnp.asarray(~np.isnan(arrays[0])))
+        metrics = drawn()[0].metrics | metrics | part_metrics("f", arrays[1])
+        return drawn()[0]._replace(rewards=arrays[0], reward_parts={"f": arrays[1]}, metrics=metrics)
+
+    nothing = rollout([NAN] * 8, [NAN] * 8)
+    got = select_groups([nothing, rollout([0] * 8, [1, 3] * 4), rollout([0, 4] * 4, [NAN] * 8)], group_size=4, groups=2)
+    expected = {
+        "reward": 1.0,
+        "reward_std": np.std([0] * 12 + [4] * 4, ddof=1),
+        "rewards/f/mean": 2.0,
+        "rewards/f/std": np.std([1, 3] * 4, ddof=1),
+    }
+    assert {name: float(got.metrics[name]) for name in expected} == pytest.approx(expected)
