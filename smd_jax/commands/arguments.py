@@ -285,7 +285,7 @@ class EnvironmentArgs(ConversationArgs):
 class AheadArgs:
     """What runs in parallel with the update."""
 
-    rollouts_ahead: Literal[0, 1] = 0  # 1: sample the next rollout during the update; one process, shadow masks
+    rollouts_ahead: Literal[0, 1] = 0  # 1: sample the next rollout during the update; one device, shadow masks
 
 
 @dataclass(frozen=True, kw_only=True)

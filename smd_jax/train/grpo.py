@@ -37,10 +37,10 @@ class GRPOConfig(PolicyConfig):
         the loss; up to this many further rollouts are sampled to replace them (DAPO, arXiv:2503.14476). 0 only drops
         them; None keeps them, as in TRL. Prompts of further rollouts that a step does not need are skipped.
       rollouts_ahead: 1 samples the next rollout while the learner takes its steps on this one, with the parameters
-        before those steps, see `smd_jax.train.async_rollout`; it needs a second copy of the parameters. The clipped
-        ratio of the loss corrects for the age of the rollout; the shadow mask keeps the eviction exact. Rewards with
-        their own processes are computed ahead, too; other rewards when the rollout is used, in the main thread. 0
-        samples every rollout with the newest parameters.
+        before those steps, see `smd_jax.train.async_rollout`; it needs one device, and a second copy of the
+        parameters. The clipped ratio of the loss corrects for the age of the rollout; the shadow mask keeps the
+        eviction exact. Rewards with their own processes are computed ahead, too; other rewards when the rollout is
+        used, in the main thread. 0 samples every rollout with the newest parameters.
     """
 
     advantages: Estimator = "group_relative"

@@ -114,12 +114,12 @@ class Loop:
         check_sampled_rows(config.completions_per_step, self.mesh)
         check_sequence(config.columns, self.model.shape.num_heads, self.mesh)
         self.check_update()
-        split = {axis: ways for axis, ways in self.mesh.shape.items() if axis != "data" and ways > 1}
-        if config.samples_ahead and split:
-            # Rollout and update run at once. If both communicated, devices could start them in different orders.
+        if config.samples_ahead and self.mesh.size > 1:
+            # Rollout and update run at once, and both communicate: also with the data axis only, a rollout reduces over
+            # its rows whether all are done. Devices that start the two in different orders would wait forever.
             raise ValueError(
-                "expected a mesh with the data axis only with rollouts_ahead 1, so that a rollout does not communicate "
-                f"during an update; got {split}"
+                "expected a mesh of one device with rollouts_ahead 1, because rollout and update would communicate at "
+                f"the same time; got {dict(self.mesh.shape)}"
             )
         if self.rewards is not None:
             # Reward processes start while the first programs compile.

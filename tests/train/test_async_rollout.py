@@ -206,10 +206,11 @@ def test_a_state_must_fit():
         toy_loop.new_loop().check(with_sampler_params(toy_loop.new_state()))
 
 
-def test_weights_are_whole_where_two_programs_run_at_once():
-    with pytest.raises(ValueError, match=r"expected a mesh with the data axis only .* got \{'fsdp': 2\}"):
-        toy_loop.own_loop(AHEAD, sizes=(1, 2, 1))
-    assert toy_loop.own_loop(AHEAD, sizes=(2, 1, 1)).config.samples_ahead
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1)])
+def test_several_devices_run_no_two_programs_at_once(sizes):
+    """Both communicate, a rollout over its rows after every token, and devices could start them in other orders."""
+    with pytest.raises(ValueError, match="expected a mesh of one device with rollouts_ahead 1, .*; got .*'data': "):
+        toy_loop.own_loop(AHEAD, sizes=sizes)
 
 
 @pytest.mark.parametrize(
