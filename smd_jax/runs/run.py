@@ -66,7 +66,7 @@ def train(
         config the other settings of the loop. Versions and devices are added as `machine`.
       resume: continue from the newest readable checkpoint in `directory`, bitwise as if the run had not stopped.
         Without any checkpoint the run begins at `state`.
-      evaluate: returns metrics to log, see `smd_jax.train.evaluation.every_evaluation`.
+      evaluate: returns metrics to log, see `smd_jax.train.evaluation.every_evaluation`; needs `run.evaluate_every`.
       loggers: get every row of metrics.jsonl and evaluations.jsonl, by the number of finished rollouts. They cannot
         stop or delay the run; all are closed at its end.
 
@@ -75,8 +75,8 @@ def train(
       FileExistsError: a new run in a directory that has one.
       TypeError: a leaf of the state is no array, or `config` or `noted` does not fit into JSON.
       OSError: a directory that cannot be written; a disk without room for the checkpoints, at the start or later.
-      ValueError: a resume with another configuration or another base below adapters; an objective that names no metric
-        of the run; an empty array in the state.
+      ValueError: a resume with another configuration, or another base below adapters; `evaluate` without
+        `run.evaluate_every`, or the reverse; an objective that names no metric of the run; an empty array in the state.
       RunStoppedError: a signal stopped the run; its rollouts are saved.
       RefusedRolloutError: sampler and learner differ, or several updates in a row were not finite; the rollout is in
         `refused_<number>.safetensors`. A resume continues before that rollout, or after it if its update was skipped.
@@ -87,7 +87,6 @@ def train(
         config, of_loop = split_settings(loop.config)
         noted = of_loop if noted is None else noted
     noted = {**(noted or {}), "machine": machine(loop.mesh)}
-    evaluate = evaluate if run.evaluate_every > 0 else None
     _check(loop, state, run, directory, config, noted, resume, evaluates=evaluate is not None)
     state = _start(directory, shard_tree(state, loop.mesh), config, noted)
     start = int(state.step) // loop.config.steps_per_rollout
@@ -148,6 +147,11 @@ def _check(
             raise ValueError(
                 f"expected evaluations (evaluate_every > 0, and something to evaluate on) for the objective "
                 f"{run.objective.metric!r}; got none"
+            )
+        if evaluates != (run.evaluate_every > 0):
+            raise ValueError(
+                "expected both evaluate and RunConfig(evaluate_every=...) above 0, or neither; got evaluate_every "
+                f"{run.evaluate_every} {'with' if evaluates else 'without'} evaluate"
             )
         check_progress(directory, resume, run)
 

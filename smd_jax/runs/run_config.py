@@ -31,7 +31,7 @@ class RunConfig:
     Attributes:
       steps: rollouts in all, including those before a resume.
       checkpoint_every: rollouts between two checkpoints; the last one is always saved. 0: only the last one.
-      evaluate_every: rollouts between two evaluations; start and end are evaluated, too. 0: never.
+      evaluate_every: rollouts between two evaluations; start and end are evaluated, too. 0: never, without `evaluate`.
       keep: number of the newest checkpoints that stay on disk.
       objective: selects the best checkpoint, which stays, too; None: no best one is kept.
     """

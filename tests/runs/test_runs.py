@@ -28,8 +28,16 @@ def test_start_interval_and_end_are_evaluated(tmp_path):
     assert evaluate.asked == [0, 2, 4, 6, 7]
     assert not any(DENSE in row for row in rows(tmp_path))
     assert rows(tmp_path, "evaluations.jsonl") == [{"step": n, DENSE: CURVE[n]} for n in evaluate.asked]
-    start(tmp_path / "without an interval", 1, evaluate=never)
-    assert saved(tmp_path / "without an interval") == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"evaluate": never}, "0 with evaluate"), ({"evaluate_every": 2}, "2 without evaluate")],
+)
+def test_an_evaluation_needs_an_interval_and_the_reverse(tmp_path, options, message):
+    with pytest.raises(ValueError, match=f"expected both evaluate and .* or neither; got .*{message}$"):
+        start(tmp_path / "run", 1, PlainLoop(begins=never), **options)
+    assert not (tmp_path / "run").exists()
 
 
 class DyingEvaluations(Evaluations):
