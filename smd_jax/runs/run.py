@@ -137,6 +137,8 @@ def _check(
         same = {"resume": resume, "run": to_jsonable(run, "run"), "config": compared}
         # These decide whether a rollout is refused.
         same |= {"guard": loop.max_difference, "max_skipped": loop.max_skipped}
+        # All processes take part in an evaluation, and send their rows to the first one before it calls `watch`.
+        same |= {"evaluate": evaluates, "watch": loop.watch is not None, "watch_every": loop.watch_every}
         check_same(same | {"checkpoints": all_steps(directory / CHECKPOINTS)})
     saved = without_base(state)  # all processes compute it together
     with all_or_none():

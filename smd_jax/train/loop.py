@@ -73,7 +73,7 @@ class Loop:
       rewards: grades the completions of every task; None: the task's own `reward`, in this process and without a time
         limit.
       watch: called with the number of a rollout, from 0, and its samples, before the update. Its time counts in
-        `step_time` and in no other time. Of several processes the first calls it, with all rows.
+        `step_time` and in no other time. Of several processes the first calls it, with all rows; all must have one.
       watch_every: number of rollouts between two calls of `watch`; it always sees the first and the last rollout.
       guard: largest allowed sampler–learner mismatch; None disables the check.
       max_skipped: number of consecutive rollouts with skipped updates that ends the run.

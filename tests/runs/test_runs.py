@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
+from smd_jax.devices import processes
 from smd_jax.runs import checkpoint
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import Objective, RunConfig
@@ -38,6 +40,25 @@ def test_an_evaluation_needs_an_interval_and_the_reverse(tmp_path, options, mess
     with pytest.raises(ValueError, match=f"expected both evaluate and .* or neither; got .*{message}$"):
         start(tmp_path / "run", 1, PlainLoop(begins=never), **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_all_processes_must_evaluate_and_watch(tmp_path, monkeypatch):
+    """All take part in both: one without would let the others wait for ever."""
+    other = {"evaluate": False, "watch": True, "watch_every": 2}
+
+    def gather_json(value: Any) -> list[Any]:
+        return [value, value | other if isinstance(value, dict) else value]
+
+    loop = PlainLoop(begins=never)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "gather_json", gather_json)
+    with pytest.raises(processes.OtherProcessError) as caught:
+        start(tmp_path / "run", 2, loop, evaluate_every=1, evaluate=Evaluations(CURVE))
+    assert str(caught.value).splitlines()[1:] == [
+        "  process 1: evaluate: expected true, got false",
+        "  process 1: watch: expected false, got true",
+        "  process 1: watch_every: expected 1, got 2",
+    ]
 
 
 class DyingEvaluations(Evaluations):
