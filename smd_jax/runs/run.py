@@ -57,7 +57,7 @@ def train(
     Signals and errors are described in docs/runs.md.
 
     Args:
-      state: the initial state. A resume uses only its structure and sharding, and the base below adapters.
+      state: the initial state, at step 0. A resume uses only its structure and sharding, and the base below adapters.
       directory: of this run; a new run must not find another one there.
       config: settings that determine the result, saved with every checkpoint; a resume with others is refused. None:
         those of the loop, see `smd_jax.runs.settings.split_settings`, without model, task and optimizer; a resume
@@ -75,8 +75,9 @@ def train(
       FileExistsError: a new run in a directory that has one.
       TypeError: a leaf of the state is no array, or `config` or `noted` does not fit into JSON.
       OSError: a directory that cannot be written; a disk without room for the checkpoints, at the start or later.
-      ValueError: a resume with another configuration, or another base below adapters; `evaluate` without
-        `run.evaluate_every`, or the reverse; an objective that names no metric of the run; an empty array in the state.
+      ValueError: a resume with another configuration, another base below adapters, or another number of optimizer
+        steps per rollout; a new run with a state past step 0; `evaluate` without `run.evaluate_every`, or the reverse;
+        an objective that names no metric of the run; an empty array in the state.
       RunStoppedError: a signal stopped the run; its rollouts are saved.
       RefusedRolloutError: sampler and learner differ, or several updates in a row were not finite; the rollout is in
         `refused_<number>.safetensors`. A resume continues before that rollout, or after it if its update was skipped.
@@ -88,7 +89,7 @@ def train(
         noted = of_loop if noted is None else noted
     noted = {**(noted or {}), "machine": machine(loop.mesh)}
     _check(loop, state, run, directory, config, noted, resume, evaluates=evaluate is not None)
-    state = _start(directory, shard_tree(state, loop.mesh), config, noted)
+    state = _start(directory, shard_tree(state, loop.mesh), config, noted, loop.config.steps_per_rollout)
     start = int(state.step) // loop.config.steps_per_rollout
     with all_or_none():
         if resume and start > 0 and is_first():
@@ -156,12 +157,21 @@ def _check(
                 f"{run.evaluate_every} {'with' if evaluates else 'without'} evaluate"
             )
         check_progress(directory, resume, run)
+        if latest_step(directory / CHECKPOINTS) is None and int(state.step) != 0:
+            raise ValueError(
+                "expected a state at step 0, from which a new run counts its rollouts; got one at step "
+                f"{int(state.step)}. Begin with init_state(state.params, loop.optimizer, key), or keep the optimizer's "
+                "state with state.replace(step=jnp.zeros((), jnp.int32))"
+            )
 
 
-def _start(directory: Path, state: TrainState, config: object, noted: object) -> TrainState:
+def _start(directory: Path, state: TrainState, config: object, noted: object, steps_per_rollout: int) -> TrainState:
     """The state of the newest readable checkpoint, or `state` without one.
 
     Prints what differs from the checkpoint, and which checkpoints are damaged.
+
+    Raises:
+      ValueError: the checkpoint's rollouts took another number of optimizer steps than the loop's.
     """
     checkpoints = directory / CHECKPOINTS
     # Without `resume` there is none, which `check_directory` has checked.
@@ -170,6 +180,12 @@ def _start(directory: Path, state: TrainState, config: object, noted: object) ->
     # A checkpoint has no base below adapters: it comes from `state`, and must be the same as before.
     restored = restore(checkpoints, without_base(state), config=config)
     state = with_base(restored.state, state)
+    if int(state.step) != restored.step * steps_per_rollout:
+        raise ValueError(
+            f"expected a checkpoint with {steps_per_rollout} optimizer steps per rollout, the minibatches times "
+            f"num_iterations of the loop; got {int(state.step)} steps after {restored.step} rollouts. Resume with the "
+            "minibatches and num_iterations of the earlier run"
+        )
     for line in restored.damaged:
         print_once(f"warning: {line}; the run continues from step {restored.step}")
     # The run saves these steps again, and a save must be later than all others.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from smd_jax.devices import processes
@@ -290,6 +291,29 @@ def test_without_a_config_that_of_the_loop_is_compared(tmp_path, capsys):
     assert "resumed with another setting, decode_rows: was null, is now 2" in capsys.readouterr().out
     with pytest.raises(checkpoint.OtherConfigError, match="seed: expected 0, got 1"):
         go(3, seed=1)
+
+
+# --- the step of the state, which counts rollouts
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_new_run_begins_at_step_0(tmp_path, resume):
+    first = start(tmp_path / "first", 3)
+    with pytest.raises(ValueError, match=r"expected a state at step 0.*; got one at step 3\. Begin with init_state"):
+        start(tmp_path / "second", 5, PlainLoop(begins=never), first, resume=resume)
+    assert not (tmp_path / "second").exists()
+    again = first.replace(step=jnp.zeros((), jnp.int32))  # as the message says
+    assert int(start(tmp_path / "second", 5, state=again).step) == len(rows(tmp_path / "second")) == 5
+    # Where there is a checkpoint, it decides.
+    assert int(start(tmp_path / "second", 6, state=first, resume=True).step) == 6
+
+
+def test_a_resume_takes_as_many_steps_per_rollout_as_before(tmp_path):
+    start(tmp_path, 4, checkpoint_every=1, config={"mine": 1})
+    loop = PlainLoop(config=replace(CONFIG, prompts_per_step=2, minibatches=2), begins=never)
+    with pytest.raises(ValueError, match="with 2 optimizer steps .*; got 4 steps after 4 rollouts"):
+        start(tmp_path, 6, loop, resume=True, config={"mine": 1})
+    assert saved(tmp_path) == [2, 3, 4] and len(rows(tmp_path)) == 4
 
 
 # --- a checkpoint that is damaged
