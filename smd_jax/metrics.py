@@ -40,6 +40,12 @@ CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_rs_seq_dropped_fraction": "share of responses that lose all their tokens",
 }
 
+# Of one optimizer step, for `smd_jax.train.minibatches.over_steps`, which weights the others by them; no run logs them.
+STEP_WEIGHTS: dict[str, str] = {
+    "update/tokens": "counted tokens, 0 without any",
+    "update/learns": "1 if the step had something to learn from, otherwise 0",
+}
+
 # Metrics of an evaluation for each way of decoding, logged as `eval/{name}/{metric}`.
 EVALUATION_METRICS: dict[str, str] = {
     "reward": "mean reward of the completions; pass@1 where a reward is 0 or 1",
@@ -145,6 +151,15 @@ def reward_metrics(
         "reward_std_within_group": within.mean(where=left > 0),
         "frac_reward_zero_std": (highest <= lowest).astype(jnp.float32).mean(),
     }
+
+
+def step_weights(mask: Bool[Array, "batch response"], learns: Bool[Array, ""] | bool) -> dict[str, Float[Array, ""]]:
+    """`STEP_WEIGHTS` of an optimizer step.
+
+    Args:
+      mask: the counted tokens. learns: whether the step had something to learn from.
+    """
+    return {"update/tokens": mask.sum().astype(jnp.float32), "update/learns": jnp.asarray(learns, jnp.float32)}
 
 
 def token_mean(

@@ -27,7 +27,7 @@ from smd_jax.learner.step import ReferenceSync, take_step
 from smd_jax.losses.dpo import DPOConfig, DPOInputs, dpo_loss, dpo_metrics, pair_weights, sequence_logprobs
 from smd_jax.losses.kl import k3
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.metrics import sampler_learner_metrics, token_mean
+from smd_jax.metrics import sampler_learner_metrics, step_weights, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
 from smd_jax.typed_fields import check_types
@@ -115,10 +115,11 @@ def make_dpo_update(
         is_finite = jnp.isfinite(loss)
         if max_difference is not None:
             is_finite &= metrics["sampling/sampling_logp_difference/max"] <= max_difference
+        learns = (weights > 0).any()
         new_state, of_step = take_step(
-            state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=(weights > 0).any()
+            state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns
         )
-        return new_state, {"loss": loss, **of_step, **metrics}
+        return new_state, {"loss": loss, **of_step, **metrics, **step_weights(rows.response_mask, learns)}
 
     # Donated: the new state overwrites the old one, which would otherwise double the memory.
     return jax.jit(update, donate_argnums=0)

@@ -33,7 +33,7 @@ from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_par
 from smd_jax.learner.terms import ComputedLogprobs, Minibatch, Term, TermInputs, TermOutputs
 from smd_jax.losses.policy import mask_truncated_completions
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.metrics import SAMPLER_LEARNER_METRICS
+from smd_jax.metrics import SAMPLER_LEARNER_METRICS, STEP_WEIGHTS
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
 from smd_jax.pytrees import any_leaves
@@ -44,7 +44,7 @@ RowOutputs = tuple[Replay, tuple[Any, ...]]  # per row, for the metrics
 # Metrics of every update, whose names no term may use.
 UPDATE_METRICS = frozenset(
     {"loss", "grad_norm", "learning_rate", "entropy", "update/skipped", "update/padding", "update/shared"}
-) | frozenset(SAMPLER_LEARNER_METRICS)
+) | frozenset(SAMPLER_LEARNER_METRICS | STEP_WEIGHTS)
 
 
 @any_leaves

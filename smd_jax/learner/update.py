@@ -23,7 +23,7 @@ from smd_jax.learner.objective import Prepared, RowOutputs, check_new_metrics, m
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
 from smd_jax.learner.step import take_step
 from smd_jax.learner.terms import TermResults
-from smd_jax.metrics import sampler_learner_metrics, token_mean
+from smd_jax.metrics import sampler_learner_metrics, step_weights, token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.shared_prompt import shared_prompt
 
@@ -117,4 +117,5 @@ def apply_gradients(
         is_finite &= own["sampling/sampling_logp_difference/max"] <= max_difference
     learns = functools.reduce(operator.or_, (term.learns(results) for term, results in terms))
     new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns)
+    own |= step_weights(mask, learns)
     return new_state, {"loss": loss, **of_step, **own, **metrics}

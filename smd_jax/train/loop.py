@@ -173,7 +173,7 @@ class Loop:
         """Samples one rollout and takes its optimizer steps.
 
         Metrics are numbers on the host. SAMPLER_LEARNER_METRICS cover all counted tokens of the rollout, before the
-        first optimizer step; the others are means over the optimizer steps, see `over_steps`.
+        first optimizer step; the others are means over tokens or optimizer steps, see `over_steps`.
 
         Args:
           follows: whether another step certainly follows this one; called once the rollout is over. It decides whether

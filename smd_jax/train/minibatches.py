@@ -8,7 +8,7 @@ that the longest response needs, rounded up to one of a few widths; each width i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from smd_jax.devices.sharding import shard_batch
 from smd_jax.learner.state import Metrics, TrainState
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.metrics import SAMPLER_LEARNER_METRICS
+from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS
 from smd_jax.train.loop_config import LoopConfig
+
+# Means over counted tokens, or over responses with any.
+TOKEN_MEANS = frozenset(CORRECTION_METRICS) | {
+    *("entropy", "kl", "cispo_clip_ratio", "sapo_gate_mean"),
+    *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+    *("val/clipfrac_avg", "critic/values/mean", "critic/returns/mean", "critic/vf_explained_var"),
+}
+# Of every step, whether it learns or not.
+STEP_MEANS = frozenset({"learning_rate", "update/skipped", "update/padding", "update/shared"})
 
 # Smallest distance between two widths: compiling one more program takes longer than fewer columns ever save.
 LEAST_STEP = 32
@@ -103,16 +112,36 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
         empty, those of the first step are taken, which must have seen the whole rollout.
 
     Returns:
-      Minima and maxima of correction weights over the steps; the difference of evictions at the first step, before the
-      gate moves; means over the steps of everything else.
+      For TOKEN_MEANS the mean over the counted tokens of all steps. Minima and maxima of correction weights over the
+      steps with tokens. The difference of evictions at the first step, before the gate moves. For STEP_MEANS the mean
+      over all steps, for everything else over the steps with something to learn from: the others have loss and gradient
+      0. STEP_WEIGHTS are removed.
     """
     return _of_steps(steps) | before if steps else {}
 
 
 @jax.jit
 def _of_steps(steps: Sequence[Metrics]) -> Metrics:
-    of_first_step = (*SAMPLER_LEARNER_METRICS, "evictions/logp_difference/max")
-    reductions: dict[str, Callable[[Array], Array]] = dict.fromkeys(of_first_step, lambda values: values[0])
-    reductions |= {"rollout_corr/rollout_is_min": jnp.min, "rollout_corr/rollout_is_max": jnp.max}
     stacked = jax.tree.map(lambda *values: jnp.stack(values), *steps)
-    return {name: reductions.get(name, jnp.mean)(values) for name, values in stacked.items()}
+    ones = jnp.ones(len(steps))
+    # An update of one's own may return no weights.
+    tokens, learns = (stacked.pop(name, ones) for name in ("update/tokens", "update/learns"))
+    counts = (tokens > 0) | ~(tokens > 0).any()
+
+    def reduced(name: str, values: Array) -> Array:
+        if name in (*SAMPLER_LEARNER_METRICS, "evictions/logp_difference/max"):
+            return values[0]
+        if name == "rollout_corr/rollout_is_min":
+            return values.min(where=counts, initial=jnp.inf)
+        if name == "rollout_corr/rollout_is_max":
+            return values.max(where=counts, initial=-jnp.inf)
+        return _mean(values, tokens if name in TOKEN_MEANS else ones if name in STEP_MEANS else learns)
+
+    return {name: reduced(name, values) for name, values in stacked.items()}
+
+
+def _mean(values: Array, weights: Float[Array, " steps"]) -> Array:
+    """The weighted mean; without any weight the plain one, of what such steps say: 0 or 1."""
+    weights = jnp.where(weights.any(), weights, 1.0)
+    # Shares first, so that a single step keeps its value bitwise. A step that does not count may hold NaN.
+    return jnp.where(weights > 0, values * (weights / weights.sum()), 0.0).sum()

@@ -16,7 +16,7 @@ from smd_jax.learner.state import init_state
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.message.sampling import SamplingConfig
-from smd_jax.metrics import SAMPLER_LEARNER_METRICS
+from smd_jax.metrics import SAMPLER_LEARNER_METRICS, STEP_WEIGHTS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
@@ -127,7 +127,9 @@ def test_loss_and_gradient_against_the_definition(visibility, loss_type):
 def test_the_metrics_by_their_definitions():
     metrics, _ = metrics_and_gradients()
     others = {"loss", "grad_norm", "update/skipped", "entropy", "kl"}
-    assert metrics.keys() == DPO_METRICS.keys() | SAMPLER_LEARNER_METRICS.keys() | others
+    assert metrics.keys() == DPO_METRICS.keys() | SAMPLER_LEARNER_METRICS.keys() | STEP_WEIGHTS.keys() | others
+    assert metrics["update/learns"] == 1
+    assert metrics["update/tokens"] == trajectory().response_mask[np.concatenate([CHOSEN, REJECTED])].sum()
     chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in rewards_of(PARAMS, "shadow"))
     logps = np.asarray(token_logprobs(PARAMS, "shadow"), np.float64).sum(1)
     expected = {

@@ -40,6 +40,7 @@ from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train import grpo
 from smd_jax.train.async_rollout import STALENESS
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.minibatches import TOKEN_MEANS
 from smd_jax.train.rollouts import encode_rows
 from tests import reward_cases
 from tests.bitwise import assert_bitwise_equal
@@ -179,13 +180,16 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
             part = jax.tree.map(lambda x, rows=rows: x[rows], whole)
             state, of_step = loop.update(state, shard_batch(part, loop.mesh))
         steps.append(jax.device_get(of_step))
+    assert sum(of_step["update/tokens"] for of_step in steps) == trajectory.response_mask.sum()
     # The sampler is the old policy and the ratio is 1: the first group or both, each token weighing the same.
     np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
     for name, value in metrics.items():
         if minibatches == 2 and name in SAMPLER_LEARNER_METRICS:
             continue  # of the whole rollout, see below
-        over = {"rollout_corr/rollout_is_min": np.min, "rollout_corr/rollout_is_max": np.max}.get(name, np.mean)
-        expected = over([of_step[name] for of_step in steps])
+        of_steps = [of_step[name] for of_step in steps]
+        extremes = {"rollout_corr/rollout_is_min": np.min, "rollout_corr/rollout_is_max": np.max}
+        tokens = [of_step["update/tokens"] for of_step in steps] if name in TOKEN_MEANS else None
+        expected = extremes[name](of_steps) if name in extremes else np.average(of_steps, weights=tokens)
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
     if minibatches == 2:
         assert steps[1]["mismatch_kl"] > 1e-5 > metrics["mismatch_kl"], "after a step the learner is another policy"

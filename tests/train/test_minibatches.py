@@ -21,9 +21,9 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
-from smd_jax.train.minibatches import LEAST_STEP, minibatches, response_widths, shortened
+from smd_jax.train.minibatches import LEAST_STEP, minibatches, over_steps, response_widths, shortened
 from smd_jax.train.samples import Samples
-from tests.toy_loop import CONFIG, EOS, MODEL, PAD, TASK, TOKENIZER, warm_params
+from tests.toy_loop import CONFIG, EOS, MODEL, PAD, TASK, TOKENIZER, new_loop, new_state, warm_params
 from tests.under_test import left_padded
 
 LONG = 3 * LEAST_STEP
@@ -158,3 +158,77 @@ def test_the_order_of_minibatches_depends_on_key_step_and_pass():
 def test_groups_that_count_are_spread_over_the_minibatches_of_every_pass():
     counted = [True] * 4 + [False] * 4
     assert all(sum(counted[group] for group in groups) == 1 for groups in groups_of_steps(counted=counted))
+
+
+# --- metrics of several steps
+
+OF_STEPS = {
+    "update/tokens": [6.0, 0.0, 2.0],
+    "update/learns": [1.0, 0.0, 1.0],
+    "entropy": [1.0, 0.0, 3.0],
+    "clip_ratio/low_mean": [0.5, 0.0, 0.1],
+    "rollout_corr/rollout_is_mean": [0.5, 1.0, 0.9],
+    "rollout_corr/rollout_is_min": [1.25, 1.0, 1.5],
+    "rollout_corr/rollout_is_max": [0.5, 1.0, 0.75],
+    "critic/values/mean": [2.0, float("nan"), 4.0],
+    "loss": [1.0, 0.0, 2.0],
+    "grad_norm": [3.0, 0.0, 4.0],
+    "learning_rate": [0.25, 0.5, 0.75],
+    "update/skipped": [0.0, 0.0, 1.0],
+    "evictions/logp_difference/max": [0.5, 9.0, 9.0],
+    "mine": [1.0, 7.0, 2.0],
+}
+
+
+def over(rows: dict[str, list[float]]) -> dict[str, float]:
+    steps = [{name: jnp.float32(values[i]) for name, values in rows.items()} for i in range(len(rows["entropy"]))]
+    return {name: float(value) for name, value in over_steps(steps, {}).items()}
+
+
+def test_a_step_without_tokens_is_in_no_mean_and_others_weigh_by_their_tokens():
+    expected = {
+        "entropy": (6 * 1.0 + 2 * 3.0) / 8,
+        "clip_ratio/low_mean": (6 * 0.5 + 2 * 0.1) / 8,
+        "rollout_corr/rollout_is_mean": (6 * 0.5 + 2 * 0.9) / 8,
+        "rollout_corr/rollout_is_min": 1.25,
+        "rollout_corr/rollout_is_max": 0.75,
+        "critic/values/mean": (6 * 2.0 + 2 * 4.0) / 8,
+        # Of two steps that learn, and of all.
+        "loss": 1.5,
+        "grad_norm": 3.5,
+        "mine": 1.5,
+        "learning_rate": 0.5,
+        "update/skipped": 1 / 3,
+        "evictions/logp_difference/max": 0.5,
+    }
+    assert over(OF_STEPS) == pytest.approx(expected)
+
+
+def test_steps_without_any_token_say_what_each_of_them_says():
+    nothing = {name: [values[1]] * 2 for name, values in OF_STEPS.items() if name != "critic/values/mean"}
+    found = over(nothing)
+    assert found == {name: values[0] for name, values in nothing.items() if name in found}
+    assert found["entropy"] == 0 and found["rollout_corr/rollout_is_min"] == 1
+    # An update of one's own has no weights.
+    assert over({"entropy": [1.0, 2.0], "loss": [0.0, 3.0]}) == {"entropy": 1.5, "loss": 1.5}
+
+
+@pytest.mark.parametrize("ended", [[1, 1, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 1, 1, 1, 0]])
+def test_masked_truncated_completions_leave_the_entropy_as_it_is(ended: list[int]):
+    """Of two minibatches without a token, or with unequally many: what one batch of all says."""
+    found = []
+    for count in (1, 2):
+        update = UpdateConfig(mask_truncated_completions=True)
+        config = dataclasses.replace(CONFIG, update=update, minibatches=count)
+        # Steps that change nothing, so that the second minibatch sees the parameters of the first.
+        loop = GRPOLoop(MODEL, TASK, TOKENIZER, optax.sgd(0.0), config)
+        samples = new_loop().collect(new_state(), 0)
+        trajectory = samples.trajectory.replace(terminated=jnp.asarray(ended, bool))
+        state = init_state(jax.tree.map(jnp.copy, warm_params()), loop.optimizer, jax.random.key(0))
+        found.append(jax.device_get(loop.learn(state, samples._replace(trajectory=trajectory))[1]))
+    whole, parts = found
+    assert whole["entropy"] > 0.1 and not {"update/tokens", "update/learns"} & parts.keys()
+    for name in ("entropy", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_min", "clip_ratio/region_mean"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4, err_msg=name)
+    if not any(ended[4:]):
+        np.testing.assert_allclose(parts["grad_norm"], whole["grad_norm"], rtol=1e-3)
