@@ -23,7 +23,8 @@ import tyro
 import yaml
 
 from smd_jax.commands.errors import UserError
-from smd_jax.commands.places import LOCK, full_path
+from smd_jax.commands.places import full_path
+from smd_jax.runs.lock import LOCK
 from smd_jax.text.near_names import did_you_mean, nearest_file
 from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 

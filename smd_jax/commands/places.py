@@ -1,4 +1,4 @@
-"""The files of a run: absolute paths, so that it can be resumed from any folder; digests; the lock of its directory.
+"""The files of a run: absolute paths, so that it can be resumed from any folder; and digests.
 
 A resumed run compares digests, not paths, so files may be moved:
 
@@ -12,23 +12,16 @@ environment
 from __future__ import annotations
 
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from smd_jax.commands.arguments import Common
-from smd_jax.commands.errors import UserError, print_box
-from smd_jax.disk import disk_errors_named
+from smd_jax.commands.errors import UserError
 from smd_jax.runs.settings import Json, to_jsonable
 from smd_jax.tasks.build import PRESETS, PROCEDURAL
 
@@ -38,9 +31,6 @@ CODE = ("map_function", "reward", "environment", "eviction", "eval_decode")  # o
 CODE_FILE = re.compile(r"(.*\.py)(:.*)", re.DOTALL)  # path/to/file.py:function
 CODE_MODULE = re.compile(r"([^\W\d][\w.]*)(:[^\W\d].*)", re.DOTALL)  # package.module:function
 EXPORTED = ("model", "adapter", "gate")  # folders that a run writes at its end
-LOCK = "process.lock"
-# Errors of file systems without locks: Lustre mounted without `flock`, NFS without its lock daemon, others.
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
 
 
@@ -120,33 +110,6 @@ def check_output_dir(args: Common) -> None:
                 f"expected nothing at {run / name}, which the run writes; got something that is not of this run. "
                 "Choose another --output-dir"
             )
-
-
-@contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
-    """Locks the directory of a run until the process ends. Warns if the file system has no locks. Raises UserError if
-    another process has locked it."""
-    if jax.process_index() > 0:  # the first process of the run locks it for all
-        yield
-        return
-    with disk_errors_named(directory / LOCK):
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / LOCK).open("w")
-    with file:
-        with disk_errors_named(directory / LOCK):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"expected no other process that trains in {directory}; got one. Wait for it, or choose another "
-                    "--output-dir"
-                ) from error
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                warning = f"expected a file system with locks at {directory}; got {error.strerror}. "
-                print_box("notice", f"{warning}Make sure that no second process trains there")
-        yield
 
 
 def by_content(args: Common) -> tuple[dict[str, dict[str, Json]], dict[str, Json]]:

@@ -31,7 +31,7 @@ from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, pl
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
-from smd_jax.commands.places import by_content, check_output_dir, lock_directory, with_absolute_paths
+from smd_jax.commands.places import by_content, check_output_dir, with_absolute_paths
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
@@ -55,6 +55,7 @@ from smd_jax.monitor.progress import rollout_report, summary_table
 from smd_jax.monitor.run_plots import plot_runs
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError, OtherConfigError, OtherFormatError, OtherStateError
 from smd_jax.runs.checkpoint.reading import check_config
+from smd_jax.runs.lock import DirectoryInUseError, reserve_directory
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress, check_room
@@ -75,7 +76,7 @@ from smd_jax.train.samples import RefusedRolloutError
 EXPECTED = (
     *(OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError),
     *(TooManyFailures, UnloadableRewardError, UnloadableEnvironmentError, RefusedRolloutError, NonFiniteLogitsError),
-    *(OtherProcessError, OSError),
+    *(OtherProcessError, DirectoryInUseError, OSError),
 )
 
 
@@ -141,7 +142,7 @@ def run(algorithm: str, args: Common) -> None:
         return
     with ExitStack() as held:
         with all_or_none():
-            held.enter_context(lock_directory(directory))
+            held.enter_context(reserve_directory(directory))
         run_prepared(algorithm, ready, settings, compared, noted)
 
 

@@ -8,7 +8,7 @@ step ─► wait for the last checkpoint ─► row of metrics ─► checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -27,6 +27,7 @@ from smd_jax.runs.checkpoint.files import all_steps, latest_step, leaf_table
 from smd_jax.runs.checkpoint.reading import restore
 from smd_jax.runs.checkpoint.writing import Writer, discard_after
 from smd_jax.runs.frozen_base import with_base, without_base
+from smd_jax.runs.lock import lock_directory
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress, check_room, finished_rollouts
 from smd_jax.runs.run_log import RunLog
@@ -78,6 +79,7 @@ def train(
       ValueError: a resume with another configuration, another base below adapters, or another number of optimizer
         steps per rollout; a new run with a state past step 0; `evaluate` without `run.evaluate_every`, or the reverse;
         an objective that names no metric of the run; an empty array in the state.
+      DirectoryInUseError: another run trains in the directory.
       RunStoppedError: a signal stopped the run; its rollouts are saved.
       RefusedRolloutError: sampler and learner differ, or several updates in a row were not finite; the rollout is in
         `refused_<number>.safetensors`. A resume continues before that rollout, or after it if its update was skipped.
@@ -89,24 +91,21 @@ def train(
         noted = of_loop if noted is None else noted
     noted = {**(noted or {}), "machine": machine(loop.mesh)}
     _check(loop, state, run, directory, config, noted, resume, evaluates=evaluate is not None)
-    state = _start(directory, shard_tree(state, loop.mesh), config, noted, loop.config.steps_per_rollout)
-    start = int(state.step) // loop.config.steps_per_rollout
-    with all_or_none():
-        if resume and start > 0 and is_first():
-            later = finished_rollouts(directory) - start
-            repeated = f"; {later} later {'one is' if later == 1 else 'ones are'} repeated" if later > 0 else ""
-            print(f"resumes after {start} of {run.steps} rollouts{repeated}", flush=True)
-            if without_config:
-                print("not compared with the run before: model, task, optimizer (train(config=...) compares them)")
-    progress = training_progress(run.steps, start=start, name=label) if is_first() else nullcontext(lambda *_: None)
-    with (
-        StopSignals() as stop,
-        Loggers(loggers if is_first() else ()) as others,
-        RunLog(directory, start, run.objective) as log,
-        progress as report,
+    with ExitStack() as held:
+        with all_or_none():
+            held.enter_context(lock_directory(directory))
+            check_directory(directory, resume)  # again: another run may have been here since
+        state = _start(directory, shard_tree(state, loop.mesh), config, noted, loop.config.steps_per_rollout)
+        start = int(state.step) // loop.config.steps_per_rollout
+        if resume and start > 0:
+            _print_resume(directory, start, run.steps, without_config)
+        progress = training_progress(run.steps, start=start, name=label) if is_first() else nullcontext(lambda *_: None)
+        stop = held.enter_context(StopSignals())
+        others = held.enter_context(Loggers(loggers if is_first() else ()))
+        log = held.enter_context(RunLog(directory, start, run.objective))
+        report = held.enter_context(progress)
         # Closed first: loggers that wait for a network, and signals at that time, must not cut off a checkpoint.
-        Writer(directory / CHECKPOINTS, run.keep) as checkpoints,
-    ):
+        checkpoints = held.enter_context(Writer(directory / CHECKPOINTS, run.keep))
         active = ActiveRun(loop, run, directory, config, noted, log, others, report, checkpoints, stop, evaluate, state)
         try:
             active.run()
@@ -193,6 +192,17 @@ def _start(directory: Path, state: TrainState, config: object, noted: object, st
     for line in differences(restored.noted, to_jsonable(noted, "noted"), words=("was", "is now")):
         print_once(visible(f"resumed with another setting, {line}"))
     return state
+
+
+def _print_resume(directory: Path, start: int, steps: int, without_config: bool) -> None:
+    """Prints where a run resumes; all processes must call it."""
+    with all_or_none():
+        if is_first():
+            later = finished_rollouts(directory) - start
+            repeated = f"; {later} later {'one is' if later == 1 else 'ones are'} repeated" if later > 0 else ""
+            print(f"resumes after {start} of {steps} rollouts{repeated}", flush=True)
+            if without_config:
+                print("not compared with the run before: model, task, optimizer (train(config=...) compares them)")
 
 
 @dataclass

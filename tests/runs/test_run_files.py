@@ -14,6 +14,7 @@ from breaking.disks import files_end_at
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
 from smd_jax.runs.checkpoint.writing import Writer
+from smd_jax.runs.lock import DirectoryInUseError, reserve_directory
 from smd_jax.runs.run_folder import check_directory
 from tests.bitwise import assert_bitwise_equal
 from tests.plain_loop import CONFIG, PlainLoop, new_state
@@ -73,6 +74,21 @@ def test_a_new_run_in_a_used_directory(tmp_path: Path):
         with pytest.raises(FileExistsError, match=rf"{used}; got one\. Continue it with resume=True"):
             start(tmp_path / used, 1)
         check_directory(tmp_path / used, resume=True)
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path):
+    def begins(number: int) -> None:
+        if number == 1:
+            with pytest.raises(DirectoryInUseError, match="expected no other process that trains in .*; got one"):
+                start(tmp_path, 9, PlainLoop(begins=never), resume=True)
+
+    # A command locks it before it reads the weights; its run trains there, and no second one.
+    with reserve_directory(tmp_path):
+        start(tmp_path, 3, PlainLoop(begins=begins), checkpoint_every=1)
+        with pytest.raises(DirectoryInUseError):
+            start(tmp_path, 9, PlainLoop(begins=never), resume=True)
+    start(tmp_path, 4, resume=True)
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
 def test_what_is_no_earlier_run(tmp_path: Path):
