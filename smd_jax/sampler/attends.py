@@ -13,6 +13,7 @@ from typing import Any
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import KVCache, LayerCache
 from smd_jax.eviction.statistics import Observation
@@ -98,7 +99,10 @@ class DecodeAttend:
                 q, cache.keys, cache.values, visible[:, :, 0], attention.decode_impl, softcap, sinks, codes
             )
         else:
-            out, received = attend_and_observe(q, keys, values, visible, softcap, sinks)
+            # Scores of all tokens with all slots exist, of a few rows at a time.
+            out, received = row_parts.apart(
+                lambda *rows: attend_and_observe(*rows, softcap, sinks), q, keys, values, visible
+            )
         seen = Observation(
             queries=q,
             query_columns=layer.columns,

@@ -33,6 +33,7 @@ OF_LAYERS = {1: MODEL, 2: Decoder(replace(SHAPE, num_layers=2))}
 KEY = jax.random.key(0)
 WIDTH, LENGTHS = 37, [37, 4, 21]
 SIZES = RolloutConfig(max_new_tokens=12, budget=8, buffer=4, prefill_chunk=8)
+SHORT_CHUNKS = RolloutConfig(16, budget=64, buffer=16, prefill_chunk=64)
 
 
 @cache
@@ -134,14 +135,14 @@ def test_a_prompt_of_nine_thousand_tokens():
     assert ((at < 9000).sum(-1) >= 9000 - 48).all()
 
 
-def temporary_bytes(width: int) -> int:
-    """Of reading two prompts."""
-    sampler = Sampler(MODEL, H2O(), RolloutConfig(16, budget=64, buffer=16, prefill_chunk=64), width)
+def temporary_bytes(width: int, rows: int = 2, sizes: RolloutConfig = SHORT_CHUNKS) -> int:
+    """Of reading prompts of this width."""
+    sampler = Sampler(MODEL, H2O(), sizes, width)
     params = jax.eval_shape(lambda: make_params(SHAPE))
-    prompts = jax.eval_shape(lambda: left_padded([width, width], width, SHAPE.vocab_size))
-    rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
-    sizes: Any = jax.jit(prefill, static_argnums=0).lower(sampler, params, prompts, rng).compile().memory_analysis()
-    return sizes.temp_size_in_bytes
+    prompts = jax.eval_shape(lambda: left_padded([width] * rows, width, SHAPE.vocab_size))
+    rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    found: Any = jax.jit(prefill, static_argnums=0).lower(sampler, params, prompts, rng).compile().memory_analysis()
+    return found.temp_size_in_bytes
 
 
 def test_memory_does_not_depend_on_the_length_of_the_prompt():
@@ -153,6 +154,15 @@ def test_memory_does_not_depend_on_the_length_of_the_prompt():
     print(f"bytes per row and column: {grown / more}")
     assert grown <= 3 * integers * more
     assert 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim * 4 > 4 * grown / more
+
+
+def test_chunks_of_many_rows_need_less_memory_than_whole_prompts():
+    """Scores of a chunk exist for a few rows at a time; those of all 32 rows would take 16 times as much."""
+    sizes = RolloutConfig(16, budget=128, buffer=16, prefill_chunk=128)
+    chunks, whole = (temporary_bytes(512, 32, each) for each in (sizes, replace(sizes, prefill_chunk=None)))
+    scores = 32 * SHAPE.num_heads * 128 * 256 * 4
+    print(f"temporary bytes: chunks {chunks}, whole {whole}, scores of a chunk in all rows {scores}")
+    assert chunks < whole and chunks < scores
 
 
 def test_a_chunk_is_not_longer_than_the_prompt():
