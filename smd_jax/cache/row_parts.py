@@ -1,4 +1,4 @@
-"""Processes a few rows at a time to limit scratch memory.
+"""Processes a few rows of a device at a time to limit scratch memory.
 
 Comparing all keys with all keys, or all queries with all keys, needs quadratic memory. For all rows at once it would be
 the largest allocation of a rollout.
@@ -14,18 +14,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from smd_jax.devices.sharding import over_rows, splits_rows_only
+
 PARTS = 16  # most parts; the last one may have fewer rows
 
 
 def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) -> tuple[Any, Any]:
     """`f(written, read)`, a few rows at a time. Its first result overwrites `written`; `read` is not changed. All are
-    pytrees of arrays with the rows first, and `f` keeps the shapes of `written`."""
-    leaves = jax.tree.leaves((written, read))
-    rows = leaves[0].shape[0]
-    # On several devices all rows are one part: they are sharded already, and a part would be on one device.
-    size = rows if jax.sharding.get_abstract_mesh().size > 1 else -(-rows // PARTS)
-    # A single part needs no loop, and must not slice a sharded axis.
-    if size == rows:
+    pytrees of arrays with the rows first, and `f` keeps the shapes of `written`.
+
+    On a mesh of rows only, every device loops over its own rows, without communication. On a mesh that splits heads,
+    and for rows that do not divide over the devices, all rows are one part.
+    """
+    if jax.sharding.get_abstract_mesh().size <= 1:
+        return _loop(f, written, read)
+    # A slice of rows that lie on several devices would be sent to one of them.
+    if not splits_rows_only(jax.tree.leaves((written, read))[0].shape[0]):
+        return f(written, read)
+    return over_rows(partial(_loop, f), written, read)
+
+
+def _loop(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) -> tuple[Any, Any]:
+    """`in_place` for rows of one device."""
+    rows = jax.tree.leaves((written, read))[0].shape[0]
+    size = -(-rows // PARTS)
+    if size == rows:  # a single part needs no loop
         return f(written, read)
 
     def one(first: Int[Array, ""] | int, count: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:

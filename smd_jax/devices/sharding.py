@@ -288,6 +288,13 @@ def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
     return jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)(*arrays)
 
 
+def splits_rows_only(rows: int) -> bool:
+    """Whether the mesh in `jax.set_mesh` splits a batch of `rows` and nothing else, so that `over_rows` gathers
+    nothing."""
+    mesh = _mesh()
+    return mesh is not None and mesh.size == row_ways(mesh) and rows % mesh.size == 0
+
+
 def _rows_axes(leaves: Sequence[Array], mesh: AbstractMesh) -> tuple[str, ...] | None:
     """The mesh axes of the first axis of all these arrays; None if it does not divide."""
     return BATCH if all(x.shape[0] % row_ways(mesh) == 0 for x in leaves) else None

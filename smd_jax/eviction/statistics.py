@@ -107,7 +107,7 @@ class Statistic(Generic[State]):
     Attributes:
       per_slot: whether the state is per slot, see above; then `init` must return zeros.
       needs_attention: whether `Observation.received` is needed. A prompt that is read whole then needs memory for the
-        attention weights of a few rows at a time.
+        attention weights of a few rows at a time, or of all rows of a device on a mesh with a tensor axis.
     """
 
     per_slot: ClassVar[bool] = False
