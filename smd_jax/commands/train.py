@@ -231,7 +231,8 @@ def print_plan(ready: Prepared) -> None:
     if ready.memory is not None:
         summary_table(ready.memory.title, ("", "rollout", "update"), ready.memory.rows())
         microbatch = ready.loop.config.update.microbatch_size if isinstance(ready.loop, PolicyLoop) else None
-        print(f"sizes that fit: microbatch {microbatch or 'all'}, decode rows {config.decode_rows or 'all'}")
+        rows = "all" if config.decode_rows is None else f"{config.decode_rows}, prefill rows {config.prefill_rows}"
+        print(f"sizes that fit: microbatch {microbatch or 'all'}, decode rows {rows}")
     kept = f", {config.rollout.budget} + {config.rollout.buffer} keys per layer and KV head"
     print(f"eviction policy: {config.policy}{kept if config.policy.evicts else ''}")
     if isinstance(ready.loop, PolicyLoop):

@@ -7,7 +7,7 @@ found.rollout, found.update               bytes of a device
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -42,12 +42,29 @@ class SegmentMemory:
 
 
 @dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes on one device in the phases of a rollout.
+
+    Attributes:
+      decoding: during one segment with `decode_rows`, otherwise during the whole rollout.
+      reading: while `prefill_rows` prompts are read beside the cache of the decode rows; 0 without `decode_rows`.
+    """
+
+    decoding: int
+    reading: int = 0
+
+    @property
+    def most(self) -> int:
+        return max(self.decoding, self.reading)
+
+
+@dataclass(frozen=True)
 class LoopMemory:
     """Bytes on one device.
 
     Attributes:
       held: weights, optimizer state and reference, which exist during the whole run.
-      rollout: during the rollout, or during one segment with `decode_rows`, including `held`.
+      rollout: during the rollout, with `decode_rows` during one segment or prefill, including `held`.
       update: during an update with the longest responses, including `held`.
     """
 
@@ -83,7 +100,7 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
     Raises:
       ValueError: an update of packed rows, a loop with an environment.
     """
-    held, rollout = tree_bytes(state, loop.mesh), rollout_memory(loop, state)
+    held, rollout = tree_bytes(state, loop.mesh), rollout_memory(loop, state).most
     return LoopMemory.of(loop, held, rollout, update_memory(loop, state))
 
 
@@ -107,7 +124,7 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
     return needed + (count * tree_bytes(minibatch) // row_ways(loop.mesh) if count > 1 else 0)
 
 
-def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
+def rollout_memory(loop: PolicyLoop, state: TrainState) -> RolloutMemory:
     """Bytes of a device during the rollout, with the state that waits for the update; with dynamic sampling during the
     last rollout of a step.
 
@@ -121,18 +138,35 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> int:
     read = _sampler_shapes(loop.model, params, loop.mesh, placement.own_mesh)
     if config.decode_rows is None:
         key = jax.random.key(config.seed)
-        sampling = program_bytes(loop.rollouts.lower(read, key, config.prompts_per_step))
+        sampling = RolloutMemory(program_bytes(loop.rollouts.lower(read, key, config.prompts_per_step)))
     else:
-        sampling = segment_memory(loop.rollouts.engine, read, config.prompt_width).total
+        sampling = _engine_memory(loop, read)
     # The program's arguments include the weights that it reads.
     shared = 0 if placement.has_own_mesh else tree_bytes(params, loop.mesh)
-    needed = sampling + tree_bytes(state, loop.mesh) - shared
+    beside = tree_bytes(state, loop.mesh) - shared
     if config.extra_rollouts:
         # Dynamic sampling keeps the earlier trajectories while it samples the last rollout.
         with jax.set_mesh(loop.mesh):
             trajectory = loop.rollouts.shapes(params, config.prompts_per_step)
-        needed += config.extra_rollouts * tree_bytes(trajectory) // row_ways(loop.mesh)
-    return needed
+        beside += config.extra_rollouts * tree_bytes(trajectory) // row_ways(loop.mesh)
+    reading = sampling.reading + beside if sampling.reading else 0
+    return RolloutMemory(sampling.decoding + beside, reading)
+
+
+def _engine_memory(loop: PolicyLoop, params: Params) -> RolloutMemory:
+    """The memory of a loop's engine, with the weights.
+
+    Args:
+      params: shapes, as the sampler reads them.
+    """
+    engine, width = loop.rollouts.engine, loop.config.prompt_width
+    # A batch has at most the prompts of a step, rounded up to divide over the devices.
+    ways = row_ways(engine.mesh)
+    prompts = loop.config.prompts_per_step // len(loop.placement.data_shards.process_groups)
+    engine = replace(engine, prefill_rows=min(engine.prefill_rows, -(-prompts // ways) * ways))
+    segment = segment_memory(engine, params, width)
+    # Free decode rows wait with the others' cache until the next prompts are read.
+    return RolloutMemory(segment.total, program_bytes(engine.prefill_program(params, width)) + segment.state)
 
 
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:
@@ -146,7 +180,7 @@ def segment_memory(engine: Engine, params: Params, prompt_width: int) -> Segment
     """Compiles a segment for prompts of `prompt_width` columns; `params` are arrays or their shapes."""
     program = engine.segment_program(params, prompt_width)
     found: Any = program.lowered.compile().memory_analysis()
-    total = program_bytes(program.lowered) + tree_bytes(program.waiting.cache)
+    total = program_bytes(program.lowered) + tree_bytes(program.waiting.cache) // row_ways(engine.mesh)
     return SegmentMemory(found.alias_size_in_bytes, found.temp_size_in_bytes, total)
 
 

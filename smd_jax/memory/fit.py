@@ -1,9 +1,10 @@
-"""Chooses rows of a microbatch, decode rows and rows of an evaluation so that they fit a device.
+"""Chooses rows of a microbatch, decode and prefill rows, and rows of an evaluation so that they fit a device.
 
     loop, memory = fit_loop(loop, state, parse_bytes("80GiB"))
 
-A loop that fits is unchanged. Otherwise first the microbatch is reduced, then the rows decoded at once; sizes that are
-set stay. Each tried size is compiled, and is at most half of the one before.
+A loop that fits is unchanged. Otherwise first the microbatch is reduced, then the rows decoded at once and the prompts
+read at once; a microbatch or decode rows that are set stay. Each tried size is compiled, and is at most half of the one
+before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from smd_jax.byte_sizes import UNITS, show_bytes
 from smd_jax.cache.row_parts import PARTS
 from smd_jax.devices.sharding import row_ways, sampling_ways
 from smd_jax.learner.state import TrainState
-from smd_jax.memory.compiled import LoopMemory, evaluation_memory, rollout_memory, tree_bytes, update_memory
+from smd_jax.memory.compiled import (
+    LoopMemory,
+    RolloutMemory,
+    evaluation_memory,
+    rollout_memory,
+    tree_bytes,
+    update_memory,
+)
 from smd_jax.train.evaluation import Decode, Evaluator
 from smd_jax.train.policy_loop import PolicyLoop
 
@@ -27,7 +35,7 @@ MOST_BYTES = 64 * UNITS["TiB"]
 
 
 def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemory]:
-    """The loop with a microbatch and decode rows that fit into `memory_bytes` a device, and its memory.
+    """The loop with a microbatch, decode rows and prefill rows that fit into `memory_bytes` a device, and its memory.
 
     Args:
       state: of the run, or its shapes (`jax.ShapeDtypeStruct`).
@@ -50,13 +58,17 @@ def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemo
     loop, update = _fit_microbatch(loop, state, memory_bytes)
     # With rollouts ahead, rollout and update share the memory.
     left = memory_bytes - (update - held if loop.config.samples_ahead else 0)
-    loop, rollout = _fit_decode_rows(loop, state, left)
-    found = LoopMemory.of(loop, held, rollout, update)
+    loop, rollout = _fit_rollout(loop, state, left)
+    found = LoopMemory.of(loop, held, rollout.most, update)
     if update > memory_bytes:
         what = "an update. Lower microbatch_size, or spread it over more devices (make_mesh)"
         raise _too_much(memory_bytes, update, what)
     if found.rollout > memory_bytes:
-        raise _too_much(memory_bytes, found.rollout, "a rollout. Lower decode_rows, budget, buffer or prefill_chunk")
+        what = "a rollout. Lower decode_rows, budget, buffer or prefill_chunk"
+        if rollout.reading > rollout.decoding:
+            at_once = f"prefill_rows {loop.config.prefill_rows}"
+            what = f"reading prompts with {at_once}. Lower prefill_chunk, prompt_width, decode_rows or budget"
+        raise _too_much(memory_bytes, found.rollout, what)
     return loop, found
 
 
@@ -101,8 +113,13 @@ def _first_fitting(sizes: Sequence[int], needed: Callable[[int], int], memory_by
     half of the one before."""
     size = sizes[0]
     while (found := needed(size)) > memory_bytes and size > sizes[-1]:
-        size = next((smaller for smaller in sizes if smaller <= size // 2), sizes[-1])
+        size = _half(sizes, size)
     return size, found
+
+
+def _half(sizes: Sequence[int], size: int) -> int:
+    """The next of descending sizes that is at most half of `size`; the last if there is none."""
+    return next((smaller for smaller in sizes if smaller <= size // 2), sizes[-1])
 
 
 def _fit_microbatch(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, int]:
@@ -128,24 +145,43 @@ def _microbatches(loop: PolicyLoop, minibatch: int) -> list[int]:
     return [rows for rows in range(minibatch, 0, -1) if minibatch % rows == 0 and rows % least == 0]
 
 
-def _fit_decode_rows(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, int]:
-    """The loop with the decode rows that fit, and the bytes of its rollout; one program where all rows fit."""
+def _fit_rollout(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, RolloutMemory]:
+    """The loop with the decode and prefill rows that fit, and the bytes of its rollout; one program where all rows
+    fit."""
     needed = rollout_memory(loop, state)
-    if loop.config.decode_rows is not None or needed <= memory_bytes:
+    if needed.most <= memory_bytes:
         return loop, needed
+    decode_sizes, prefill_sizes = _decode_sizes(loop), _prefill_sizes(loop)
+    rows, prompts = decode_sizes[0], prefill_sizes[0]
+    while True:
+        config = replace(loop.config, decode_rows=rows, prefill_rows=prompts)
+        found = needed if config == loop.config else rollout_memory(replace(loop, config=config), state)
+        can_read_fewer, can_decode_fewer = prompts > prefill_sizes[-1], rows > decode_sizes[-1]
+        if found.most <= memory_bytes or not (can_read_fewer or can_decode_fewer):
+            return replace(loop, config=config), found
+        # Halves the size of the phase that needs more.
+        if can_read_fewer and (found.reading > found.decoding or not can_decode_fewer):
+            prompts = _half(prefill_sizes, prompts)
+        else:
+            rows = _half(decode_sizes, rows)
+
+
+def _decode_sizes(loop: PolicyLoop) -> list[int]:
+    """Possible `decode_rows`, descending; if they are set, these only."""
+    if loop.config.decode_rows is not None:
+        return [loop.config.decode_rows]
     ways = sampling_ways(loop.mesh)
-    # Rounded up to a number that divides over the devices.
-    prefill_rows = -(-loop.config.prefill_rows // ways) * ways
     most = max(loop.config.completions_per_step // ways, 1)
     # A cache is compressed in PARTS parts, so larger numbers are multiples of it.
     each_device = [most, *range(most - most % PARTS, PARTS, -PARTS), *range(min(most, PARTS), 0, -1)]
+    return [each * ways for each in each_device]
 
-    def sized(rows: int) -> L:
-        return replace(loop, config=replace(loop.config, decode_rows=rows, prefill_rows=prefill_rows))
 
-    sizes = [each * ways for each in each_device]
-    rows, needed = _first_fitting(sizes, lambda rows: rollout_memory(sized(rows), state), memory_bytes)
-    return sized(rows), needed
+def _prefill_sizes(loop: PolicyLoop) -> list[int]:
+    """Possible `prefill_rows`, descending: as many prompts as a step has, rounded up to divide over the devices."""
+    ways = sampling_ways(loop.mesh)
+    most = -(-min(loop.config.prefill_rows, loop.config.prompts_per_step) // ways)
+    return [each * ways for each in range(most, 0, -1)]
 
 
 def _too_much(memory_bytes: int, needed: int, what: str) -> ValueError:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -180,17 +180,24 @@ class Engine:
         Args:
           params: arrays or their shapes.
         """
-        sampler = Sampler(self.model, self.policy, self.config, prompt_width)
-        params = jax.eval_shape(partial(gathered_params, self.model), params)
-        prompts = PromptBatch(
-            tokens=jnp.zeros((self.prefill_rows, prompt_width), jnp.int32),
-            valid=jnp.ones((self.prefill_rows, prompt_width), bool),
-        )
-        keys = jax.eval_shape(lambda: row_keys(jax.random.key(0, impl="threefry2x32"), self.prefill_rows))
+        sampler, *arguments = self._prefill_arguments(params, prompt_width)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            prefilled = jax.eval_shape(partial(_prefill, sampler), params, prompts, keys)
+            prefilled = jax.eval_shape(partial(_prefill, sampler), *arguments)
             state = jax.eval_shape(partial(_empty, decode_rows=self.decode_rows), prefilled)
-            return SegmentProgram(_segment.lower(sampler, params, state, None), prefilled)
+            return SegmentProgram(_segment.lower(sampler, arguments[0], state, None), prefilled)
+
+    def prefill_program(self, params: Params, prompt_width: int) -> jax.stages.Lowered:
+        """The program that reads `prefill_rows` prompts of this width, as `segment_program`."""
+        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            return _prefill.lower(*self._prefill_arguments(params, prompt_width))
+
+    def _prefill_arguments(self, params: Params, prompt_width: int) -> tuple[Any, ...]:
+        """The sampler, and the shapes of the prefill's other arguments."""
+        sampler = Sampler(self.model, self.policy, self.config, prompt_width)
+        shape = (self.prefill_rows, prompt_width)
+        prompts = PromptBatch(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_))
+        keys = jax.eval_shape(lambda: row_keys(jax.random.key(0, impl="threefry2x32"), self.prefill_rows))
+        return sampler, jax.eval_shape(partial(gathered_params, self.model), params), prompts, keys
 
     def _place(self, trajectory: Trajectory) -> Trajectory:
         """Moves the trajectory from the host to the learner's sharding: rows over the mesh, if they divide."""

@@ -12,14 +12,18 @@ import pytest
 
 from smd_jax.byte_sizes import parse_bytes, show_bytes
 from smd_jax.devices.sharding import make_mesh, shard_tree
+from smd_jax.eviction.policies import SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.memory import compiled, fit
-from smd_jax.memory.compiled import LoopMemory, loop_memory, param_shapes, tree_bytes
+from smd_jax.memory.compiled import LoopMemory, RolloutMemory, loop_memory, param_shapes, tree_bytes
 from smd_jax.memory.fit import fit_evaluator, fit_loop
-from smd_jax.testing import random_params
+from smd_jax.model.decoder import Decoder
+from smd_jax.sampler.engine import Engine
+from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train.async_rollout import with_sampler_params
 from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
+from smd_jax.train.grpo import GRPOLoop
 from tests.toy_loop import CONFIG, MODEL, ROLLOUT, TASK, TOKENIZER, new_loop, new_state, optimizer, own_loop
 
 WIDER = replace(CONFIG, prompts_per_step=8)  # 32 rows
@@ -78,7 +82,7 @@ def test_a_rollout_of_several_minibatches_is_kept_whole(shapes: TrainState, monk
 def test_dynamic_sampling_keeps_earlier_rollouts(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "program_bytes", lambda lowered: 0)
     one, four = (
-        compiled.rollout_memory(new_loop(replace(CONFIG, dynamic_sampling=extra)), shapes) for extra in (None, 3)
+        compiled.rollout_memory(new_loop(replace(CONFIG, dynamic_sampling=extra)), shapes).most for extra in (None, 3)
     )
     assert four - one == 3 * tree_bytes(new_loop().collect(new_state(), 0).trajectory)
 
@@ -88,6 +92,50 @@ def test_packed_rows_are_not_measured(shapes: TrainState):
     for refuse in (lambda: fit_loop(packed, shapes, 2**40), lambda: loop_memory(packed, shapes)):
         with pytest.raises(ValueError, match="expected pack_columns None, because packed .*; got 28: set the sizes"):
             refuse()
+
+
+def long_prompts(decode_rows: int | None) -> tuple[GRPOLoop, TrainState]:
+    """A loop whose prompts have 256 columns and whose cache has 7 slots, and the shapes of its state."""
+    model = Decoder(tiny_model_config(max_positions=512, num_layers=1))
+    config = replace(WIDER, prompt_width=256, decode_rows=decode_rows, policy=SnapKV(window=2))
+    loop = GRPOLoop(model, TASK, TOKENIZER, optimizer(), config, make_mesh())
+    return loop, jax.eval_shape(lambda: init_state(random_params(model.config), optimizer(), jax.random.key(0)))
+
+
+def test_prompts_are_read_beside_the_cache_of_the_decode_rows():
+    """The real programs: a prefill is larger than a segment, and counts with the cache that waits."""
+    loop, state = long_prompts(decode_rows=4)
+    found = compiled.rollout_memory(loop, state)
+    program: Any = loop.rollouts.engine.prefill_program(state.params, 256).compile().memory_analysis()
+    cache = compiled.segment_memory(loop.rollouts.engine, state.params, 256).state
+    assert found.reading > 2 * found.decoding
+    assert found.reading >= tree_bytes(state) + program.temp_size_in_bytes + cache
+    # As many prompts as a step has are read at most.
+    more = replace(loop, config=replace(loop.config, prefill_rows=64))
+    assert compiled.rollout_memory(more, state) == found
+
+
+@pytest.mark.parametrize("decode_rows", [None, 4])
+def test_fewer_prompts_are_read_where_those_do_not_fit(decode_rows: int | None, monkeypatch: pytest.MonkeyPatch):
+    """The limit lies between the two programs."""
+    loop, state = long_prompts(decode_rows)
+    monkeypatch.setattr(fit, "update_memory", lambda loop, state: tree_bytes(state))
+    found = compiled.rollout_memory(long_prompts(4)[0], state)
+    limit = (found.decoding + found.reading) // 2
+    fitted, memory = fit_loop(loop, state, limit)
+    assert memory.rollout == compiled.rollout_memory(fitted, state).most <= limit
+    assert fitted.config.prefill_rows < 8 and (decode_rows is None or fitted.config.decode_rows == 4)
+    with pytest.raises(ValueError, match="for reading prompts with prefill_rows 1. Lower prefill_chunk, prompt_width"):
+        fit_loop(loop, state, tree_bytes(state) + 2**16)
+
+
+def test_waiting_caches_are_divided_over_the_devices():
+    """Four devices with four times the rows need what one needs."""
+    model, sizes = Decoder(tiny_model_config(num_layers=1)), replace(ROLLOUT, budget=64)
+    params = jax.eval_shape(lambda: random_params(model.config))
+    alone = Engine(model, SnapKV(window=2), sizes, decode_rows=2, prefill_rows=4)
+    shared = replace(alone, decode_rows=8, prefill_rows=16, mesh=make_mesh(4))
+    assert compiled.segment_memory(shared, params, 80) == compiled.segment_memory(alone, params, 80)
 
 
 def test_shapes_of_parameters():
@@ -107,10 +155,10 @@ def make_linear(monkeypatch: pytest.MonkeyPatch, held: int) -> list[tuple[str, i
         tried.append(("update", rows))
         return held + 100 * rows
 
-    def rollout(loop: Any, state: Any) -> int:
+    def rollout(loop: Any, state: Any) -> RolloutMemory:
         rows = loop.config.decode_rows or loop.config.completions_per_step
         tried.append(("rollout", rows))
-        return held + 100 * rows
+        return RolloutMemory(held + 100 * rows)
 
     def evaluation(evaluator: Any, params: Any, decode: Decode) -> int:
         rows = evaluator.prompts_at_once * evaluator.config.group_size
