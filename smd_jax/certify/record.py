@@ -80,7 +80,9 @@ class Record:
 
     @property
     def has_evictions(self) -> bool:
-        return bool((self.evicted_at < self.lengths[:, None, None, None]).any())
+        """Whether a key of any row was evicted. Padding, which has evicted_at 0, does not count."""
+        inside = np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        return bool((inside[:, None, None] & (self.evicted_at < self.lengths[:, None, None, None])).any())
 
     def first_rows(self, count: int) -> Record:
         """The record of the first rows only."""

@@ -150,6 +150,20 @@ def test_evictions_that_the_record_does_not_report(params):
     assert not stale.has_evictions and named(params, stale)[0] == "stale weights"
 
 
+def test_unrecorded_evictions_of_rows_of_different_lengths(params):
+    """Padding after shorter rows is no eviction: the causes are those of rows of one length."""
+    valid = jnp.asarray(np.arange(16) >= np.array([1, 0, 0, 0, 0, 0, 0, 0])[:, None])
+    tokens = jax.random.randint(jax.random.key(0), valid.shape, 10, 250)
+    sizes = smd.RolloutConfig(max_new_tokens=24, budget=20, buffer=4)
+    prompts = smd.PromptBatch(tokens, valid)
+    sampled = smd.rollout(MODEL, params, prompts, jax.random.key(5), policy=smd.eviction.H2O(), config=sizes)
+    given = arrays_of(sampled)
+    assert len(set(given["lengths"])) == 2 and checked(given).has_evictions
+    del given["evicted_at"]
+    assert not checked(given).has_evictions
+    assert named(params, checked(given))[0] == "evictions not recorded"
+
+
 def test_first_tokens_that_cannot_tell():
     """Other weights leave a token that is nearly certain as it was, and one token agrees by chance."""
     base, changed = np.log(np.array([[0.5, 0.5]] * 4)), np.log(np.array([[1.0, 2.0]] * 4))
