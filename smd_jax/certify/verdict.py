@@ -133,6 +133,7 @@ class Verdict:
 
 
 def _mean_abs(differences: np.ndarray) -> float:
+    """Mean of the absolute values; NaN, which means that there is no token, is left out."""
     found = np.abs(differences[np.isfinite(differences)])
     return float(found.mean()) if found.size else 0.0
 
@@ -167,9 +168,14 @@ class _Replays:
         params = self.models.params if params is None else params
         return replay_logits(self.models.model, params, conditions, self.responses)
 
-    def differences(self, logits: Array) -> np.ndarray:
-        """Learner less sampler over the recorded support, `[rows, responses, 1 + k]`; NaN where there is none."""
-        return self._over(logits, self.record.temperature, self.support)
+    def differences(self, logits: Array, whose: str | None = None) -> np.ndarray:
+        """Learner less sampler over the recorded support, `[rows, responses, 1 + k]`; NaN only where no token is.
+
+        Args:
+          whose: name of the logits' model in the message of a ValueError, which logits without numbers raise; None:
+            they count as `MOST_DIFFERENT`.
+        """
+        return self._over(logits, self.record.temperature, self.support, whose)
 
     def gap(self, logits: Array, temperature: float | None = None) -> float:
         """Mean |difference| over the recorded sampling support. `temperature`: None: the recorded one."""
@@ -183,10 +189,22 @@ class _Replays:
         """Mean |difference| under the conditions."""
         return self.gap(self.logits(conditions))
 
-    def _over(self, logits: Array, temperature: float, sets: np.ndarray | None) -> np.ndarray:
+    def _over(self, logits: Array, temperature: float, sets: np.ndarray | None, whose: str | None = None) -> np.ndarray:
         logprobs = logprobs_of(self.ids, logits, jnp.float32(temperature), sets)
         difference = np.asarray(logprobs, np.float64) - self.sampled
+        if whose is not None:
+            self._refuse_nan(difference, whose)
+        # Left out, tokens without a number would let wrong conditions explain the others.
+        difference = np.nan_to_num(difference, nan=MOST_DIFFERENT)
         return np.where(self.there, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
+
+    def _refuse_nan(self, difference: np.ndarray, whose: str) -> None:
+        wrong = (np.isnan(difference) & self.there).any(axis=-1)
+        for row, token in np.argwhere(wrong)[:1]:
+            raise ValueError(
+                f"expected finite log-probabilities from {whose}; got NaN for {wrong.sum()} of {self.inside.sum()} "
+                f"response tokens, the first in row {row}, response token {token}"
+            )
 
 
 def certify(models: Models, record: Record, facts: PromptFacts | None = None) -> Verdict:
@@ -196,7 +214,8 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
       facts: of the tokenizer; None: causes that need one are not tested.
 
     Raises:
-      ValueError: the record has expert routing, and the model has no experts; a row is longer than the model's context.
+      ValueError: the record has expert routing, and the model has no experts; a row is longer than the model's context;
+        the model, the one in another dtype or the previous weights give NaN for a recorded token.
     """
     if record.routing is not None and models.model.shape.routing is None:
         raise ValueError(f"routing: expected a model with experts; got {type(models.model).__name__} without any")
@@ -205,14 +224,15 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         raise ValueError(f"lengths: expected rows of at most {most} tokens (the model's context); got {longest}")
     replays = _Replays(models, record, facts or PromptFacts())
     logits = replays.logits(replays.stated)
-    differences = replays.differences(logits)
+    differences = replays.differences(logits, "the learner")
     difference, base = differences[..., 0], _mean_abs(differences[..., 0])
     low = models.model.shape.dtype == "bfloat16"
     if not low and base <= TOLERANCE:
         return Verdict(difference, TOLERANCE, None, ())
     rounding = None
     if models.other is not None:
-        rounding = replays.differences(replay_logits(*models.other, replays.stated, replays.responses)) - differences
+        logits_of_other = replay_logits(*models.other, replays.stated, replays.responses)
+        rounding = replays.differences(logits_of_other, f"the learner in {models.other_dtype}") - differences
     tolerance = TOLERANCE
     if low:
         # Measured by our own replay in the other dtype; without it, a typical value for bfloat16.
@@ -239,8 +259,8 @@ def _explanations(replays: _Replays, logits: Array) -> Iterator[Finding]:
     yield from _of_alignment(replays, logits)
     previous = replays.models.previous
     if previous is not None:
-        left = replays.gap(replays.logits(replays.stated, previous))
-        yield Finding("stale weights", "the sampler had the previous weights", left)
+        difference = replays.differences(replays.logits(replays.stated, previous), "the previous weights")
+        yield Finding("stale weights", "the sampler had the previous weights", _mean_abs(difference))
     for cause in CAUSES:
         for case in cause.cases(replays.record, replays.facts):
             yield Finding(cause.name, case.detail, replays.left(case.conditions))

@@ -4,7 +4,8 @@
     smd-certify rollout.npz --model DIR --out report.html   one page with a picture; report.json for other programs
 
 Replays a record of any sampler through the model, under the recorded evictions, positions and sampling support. The
-format is in docs/certify.md. Exit status 0: one policy; 1: not one policy; 2: the record or the model cannot be read.
+format is in docs/certify.md. Exit status 0: one policy; 1: not one policy; 2: the record or the model cannot be
+read, or the model gives NaN.
 --config FILE reads options from a YAML file; flags override them.
 """
 
@@ -57,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(args: Args) -> bool:
     """Prints the verdict and writes the report. Returns whether sampler and learner are one policy. Raises UserError,
-    ValueError or OSError if a record or a model cannot be read, or a report cannot be written."""
+    ValueError or OSError if a record or a model cannot be read, a model gives NaN, or a report cannot be written."""
     if args.out is not None:
         if args.out.suffix not in (".html", ".json"):
             raise UserError(f"expected --out to end in .html or .json; got {args.out}")
@@ -84,7 +85,11 @@ def run(args: Args) -> bool:
     if args.out is not None:
         title = f"{args.record.name} replayed"
         as_json = args.out.suffix == ".json"
-        text = json.dumps(report.to_json(verdict), indent=1) if as_json else report.to_html(verdict, title)
+        text = (
+            json.dumps(report.to_json(verdict), indent=1, allow_nan=False)
+            if as_json
+            else report.to_html(verdict, title)
+        )
         args.out.write_text(text, encoding="utf-8")
         print(f"report      {args.out}")
     return verdict.is_one_policy

@@ -301,6 +301,44 @@ def test_two_swapped_layers_are_found(params, arrays):
     assert verdict.cause is not None and "layers 1 and 2 were swapped" in verdict.cause.detail
 
 
+def broken_at(params, token):
+    """The parameters with NaN as one token's embedding."""
+    embedding = params["embed"]["embedding"].at[token].set(jnp.nan)
+    return {**params, "embed": {"embedding": embedding}}
+
+
+UNTIED = smd.Decoder(tiny_model_config(num_layers=1, tie_embeddings=False))
+
+
+def test_a_learner_that_gives_nan_is_refused():
+    """Its other rows agree, but a record of which a part was not compared is not certified."""
+    params = random_params(UNTIED.config)
+    sizes = smd.RolloutConfig(max_new_tokens=8, budget=32, buffer=4)
+    prompts = smd.PromptBatch(jnp.arange(24).reshape(3, 8) + 1, jnp.ones((3, 8), bool))
+    sampled = smd.rollout(UNTIED, params, prompts, jax.random.key(0), policy=smd.eviction.H2O(), config=sizes)
+    given, shape = arrays_of(sampled), UNTIED.shape
+    unused = next(token for token in range(1, shape.vocab_size) if token not in given["tokens"])
+    given["tokens"][2, 3] = unused
+    record = check_record(given, shape.num_layers, shape.num_kv_heads, shape.vocab_size)
+    broken = broken_at(params, unused)
+    with pytest.raises(ValueError, match="the learner; got NaN for 8 of 24 response tokens, the first in row 2, .* 0$"):
+        certify(Models(UNTIED, broken), record)
+    with pytest.raises(ValueError, match="from the previous weights; got NaN for 8 of 24"):
+        certify(Models(UNTIED, params, previous=broken), record)
+    with pytest.raises(ValueError, match="from the learner in bfloat16; got NaN for 8 of 24"):
+        certify(Models(UNTIED, params, (UNTIED, broken), "bfloat16"), record)
+
+
+def test_conditions_that_give_nan_explain_nothing(params, arrays):
+    """Nor do they for the tokens that they leave."""
+    replays = verdict._Replays(Models(MODEL, params), checked(arrays), FACTS)
+    logits = replays.logits(replays.stated)
+    healthy = replays.gap(logits)
+    share = 1 / replays.inside.sum()
+    assert healthy < 1e-5
+    assert replays.gap(logits.at[0, 0].set(jnp.nan)) == pytest.approx(share * verdict.MOST_DIFFERENT, rel=1e-3)
+
+
 def test_numbers_of_a_verdict():
     """By hand."""
     from smd_jax.certify.verdict import Verdict
@@ -480,6 +518,12 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no tokenizer: BOS token and chat template are not tested" in capsys.readouterr().out
     main([str(tmp_path / "good.npz"), "--model", str(bare), "--tokenizer", str(directory)])
     assert "no tokenizer" not in capsys.readouterr().out
+    overflowing = {**params, "norm": {"scale": jnp.full(CONFIG.hidden_size, 3e38)}}
+    smd.save_checkpoint(tmp_path / "nan", overflowing, CONFIG)
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "good.npz"), "--model", str(tmp_path / "nan"), "--out", str(tmp_path / "nan.json")])
+    assert stopped.value.code == 2 and "from the learner; got NaN for" in capsys.readouterr().err
+    assert not (tmp_path / "nan.json").exists()
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path / "missing.npz"), "--model", str(directory)])
     assert stopped.value.code == 2 and "expected a readable record" in capsys.readouterr().err
