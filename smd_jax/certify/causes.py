@@ -283,6 +283,12 @@ def _swapped(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Cas
         for by in (1, -1):
             rolled = np.roll(at.evicted_at, by, axis=2)
             yield Case(f"the masks were shifted by {by:+d} KV head", replace(at, evicted_at=rolled))
+    for ways in range(2, heads):
+        if heads % ways == 0:
+            # Tensor-parallel devices hold neighbouring heads; merged head by head, the devices alternate.
+            order = np.arange(heads).reshape(ways, -1).T.ravel()
+            said = f"the masks of the KV heads came interleaved, as {ways} tensor-parallel devices hold them"
+            yield Case(said, replace(at, evicted_at=at.evicted_at[:, :, order]))
 
 
 def _routing_ignored(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:

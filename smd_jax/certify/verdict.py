@@ -380,11 +380,10 @@ def _without_evictions(difference: np.ndarray, sampled: np.ndarray, tolerance: f
 
 
 def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
-    """The best swap of the masks of two layers or two KV heads, and the mean |difference| with each layer dense."""
+    """The best swap of the masks of two layers or two KV heads, and the mean |difference| with each layer dense.
+    A record with one mask layer has swaps of heads only, and no layer to compare."""
     stated = replays.stated
     _, layers, heads, _ = stated.evicted_at.shape
-    if layers < 2:
-        return None, ()
     dense = np.where(stated.evicted_at > 0, NEVER, 0).astype(np.int32)
 
     def with_layers(changed: dict[int, np.ndarray]) -> float:
@@ -393,18 +392,24 @@ def _swap(replays: _Replays) -> tuple[Finding | None, tuple[tuple[int, float], .
             evicted_at[:, layer] = mask
         return replays.left(replace(stated, evicted_at=evicted_at))
 
-    left = sorted((with_layers({layer: dense[:, layer]}), layer) for layer in range(layers))
-    suspects = [layer for _, layer in left[:SUSPECTS]]
+    left: list[tuple[float, int]] = []
+    suspects = [0]
+    if layers > 1:
+        left = sorted((with_layers({layer: dense[:, layer]}), layer) for layer in range(layers))
+        suspects = [layer for _, layer in left[:SUSPECTS]]
     masks = stated.evicted_at
     found = []
     for one, other in combinations(sorted(suspects), 2):
         difference = with_layers({one: masks[:, other], other: masks[:, one]})
         found.append((difference, f"the masks of the layers {one} and {other} were swapped"))
     for layer in suspects[:2]:
+        where = f" of layer {layer}" if layers > 1 else ""
         for one, other in combinations(range(heads), 2):
             order = np.arange(heads)
             order[[one, other]] = other, one
             difference = with_layers({layer: masks[:, layer, order]})
-            found.append((difference, f"the masks of the KV heads {one} and {other} of layer {layer} were swapped"))
+            found.append((difference, f"the masks of the KV heads {one} and {other}{where} were swapped"))
+    if not found:
+        return None, ()
     difference, said = min(found)
     return Finding("layers or heads swapped", said, difference), tuple((layer, value) for value, layer in left)

@@ -294,6 +294,25 @@ def test_a_cause_may_fill_many_columns(params):
     np.testing.assert_array_equal(system.conditions.tokens[0], [*facts.system, *tokens[0]])
 
 
+@pytest.mark.parametrize(
+    ("layers", "order", "said"),
+    [
+        (2, [0, 2, 1, 3], "the KV heads came interleaved, as 2 tensor-parallel devices hold them"),
+        (1, [2, 1, 0, 3], "the KV heads 0 and 2 were swapped"),
+    ],
+)
+def test_kv_heads_in_another_order_are_found(layers, order, said):
+    config = tiny_model_config(num_layers=layers, num_heads=4, num_kv_heads=4)
+    model, params = smd.Decoder(config), wide_params(config)
+    prompts = smd.PromptBatch(jax.random.randint(jax.random.key(0), (8, 12), 10, 250), jnp.ones((8, 12), bool))
+    sizes = smd.RolloutConfig(max_new_tokens=16, budget=8, buffer=4)
+    given = arrays_of(smd.rollout(model, params, prompts, jax.random.key(0), policy=smd.eviction.H2O(), config=sizes))
+    given["evicted_at"] = given["evicted_at"][:, :, order]
+    verdict = certify(Models(model, params), check_record(given, layers, 4, config.vocab_size))
+    assert verdict.cause is not None and verdict.cause.cause == "layers or heads swapped"
+    assert said in verdict.cause.detail and verdict.cause.difference < verdict.tolerance
+
+
 def test_two_swapped_layers_are_found(params, arrays):
     swapped = arrays["evicted_at"][:, [0, 2, 1]]
     cause, verdict = named(params, checked({**arrays, "evicted_at": swapped}))
