@@ -92,17 +92,20 @@ class DecodeAttend:
         softcap = attention.softcap
         # For a quantised cache only statistics that need keys read these; otherwise the compiler drops them.
         keys, values = kv_cache.full_precision(cache)
-        visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
         if q.shape[2] == 1:
+            visible = kv_cache.visible(cache, layer.columns, layer.window, layer.evicted_at)
             codes = None if cache.quantized is None else kv_cache.codes(cache)
             out, received = decode(
                 q, cache.keys, cache.values, visible[:, :, 0], attention.decode_impl, softcap, sinks, codes
             )
         else:
-            # Scores of all tokens with all slots exist, of a few rows at a time.
-            out, received = row_parts.apart(
-                lambda *rows: attend_and_observe(*rows, softcap, sinks), q, keys, values, visible
-            )
+            # Scores and visibility of all tokens with all slots exist, of a few rows at a time.
+            def attend(q: Array, slots: LayerCache, columns: Array, evicted_at: Array | None) -> tuple[Array, Array]:
+                visible = kv_cache.visible(slots, columns, layer.window, evicted_at)
+                return attend_and_observe(q, slots.keys, slots.values, visible, softcap, sinks)
+
+            slots = LayerCache(keys, values, cache.columns)
+            out, received = row_parts.apart(attend, q, slots, layer.columns, layer.evicted_at)
         seen = Observation(
             queries=q,
             query_columns=layer.columns,
