@@ -209,6 +209,7 @@ def test_held_out_prompts_do_not_widen_those_of_training(model: Path, tmp_path: 
     for train, held_out in (paths, paths[::-1]):
         evaluation = ["--eval-steps", "1", "--eval-dataset", held_out]
         ready = prepare(parse([*words, "--dataset", train, *evaluation])[1])
+        assert ready.evaluator is not None
         widths.append((ready.loop.config.prompt_width, ready.evaluator.config.prompt_width))
     assert widths == [(3, 40), (40, 40)]
 
@@ -371,7 +372,8 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     monkeypatch.chdir(tmp_path / "here")
     run = tmp_path / "run"
     spelled = ["--model", "model", "--dataset", "./rows.jsonl", "--reward", "my.rewards.py:reward"]
-    main([*files, *spelled, "--output-dir", os.path.relpath(run)])
+    place = files.index("--reward")
+    main([*files[:place], *files[place + 2 :], *spelled, "--output-dir", os.path.relpath(run)])
     kept = (run / "config.yaml").read_text()
     monkeypatch.chdir("/")
     again = ["--config", str(run / "config.yaml"), "--resume", "--max-steps", "2"]
