@@ -24,8 +24,9 @@ import tyro
 
 import smd_jax as smd
 from lib.provenance import provenance
-from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, logprobs_of, prompt_facts, replay_logits
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
 from smd_jax.certify.record import Record, arrays_of, check_record
+from smd_jax.certify.replay import replay
 from smd_jax.certify.verdict import Models, certify
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -177,9 +178,9 @@ def sampler_logprobs(
 ) -> np.ndarray:
     columns, inside = record.response_columns
     params = models.params if params is None else params
-    logits = replay_logits(models.model if model is None else model, params, conditions, columns.shape[1])
+    replayed = replay(models.model if model is None else model, params, conditions, columns.shape[1])
     response = np.take_along_axis(record.tokens, columns, axis=1)[..., None]
-    logprobs = np.asarray(logprobs_of(jnp.asarray(response), logits, jnp.float32(temperature))[..., 0])
+    logprobs = np.asarray(replayed.logprobs(response, [temperature])[..., 0, 0])
     out = record.logprobs.copy()
     for row in range(len(out)):
         out[row, columns[row, inside[row]]] = logprobs[row, inside[row]]

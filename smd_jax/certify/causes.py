@@ -1,4 +1,4 @@
-"""Conditions under which a sampler may have sampled a record's tokens, the replay under them, and known causes.
+"""Conditions under which a sampler may have sampled a record's tokens, and known causes.
 
 A cause of a mismatch between sampler and learner is hypothetical conditions of the sampler. `smd_jax.certify.verdict`
 replays a record under each of them. The cause whose replay gives the recorded log-probabilities is the right one.
@@ -8,21 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
 
 from smd_jax.certify.record import Record
-from smd_jax.message.drawable_tokens import OUTSIDE
-from smd_jax.message.masks import NEVER, ShadowMask
-from smd_jax.message.sampling import among
-from smd_jax.model.protocol import LanguageModel, Params, Routed
-from smd_jax.model.teacher_forced import TeacherForced, layer_masks
+from smd_jax.message.masks import NEVER
 from smd_jax.pytrees import any_leaves
 from smd_jax.text.chat_template import render_messages
 
@@ -99,42 +91,6 @@ class Conditions(struct.PyTreeNode):
 
 def _widened(array: np.ndarray, spare: int) -> np.ndarray:
     return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, spare)]).astype(np.int32)
-
-
-@partial(jax.jit, static_argnums=(0, 3))
-def replay_logits(
-    model: LanguageModel, params: Params, conditions: Conditions, responses: int
-) -> Float[Array, "rows responses vocab"]:
-    """Logits of the response tokens, before the temperature. `responses`: tokens of the longest response."""
-    tokens, positions, evicted_at, first = map(
-        jnp.asarray, (conditions.tokens, conditions.positions, conditions.evicted_at, conditions.first)
-    )
-    # `certify` compares the record's own rows with the context, which spare columns may exceed.
-    longest = min(tokens.shape[1], model.shape.max_positions)
-    states = layer_masks(model.shape, tokens, ShadowMask(evicted_at), longest)
-    if conditions.routing is not None and model.shape.routing is not None:
-        routing = jnp.asarray(conditions.routing)
-        of_layer = {layer: routing[:, :, place] for place, layer in enumerate(model.shape.routing.layers)}
-        states = tuple(Routed(mask, of_layer.get(layer)) for layer, mask in enumerate(states))
-    attention = TeacherForced(model.shape)
-    hidden, _ = model.hidden(params, tokens, model.encode_positions(positions), attention, states)
-    columns = jnp.clip(first[:, None] - 1 + jnp.arange(responses)[None], 0, tokens.shape[1] - 1)
-    return model.logits(params, jnp.take_along_axis(hidden, columns[..., None], axis=1))
-
-
-@jax.jit
-def logprobs_of(
-    ids: Int[Array, "rows responses k"],
-    logits: Float[Array, "rows responses vocab"],
-    temperature: Float[Array, ""],
-    support: Int[Array, "rows responses most"] | None = None,
-) -> Float[Array, "rows responses k"]:
-    """log p of any ids instead of the response tokens. `support`: ids that could be drawn, padded with -1."""
-    logits = logits / temperature
-    if support is not None:
-        logits = jnp.where(among(support, logits.shape[-1]), logits, OUTSIDE)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=-1)
-    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 # --- known causes

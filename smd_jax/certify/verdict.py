@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, logprobs_of, replay_logits
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts
 from smd_jax.certify.record import Record
+from smd_jax.certify.replay import Replayed, replay
 from smd_jax.message.masks import NEVER
 from smd_jax.model.protocol import LanguageModel, Params
 
@@ -164,39 +162,49 @@ class _Replays:
             self.sampled = np.concatenate([self.sampled, top_logprobs], axis=-1)
         self.there = self.inside[..., None] & (self.ids >= 0)
 
-    def logits(self, conditions: Conditions, params: Params | None = None) -> Array:
+    def under(self, conditions: Conditions, params: Params | None = None) -> Replayed:
+        """The replay of the model, or of other parameters of it."""
         params = self.models.params if params is None else params
-        return replay_logits(self.models.model, params, conditions, self.responses)
+        return replay(self.models.model, params, conditions, self.responses)
 
-    def differences(self, logits: Array, whose: str | None = None) -> np.ndarray:
+    def differences(self, replayed: Replayed, whose: str | None = None) -> np.ndarray:
         """Learner less sampler over the recorded support, `[rows, responses, 1 + k]`; NaN only where no token is.
 
         Args:
-          whose: name of the logits' model in the message of a ValueError, which logits without numbers raise; None:
+          whose: name of the replayed model in the message of a ValueError, which a model without numbers raises; None:
             they count as `MOST_DIFFERENT`.
         """
-        return self._over(logits, self.record.temperature, self.support, whose)
+        return self._over(replayed, [self.record.temperature], self.support, whose)[0]
 
-    def gap(self, logits: Array, temperature: float | None = None) -> float:
-        """Mean |difference| over the recorded sampling support. `temperature`: None: the recorded one."""
-        return _mean_abs(self._over(logits, temperature or self.record.temperature, self.support))
+    def gap(self, replayed: Replayed) -> float:
+        """Mean |difference| over the recorded sampling support."""
+        return _mean_abs(self.differences(replayed))
 
-    def gap_over(self, logits: Array, sets: np.ndarray | None) -> float:
+    def gaps(self, replayed: Replayed, temperatures: Sequence[float]) -> list[float]:
+        """Mean |difference| at other temperatures."""
+        return [_mean_abs(difference) for difference in self._over(replayed, temperatures, self.support)]
+
+    def gap_over(self, replayed: Replayed, sets: np.ndarray | None) -> float:
         """Mean |difference| over other sets of ids, `[rows, responses, most]`; None: over the whole vocabulary."""
-        return _mean_abs(self._over(logits, self.record.temperature, sets))
+        return _mean_abs(self._over(replayed, [self.record.temperature], sets)[0])
 
     def left(self, conditions: Conditions) -> float:
         """Mean |difference| under the conditions."""
-        return self.gap(self.logits(conditions))
+        return self.gap(self.under(conditions))
 
-    def _over(self, logits: Array, temperature: float, sets: np.ndarray | None, whose: str | None = None) -> np.ndarray:
-        logprobs = logprobs_of(self.ids, logits, jnp.float32(temperature), sets)
-        difference = np.asarray(logprobs, np.float64) - self.sampled
-        if whose is not None:
-            self._refuse_nan(difference, whose)
-        # Left out, tokens without a number would let wrong conditions explain the others.
-        difference = np.nan_to_num(difference, nan=MOST_DIFFERENT)
-        return np.where(self.there, np.clip(difference, -MOST_DIFFERENT, MOST_DIFFERENT), np.nan)
+    def _over(
+        self, replayed: Replayed, temperatures: Sequence[float], sets: np.ndarray | None, whose: str | None = None
+    ) -> list[np.ndarray]:
+        logprobs = np.asarray(replayed.logprobs(self.ids, temperatures, sets))
+        found = []
+        for number in range(len(temperatures)):
+            difference = logprobs[..., number].astype(np.float64) - self.sampled
+            if whose is not None:
+                self._refuse_nan(difference, whose)
+            # Left out, tokens without a number would let wrong conditions explain the others.
+            difference = np.clip(np.nan_to_num(difference, nan=MOST_DIFFERENT), -MOST_DIFFERENT, MOST_DIFFERENT)
+            found.append(np.where(self.there, difference, np.nan))
+        return found
 
     def _refuse_nan(self, difference: np.ndarray, whose: str) -> None:
         wrong = (np.isnan(difference) & self.there).any(axis=-1)
@@ -223,16 +231,16 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     if longest > most:
         raise ValueError(f"lengths: expected rows of at most {most} tokens (the model's context); got {longest}")
     replays = _Replays(models, record, facts or PromptFacts())
-    logits = replays.logits(replays.stated)
-    differences = replays.differences(logits, "the learner")
+    replayed = replays.under(replays.stated)
+    differences = replays.differences(replayed, "the learner")
     difference, base = differences[..., 0], _mean_abs(differences[..., 0])
     low = models.model.shape.dtype == "bfloat16"
     if not low and base <= TOLERANCE:
         return Verdict(difference, TOLERANCE, None, ())
     rounding = None
     if models.other is not None:
-        logits_of_other = replay_logits(*models.other, replays.stated, replays.responses)
-        rounding = replays.differences(logits_of_other, f"the learner in {models.other_dtype}") - differences
+        replayed_by_other = replay(*models.other, replays.stated, replays.responses)
+        rounding = replays.differences(replayed_by_other, f"the learner in {models.other_dtype}") - differences
     tolerance = TOLERANCE
     if low:
         # Measured by our own replay in the other dtype; without it, a typical value for bfloat16.
@@ -240,7 +248,7 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         if base <= tolerance:
             return Verdict(difference, tolerance, None, ())
     findings = []
-    for finding in _explanations(replays, logits):
+    for finding in _explanations(replays, replayed, differences):
         findings.append(finding)
         # Only rounding is left: no other explanation can be better.
         if finding.difference <= tolerance:
@@ -253,25 +261,29 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     return Verdict(difference, tolerance, cause, tuple(findings), layers)
 
 
-def _explanations(replays: _Replays, logits: Array) -> Iterator[Finding]:
-    """All tested explanations; first those that need no extra forward pass."""
-    yield from _of_softmax(replays, logits)
-    yield from _of_alignment(replays, logits)
+def _explanations(replays: _Replays, replayed: Replayed, differences: np.ndarray) -> Iterator[Finding]:
+    """All tested explanations; first those that need no extra forward pass.
+
+    Args:
+      replayed, differences: under the conditions that the record states.
+    """
+    yield from _of_softmax(replays, replayed, differences)
+    yield from _of_alignment(replays, replayed, differences)
     previous = replays.models.previous
     if previous is not None:
-        difference = replays.differences(replays.logits(replays.stated, previous), "the previous weights")
+        difference = replays.differences(replays.under(replays.stated, previous), "the previous weights")
         yield Finding("stale weights", "the sampler had the previous weights", _mean_abs(difference))
     for cause in CAUSES:
         for case in cause.cases(replays.record, replays.facts):
             yield Finding(cause.name, case.detail, replays.left(case.conditions))
 
 
-def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
+def _of_softmax(replays: _Replays, replayed: Replayed, differences: np.ndarray) -> Iterator[Finding]:
     """Explanations by the softmax over the same logits."""
     record = replays.record
     temperatures = record.temperature * np.geomspace(0.25, 4, 25)
     for _ in range(6):  # the grid narrows around its best point
-        left = [replays.gap(logits, float(t)) for t in temperatures]
+        left = replays.gaps(replayed, temperatures.tolist())
         best = int(np.argmin(left))
         low, high = temperatures[max(best - 1, 0)], temperatures[min(best + 1, len(temperatures) - 1)]
         fitted, least = float(temperatures[best]), left[best]
@@ -279,24 +291,23 @@ def _of_softmax(replays: _Replays, logits: Array) -> Iterator[Finding]:
     said = f"the sampler's temperature was {fitted:.3g}; the record says {record.temperature:.3g}"
     yield Finding("temperature", said, least)
     if replays.support is not None:
-        left = replays.gap_over(logits, None)
+        left = replays.gap_over(replayed, None)
         yield Finding("sampling support", "log-probabilities were taken over the whole vocabulary", left)
         return
-    yield from _of_filters(replays, logits)
+    yield from _of_filters(replays, replayed, differences)
 
 
-def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
+def _of_filters(replays: _Replays, replayed: Replayed, differences: np.ndarray) -> Iterator[Finding]:
     """Top-k and top-p that the sampler may have used, fitted.
 
     A sampler that normalises over a set of tokens with probability m has log p / m where the learner has log p. So the
     difference of every token is log m.
     """
-    mass = np.exp(replays.differences(logits)[..., 0][replays.inside])
+    mass = np.exp(differences[..., 0][replays.inside])
     if np.quantile(mass, 0.99) > 1.001:
         return  # the sampler cannot have lost probability by a filter
-    probabilities = np.asarray(jax.nn.softmax(logits / replays.record.temperature, axis=-1))
-    order = np.argsort(-probabilities, axis=-1, kind="stable")[..., :MOST_DRAWABLE]
-    ordered = np.take_along_axis(probabilities, order, axis=-1)
+    most = min(MOST_DRAWABLE, replayed.model.shape.vocab_size)
+    order, ordered = map(np.asarray, replayed.likeliest(most, replays.record.temperature))
     through = np.cumsum(ordered, axis=-1)
     count = int(np.median(np.argmin(np.abs(through[replays.inside] - mass[:, None]), axis=-1))) + 1
     share = float(mass.min()) - 1e-6
@@ -305,14 +316,14 @@ def _of_filters(replays: _Replays, logits: Array) -> Iterator[Finding]:
         (f"top_p {share:.3g}", np.where(through - ordered < share, order, -1)),
     )
     for name, ids in sets:
-        left = replays.gap_over(logits, ids.astype(np.int32))
+        left = replays.gap_over(replayed, ids.astype(np.int32))
         yield Finding("sampling support", f"log-probabilities were taken over the tokens of {name}", left)
 
 
-def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
+def _of_alignment(replays: _Replays, replayed: Replayed, differences: np.ndarray) -> Iterator[Finding]:
     """Recorded log-probabilities that belong to the neighbouring token."""
     sampled = replays.sampled[..., 0]
-    learner = replays.differences(logits)[..., 0] + sampled
+    learner = differences[..., 0] + sampled
     for by, said in ((1, "next"), (-1, "previous")):
         moved = np.roll(learner, -by, axis=1)
         moved[:, -1 if by > 0 else 0] = np.nan
@@ -321,8 +332,10 @@ def _of_alignment(replays: _Replays, logits: Array) -> Iterator[Finding]:
         if both.sum() > replays.inside.sum() / 2:
             moves = (moved - sampled)[both]
             # The top log-probabilities may be at their own token, or moved along with the sampled one's.
-            both_ways = (logits, jnp.roll(logits, -by, axis=1))
-            tops = min((replays.differences(x)[..., 1:] for x in both_ways), key=_mean_abs)
+            both_ways = [differences[..., 1:]]
+            if replays.record.top is not None:
+                both_ways.append(replays.differences(replayed.rolled(-by))[..., 1:])
+            tops = min(both_ways, key=_mean_abs)
             left = _mean_abs(np.concatenate([moves.ravel(), tops[both].ravel()]))
             yield Finding("tokens misaligned", f"log-probabilities belong to the {said} token", left)
 

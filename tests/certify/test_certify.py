@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import numpy as np
 import pytest
 
 import smd_jax as smd
+from smd_jax.certify import replay as replay_module
 from smd_jax.certify import report, verdict
-from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, logprobs_of, prompt_facts, replay_logits
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
 from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
+from smd_jax.certify.replay import replay
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.certify import main
 from smd_jax.config import Experts
+from smd_jax.learner import blocks
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
@@ -72,10 +76,10 @@ def sampler_under(params, arrays, conditions, temperature=1.0, model=MODEL):
     """The record whose log-probabilities come from a replay under the conditions."""
     record = checked(arrays)
     columns, _ = record.response_columns
-    response = jnp.asarray(np.take_along_axis(record.tokens, columns, axis=1))
-    logits = replay_logits(model, params, conditions, columns.shape[1])
+    response = np.take_along_axis(record.tokens, columns, axis=1)
+    replayed = replay(model, params, conditions, columns.shape[1])
     logprobs = arrays["logprobs"].copy()
-    sampled = logprobs_of(response[..., None], logits, jnp.float32(temperature))[..., 0]
+    sampled = replayed.logprobs(response[..., None], [temperature])[..., 0, 0]
     np.put_along_axis(logprobs, columns, np.asarray(sampled), axis=1)
     return checked({**arrays, "logprobs": logprobs})
 
@@ -183,10 +187,10 @@ def with_top(params, arrays, rows, k=6):
     """The first rows, cut after one response token, with the sampler's likeliest tokens."""
     record = checked(arrays)
     columns, _ = record.response_columns
-    logits = replay_logits(MODEL, params, Conditions.of(record), columns.shape[1])
-    ids = np.argsort(-np.asarray(logits[:, 0]), axis=-1)[:, None, :k]
+    replayed = replay(MODEL, params, Conditions.of(record), columns.shape[1])
+    ids = np.asarray(replayed.likeliest(k)[0])
     cut = {**arrays, "lengths": arrays["prompt_lengths"] + 1}
-    logprobs = np.asarray(logprobs_of(jnp.asarray(ids), logits[:, :1], jnp.float32(1.0)))[:, 0]
+    logprobs = np.asarray(replayed.logprobs(ids))[:, 0, :, 0]
     cut["top_ids"] = np.full((*arrays["tokens"].shape, k), -1)
     cut["top_logprobs"] = np.zeros(cut["top_ids"].shape, np.float32)
     for row, column in enumerate(columns[:, 0]):
@@ -351,11 +355,47 @@ def test_a_learner_that_gives_nan_is_refused():
 def test_conditions_that_give_nan_explain_nothing(params, arrays):
     """Nor do they for the tokens that they leave."""
     replays = verdict._Replays(Models(MODEL, params), checked(arrays), FACTS)
-    logits = replays.logits(replays.stated)
-    healthy = replays.gap(logits)
+    replayed = replays.under(replays.stated)
+    healthy = replays.gap(replayed)
     share = 1 / replays.inside.sum()
     assert healthy < 1e-5
-    assert replays.gap(logits.at[0, 0].set(jnp.nan)) == pytest.approx(share * verdict.MOST_DIFFERENT, rel=1e-3)
+    broken = replayed._replace(hidden=replayed.hidden.at[0, 0].set(jnp.nan))
+    assert replays.gap(broken) == pytest.approx(share * verdict.MOST_DIFFERENT, rel=1e-3)
+
+
+def test_no_logits_of_all_responses(params, arrays, monkeypatch: pytest.MonkeyPatch):
+    """Blocks of a few columns give the numbers of one block, and no array has the size of all logits."""
+    record = checked(arrays)
+    columns, _ = record.response_columns
+    ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (*columns.shape, 3), np.int32)
+    support = np.concatenate([ids, np.full_like(ids, -1)], axis=-1)
+    replayed = replay(MODEL, params, Conditions.of(record), columns.shape[1])
+    programs = (replay_module._logprobs, replay_module._likeliest)
+
+    def answers():
+        for program in programs:  # compiled programs know nothing of the constant
+            program.clear_cache()
+        over_all, over_support = (replayed.logprobs(ids, [0.5, 1.0, 2.0], sets) for sets in (None, support))
+        return over_all, over_support, *replayed.likeliest(5, 0.7)
+
+    def largest() -> int:
+        texts = [
+            programs[0].lower(MODEL, params, replayed.hidden, ids, jnp.ones(3), support).as_text(),
+            programs[1].lower(MODEL, params, replayed.hidden, jnp.float32(1), 5).as_text(),
+        ]
+        shapes = [shape for text in texts for shape in re.findall(r"tensor<([\dx]+)x[fi]\d+>", text)]
+        return max(int(np.prod([int(side) for side in shape.split("x")])) for shape in shapes)
+
+    whole, logits = answers(), columns.size * CONFIG.vocab_size
+    assert largest() >= logits
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", logits)  # of four bytes each: a quarter of the columns
+    by_blocks = answers()
+    assert largest() <= logits // 4
+    monkeypatch.undo()
+    for one, other in zip(whole, by_blocks, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    for program in programs:
+        program.clear_cache()
 
 
 def test_numbers_of_a_verdict():
