@@ -7,7 +7,7 @@ from statistics import mean
 
 from lib.files import Row
 from lib.intervals import Estimate, paired
-from reporting import collapse, real_model
+from reporting import collapse, real_model, wall
 from reporting.contrasts import Contrast, paired_contrast
 from reporting.page import plain, rate_words
 from reporting.room import FRONT, OURS, RoomCell, against_all, arms_table, leads_sentence, level, seconds
@@ -53,8 +53,9 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 {real_model.bullet(smollm2)}
 
 **Not measured yet**, all [planned](experiments/PLAN.md): walks and larger budgets in this study, the paper's loss and
-mixtures with a fifth and four fifths TIS, the lead by mismatch in walks, the memory wall at 512 steps, the collapse
-of shadow masks and TIS at other rates and of all under Random{real_model.missing(smollm2)}. Not planned:
+mixtures with a fifth and four fifths TIS, the lead by mismatch in walks, the memory wall
+({wall.missing(rows["wall.json"])}), the collapse of shadow masks and TIS at other rates and of all under
+Random{real_model.missing(smollm2)}. Not planned:
 public benchmarks, a GPU. No run had a full cache that did not fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
@@ -128,6 +129,7 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
   evaluations are above the three before, established.
 * *Equal rollouts are not equal time.* CPU seconds of a run: {seconds(cell)} (two kinds of CPU). The mixture has a
   second forward and backward pass.
+* {wall.bullet(rows["wall.json"])}
 * *External validity.* The dense learner of naive is {mismatch:.2g} nats per token away from the sampler here (KL, mean
   over its runs){real_model.mismatch(rows["smollm2.json"])}. [Lead by mismatch](#lead-by-mismatch).
 * *Other cells.* {largest(cell, others)}The [others](#other-cells), greedily under the budget: {leads_sentence(others)}.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from smd_jax.config import check_choice, check_instance
 from smd_jax.learner.accumulation import count_parts, in_parts
 from smd_jax.learner.blocks import columns_at_once, over_columns
-from smd_jax.message.masks import Mask
+from smd_jax.message.masks import Mask, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params, check_model
 from smd_jax.model.routing import check_expert_count
@@ -184,6 +185,8 @@ def make_replay(
     """The jitted `(params, trajectory) -> logprobs [batch, R]`, an extra forward pass for a learner that differs from
     the sampler and takes several steps per rollout. `microbatch_size` and `rows_per_prompt` as in UpdateConfig.
 
+    The returned function raises ValueError for rows of `rows_per_prompt` without a common prompt.
+
     Raises:
       ValueError: for another visibility.
     """
@@ -193,4 +196,56 @@ def make_replay(
         once = shared_prompt(model, rows_per_prompt, trajectory.prompt_width)
         return learner_replay(once, params, trajectory, visibility, microbatch_size, rows_per_prompt).logprobs
 
-    return jax.jit(logprobs)
+    return checked_before(
+        jax.jit(logprobs), lambda params, trajectory: check_shared_prompts(rows_per_prompt, trajectory)
+    )
+
+
+def checked_before(program: Any, check: Callable[..., None]) -> Any:
+    """The jitted program with a check of its arguments before each call, outside of jit."""
+    of_program = ("lower", "trace", "eval_shape", "clear_cache")
+
+    @functools.wraps(program, (*functools.WRAPPER_ASSIGNMENTS, *of_program), ())
+    def checked(*args: Any) -> Any:
+        check(*args)
+        return program(*args)
+
+    return checked
+
+
+def check_shared_prompts(rows: int, trajectory: Trajectory) -> None:
+    """Raises ValueError for `rows` consecutive rows whose prompts differ, or were read under different masks. Call it
+    outside of jit; under a trace it checks nothing."""
+    # A batch that does not divide has an error of its own.
+    if rows == 1 or isinstance(trajectory.tokens, jax.core.Tracer) or len(trajectory.tokens) % rows:
+        return
+    found = jax.device_get(_unlike_prompts(trajectory, rows))
+    for name in ("tokens", "valid", "mask", "routing"):
+        if found.get(name, -1) >= 0:
+            row, column = divmod(int(found[name]), trajectory.prompt_width)
+            raise ValueError(
+                f"expected rows_per_prompt={rows} consecutive rows to have one prompt, read under one mask; got other "
+                f"{name} in row {row}, column {column}, than in row {row - row % rows}. With pack_columns as well, "
+                "rows share what is equal"
+            )
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def _unlike_prompts(trajectory: Trajectory, rows: int) -> dict[str, Array]:
+    """By name, the first `row * P + column` that differs from the group's first row; -1 without one."""
+    columns = trajectory.prompt_width
+    read = {"tokens": trajectory.tokens, "valid": trajectory.valid}
+    if isinstance(trajectory.mask, ShadowMask):
+        # A prompt's queries see only whether a key was evicted before the prompt's end.
+        at = jnp.minimum(trajectory.mask.evicted_at[..., :columns], columns)
+        read["mask"] = jnp.moveaxis(at, -1, 1)
+    elif len(trajectory.mask) > 1:  # booleans
+        read["mask"] = jnp.moveaxis(trajectory.mask[..., :columns, :columns], -1, 1)
+    if trajectory.routing is not None:
+        read["routing"] = trajectory.routing
+    found = {}
+    for name, values in read.items():
+        groups = values[:, :columns].reshape(-1, rows, columns, *values.shape[2:])
+        unlike = (groups != groups[:, :1]).reshape(len(values), columns, -1).any(axis=-1).ravel()
+        found[name] = jnp.where(unlike.any(), jnp.argmax(unlike), -1)
+    return found

@@ -9,6 +9,7 @@ A mask that is wrong for one relevant key causes a difference of a tenth of a na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -125,6 +126,8 @@ def find_wrong_head(model: LanguageModel, params: Params, trajectory: Trajectory
     Args:
       params: the parameters that sampled the trajectory.
     """
+    if not math.isfinite(difference.nats):
+        return "no mask explains a NaN"
     one = jax.tree.map(lambda x: on_host(x[difference.row : difference.row + 1]), trajectory)
     shape = model.shape
     sides = (1, shape.num_layers, shape.num_kv_heads, one.tokens.shape[1])

@@ -172,6 +172,10 @@ def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
 def check_packable(trajectory: Trajectory) -> None:
     """Raises ValueError for a rollout that cannot be replayed, or whose mask or sampled evictions cannot be packed."""
     check_replayable(trajectory)
+    if not isinstance(trajectory.mask, ShadowMask):
+        raise ValueError(
+            "expected a mask in interval form (ShadowMask.from_boolean) in a rollout to be packed; got booleans"
+        )
     if trajectory.mask.quantized is not None:
         raise ValueError("expected a cache that is not quantised in a rollout to be packed; got a quantised one")
     if trajectory.evictions is not None:
@@ -280,6 +284,11 @@ def _take(x: Array, places: Int[Array, "rows columns"] | Int[np.ndarray, "rows c
 
 def _put_back(whole: Array, part: Array, places: Packs) -> Array:
     """Writes `part [rows, K]` to its indices in `whole [batch, R]`."""
+    if part.shape != places.responses.shape:
+        raise ValueError(
+            f"expected terms whose rows are arrays {places.responses.shape}, one number a token, with pack_columns; "
+            f"got {part.shape}"
+        )
     # Numbers outside the array are dropped.
     at = jnp.where(places.responses == ABSENT, whole.size, places.responses)
     return whole.reshape(-1).at[at.reshape(-1)].set(part.reshape(-1), mode="drop").reshape(whole.shape)

@@ -152,7 +152,7 @@ class TermOutputs(struct.PyTreeNode):
     Attributes:
       loss: its loss before the coefficient, a weighted sum over tokens, so that microbatches add up.
       metrics: name -> scalar, summed over microbatches and logged.
-      rows: pytree of arrays `[rows, ...]` for `Term.metrics`, without gradient.
+      rows: pytree of arrays `[rows, ...]` for `Term.metrics`, without gradient; with `pack_columns` `[rows, K]`.
     """
 
     loss: Float[Array, ""]

@@ -17,8 +17,8 @@ import optax
 from jaxtyping import Array
 
 from smd_jax.learner.accumulation import accumulate, count_parts
-from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference, check_shared_prompts
-from smd_jax.learner.forward import check_replayable
+from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference
+from smd_jax.learner.forward import check_replayable, check_shared_prompts, checked_before
 from smd_jax.learner.objective import Prepared, RowOutputs, check_new_metrics, make_objective, prepare
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
 from smd_jax.learner.step import take_step
@@ -75,15 +75,12 @@ def make_update(
 
     # Donated: the new state overwrites the old one, which would otherwise double the memory.
     program = jax.jit(update, donate_argnums=0)
-    of_program = ("lower", "trace", "eval_shape", "clear_cache")
 
-    @functools.wraps(program, (*functools.WRAPPER_ASSIGNMENTS, *of_program), ())
-    def checked(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+    def check(state: TrainState, batch: TrainBatch) -> None:
         check_old_logprobs(config, batch)
-        check_shared_prompts(config, batch.trajectory)
-        return program(state, batch)
+        check_shared_prompts(config.rows_per_prompt, batch.trajectory)
 
-    return checked
+    return checked_before(program, check)
 
 
 def apply_gradients(

@@ -47,6 +47,7 @@ from smd_jax.devices.sharding import columns_apart, constrain_tokens, gathered_e
 from smd_jax.message.gate import EVICTION_GATE
 from smd_jax.message.masks import Mask
 from smd_jax.model.attention import AttentionConfig, BlockSizes, DecodeImplementation, Implementation
+from smd_jax.model.embedding import look_up
 from smd_jax.model.layer_runs import carry_layers, equal_runs, run_layers, run_of, state_kind
 from smd_jax.model.lora import LORA, Projection, variables_of
 from smd_jax.model.mixture import Mixture
@@ -341,7 +342,7 @@ class Decoder(nn.Module):
             )
         c = self.config
         # Cast after the look-up: a few rows instead of a whole vocabulary.
-        x = constrain_tokens(gathered_embedding(self.embed.embedding)[tokens].astype(c.dtype))
+        x = constrain_tokens(look_up(gathered_embedding(self.embed.embedding), tokens).astype(c.dtype))
         if c.scale_embeddings:
             # The factor is in the compute dtype, as Gemma was trained: in bfloat16 the root of 1,152 is 34.
             x = x * jnp.asarray(c.hidden_size**0.5, c.dtype)

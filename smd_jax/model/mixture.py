@@ -154,7 +154,8 @@ def expert_sum(
             thin = weights[f"{matrix}_scale"][0] * product(rows, weights[f"{matrix}_lora_A"], sizes)
             out = out + product(thin.astype(x.dtype), weights[f"{matrix}_lora_B"], sizes)
         if experts.bias:
-            out = out + weights[f"{name}_bias"][jnp.minimum(sorted_experts, count - 1)].astype(wide)
+            # Widened first, so that the gradient of an expert's bias is summed over its tokens in `wide`.
+            out = out + weights[f"{name}_bias"].astype(wide)[jnp.minimum(sorted_experts, count - 1)]
         return out
 
     rows = flat[order // per_token]

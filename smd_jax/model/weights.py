@@ -31,7 +31,16 @@ from smd_jax.model.families import FAMILIES
 from smd_jax.model.hf_config import float_name, hf_config_from_model, model_config_from_hf
 from smd_jax.model.lora import LORA
 from smd_jax.model.peft_format import CONFIG_FILE as ADAPTER_CONFIG
-from smd_jax.model.stored_tensors import INDEX_FILE, Part, check_names, load_parameter, match_tensors, read_json, some
+from smd_jax.model.stored_tensors import (
+    INDEX_FILE,
+    Part,
+    check_finite_weights,
+    check_names,
+    load_parameter,
+    match_tensors,
+    read_json,
+    some,
+)
 from smd_jax.model.tensor_table import Layout, Leaf, StoredTensor, tensor_table
 from smd_jax.model.tokenizer_files import GENERATION, TEMPLATES, TOKENIZER_FILES, check_tokenizer, write_tokenizer
 from smd_jax.model.value_head import VALUE_HEAD
@@ -212,7 +221,10 @@ def _check_params(table: dict[str, StoredTensor], flat: Mapping[str, Any]) -> No
 def _to_stored(flat: Mapping[str, Any], tensor: StoredTensor, dtype: FloatName) -> np.ndarray:
     # NumPy has no bfloat16; JAX's dtype adds it.
     whole = [flat[leaf.path] if tensor.expert is None else flat[leaf.path][tensor.expert] for leaf in tensor.leaves]
-    parts = [np.asarray(part).astype(jnp.dtype(dtype)) for part in whole]
+    with np.errstate(over="ignore"):
+        parts = [np.asarray(part).astype(jnp.dtype(dtype)) for part in whole]
+    for leaf, part in zip(tensor.leaves, parts, strict=True):
+        check_finite_weights(leaf.path, part)
     if tensor.interleaved:
         array = np.stack(parts, axis=-1).reshape(tensor.hf_shape)
     else:

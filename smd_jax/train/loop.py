@@ -302,10 +302,8 @@ class Loop:
                 logprobs = self.replay(params, samples.trajectory)
                 difference = first_difference(samples.trajectory, logprobs, bound)
                 if difference is not None:  # None: a replay does not reproduce it
-                    why += f", {difference}"
-                    if math.isfinite(difference.nats):  # no mask explains a NaN
-                        policy = self.policy_params(params)
-                        why += f"; {find_wrong_head(self.model, policy, samples.trajectory, difference)}"
+                    wrong = find_wrong_head(self.model, self.policy_params(params), samples.trajectory, difference)
+                    why += f", {difference}; {wrong}"
             return why
         skipped = metrics.get("update/skipped", 0.0) > 0
         in_a_row = self._counters["skipped in a row"] = self._counters["skipped in a row"] + 1 if skipped else 0

@@ -136,6 +136,14 @@ class PerRow(Imitation):
 
 
 @dataclass(frozen=True)
+class LogsPerRow(Term):
+    """Rows of another shape than one number a token."""
+
+    def evaluate(self, inputs: TermInputs) -> TermOutputs:
+        return TermOutputs(jnp.float32(0.0), rows=inputs.logprobs.sum(axis=1))
+
+
+@dataclass(frozen=True)
 class PerToken(Term):
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         return TermOutputs(inputs.logprobs)
@@ -221,6 +229,15 @@ def test_what_is_refused():
     config = smd.UpdateConfig(terms=(PerRow(),), microbatch_size=2, pack_columns=24)
     with pytest.raises(ValueError, match=r"expected terms that prepare arrays \(8, 10\), one number a token.*\(8,\)"):
         make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, bigram_update.batch())
+    config = dataclasses.replace(config, terms=(LogsPerRow(),), microbatch_size=1)
+    with pytest.raises(
+        ValueError, match=r"expected terms whose rows are arrays \(1, \d+\), one number a token.*\(1,\)"
+    ):
+        make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, bigram_update.batch())
+    given = bigram_update.batch()
+    booleans = given.replace(trajectory=given.trajectory.replace(mask=given.trajectory.mask.to_boolean()))
+    with pytest.raises(ValueError, match=r"expected a mask in interval form \(ShadowMask.from_boolean\)"):
+        make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, booleans)
 
 
 # --- parts whose objects are equal although they differ

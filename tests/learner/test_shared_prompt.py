@@ -235,7 +235,10 @@ def test_rows_without_a_common_prompt_are_refused():
     # As after a prompt that was read in other chunks. Evictions behind the prompt's end may differ.
     at = one.mask.evicted_at
     early = one.mask.replace(evicted_at=at.at[3, 1, 0, 6].set(7))
-    refused(one.replace(mask=early), "other evicted_at in row 3, column 6, than in row 0")
+    refused(one.replace(mask=early), "other mask in row 3, column 6, than in row 0")
+    refused(one.replace(mask=early.to_boolean()), "other mask in row 3, column 6, than in row 0")
+    with pytest.raises(ValueError, match="other tokens in row 1"):
+        make_replay(MODEL, "shadow", rows_per_prompt=GROUP)(PARAMS, shuffled)
 
 
 def test_rows_that_do_not_divide():

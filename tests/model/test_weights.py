@@ -112,6 +112,18 @@ def test_saving_replaces_a_checkpoint_and_leaves_nothing_else(tmp_path: Path):
     assert load_checkpoint(target)[0] == second
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_weights_that_could_not_be_loaded_are_not_saved(tmp_path: Path, dtype: FloatName):
+    config = tiny_model_config()
+    params = random_params(config)
+    save_checkpoint(tmp_path / "model", params, config)
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    factor = jnp.nan if dtype == "float32" else 1e6  # which float16 does not have
+    with pytest.raises(ValueError, match=f"expected finite weights; got NaN or infinity in .*, as {dtype}"):
+        save_checkpoint(tmp_path / "model", jax.tree.map(lambda x: x * factor, params), config, dtype=dtype)
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
 def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = CONFIGS["qwen2"]
     params = random_leaves(config)
