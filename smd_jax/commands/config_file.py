@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -31,6 +32,7 @@ from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
+LIKE_A_FLAG = re.compile(r"--?[^\W\d]|--\Z")  # what the parser takes for a flag among several values
 RUN_CONFIG, RUN_FILES = "config.yaml", ("metrics.jsonl", "checkpoints", LOCK)  # in the directory of a run
 
 
@@ -167,8 +169,8 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
             raise UserError(
                 f"{where}: expected a number, a text or a list of them in {name!r}; got {str(value)[:80]!r}"
             )
-        if len(items) > 1 and (dashed := [item for item in items if isinstance(item, str) and item[:1] == "-"]):
-            raise UserError(f"{where}: expected several values in {name!r} without a dash in front; got {dashed!r:.80}")
+        if len(items) > 1 and (flags := [item for item in items if isinstance(item, str) and LIKE_A_FLAG.match(item)]):
+            raise UserError(f"{where}: expected several values in {name!r} that are no flags; got {flags!r:.80}")
         if tyro.conf.Positional in metadata:
             yield from map(str, items)
         elif len(items) == 1:

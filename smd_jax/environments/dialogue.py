@@ -193,5 +193,7 @@ def _longer(message: Message) -> Message:
         case str(text):
             return {**message, "content": text + PLAIN}
         case list(parts):
-            return {**message, "content": [*parts, {"type": "text", "text": PLAIN}]}
+            # Every text, because some templates write the first one only.
+            longer = [{**part, "text": part["text"] + PLAIN} if "text" in part else part for part in parts]
+            return {**message, "content": [*longer, {"type": "text", "text": PLAIN}]}
     return message

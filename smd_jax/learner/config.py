@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_instance
 from smd_jax.corrections.base import Correction, Shadow
@@ -16,6 +16,7 @@ from smd_jax.learner.auxiliary_terms import EntropyTerm, ValueTerm
 from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.forward import Visibility as Visibility
+from smd_jax.learner.forward import is_traced
 from smd_jax.learner.policy_term import DenseLearner, DensePolicyTerm, PolicyTerm
 from smd_jax.learner.state import TrainBatch, TrainState, reference_params
 from smd_jax.learner.step import ReferenceSync
@@ -25,7 +26,6 @@ from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.metrics import evicted_share
 from smd_jax.typed_fields import check_types
 
 
@@ -189,7 +189,7 @@ def check_old_logprobs(config: UpdateConfig, batch: TrainBatch) -> None:
     """Raises ValueError if a correction would compare the sampler's log-probabilities with themselves.
 
     Call it outside of the update's own jit, in which one array passed twice is two tracers. Equal values count only for
-    a dense learner of a sampler that evicted keys: without evictions both may well be equal to the last bit.
+    a dense learner, at tokens whose query saw fewer keys than it: others may well be equal to the last bit.
     """
     check_instance("batch", batch, TrainBatch)
     given = {"old_logprobs": batch.old_logprobs, "dense_old_logprobs": batch.dense_old_logprobs}
@@ -207,9 +207,19 @@ def check_old_logprobs(config: UpdateConfig, batch: TrainBatch) -> None:
 
 def _is_the_samplers(old: Float[Array, "batch R"], trajectory: Trajectory) -> bool:
     """Whether these are the log-probabilities of a sampler that evicted keys. False under a trace."""
-    if isinstance(old, jax.core.Tracer) or not isinstance(trajectory.mask, ShadowMask):
+    if is_traced((old, trajectory)) or not isinstance(trajectory.mask, ShadowMask):
         return False
     if trajectory.logprobs is None or old.shape != trajectory.logprobs.shape:  # has an error of its own
         return False
-    evicted = evicted_share(trajectory.mask.evicted_at, trajectory.valid) > 0
-    return bool(evicted & jnp.all((old == trajectory.logprobs) | ~trajectory.response_mask))
+    with jax.ensure_compile_time_eval():  # of a constant batch, also in a jit of the caller's
+        return bool(_repeats(old, trajectory))
+
+
+@jax.jit
+def _repeats(old: Float[Array, "batch R"], trajectory: Trajectory) -> Bool[Array, ""]:
+    """Whether all tokens that can tell are equal: their query saw fewer keys, and they were not certain."""
+    keys = jnp.where(trajectory.valid[:, None, None], trajectory.mask.evicted_at, jnp.iinfo(jnp.int32).max)
+    queries = trajectory.prompt_width - 1 + jnp.arange(old.shape[1])[None]
+    saw_fewer = keys.min(axis=(1, 2, 3))[:, None] <= queries
+    tells = trajectory.response_mask & (trajectory.logprobs != 0) & saw_fewer
+    return tells.any() & jnp.all((old == trajectory.logprobs) | ~tells)

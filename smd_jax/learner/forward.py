@@ -213,13 +213,19 @@ def checked_before(program: Any, check: Callable[..., None]) -> Any:
     return checked
 
 
+def is_traced(tree: Any) -> bool:
+    """Whether a pytree holds tracers, whose values no check can read."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
 def check_shared_prompts(rows: int, trajectory: Trajectory) -> None:
     """Raises ValueError for `rows` consecutive rows whose prompts differ, or were read under different masks. Call it
     outside of jit; under a trace it checks nothing."""
     # A batch that does not divide has an error of its own.
-    if rows == 1 or isinstance(trajectory.tokens, jax.core.Tracer) or len(trajectory.tokens) % rows:
+    if rows == 1 or is_traced(trajectory) or len(trajectory.tokens) % rows:
         return
-    found = jax.device_get(_unlike_prompts(trajectory, rows))
+    with jax.ensure_compile_time_eval():  # of a constant batch, also in a jit of the caller's
+        found = jax.device_get(_unlike_prompts(trajectory, rows))
     for name in ("tokens", "valid", "mask", "routing"):
         if found.get(name, -1) >= 0:
             row, column = divmod(int(found[name]), trajectory.prompt_width)
@@ -234,7 +240,8 @@ def check_shared_prompts(rows: int, trajectory: Trajectory) -> None:
 def _unlike_prompts(trajectory: Trajectory, rows: int) -> dict[str, Array]:
     """By name, the first `row * P + column` that differs from the group's first row; -1 without one."""
     columns = trajectory.prompt_width
-    read = {"tokens": trajectory.tokens, "valid": trajectory.valid}
+    # No query sees padding, whose tokens may differ.
+    read = {"tokens": jnp.where(trajectory.valid, trajectory.tokens, 0), "valid": trajectory.valid}
     if isinstance(trajectory.mask, ShadowMask):
         # A prompt's queries see only whether a key was evicted before the prompt's end.
         at = jnp.minimum(trajectory.mask.evicted_at[..., :columns], columns)

@@ -15,6 +15,7 @@ from signal import Signals
 from typing import Any
 
 import jax
+import numpy as np
 
 from smd_jax.devices.processes import all_or_none, check_same, differences, gather_json, is_first
 from smd_jax.devices.sharding import shard_tree
@@ -142,7 +143,8 @@ def _check(
         check_same(same | {"checkpoints": all_steps(directory / CHECKPOINTS)})
     saved = without_base(state)  # all processes compute it together
     with all_or_none():
-        leaf_table(saved)  # raises for leaves that a checkpoint cannot hold
+        # Raises for leaves that a checkpoint cannot hold. Scalars of NumPy become arrays on the mesh.
+        leaf_table(jax.tree.map(lambda x: np.asarray(x) if isinstance(x, np.generic) else x, saved))
         check_directory(directory, resume)
         check_room(directory, stored_bytes(saved), run)
         if run.objective is not None and run.objective.metric.startswith("eval/") and not evaluates:

@@ -145,7 +145,10 @@ def test_rewards_of_one_name_are_named_by_their_files(tmp_path: Path):
 
 def test_a_written_configuration_starts_the_same_run(tmp_path: Path):
     words = ["grpo", *NEEDED, "--system-prompt", '- be: "brief"\n', "--memory", "80GiB", "--stop"]
-    for given in ([*words, "</s>"], [*words, "a", "b c", "--epsilon", "0.1", "--learning-rate", "1e-05", "--pyramid"]):
+    for given in (
+        [*words, "</s>"],
+        [*words, "a", "b c", "- d", "---", "-1", "--epsilon", "0.1", "--learning-rate", "1e-05", "--pyramid"],
+    ):
         name, args = parse(given)
         file = tmp_path / "run.yaml"
         file.write_text(config_file.dump(name, args), encoding="utf-8")

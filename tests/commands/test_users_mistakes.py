@@ -136,7 +136,7 @@ def test_a_mistake_is_one_box(
         ("budget: {a: 1}", "expected a number, a text or a list of them in 'budget'"),
         ("algorithm: ppo", "expected 'algorithm' as grpo; got 'ppo'"),
         ("output_dir: null", "expected a value of 'output_dir'; got null"),
-        ("stop: ['a', '-b']", "expected several values in 'stop' without a dash in front; got ['-b']"),
+        ("stop: ['a', '-b']", "expected several values in 'stop' that are no flags; got ['-b']"),
         ("stop: [null]", "expected a number, a text or a list of them in 'stop'"),
         ("output_dir: ~nosuchuser/x", "expected a path; got '~nosuchuser/x'"),
         ("output_dir: " + "x" * 5000, "File name too long"),

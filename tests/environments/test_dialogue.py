@@ -95,6 +95,10 @@ def test_a_prompt_with_a_role_that_the_template_ignores_is_refused(template: str
     written, question = dialogue(template), {"role": "user", "content": "2 + 2?"}
     with pytest.raises(TemplateError, match="that writes messages of role 'tool' in a prompt"):
         written.prompt([question, {"role": "tool", "content": "4"}])
+    first_part = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+    of_first_part = dialogue(first_part)
+    parts = [{"role": "system", "content": [{"type": "text", "text": "Add."}]}, question]
+    assert of_first_part.prompt(parts) == "Add.2 + 2?"
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
     assert written.prompt([question, called]) == f"[user]2 + 2?{END}[assistant]{END}[assistant]"
 

@@ -198,7 +198,13 @@ def test_reference_has_every_package():
 
 RESULTS = ROOT / "experiments" / "results"
 QUOTED = re.compile(r"([+−]\d\.\d{3}) ± (\d\.\d{3})")
-T_975 = {1: 12.706205, 2: 4.302653, 4: 2.776445, 7: 2.364624}  # 97.5 % quantiles of Student's t, by degrees of freedom
+T_975 = {
+    1: 12.706205,
+    2: 4.302653,
+    4: 2.776445,
+    5: 2.570582,
+    7: 2.364624,
+}  # 97.5 % quantiles of Student's t, by degrees of freedom
 KINDS = ("sparse", "dense", "sparse_greedy", "dense_greedy")
 
 
@@ -215,8 +221,10 @@ def difference(after: np.ndarray, before: np.ndarray) -> str:
     return f"{paired.mean():+.3f} ± {half:.3f}".replace("-", "−")
 
 
-def differences(rows: list[dict[str, Any]], cell_of: tuple[str, ...], arm_of: tuple[str, ...]) -> set[str]:
-    """Every difference of two arms of a cell, and of an arm to its start, in either way of decoding."""
+def differences(
+    rows: list[dict[str, Any]], cell_of: tuple[str, ...], arm_of: tuple[str, ...], kinds: tuple[str, ...] = KINDS
+) -> set[str]:
+    """Every difference of two arms of a cell, and of an arm to its start, in these columns."""
     cells: dict[tuple[Any, ...], dict[tuple[Any, ...], list[dict[str, Any]]]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         cell, arm = (tuple(row[name] for name in names) for names in (cell_of, arm_of))
@@ -226,10 +234,10 @@ def differences(rows: list[dict[str, Any]], cell_of: tuple[str, ...], arm_of: tu
         runs = [runs for runs in arms.values() if len(runs) - 1 in T_975]
         for ours, theirs in itertools.permutations(runs, 2):
             if [row["seed"] for row in ours] == [row["seed"] for row in theirs]:
-                found |= {difference(column(ours, kind), column(theirs, kind)) for kind in KINDS}
+                found |= {difference(column(ours, kind), column(theirs, kind)) for kind in kinds}
                 # A gate is compared with the start that decodes with the full cache.
                 found.add(difference(column(ours, "sparse"), column(theirs, "dense")))
-        for kind in KINDS:
+        for kind in kinds:
             before = f"{kind}_before"
             found |= {difference(column(x, kind), column(x, before)) for x in runs if before in x[0]}
     return found
@@ -254,6 +262,7 @@ def test_quoted_intervals_come_from_the_rows(name: str):
     known = differences(rows_of("eviction_action"), ("task",), ("arm", "policy"))
     for names in (("map", "choices"), ("horizon",), ("real_model",)):
         known |= differences(rows_of(*names), cell, ("arm",))
+    known |= differences(rows_of("wall_first"), ("length",), ("way",), ("own",))
     for names in (("map_rates",), ("horizon", "horizon_rates"), ("room/copy-8", "room/sorting-12")):
         known |= differences(rows_of(*names), cell, ("arm", "learning_rate"))
     quoted = {match[0] for match in QUOTED.finditer((ROOT / name).read_text(encoding="utf-8"))}

@@ -230,6 +230,9 @@ def test_rows_without_a_common_prompt_are_refused():
             update(state, TrainBatch(trajectory, jnp.ones(ROWS), old_logprobs=one.logprobs))
 
     refused(one.replace(tokens=one.tokens.at[5, 7].add(1)), "other tokens in row 5, column 7, than in row 4")
+    other_padding = TrainBatch(one.replace(tokens=one.tokens.at[5, 0].add(1)), jnp.ones(ROWS), one.logprobs)
+    state = init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3))
+    jax.jit(lambda state: update(state, other_padding))(state)  # also as a constant of a jit
     shuffled = jax.tree.map(lambda x: x[np.arange(ROWS).reshape(GROUP, -1).T.ravel()], one)
     refused(shuffled, "other tokens in row 1")
     # As after a prompt that was read in other chunks. Evictions behind the prompt's end may differ.

@@ -32,6 +32,7 @@ from smd_jax.learner.forward import Replay, learner_replay
 from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
@@ -305,6 +306,13 @@ def test_without_old_log_probabilities_every_ratio_is_one(monkeypatch: pytest.Mo
 # --- bad input
 
 
+def test_a_batch_may_be_a_constant_of_a_jit():
+    update = make_update(tiny_update.MODEL, RECORD, of_dense_update(TIS()))
+    data = tiny_update.batch().replace(old_logprobs=tiny_update.batch().trajectory.logprobs - 0.5)
+    state = init_state(jax.tree.map(jnp.copy, tiny_update.PARAMS), RECORD, jax.random.key(3))
+    assert jnp.isfinite(jax.jit(lambda state: update(state, data))(state)[1]["loss"])
+
+
 def test_the_samplers_logprobs_as_those_of_the_learner_are_refused():
     """A correction that compares both would have no effect."""
     given = batch()
@@ -321,6 +329,11 @@ def test_the_samplers_logprobs_as_those_of_the_learner_are_refused():
     # A copy, such as a minibatch, is another object. These keys were evicted, so a dense learner cannot be equal.
     with pytest.raises(ValueError, match=message):
         tiny_update.metrics_and_gradients(of_dense_update(TIS()), jax.tree.map(jnp.copy, tiny_update.batch()))
+    # Tokens of which both are certain say nothing.
+    certain = tiny_update.batch()
+    zeros = jnp.zeros_like(certain.trajectory.logprobs)
+    certain = certain.replace(trajectory=certain.trajectory.replace(logprobs=zeros), old_logprobs=zeros + 0)
+    tiny_update.metrics_and_gradients(of_dense_update(TIS()), certain)
     # Those without a weight by xi take the ratio to the sampler.
     naive, bypass = (metrics_and_gradients(of_dense_update(c), given)[1] for c in (Naive(), Bypass()))
     assert distance(naive, bypass) == 0
