@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from smd_jax.config import check_choice, check_instance
@@ -215,7 +216,7 @@ def checked_before(program: Any, check: Callable[..., None]) -> Any:
 
 def is_traced(tree: Any) -> bool:
     """Whether a pytree holds tracers, whose values no check can read."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def check_shared_prompts(rows: int, trajectory: Trajectory) -> None:

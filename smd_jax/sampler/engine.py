@@ -195,7 +195,7 @@ class Engine:
         """The sampler, and the shapes of the prefill's other arguments."""
         sampler = Sampler(self.model, self.policy, self.config, prompt_width)
         shape = (self.prefill_rows, prompt_width)
-        prompts = PromptBatch(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_))
+        prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
         keys = jax.eval_shape(lambda: row_keys(jax.random.key(0, impl="threefry2x32"), self.prefill_rows))
         return sampler, jax.eval_shape(partial(gathered_params, self.model), params), prompts, keys
 

@@ -83,7 +83,7 @@ def place(task: Task, index: int) -> str:
     match task:
         case SelectedRows():
             return place(task.task, int(task.numbers[index]))
-        case DatasetTask(rows=FileRows()) if (where := task.rows.place(index)) is not None:
+        case DatasetTask(rows=FileRows() as rows) if (where := rows.place(index)) is not None:
             return where
     return f"row {index}, counted from 0"
 

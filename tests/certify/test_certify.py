@@ -370,7 +370,7 @@ def test_no_logits_of_all_responses(params, arrays, monkeypatch: pytest.MonkeyPa
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (*columns.shape, 3), np.int32)
     support = np.concatenate([ids, np.full_like(ids, -1)], axis=-1)
     replayed = replay(MODEL, params, Conditions.of(record), columns.shape[1])
-    programs = (replay_module._logprobs, replay_module._likeliest)
+    programs: tuple[Any, ...] = (replay_module._logprobs, replay_module._likeliest)
 
     def answers():
         for program in programs:  # compiled programs know nothing of the constant

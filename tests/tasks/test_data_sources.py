@@ -102,7 +102,7 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path):
 def test_a_folder_of_save_to_disk(tmp_path: Path):
     """Names of its files and folders say nothing about splits."""
     splits = {"rl": questions(3), "train_sft": questions(2, first=3), "test_sft": questions(1, first=5)}
-    saved = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    saved: Any = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
     datasets.DatasetDict(saved).save_to_disk(str(tmp_path / "several"))
     for name, rows in splits.items():
         assert read(tmp_path / "several", None, name) == rows
