@@ -306,7 +306,7 @@ def test_a_class_that_cannot_be_loaded_is_refused():
         open_environments(lambda: Echo())
     flag = "In flags: None as its time limit is --environment-timeout."
     assert with_flags(str(error.value)).endswith(flag), "not --reward-timeout"
-    with pytest.raises(ValueError, match="expected a time limit > 0 seconds; got 0"):
+    with pytest.raises(ValueError, match="expected a time limit > 0 seconds, at most 1,000,000; got 0"):
         open_environments(Echo, 0.0)
 
 

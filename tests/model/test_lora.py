@@ -279,7 +279,8 @@ def test_a_model_that_does_not_read_adapters_is_refused(rows_per_prompt: int):
     message = "with reads_lora = True.* as Decoder does; got Bigram, whose adapters would never be trained"
     update = make_update(bigram_update.MODEL, RECORD, UpdateConfig(rows_per_prompt=rows_per_prompt))
     with pytest.raises(TypeError, match=message):
-        update(init_state(params, RECORD, jax.random.key(0)), bigram_update.batch())
+        pairs = jax.tree.map(lambda x: jnp.repeat(x[::2], 2, axis=0), bigram_update.batch())
+        update(init_state(params, RECORD, jax.random.key(0)), pairs)
     with pytest.raises(TypeError, match=message):
         replay(bigram_update.MODEL, params, bigram_update.trajectory())
     prompts = left_padded([4, 2], 4, bigram_update.VOCAB)

@@ -329,7 +329,9 @@ def test_a_nan_before_several_steps_is_refused():
     """No step could be skipped for it, and no mask explains it."""
     loop = tampered(not_a_number, config=replace(CONFIG, minibatches=2))
     state = new_state()
-    with pytest.raises(RefusedRolloutError, match=r"got nan, first at row 2, position \d+ \(\+?nan nats\)$"):
+    with pytest.raises(
+        RefusedRolloutError, match=r"got nan, first at row 2, position \d+ \(\+?nan nats\); no mask explains a NaN$"
+    ):
         loop.step(state)
 
 
