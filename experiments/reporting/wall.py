@@ -7,18 +7,16 @@ from operator import itemgetter
 from statistics import mean
 
 from lib.files import Row
-from lib.grid import best_rate
 from lib.intervals import Estimate, paired
 from reporting import page
 from reporting.contrasts import Contrast, paired_contrast
-from reporting.page import check_complete, difference, mean_of, plain, rate_words, signed, table
+from reporting.page import check_complete, difference, mean_of, rate_words, signed, table
 
 SEEDS = tuple(range(10, 16))
 LENGTHS = (512, 1024)
 PRIMARY = 1024  # steps of the walks of the primary contrast
 OURS = "mixed-50"
 FULL = ("full-turns", "full-updates", "full-4-bit")
-BUDGET = ("tis", "shadow")  # the other learners under the budget
 MEANING = {
     "full-turns": "32 completions with the full cache, in turns",
     "full-updates": "rollouts of 4 completions with the full cache",
@@ -82,7 +80,7 @@ def missing(rows: Sequence[Row]) -> str:
 
 
 def section(rows: Sequence[Row]) -> str:
-    contrast, ways, rival = primary(rows), complete(rows, PRIMARY), best_full(rows, PRIMARY)
+    contrast, ways = primary(rows), complete(rows, PRIMARY)
     tables = "\n\n".join(
         f"Walks of {length:,} steps:\n\n{ways_table(found)}"
         for length in LENGTHS
@@ -95,21 +93,15 @@ def section(rows: Sequence[Row]) -> str:
 Which way earns the most reward from given bytes of KV cache and given time? Walks on a graph, bytes of four rows
 with a full cache in bfloat16, {seconds:.0f} seconds of CPU time on one core for rollouts, rewards and updates,
 {len(SEEDS)} seeds. The budget is H2O with 120 + 8 keys. *Own* is the reward with the cache of training,
-the mean of temperature 1 and greedy; it chose the rate of each way on one pilot seed. {at_edge(rows)}
+the mean of temperature 1 and greedy; it chose the rate of each way on one pilot seed.
 
 {tables}
 
-*Primary contrast*: {contrast.what}: {contrast.found}. {learners(ways, rival)}Established above their starts:
+*Primary contrast*: {contrast.what}: {contrast.found}. Established above their starts:
 {", ".join(above) or "none; so the contrast does not say which way earns more, but which loses less"}.
 Not run yet: {missing(rows)}. An accelerator was not measured. The [first rows](docs/older_studies.md#the-memory-wall)
 had two rates a way, both at the edge, on a slower CPU: there the same contrast was established above 0.
 """
-
-
-def learners(ways: Ways, rival: str) -> str:
-    """The leads of the other learners under the budget over the full cache; empty before they are complete."""
-    leads = [f"{way} {plain(difference(ways[way], ways[rival], 'own'))}" for way in BUDGET if way in ways]
-    return f"Exploratory: {', '.join(leads)} against the same way. " if leads else ""
 
 
 def ways_table(ways: Ways) -> str:
@@ -124,16 +116,3 @@ def ways_table(ways: Ways) -> str:
         )
     columns = ["way", "rate", "rows at once", "rollouts", "thousand tokens", "own", "own minus its start"]
     return table([*columns, "greedy minus its start", f"{OURS} minus it, own"], lines)
-
-
-def at_edge(rows: Sequence[Row]) -> str:
-    """Which ways have their best rate at the edge of the rates that ran in the pilot."""
-    pilots = page.grouped((row for row in page.of_pilot(rows) if row["length"] == PRIMARY), itemgetter("way"))
-    found = []
-    for way, of_way in pilots.items():
-        rewards = {row["learning_rate"]: row["own"] for row in of_way}
-        if best_rate(rewards) in (min(rewards), max(rewards)):
-            found.append(way)
-    if not found:
-        return ""
-    return f"The best rate of {len(found)} of {len(pilots)} ways is the smallest or largest tried."
