@@ -75,6 +75,8 @@ def updated(sizes, config):
     with jax.set_mesh(mesh):
         state = shard_tree(init_state(params(), RECORD, jax.random.key(3)), mesh)
         data = shard_batch(jax.device_get(train_batch(sampled(ONE))), mesh)
+        if config.correction.traits.uses_mismatch:  # the learner's, not the sampler's
+            data = data.replace(old_logprobs=None)
         state, metrics = make_update(MODEL, RECORD, config)(state, data)
     return jax.device_get((metrics, state.opt_state))
 
