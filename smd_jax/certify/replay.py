@@ -23,8 +23,8 @@ from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.message.drawable_tokens import OUTSIDE
 from smd_jax.message.masks import ShadowMask
 from smd_jax.message.sampling import among
-from smd_jax.model.protocol import LanguageModel, Params, Routed
-from smd_jax.model.teacher_forced import TeacherForced, layer_masks
+from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.teacher_forced import hidden_states
 
 
 class Replayed(NamedTuple):
@@ -76,13 +76,9 @@ def _hidden(
     )
     # `certify` compares the record's own rows with the context, which spare columns may exceed.
     longest = min(tokens.shape[1], model.shape.max_positions)
-    states = layer_masks(model.shape, tokens, ShadowMask(evicted_at), longest)
-    if conditions.routing is not None and model.shape.routing is not None:
-        routing = jnp.asarray(conditions.routing)
-        of_layer = {layer: routing[:, :, place] for place, layer in enumerate(model.shape.routing.layers)}
-        states = tuple(Routed(mask, of_layer.get(layer)) for layer, mask in enumerate(states))
-    attention = TeacherForced(model.shape)
-    hidden, _ = model.hidden(params, tokens, model.encode_positions(positions), attention, states)
+    # A model without experts chooses none.
+    routing = None if conditions.routing is None or model.shape.routing is None else jnp.asarray(conditions.routing)
+    hidden = hidden_states(model, params, tokens, positions, ShadowMask(evicted_at), longest, routing)
     columns = jnp.clip(first[:, None] - 1 + jnp.arange(responses)[None], 0, tokens.shape[1] - 1)
     return jnp.take_along_axis(hidden, columns[..., None], axis=1)
 
