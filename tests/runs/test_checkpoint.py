@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -453,3 +454,18 @@ def test_other_unraisable_errors_are_printed(monkeypatch):
     args = SimpleNamespace(exc_type=RuntimeError, exc_value=error, exc_traceback=None, err_msg=None, object=None)
     sys.unraisablehook(args)  # pyright: ignore[reportArgumentType]
     assert len(seen) == 1
+
+
+def test_only_warnings_of_orbax_about_writes_that_never_started_are_dropped():
+    async def async_serialize_from_host() -> None: ...
+
+    async def other() -> None: ...
+
+    async_serialize_from_host.__qualname__ = "async_serialize_from_host.<locals>.write_fragment"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with errors.disk_failure_named(Path("anywhere"), 1):
+            pass
+        for function in (async_serialize_from_host, other):
+            function()  # pyright: ignore[reportUnusedCoroutine]
+    assert ["other" in str(warning.message) for warning in seen] == [True]

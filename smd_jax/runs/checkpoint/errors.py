@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,10 +88,12 @@ def _is_worth_printing(record: logging.LogRecord) -> bool:
 
 
 def _quiet_late_writes() -> None:
-    """Stops the printing of RuntimeErrors from writes that end after orbax has closed its event loop.
+    """Stops the printing of what follows a failed write: later writes end after orbax has closed its event loop.
 
-    TensorStore sends them to `sys.unraisablehook` when an earlier write has failed. Other errors are printed.
+    TensorStore sends their RuntimeErrors to `sys.unraisablehook`; Python warns of those that never started. Other
+    errors and warnings are printed.
     """
+    warnings.filterwarnings("ignore", message=r"coroutine 'async_serialize\S*' was never awaited")
     before = sys.unraisablehook
     if getattr(before, "__module__", None) == __name__:
         return
