@@ -1,6 +1,4 @@
-"""Small tokenizers of the two kinds in use, as the hub has them: built here, saved, loaded."""
-
-from pathlib import Path
+"""Small tokenizers of the two kinds in use, as the hub has them."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -56,9 +54,3 @@ def sentencepiece_tokenizer(*, byte_tokens: bool = True) -> PreTrainedTokenizerF
         pad_token="</s>",
         clean_up_tokenization_spaces=False,
     )
-
-
-def reload(tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedTokenizerFast:
-    """Through tokenizer.json and tokenizer_config.json."""
-    tokenizer.save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -13,21 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text import StopTable, compile_stop_strings
 from smd_jax.text.stop_strings import advance
-from tests.stop_tokenizers import SENTENCEPIECE, reload, sentencepiece_tokenizer, trained_tokenizer
+from tests.stop_tokenizers import SENTENCEPIECE, sentencepiece_tokenizer, trained_tokenizer
 
 BYTES = byte_tokenizer()
+TRAINED = trained_tokenizer()
+PIECES = sentencepiece_tokenizer()
 VOCAB = 264
 WIDTH = 40  # tokens that a property test reads at most
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    return reload(trained_tokenizer(), tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    return reload(sentencepiece_tokenizer(), tmp_path_factory.mktemp("sentencepiece"))
 
 
 @jax.jit
@@ -97,26 +89,26 @@ def build_strings(text: str, specs: list) -> list[str]:
 
 @settings(deadline=None, max_examples=150)
 @given(parts=ROWS, specs=STRINGS)
-def test_byte_level_tokens_stop_as_their_text_does(trained: PreTrainedTokenizerFast, parts: list, specs: list):
+def test_byte_level_tokens_stop_as_their_text_does(parts: list, specs: list):
     names = [str(BYTES.convert_ids_to_tokens(byte)) for byte in range(256)]
-    row = build_row(trained, parts, names)
-    known = [token for token in row if token < len(trained)]
-    strings = build_strings(str(trained.decode(known, skip_special_tokens=True)), specs)
-    pieces = [token if token < len(trained) else len(trained) - 1 for token in row]  # a special token adds no more
-    assert stop_lengths(trained, strings, [row]) == [plain_length(decoded(trained, pieces), strings)]
+    row = build_row(TRAINED, parts, names)
+    known = [token for token in row if token < len(TRAINED)]
+    strings = build_strings(str(TRAINED.decode(known, skip_special_tokens=True)), specs)
+    pieces = [token if token < len(TRAINED) else len(TRAINED) - 1 for token in row]  # a special token adds no more
+    assert stop_lengths(TRAINED, strings, [row]) == [plain_length(decoded(TRAINED, pieces), strings)]
 
 
 @settings(deadline=None, max_examples=75)
 @given(parts=ROWS, specs=STRINGS)
-def test_sentencepiece_tokens_stop_as_their_bytes_do(sentencepiece: PreTrainedTokenizerFast, parts: list, specs: list):
+def test_sentencepiece_tokens_stop_as_their_bytes_do(parts: list, specs: list):
     """In bytes, because this decoder replaces a whole run of byte tokens if one of them is invalid."""
     bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} | SENTENCEPIECE
-    row = build_row(sentencepiece, parts, [f"<0x{byte:02X}>" for byte in range(256)])
-    tokens = [str(sentencepiece.convert_ids_to_tokens(token)) for token in row]  # "None" for a spare row
+    row = build_row(PIECES, parts, [f"<0x{byte:02X}>" for byte in range(256)])
+    tokens = [str(PIECES.convert_ids_to_tokens(token)) for token in row]  # "None" for a spare row
     pieces = [bytes_of.get(token, b"") for token in tokens]
     texts = [b"".join(pieces[:length]) for length in range(len(row) + 1)]
     strings = build_strings(texts[-1].decode(errors="ignore"), specs)
-    assert stop_lengths(sentencepiece, strings, [row]) == [plain_length(texts, [string.encode() for string in strings])]
+    assert stop_lengths(PIECES, strings, [row]) == [plain_length(texts, [string.encode() for string in strings])]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +129,13 @@ def test_hand_worked(strings: list[str], text: str, length: int | None):
     assert stop_lengths(BYTES, strings, [list(text.encode())]) == [length]
 
 
-def test_a_string_within_a_token_and_over_its_ends(sentencepiece: PreTrainedTokenizerFast):
-    ids = sentencepiece.get_vocab()
+def test_a_string_within_a_token_and_over_its_ends():
+    ids = PIECES.get_vocab()
     answer, blank, a, b, middle = (ids[token] for token in ("</answer>x", "▁", "a", "b", "a▁b"))
     rows = [[a, answer, b], [b, blank, a, answer], [a, b, middle]]
-    assert stop_lengths(sentencepiece, ["answer"], rows) == [2, 4, None]
-    assert stop_lengths(sentencepiece, ["a</", "xb", "ba b"], rows) == [2, 4, 3]
-    assert stop_lengths(sentencepiece, [" a"], rows) == [None, 3, None]
+    assert stop_lengths(PIECES, ["answer"], rows) == [2, 4, None]
+    assert stop_lengths(PIECES, ["a</", "xb", "ba b"], rows) == [2, 4, 3]
+    assert stop_lengths(PIECES, [" a"], rows) == [None, 3, None]
 
 
 def test_the_table_of_two_letters():

@@ -1,21 +1,15 @@
 """The bytes of tokens: byte level, sentencepiece and others, against the text that transformers decodes."""
 
-from pathlib import Path
-
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.token_bytes import byte_alphabet, token_bytes
-from tests.stop_tokenizers import SENTENCEPIECE, reload, sentencepiece_tokenizer, trained_tokenizer
+from tests.stop_tokenizers import SENTENCEPIECE, sentencepiece_tokenizer, trained_tokenizer
 
+TRAINED = trained_tokenizer()
 TEXTS = ["Größe 日本語", "🦊🦊 a", "x  y\n\n", "no è, ça"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    return reload(trained_tokenizer(), tmp_path_factory.mktemp("trained"))
 
 
 def with_decoder(decoder: decoders.Decoder | None, tokens: list[str]) -> PreTrainedTokenizerFast:
@@ -43,21 +37,21 @@ def test_the_byte_tokenizer():
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_trained_byte_level_tokenizer(trained: PreTrainedTokenizerFast, text: str):
-    pieces = bytes_of(trained)
-    assert b"".join(pieces[token] for token in trained.encode(text)) == text.encode()
+def test_a_trained_byte_level_tokenizer(text: str):
+    pieces = bytes_of(TRAINED)
+    assert b"".join(pieces[token] for token in TRAINED.encode(text)) == text.encode()
 
 
-def test_added_tokens_pass_through_the_alphabet_if_they_can(trained: PreTrainedTokenizerFast):
+def test_added_tokens_pass_through_the_alphabet_if_they_can():
     """As in the `tokenizers` library: "é" is the stand-in of byte 0xE9; a blank is no stand-in."""
-    pieces, ids = bytes_of(trained), trained.get_vocab()
+    pieces, ids = bytes_of(TRAINED), TRAINED.get_vocab()
     for token, expected in {"<tool>": b"<tool>", "\u00e9 b": "\u00e9 b".encode(), "\u00e9": b"\xe9"}.items():
         assert pieces[ids[token]] == expected
-        assert trained.decode([ids[token]]) == expected.decode(errors="replace")
+        assert TRAINED.decode([ids[token]]) == expected.decode(errors="replace")
 
 
-def test_sentencepiece(tmp_path: Path):
-    tokenizer = reload(sentencepiece_tokenizer(), tmp_path)
+def test_sentencepiece():
+    tokenizer = sentencepiece_tokenizer()
     pieces, ids = bytes_of(tokenizer), tokenizer.get_vocab()
     assert {token: pieces[ids[token]] for token in SENTENCEPIECE} == SENTENCEPIECE
     assert pieces[ids["<0xE6>"]] == b"\xe6" and pieces[ids["<0x0A>"]] == b"\n"
