@@ -140,8 +140,7 @@ class BalanceTerm(Term):
     def prepare(self, minibatch: Minibatch) -> Float[Array, "batch count"]:
         """Weight of each expert's probability in the loss: count * f over the number of tokens."""
         routing = minibatch.trajectory.routing
-        if routing is None:
-            raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
+        assert routing is not None  # it needs the router
         chosen = jnp.arange(self.count)[None] == routing.astype(jnp.int32).reshape(-1, 1)
         tokens = jnp.maximum(jnp.sum(routing[..., 0] >= 0), 1)
         # Two divisions: the square of as many tokens as one batch has would overflow 32 bits.

@@ -20,7 +20,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params, check_model
 from smd_jax.model.routing import check_expert_count
 from smd_jax.model.shared_prompt import shared_prompt
-from smd_jax.model.teacher_forced import hidden_and_router, hidden_states
+from smd_jax.model.teacher_forced import hidden_and_router
 from smd_jax.pytrees import any_leaves
 
 Visibility = Literal["shadow", "dense"]  # the sampler's mask, or every key
@@ -59,31 +59,23 @@ def response_hidden(
     model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
 ) -> Float[Array, "batch R hidden"]:
     """Hidden states that predict the response tokens: those of columns P-1 … T-2."""
-    packing = trajectory.packing
-    longest = trajectory.longest if packing is None else packing.longest
-    check_expert_count(model.shape, trajectory.expert_count)
-    hidden = hidden_states(model, params, trajectory.tokens, trajectory.positions, mask, longest, trajectory.routing)
-    if packing is not None:
-        return jnp.take_along_axis(hidden, packing.sources[..., None], axis=1)
-    # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response
-    # token, and the prediction of the last column was not sampled.
-    return hidden[:, trajectory.prompt_width - 1 : -1]
+    return response_hidden_and_router(model, params, trajectory, mask)[0]
 
 
 def response_hidden_and_router(
     model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
-) -> tuple[Float[Array, "batch R hidden"], Float[Array, "batch T mixtures count"]]:
-    """`response_hidden`, and the router logits of all tokens.
-
-    Raises:
-      ValueError: if the trajectory has no recorded routing.
-    """
-    if trajectory.routing is None:
-        raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
+) -> tuple[Float[Array, "batch R hidden"], Float[Array, "batch T mixtures count"] | None]:
+    """`response_hidden`, and the router logits of all tokens, None without recorded routing."""
+    packing = trajectory.packing
+    longest = trajectory.longest if packing is None else packing.longest
     check_expert_count(model.shape, trajectory.expert_count)
     hidden, router = hidden_and_router(
-        model, params, trajectory.tokens, trajectory.positions, mask, trajectory.routing, trajectory.longest
+        model, params, trajectory.tokens, trajectory.positions, mask, longest, trajectory.routing
     )
+    if packing is not None:
+        return jnp.take_along_axis(hidden, packing.sources[..., None], axis=1), router
+    # The state of column t predicts the token of column t + 1: the last prompt column predicts the first response
+    # token, and the prediction of the last column was not sampled.
     return hidden[:, trajectory.prompt_width - 1 : -1], router
 
 

@@ -26,7 +26,6 @@ from smd_jax.learner.forward import (
     learner_replay,
     replay,
     replay_hidden,
-    response_hidden,
     response_hidden_and_router,
 )
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
@@ -64,6 +63,8 @@ class Prepared(struct.PyTreeNode):
 
 def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: TrainBatch) -> Prepared:
     """Prepares every term, with an extra forward pass if a correction or entropies need one."""
+    if config.needs.router and batch.trajectory.routing is None:
+        raise ValueError("expected a trajectory with recorded routing, from a model with experts; got one without")
     mask = counted_tokens(config, batch.trajectory, batch.counted_rows)
 
     @functools.cache
@@ -122,10 +123,8 @@ def _term_inputs(
     evictions = router = None
     if needs.evictions:  # under the sampler's mask, as the term has checked
         hidden, evictions = response_hidden_and_evictions(model, params, trajectory)
-    elif needs.router:
-        hidden, router = response_hidden_and_router(model, params, trajectory, mask)
     else:
-        hidden = response_hidden(model, params, trajectory, mask)
+        hidden, router = response_hidden_and_router(model, params, trajectory, mask)
     learner = replay_hidden(model, params, hidden, trajectory, entropy_gradient=needs.entropy_gradient)
 
     def logprobs(of: Params, seen: Visibility) -> Array:
@@ -148,7 +147,7 @@ def _term_inputs(
         reference_logprobs=ComputedLogprobs("reference_logprobs", jax.lax.stop_gradient(of_reference)),
         values=values(params, hidden) if needs.values else None,
         evictions=evictions,
-        router=router,
+        router=router if needs.router else None,
         model=model,
         params=params,
         reference=reference,

@@ -74,10 +74,7 @@ def hidden_states(
       ValueError: as `layer_masks` and `routed_layers`.
       TypeError: as `check_reads_lora`.
     """
-    check_reads_lora(model, params)
-    layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
-    attention = TeacherForced(model.shape)
-    return model.hidden(params, tokens, model.encode_positions(positions), attention, layers)[0]
+    return hidden_and_router(model, params, tokens, positions, mask, longest, routing)[0]
 
 
 def hidden_and_router(
@@ -86,15 +83,15 @@ def hidden_and_router(
     tokens: Int[Array, "batch tokens"],
     positions: Int[Array, "batch tokens"],
     mask: Mask,
-    routing: Int[Array, "batch tokens mixtures per_token"],
     longest: int | None = None,
-) -> tuple[Float[Array, "batch tokens hidden"], Float[Array, "batch tokens mixtures count"]]:
-    """Hidden states, and the router logits of every layer with experts; arguments and errors as `hidden_states`."""
+    routing: Int[Array, "batch tokens mixtures per_token"] | None = None,
+) -> tuple[Float[Array, "batch tokens hidden"], Float[Array, "batch tokens mixtures count"] | None]:
+    """`hidden_states`, and the router logits of every layer with experts, None without routing."""
     check_reads_lora(model, params)
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape)
     hidden, layers = model.hidden(params, tokens, model.encode_positions(positions), attention, layers)
-    return hidden, router_logits(model.shape, layers)
+    return hidden, None if routing is None else router_logits(model.shape, layers)
 
 
 def apply_model(

@@ -14,6 +14,7 @@ import pytest
 from smd_jax.learner.auxiliary_terms import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import Replay, Visibility, response_hidden_and_router
+from smd_jax.learner.objective import prepare
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs
 from smd_jax.learner.update import make_update
@@ -86,9 +87,10 @@ class ReadsRouter(Term):
 
 def test_what_has_no_input():
     trajectory = to_trajectory([Branch([1, 2, 3], [False, False, True])])
-    with pytest.raises(ValueError, match="expected a trajectory with recorded routing"):
-        response_hidden_and_router(Decoder(CONFIG), params_of(CONFIG), trajectory, trajectory.mask)
+    batch = TrainBatch(trajectory, jnp.zeros(1), None)
     for own in (BalanceTerm(6), ReadsRouter()):
+        with pytest.raises(ValueError, match="expected a trajectory with recorded routing"):
+            prepare(Decoder(CONFIG), UpdateConfig(terms=(own,)), params_of(CONFIG), batch)
         with pytest.raises(ValueError, match=r"expected no eviction_coef .* got eviction_coef 0\.1 and"):
             UpdateConfig(eviction_coef=0.1, terms=(own,))
         with pytest.raises(ValueError, match=r"expected no eviction_coef and no pack_columns .* pack_columns 24"):
