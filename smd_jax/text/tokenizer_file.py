@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-# Settings of a BPE that change ids, and have defaults if a file leaves them out.
+# Settings of a BPE that change ids.
 BPE_SETTINGS = ("ignore_merges", "byte_fallback", "fuse_unk", "unk_token", "dropout")
 NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 
@@ -49,25 +50,15 @@ def splits_as_file(tokenizer: Any, file: Path) -> bool:
     parts = {name: content.get(name) for name in PARTS}
     model = content.get("model")
     is_bpe = isinstance(model, dict) and "merges" in model
-    settings = {name: model[name] for name in BPE_SETTINGS if name in model} if is_bpe else {}
-    like_file = {"version": "1.0", "added_tokens": [], **parts, "model": NO_MODEL | settings}
+    like_file = {"version": "1.0", "added_tokens": [], **parts, "model": {**(model if is_bpe else {}), **NO_MODEL}}
     wanted = Tokenizer.from_str(json.dumps(like_file))
-    same_model = not is_bpe or _settings(own.model) == _settings(wanted.model)
+    same_model = not is_bpe or all(
+        getattr(own.model, name, None) == getattr(wanted.model, name, None) for name in BPE_SETTINGS
+    )
     return same_model and _parts(own) == _parts(wanted)
 
 
-def _settings(model: Any) -> list[Any]:
-    """The settings of a BPE; those that another model does not have are None."""
-    return [getattr(model, name, None) for name in BPE_SETTINGS]
-
-
-def _parts(tokenizer: Tokenizer) -> list[Any]:
+def _parts(tokenizer: Tokenizer) -> list[bytes | None]:
+    """The serialised parts, without their settings of offsets, which choose no ids."""
     found = [getattr(tokenizer, name) for name in PARTS]
-    return [None if part is None else _ids_alone(json.loads(part.__getstate__())) for part in found]
-
-
-def _ids_alone(state: Any) -> Any:
-    """The settings that choose ids: not those of offsets."""
-    if isinstance(state, dict):
-        return {name: _ids_alone(value) for name, value in state.items() if name != "trim_offsets"}
-    return [_ids_alone(each) for each in state] if isinstance(state, list) else state
+    return [None if part is None else re.sub(rb'"trim_offsets":\w+', b"", part.__getstate__()) for part in found]
