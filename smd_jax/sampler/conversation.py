@@ -24,7 +24,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import RowProgress
@@ -33,19 +33,18 @@ from smd_jax.devices.sharding import constrain_rows
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
 from smd_jax.eviction.wrappers import OnTokens
-from smd_jax.message.masks import NEVER, Segments, ShadowMask, record_evictions
+from smd_jax.message.masks import NEVER, Segments, record_evictions
 from smd_jax.message.spans import SpanState
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.model.routing import NOT_RECORDED, expert_count
 from smd_jax.pytrees import any_leaves
 from smd_jax.sampler.attends import read_tokens
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.prefill import prefill
-from smd_jax.sampler.records import drawable_tokens, pad_columns, to_evicted_at
+from smd_jax.sampler.records import assemble, pad_columns
 from smd_jax.sampler.seats import SamplerState, begin, constrained
-from smd_jax.sampler.segment import draw_segment, no_record
+from smd_jax.sampler.segment import SegmentRecord, draw_segment, no_record
 from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
 from smd_jax.text.stop_strings import StopTable
@@ -59,21 +58,16 @@ class Conversations(struct.PyTreeNode):
       rows: cache and progress. `rows.done` is true of rows that wait for an answer or have ended, and `rows.terminated`
         of those whose last turn ended by itself. `rows.drawn` counts all tokens after the prompt.
       read: `[rows]` how many of these tokens are in the cache: `drawn`, or one fewer after the end of a turn.
-      tokens, logprobs, entropy, sampled: `[rows, R]` as in Trajectory.
-      drawable: `[rows, R, ...]`, see `DrawableTokens.sets`; None without filters.
+      record: `[rows, R, ...]` of all tokens after the prompt, as one segment; the sampled ones are `emitted`.
       evicted_at: of the shadow mask, `[rows, kv_heads, T]` per layer, `[rows, layers, kv_heads, T]` per run of layers.
-      routing: `[rows, T, mixtures, per_token]` experts of read tokens, -1 of others; None without experts.
+      prompt_routing: `[rows, P, mixtures, per_token]` experts of the prompt's tokens; None without experts.
     """
 
     rows: SamplerState
     read: Int[Array, " rows"]
-    tokens: Int[Array, "rows R"]
-    logprobs: Float[Array, "rows R"]
-    entropy: Float[Array, "rows R"]
-    sampled: Bool[Array, "rows R"]
-    drawable: Array | None
+    record: SegmentRecord
     evicted_at: tuple[Int[Array, "rows *layers kv_heads T"], ...]
-    routing: Int[Array, "rows T mixtures per_token"] | None = None
+    prompt_routing: Int[Array, "rows P mixtures per_token"] | None = None
 
 
 def conversation_sampler(
@@ -119,22 +113,13 @@ def begin_conversations(
     prefilled = prefill(sampler, params, prompts, prompt_keys)
     count, response = keys.shape[0], sampler.config.max_new_tokens
     group = count // prompts.tokens.shape[0]
-    records = [pad_columns(record.evicted_at, response) for record in prefilled.records]
-    # As if all tokens after the prompt were one segment.
-    nothing = no_record(sampler, jnp.zeros((count,), jnp.int32), response)
-    routing = prefilled.records[0].routing
-    if routing is not None and nothing.routing is not None:
-        routing = jnp.concatenate([jnp.repeat(routing, group, axis=0), nothing.routing], axis=1)
+    records = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), prefilled.records)
     return Conversations(
         rows=begin(prefilled, keys, limit).replace(done=limit <= 0),
-        read=nothing.first,
-        tokens=nothing.tokens,
-        logprobs=nothing.logprobs,
-        entropy=nothing.entropy,
-        sampled=nothing.emitted,
-        drawable=nothing.drawable,
-        evicted_at=tuple(jnp.repeat(x, group, axis=0) for x in records),
-        routing=routing,
+        read=jnp.zeros((count,), jnp.int32),
+        record=no_record(sampler, count, response),
+        evicted_at=tuple(pad_columns(record.evicted_at, response) for record in records),
+        prompt_routing=records[0].routing,
     )
 
 
@@ -143,23 +128,9 @@ def sample_segment(sampler: Sampler, params: Params, state: Conversations, stop:
     """Rows that are not done draw and read up to `buffer` tokens; then every layer is compressed."""
     live = ~state.rows.done
     rows, record, _ = draw_segment(sampler, params, state.rows, stop)
-    response = sampler.config.max_new_tokens
-    column = record.first[:, None] + jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
-    # After the last column, where scattered numbers are dropped.
-    column = jnp.where(record.emitted, column, response)
-
-    def put(old: Array, new: Array) -> Array:
-        return old.at[jnp.arange(old.shape[0])[:, None], column].set(new, mode="drop")
-
-    state = state.replace(
-        tokens=put(state.tokens, record.tokens),
-        logprobs=put(state.logprobs, record.logprobs),
-        entropy=put(state.entropy, record.entropy),
-        sampled=put(state.sampled, record.emitted),
-        drawable=jax.tree.map(put, state.drawable, record.drawable),
-        # The token that ends a turn has no experts yet: it is read with the answer.
-        routing=_with_experts(state.routing, sampler.prompt_width + column, record.routing),
-    )
+    # The token that ends a turn has no experts yet: it is read with the answer.
+    put = partial(_put, state.rows.drawn, record.emitted)
+    state = state.replace(record=jax.tree.map(put, state.record, record))
     # The newest token of a row that is done was drawn and not read.
     read = jnp.where(live, rows.drawn - rows.done, state.read)
     return _compressed(sampler, params, state, rows, read)
@@ -182,11 +153,9 @@ def read_chunk(
       lengths: 0 for rows that read nothing.
       limit: tokens after the prompt at most, for rows that sample a new turn after this chunk; 0 for all others.
     """
-    rows, buffer, response = state.rows, sampler.config.buffer, sampler.config.max_new_tokens
-    place = jnp.arange(buffer, dtype=jnp.int32)[None]
+    rows, place = state.rows, jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
     there = place < lengths[:, None]
-    after_prompt = state.read[:, None] + place
-    column = sampler.prompt_width + after_prompt
+    column = sampler.prompt_width + state.read[:, None] + place
     columns = jnp.where(there, column, EMPTY)
     places = sampler.model.encode_positions(column - rows.start[:, None])
     # After the kept keys, like the tokens of a segment.
@@ -200,8 +169,7 @@ def read_chunk(
         cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, span_evicted_at) < NEVER) for layer in cache)
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
-    written = jnp.where(there, after_prompt, response)
-    of_row = jnp.arange(tokens.shape[0])[:, None]
+    put = partial(_put, state.read, there)
     read = state.read + lengths
     goes_on = limit > 0
     rows = rows.replace(
@@ -214,22 +182,19 @@ def read_chunk(
         stop=jnp.where(goes_on, 0, rows.stop),
         spans=spans,
     )
-    state = state.replace(
-        tokens=state.tokens.at[of_row, written].set(tokens, mode="drop"),
-        routing=_with_experts(state.routing, sampler.prompt_width + written, experts),
+    record = state.record.replace(
+        tokens=put(state.record.tokens, tokens), routing=jax.tree.map(put, state.record.routing, experts)
     )
+    state = state.replace(record=record)
     return _compressed(sampler, params, state, rows, read)
 
 
-def _with_experts(
-    routing: Int[Array, "rows T mixtures per_token"] | None,
-    column: Int[Array, "rows buffer"],
-    experts: Int[Array, "rows buffer mixtures per_token"] | None,
-) -> Int[Array, "rows T mixtures per_token"] | None:
-    """The routing with the experts of the tokens at these columns; columns after the last are dropped."""
-    if routing is None or experts is None:
-        return None
-    return routing.at[jnp.arange(routing.shape[0])[:, None], column].set(experts, mode="drop")
+def _put(first: Int[Array, " rows"], there: Bool[Array, "rows buffer"], old: Array, new: Array) -> Array:
+    """An array `[rows, R, …]` with the new entries `[rows, buffer, …]` that are there, from `first` of each row on."""
+    rows, buffer = there.shape
+    # Numbers that are scattered after the last column are dropped.
+    column = jnp.where(there, first[:, None] + jnp.arange(buffer, dtype=jnp.int32)[None], old.shape[1])
+    return old.at[jnp.arange(rows)[:, None], column].set(new, mode="drop")
 
 
 def _read_spans(
@@ -291,28 +256,18 @@ def to_trajectory(
     """The trajectory of these conversations.
 
     Args:
-      prompts: `[rows, P]`, each row's own. terminated: conversations that their environment ended.
+      prompts: `[prompts, P]`; the rows of a prompt are adjacent.
+      terminated: `[rows]` conversations that their environment ended.
     """
     config = sampler.config
-    emitted = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None] < state.rows.drawn[:, None]
-    valid = jnp.concatenate([prompts.valid, emitted], axis=1)
-    tokens = jnp.concatenate([prompts.tokens, state.tokens], axis=1)
-    evicted_at = to_evicted_at(sampler, state.evicted_at, tokens, valid, sampler.prompt_width + state.read)
+    present = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None] < state.rows.drawn[:, None]
+    record = state.record
+    trajectory = assemble(
+        sampler, prompts, state.prompt_routing, record, state.evicted_at, present, state.read, terminated
+    )
     # Rows are compressed after different columns. Wherever a segment of the learner begins, its first query sees
     # no more earlier keys than the cache has slots for.
     sizes = [budget + config.buffer - 1 for budget in sampler.layer_budgets]
     segments = [Segments(sampler.prompt_width, config.buffer, max(size, 1)) for size in sizes]
-    return Trajectory(
-        tokens=tokens,
-        valid=valid,
-        logprobs=state.logprobs,
-        terminated=terminated,
-        mask=ShadowMask(evicted_at, () if max(sizes) >= sampler.columns else tuple(segments)),
-        temperature=config.sampling.temperature,
-        replayable=config.sampling.trainable,
-        entropy=state.entropy,
-        drawable=drawable_tokens(config, state.drawable),
-        sampled=state.sampled,
-        routing=None if state.routing is None else jnp.where(valid[..., None, None], state.routing, NOT_RECORDED),
-        expert_count=expert_count(sampler.model.shape),
-    )
+    mask = trajectory.mask.replace(segments=() if max(sizes) >= sampler.columns else tuple(segments))
+    return trajectory.replace(mask=mask, sampled=record.emitted)

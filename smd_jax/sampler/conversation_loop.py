@@ -41,7 +41,7 @@ from smd_jax.sampler.conversation import (
 from smd_jax.sampler.host_records import host_device
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.static import Sampler, gathered_params
-from smd_jax.text.prompts import PromptBatch, check_prompts, repeat_prompts
+from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 from smd_jax.typed_fields import check_types
 
@@ -320,7 +320,7 @@ class _Loop:
         rows = len(prompts.tokens) * group_size
         self.sampler = sampler
         self.params = gathered_params(sampler.model, params)
-        self.prompts = repeat_prompts(prompts, group_size)
+        self.prompts = prompts
         self.respondent = respondent
         self.conversation = conversation
         self.stop = stop
@@ -443,7 +443,7 @@ class _Loop:
         self.live[seats] &= ~done
         if not len(stopped):
             return
-        tokens = np.asarray(self.rows.state.tokens)
+        tokens = np.asarray(self.rows.state.record.tokens)
         for seat in stopped.tolist():
             row, end = int(seats[seat]), int(drawn[seat])
             self.in_cache[row] = end - 1

@@ -30,7 +30,7 @@ from smd_jax.sampler.records import no_records, segment_count, to_trajectory
 from smd_jax.sampler.seats import SamplerState, begin
 from smd_jax.sampler.segment import SegmentRecord, run_segment
 from smd_jax.sampler.static import Sampler, sampler_params
-from smd_jax.text.prompts import PromptBatch, check_prompt_batch, check_prompts, repeat_prompts
+from smd_jax.text.prompts import PromptBatch, check_prompt_batch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 
 
@@ -149,7 +149,6 @@ def rollout_program(
     like = jax.eval_shape(lambda: run_segment(sampler, params, state, stop)[1])
     carry = (state, no_records(sampler, like), jnp.zeros((), jnp.int32))
     state, records, _ = jax.lax.while_loop(unfinished, segment, carry)
-    prompt_records = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prefilled.records)
-    repeated = repeat_prompts(prompts, group_size)
-    shared_by = group_size * prompt_copies
-    return to_trajectory(sampler, repeated, prompt_records, records, state.terminated, shared_by)
+    return to_trajectory(
+        sampler, prompts, prefilled.records, records, state.terminated, shared_by=group_size * prompt_copies
+    )

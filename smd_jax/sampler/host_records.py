@@ -10,20 +10,20 @@ until the next program was started, and are then fetched:
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
 
 from smd_jax.message.trajectory import Trajectory, check_finite
 from smd_jax.sampler.prompt_layer import PromptRecord
 from smd_jax.sampler.records import no_records, to_trajectory
 from smd_jax.sampler.segment import SegmentRecord
 from smd_jax.sampler.static import Sampler
-from smd_jax.text.prompts import PromptBatch, repeat_prompts
+from smd_jax.text.prompts import PromptBatch
+
+_to_trajectory = jax.jit(to_trajectory, static_argnames=("sampler", "shared_by"))
 
 
 class _OnDevice(NamedTuple):
@@ -108,23 +108,10 @@ class HostRecords:
         """Assembles the trajectory on the host, in the prompts' order, after all records were fetched."""
         with jax.default_device(host_device()):
             records = (self._prompts, self._prompt_records, self._segment_records, self.terminated)
-            return _finish(self._sampler, self._group_size, *jax.tree.map(jnp.asarray, records))
+            return _to_trajectory(self._sampler, *jax.tree.map(jnp.asarray, records), shared_by=self._group_size)
 
 
 def host_device() -> Any:
     """The CPU device; the default device if `jax_platforms` excludes the CPU."""
     platforms = jax.config.values["jax_platforms"]  # None: all platforms
     return jax.local_devices(backend="cpu" if not platforms or "cpu" in platforms else None)[0]
-
-
-@partial(jax.jit, static_argnames=("sampler", "group_size"))
-def _finish(
-    sampler: Sampler,
-    group_size: int,
-    prompts: PromptBatch,
-    prompt_records: tuple[PromptRecord, ...],
-    records: SegmentRecord,
-    terminated: Bool[Array, " rows"],
-) -> Trajectory:
-    of_rows = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompt_records)
-    return to_trajectory(sampler, repeat_prompts(prompts, group_size), of_rows, records, terminated, group_size)

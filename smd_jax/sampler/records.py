@@ -25,7 +25,7 @@ from smd_jax.sampler.config import RolloutConfig, plan, whole_segments
 from smd_jax.sampler.prompt_layer import PromptRecord
 from smd_jax.sampler.segment import SegmentRecord
 from smd_jax.sampler.static import Sampler
-from smd_jax.text.prompts import PromptBatch
+from smd_jax.text.prompts import PromptBatch, repeat_prompts
 
 
 def segment_count(sampler: Sampler) -> int:
@@ -53,55 +53,84 @@ def to_trajectory(
     prompt_records: tuple[PromptRecord, ...],
     records: SegmentRecord,
     terminated: Bool[Array, " rows"],
-    group_size: int,
+    shared_by: int,
 ) -> Trajectory:
-    """The trajectory of rows with these prompts.
+    """The trajectory of a rollout.
 
     Args:
-      prompts: `[rows, …]` each row's prompt.
-      prompt_records: `[rows, …]` per layer or run of layers, from the prefill.
+      prompts: `[prompts, P]`; the rows of a prompt are adjacent.
+      prompt_records: `[prompts, …]` per layer or run of layers, from the prefill.
       records: `[segments, rows, …]`.
-      terminated: rows that ended before the length limit.
-      group_size: consecutive rows that share a prompt, and the evictions sampled while it was read.
+      terminated: `[rows]` rows that ended before the length limit.
+      shared_by: consecutive rows that share the evictions sampled while their prompt was read.
     """
     config = sampler.config
+    group_size = len(terminated) // len(prompts.tokens)
+    prompt_records = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), prompt_records)
 
     def by_row(x: Array) -> Array:
         """`[segments, rows, buffer, …]` to `[rows, R, …]`."""
         # The last segment may reach beyond R, because segments are whole.
         return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : config.max_new_tokens]
 
-    emitted = by_row(records.emitted)
-    valid = jnp.concatenate([prompts.valid, emitted], axis=1)
-    segments = segments_of(sampler.policy, config, sampler.model.shape.num_layers, sampler.prompt_width)
-    tokens = jnp.concatenate([prompts.tokens, by_row(records.tokens)], axis=1)
+    record = jax.tree.map(by_row, records.replace(compressions=None))
     recorded = _recorded_evictions(sampler, prompt_records, records)
-    read = sampler.prompt_width + emitted.sum(axis=1, dtype=jnp.int32) - 1  # the last token never entered the cache
-    evicted_at = to_evicted_at(sampler, recorded, tokens, valid, read)
-    prompt, routing = prompt_records[0].routing, jax.tree.map(by_row, records.routing)
-    if prompt is not None and routing is not None:  # -1 for a row's last token, too
-        routing = jnp.where(valid[..., None, None], jnp.concatenate([prompt, routing], axis=1), NOT_RECORDED)
+    length = record.emitted.sum(axis=1, dtype=jnp.int32)
+    # The last token never entered the cache.
+    trajectory = assemble(
+        sampler, prompts, prompt_records[0].routing, record, recorded, record.emitted, length - 1, terminated
+    )
+    segments = segments_of(sampler.policy, config, sampler.model.shape.num_layers, sampler.prompt_width)
+    quantized = _replay(sampler, prompt_records, records)
+    return trajectory.replace(
+        mask=ShadowMask(trajectory.mask.evicted_at, segments, quantized),
+        evictions=_evictions(sampler, trajectory.valid, prompt_records, records, shared_by),
+    )
+
+
+def assemble(
+    sampler: Sampler,
+    prompts: PromptBatch,
+    prompt_routing: Int[Array, "rows P mixtures per_token"] | None,
+    record: SegmentRecord,
+    recorded: Sequence[Int[Array, "rows ... T"]],
+    present: Bool[Array, "rows R"],
+    read: Int[Array, " rows"],
+    terminated: Bool[Array, " rows"],
+) -> Trajectory:
+    """The trajectory of prompts and what follows them, without segments.
+
+    Args:
+      prompts: `[prompts, P]`; the rows of a prompt are adjacent.
+      record: `[rows, R, …]` of all tokens after the prompt.
+      recorded: `evicted_at` of every layer or run of layers, from the records alone.
+      present: columns after the prompt that hold a token.
+      read: tokens after the prompt that entered the cache.
+    """
+    config = sampler.config
+    prompts = repeat_prompts(prompts, len(terminated) // len(prompts.tokens))
+    tokens = jnp.concatenate([prompts.tokens, record.tokens], axis=1)
+    valid = jnp.concatenate([prompts.valid, present], axis=1)
+    routing = None
+    if prompt_routing is not None and record.routing is not None:  # -1 for a row's last token, too
+        routing = jnp.concatenate([prompt_routing, record.routing], axis=1)
+        routing = jnp.where(valid[..., None, None], routing, NOT_RECORDED)
+    end = config.eos_token_id
+    shortest = 0 if end is None else config.min_new_tokens
+    sets = record.drawable
     return Trajectory(
         tokens=tokens,
         valid=valid,
-        logprobs=by_row(records.logprobs),
+        logprobs=record.logprobs,
         terminated=terminated,
-        mask=ShadowMask(evicted_at, segments, _replay(sampler, prompt_records, records)),
-        entropy=by_row(records.entropy),
-        drawable=drawable_tokens(config, jax.tree.map(by_row, records.drawable)),
-        evictions=_evictions(sampler, valid, prompt_records, records, group_size),
+        mask=ShadowMask(_evicted_at(sampler, recorded, tokens, valid, sampler.prompt_width + read)),
+        entropy=record.entropy,
+        drawable=None if sets is None and not shortest else DrawableTokens(sets, shortest, end),
         temperature=config.sampling.temperature,
         replayable=config.sampling.trainable,
         routing=routing,
         expert_count=expert_count(sampler.model.shape),
     )
-
-
-def drawable_tokens(config: RolloutConfig, sets: Array | None) -> DrawableTokens | None:
-    """The drawable tokens; None without filters and a minimum length."""
-    end = config.eos_token_id
-    shortest = 0 if end is None else config.min_new_tokens
-    return None if sets is None and not shortest else DrawableTokens(sets, shortest, end)
 
 
 def _recorded_evictions(
@@ -123,7 +152,7 @@ def _recorded_evictions(
     return recorded
 
 
-def to_evicted_at(
+def _evicted_at(
     sampler: Sampler,
     recorded: Sequence[Int[Array, "rows ... T"]],
     tokens: Int[Array, "rows T"],
@@ -161,7 +190,7 @@ def _evictions(
     valid: Bool[Array, "rows T"],
     prompt_records: tuple[PromptRecord, ...],
     records: SegmentRecord,
-    group_size: int,
+    shared_by: int,
 ) -> EvictionDraws | None:
     """The sampled evictions; None without them."""
     gate = sampler.policy.gate
@@ -181,7 +210,7 @@ def _evictions(
         orders.append(with_layers(order))
         logprobs.append(with_layers(logprob))
     order, logprob = jnp.concatenate(orders, axis=1), jnp.concatenate(logprobs, axis=1)[..., :count]
-    draws = EvictionDraws(order, logprob, gate, first, length, group_size)
+    draws = EvictionDraws(order, logprob, gate, first, length, shared_by)
     # Finished rows continued to evict.
     counted = draws.counted(valid)[:, None, None]
     return draws.replace(

@@ -28,7 +28,6 @@ class SegmentRecord(struct.PyTreeNode):
     """The record of one segment.
 
     Attributes:
-      first: `[rows]` response tokens before the segment.
       tokens, logprobs, entropy: `[rows, buffer]`.
       emitted: `[rows, buffer]` tokens that belong to the response.
       drawable: `[rows, buffer, ...]` as `Sampled.drawable`, None without filters.
@@ -36,7 +35,6 @@ class SegmentRecord(struct.PyTreeNode):
       routing: `[rows, buffer, mixtures, per_token]` experts of each token, -1 of ended rows; None without experts.
     """
 
-    first: Int[Array, " rows"]
     tokens: Int[Array, "rows buffer"]
     logprobs: Float[Array, "rows buffer"]
     entropy: Float[Array, "rows buffer"]
@@ -52,16 +50,17 @@ def run_segment(
     sampler: Sampler, params: Params, state: SamplerState, stop: StopTable | None
 ) -> tuple[SamplerState, SegmentRecord]:
     """Samples and reads `buffer` tokens per row, fewer when all rows are done, and compresses every layer."""
+    before = state.drawn
     state, record, segment_steps = draw_segment(sampler, params, state, stop)
     if not sampler.compresses:
         return state, record
     progress = RowProgress(
         start=state.start,
         # For a row that ended within the segment this is too large; its cache is not read again.
-        newest=sampler.prompt_width + record.first + segment_steps - 1,
-        segment_start=sampler.prompt_width + record.first,
+        newest=sampler.prompt_width + before + segment_steps - 1,
+        segment_start=sampler.prompt_width + before,
         # The whole segment, even if all rows ended early: random numbers depend only on the boundary.
-        step=record.first + sampler.config.buffer,
+        step=before + sampler.config.buffer,
         rng=eviction_keys(state.rng),
     )
     # `cache_steps` counts the steps that were taken, and queries are numbered from 0.
@@ -86,7 +85,7 @@ def draw_segment(
         uniforms = _uniforms(state.rng, index)
     # Column minus the column of the row's first token: the position in its own sequence.
     places = sampler.model.encode_positions(sampler.prompt_width + index - state.start[:, None])
-    record = no_record(sampler, state.drawn, sampler.config.buffer)
+    record = no_record(sampler, len(state.drawn), sampler.config.buffer)
 
     def going_on(carry: tuple[SamplerState, SegmentRecord, Array]) -> Bool[Array, ""]:
         state, _, segment_step = carry
@@ -120,13 +119,12 @@ def _uniforms(keys: Key[Array, " rows"], index: Int[Array, "rows buffer"]) -> Fl
     return jax.vmap(jax.vmap(draw, (None, 0)))(token_keys(keys), index)
 
 
-def no_record(sampler: Sampler, first: Int[Array, " rows"], tokens: int) -> SegmentRecord:
+def no_record(sampler: Sampler, rows: int, tokens: int) -> SegmentRecord:
     """The record of so many tokens before any is sampled."""
-    shape = (first.shape[0], tokens)
+    shape = (rows, tokens)
     numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
     form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)
     return SegmentRecord(
-        first=first,
         tokens=jnp.full(shape, sampler.config.pad_token_id, jnp.int32),
         logprobs=numbers,
         entropy=numbers,
