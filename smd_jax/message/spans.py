@@ -110,31 +110,28 @@ class TokenSpans:
         return SpanState(opened, first, end, summarising), gone_first, gone_end
 
     def read(
-        self, tokens: Int[Array, "rows columns"], valid: Bool[Array, "rows columns"], first_column: int = 0
-    ) -> tuple[SpanState, Int[Array, "rows columns"]]:
-        """Reads the first tokens of all rows.
+        self, state: SpanState, tokens: Int[Array, "rows tokens"], columns: Int[Array, "rows tokens"], width: int
+    ) -> tuple[SpanState, Int[Array, "rows {width}"]]:
+        """Advances by consecutive tokens of all rows.
 
         Args:
-          valid: false for padding.
-          first_column: column of the first token, including padding.
+          columns: columns of the tokens; -1 for padding.
+          width: more than the last column.
 
         Returns:
-          The state after them, its columns counted with `first_column`; and `evicted_at`, counted without it: `NEVER`
-          for keys that stay.
+          The state after them; and for every column the column of the token that evicts its key, `NEVER` for keys
+          that these tokens do not evict.
         """
-        rows, count = tokens.shape
-        numbers = jnp.where(valid, jnp.arange(count, dtype=jnp.int32), NONE)
 
         def one(state: SpanState, token: tuple[Array, Array]) -> tuple[SpanState, tuple[Array, Array]]:
             state, first, end = self.advance(state, *token)
             return state, (first, end)
 
-        state, (first, end) = jax.lax.scan(one, self.begin(rows), (tokens.T.astype(jnp.int32), numbers.T))
+        state, (first, end) = jax.lax.scan(one, state, (tokens.T.astype(jnp.int32), columns.T))
         # Spans do not overlap, so the sum of `+ query` at their first and `- query` at their end columns is, over a
         # span, the query that evicts it.
-        query = jnp.where(end > first, numbers.T, 0)
-        row = jnp.broadcast_to(jnp.arange(rows)[None], first.shape)
-        steps = jnp.zeros((rows, count + 1), jnp.int32).at[row, first].add(query).at[row, end].add(-query)
-        evicted_at = jnp.cumsum(steps, axis=1)[:, :count]
-        opened, first, end = (jnp.where(x >= 0, x + first_column, NONE) for x in (state.opened, state.first, state.end))
-        return SpanState(opened, first, end, state.summarising), jnp.where(evicted_at > 0, evicted_at, NEVER)
+        query = jnp.where(end > first, columns.T, 0)
+        row = jnp.broadcast_to(jnp.arange(len(tokens))[None], first.shape)
+        steps = jnp.zeros((len(tokens), width + 1), jnp.int32).at[row, first].add(query).at[row, end].add(-query)
+        evicted_at = jnp.cumsum(steps, axis=1)[:, :width]
+        return state, jnp.where(evicted_at > 0, evicted_at, NEVER)

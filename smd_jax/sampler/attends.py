@@ -132,7 +132,8 @@ def read_tokens(
     number: Int[Array, ""],
     evicted_at: Int[Array, "batch T"] | None = None,
 ) -> tuple[Float[Array, "batch tokens hidden"], KVCache, Int[Array, "batch tokens mixtures per_token"] | None]:
-    """The hidden states of tokens, the caches with their keys, and their experts (None of a model without).
+    """The hidden states of tokens, the caches with their keys, and their experts (None of a model without). Keys that
+    are evicted between these tokens are dropped after them.
 
     Args:
       slots: of each layer or run. The others as for DecodeLayer.
@@ -145,7 +146,16 @@ def read_tokens(
     layers = recording_layers(shape, layer_states(sampler.runs, states))
     hidden, layers = sampler.model.hidden(params, tokens, positions, DecodeAttend(shape), layers)
     layers, experts = read_routing(shape, layers)
-    return hidden, tuple(layer.cache for layer in states_of(layers)), experts
+    cache = tuple(layer.cache for layer in states_of(layers))
+    if evicted_at is not None:
+        newest = columns.max(axis=1)
+
+        def drop(layer: LayerCache) -> LayerCache:
+            gone_at = kv_cache.of_columns(layer, evicted_at)
+            return kv_cache.drop(layer, gone_at <= newest.reshape(-1, *(1,) * (gone_at.ndim - 1)))
+
+        cache = tuple(map(drop, cache))
+    return hidden, cache, experts
 
 
 def layer_states(runs: Sequence[range], states: Sequence[LayerState]) -> tuple[LayerState, ...]:

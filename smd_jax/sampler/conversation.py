@@ -33,8 +33,7 @@ from smd_jax.devices.sharding import constrain_rows
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
 from smd_jax.eviction.wrappers import OnTokens
-from smd_jax.message.masks import NEVER, Segments, record_evictions
-from smd_jax.message.spans import SpanState
+from smd_jax.message.masks import Segments, record_evictions
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.pytrees import any_leaves
@@ -161,12 +160,13 @@ def read_chunk(
     # After the kept keys, like the tokens of a segment.
     slots = tuple(jnp.int32(budget) for budget in sampler.budgets)
     number = jnp.int32(sampler.prompt_width)
-    spans, span_evicted_at = _read_spans(sampler, rows, tokens, columns)
+    spans, span_evicted_at = rows.spans, None
+    if sampler.policy.spans is not None:
+        assert spans is not None, "prefill made it"
+        spans, span_evicted_at = sampler.policy.spans.read(spans, tokens, columns, sampler.columns)
     hidden, cache, experts = read_tokens(
         sampler, params, tokens, places, rows.cache, slots, columns, rows.start, number, span_evicted_at
     )
-    if span_evicted_at is not None:
-        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, span_evicted_at) < NEVER) for layer in cache)
     newest = jnp.maximum(lengths - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, newest, axis=1)[:, 0]
     put = partial(_put, state.read, there)
@@ -195,27 +195,6 @@ def _put(first: Int[Array, " rows"], there: Bool[Array, "rows buffer"], old: Arr
     # Numbers that are scattered after the last column are dropped.
     column = jnp.where(there, first[:, None] + jnp.arange(buffer, dtype=jnp.int32)[None], old.shape[1])
     return old.at[jnp.arange(rows)[:, None], column].set(new, mode="drop")
-
-
-def _read_spans(
-    sampler: Sampler, rows: SamplerState, tokens: Int[Array, "rows buffer"], columns: Int[Array, "rows buffer"]
-) -> tuple[SpanState | None, Int[Array, "rows T"] | None]:
-    """The state of the spans after these tokens, and for each key that they evict the first column whose query does not
-    see it; `NEVER` for all others."""
-    token_spans = sampler.policy.spans
-    if token_spans is None:
-        return None, None
-    key = jnp.arange(sampler.columns, dtype=jnp.int32)[None]
-
-    def one(carry: tuple[SpanState, Array], token: tuple[Array, Array]) -> tuple[tuple[SpanState, Array], None]:
-        spans, span_evicted_at = carry
-        spans, first, end = token_spans.advance(spans, *token)
-        inside = (first[:, None] <= key) & (key < end[:, None])
-        return (spans, jnp.where(inside, token[1][:, None], span_evicted_at)), None
-
-    assert rows.spans is not None, "prefill made it"
-    never = jnp.full((tokens.shape[0], sampler.columns), NEVER, jnp.int32)
-    return jax.lax.scan(one, (rows.spans, never), (tokens.T, columns.T))[0]
 
 
 def _compressed(

@@ -59,11 +59,12 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     model = sampler.model
     width = prompts.tokens.shape[1]
     first = sampler.prompt_width - width
-    columns = jnp.where(prompts.valid, first + jnp.arange(width, dtype=jnp.int32)[None], EMPTY)
+    columns = _columns(sampler, prompts)
     mask = dense_mask(prompts.valid)
-    spans, span_evicted_at = None, None
-    if sampler.policy.spans is not None:
-        spans, span_evicted_at = sampler.policy.spans.read(prompts.tokens, prompts.valid, first)
+    spans, span_evicted_at = _read_spans(sampler, prompts)
+    if span_evicted_at is not None:
+        # The mask counts columns of this batch.
+        span_evicted_at = jnp.where(span_evicted_at < NEVER, span_evicted_at - first, NEVER)[:, first:]
         mask = mask.replace(evicted_at=jnp.minimum(mask.evicted_at, span_evicted_at[:, None, None]))
     masks = layer_masks(model.shape, prompts.tokens, mask)
     progress = _progress(sampler, _first_column(sampler, prompts), rng, jnp.int32(sampler.prompt_width))
@@ -145,16 +146,7 @@ def _prefill_chunks(
     missing = count * length - width
     padded = PromptBatch(*(jnp.pad(x, [(0, 0), (missing, 0)]) for x in (prompts.tokens, prompts.valid)))
     start = _first_column(sampler, prompts)
-    spans, span_evicted_at = None, None
-    if sampler.policy.spans is not None:
-        missing = sampler.prompt_width - width
-        spans, span_evicted_at = sampler.policy.spans.read(prompts.tokens, prompts.valid, missing)
-        # By columns of the widest prompt.
-        span_evicted_at = jnp.pad(
-            jnp.where(span_evicted_at < NEVER, span_evicted_at + missing, NEVER),
-            [(0, 0), (missing, 0)],
-            constant_values=NEVER,
-        )
+    spans, span_evicted_at = _read_spans(sampler, prompts)
 
     def one(index: Array, reading: _Reading) -> _Reading:
         reading = _read_chunk(sampler, params, padded, start, chunks, index, reading, span_evicted_at)
@@ -237,10 +229,22 @@ def _read_chunk(
     routing = reading.routing
     if routing is not None and chosen is not None:
         routing = jax.lax.dynamic_update_slice_in_dim(routing, chosen, index * chunks.length, axis=1)
-    if span_evicted_at is not None:
-        newest = column[0, -1]
-        cache = tuple(kv_cache.drop(layer, kv_cache.of_columns(layer, span_evicted_at) <= newest) for layer in cache)
     return reading._replace(cache=cache, hidden=hidden[:, -1], routing=routing)
+
+
+def _columns(sampler: Sampler, prompts: PromptBatch) -> Int[Array, "prompts tokens"]:
+    """Columns of the tokens, those of the widest prompt also for a narrower batch; -1 for padding."""
+    width = prompts.tokens.shape[1]
+    return jnp.where(prompts.valid, sampler.prompt_width - width + jnp.arange(width, dtype=jnp.int32), EMPTY)
+
+
+def _read_spans(sampler: Sampler, prompts: PromptBatch) -> tuple[SpanState | None, Int[Array, "prompts P"] | None]:
+    """The state of the spans after the prompts, and `evicted_at` of the keys that they evict."""
+    spans = sampler.policy.spans
+    if spans is None:
+        return None, None
+    begun = spans.begin(len(prompts.tokens))
+    return spans.read(begun, prompts.tokens, _columns(sampler, prompts), sampler.prompt_width)
 
 
 def _first_column(sampler: Sampler, prompts: PromptBatch) -> Int[Array, " prompts"]:

@@ -175,9 +175,11 @@ def _evicted_at(
     evicted_at = jnp.concatenate([one(*run) for run in zip(sampler.runs, recorded, strict=True)], axis=1)
     # After the evictions, so that columns without a token are never visible.
     evicted_at = jnp.where(valid[:, None, None], evicted_at, 0)
-    if sampler.policy.spans is not None:
+    if (spans := sampler.policy.spans) is not None:
         # Not in a record, because the tokens determine them.
-        evicted_at = jnp.minimum(evicted_at, sampler.policy.spans.read(tokens, valid)[1][:, None, None])
+        columns = jnp.where(valid, column[0, 0], EMPTY)
+        _, span_evicted_at = spans.read(spans.begin(len(tokens)), tokens, columns, sampler.columns)
+        evicted_at = jnp.minimum(evicted_at, span_evicted_at[:, None, None])
     if not sampler.policy.evicts:
         return evicted_at
     # A token that was sampled but never entered the cache is visible only to itself.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,11 @@ SIZES = RolloutConfig(max_new_tokens=96, budget=14, buffer=6)
 LENGTHS, WIDTH = [20, 9, 15, 4], 20
 LIMITS = np.array([96, 41, 96, 60])  # rows end at different times
 
-read_jitted = jax.jit(TokenSpans.read, static_argnums=0)
+
+@partial(jax.jit, static_argnums=0)
+def span_evictions(spans: TokenSpans, tokens: Any, columns: Any) -> jax.Array:
+    """`evicted_at` of rows that are read from their beginning."""
+    return spans.read(spans.begin(len(tokens)), tokens, columns, tokens.shape[1])[1]
 
 
 @cache
@@ -142,12 +147,12 @@ def test_spans_of_any_tokens(tokens: list[int], pad: int, spans: TokenSpans):
     width = 27
     row = np.full((1, width), 3, np.int32)  # padding means nothing, whatever its id
     row[0, pad : pad + len(tokens)] = tokens
-    valid = np.zeros((1, width), bool)
-    valid[0, pad : pad + len(tokens)] = True
+    columns = np.full((1, width), -1, np.int32)
+    columns[0, pad : pad + len(tokens)] = np.arange(pad, pad + len(tokens))
     gone = np.array(by_hand(spans, tokens))
     expected = np.full(width, NEVER)
     expected[pad : pad + len(tokens)] = np.where(gone < NEVER, gone + pad, NEVER)
-    np.testing.assert_array_equal(read_jitted(spans, row, valid)[1][0], expected)
+    np.testing.assert_array_equal(span_evictions(spans, row, columns)[0], expected)
 
 
 def test_refusals():
