@@ -160,10 +160,8 @@ def _engine_memory(loop: PolicyLoop, params: Params) -> RolloutMemory:
       params: shapes, as the sampler reads them.
     """
     engine, width = loop.rollouts.engine, loop.config.prompt_width
-    # A batch has at most the prompts of a step, rounded up to divide over the devices.
-    ways = row_ways(engine.mesh)
     prompts = loop.config.prompts_per_step // len(loop.placement.data_shards.process_groups)
-    engine = replace(engine, prefill_rows=min(engine.prefill_rows, -(-prompts // ways) * ways))
+    engine = replace(engine, prefill_rows=engine.prefill_rows_of(prompts))
     segment = segment_memory(engine, params, width)
     # Free decode rows wait with the others' cache until the next prompts are read.
     return RolloutMemory(segment.total, program_bytes(engine.prefill_program(params, width)) + segment.state)
@@ -178,9 +176,9 @@ def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> i
 
 def segment_memory(engine: Engine, params: Params, prompt_width: int) -> SegmentMemory:
     """Compiles a segment for prompts of `prompt_width` columns; `params` are arrays or their shapes."""
-    program = engine.segment_program(params, prompt_width)
-    found: Any = program.lowered.compile().memory_analysis()
-    total = program_bytes(program.lowered) + tree_bytes(program.waiting.cache) // row_ways(engine.mesh)
+    lowered, waiting = engine.segment_program(params, prompt_width)
+    found: Any = lowered.compile().memory_analysis()
+    total = program_bytes(lowered) + tree_bytes(waiting.cache) // row_ways(engine.mesh)
     return SegmentMemory(found.alias_size_in_bytes, found.temp_size_in_bytes, total)
 
 

@@ -94,18 +94,6 @@ class Rollout(NamedTuple):
     stats: Stats
 
 
-class SegmentProgram(NamedTuple):
-    """The compiler's input for one segment.
-
-    Attributes:
-      lowered: `lowered.compile().memory_analysis()` gives the memory of a segment.
-      waiting: shapes of a prefilled batch of prompts that waits for decode rows and is in memory at the same time.
-    """
-
-    lowered: jax.stages.Lowered
-    waiting: Prefilled
-
-
 @dataclass(frozen=True)
 class Engine:
     """Continuous-batching sampler with static sizes.
@@ -174,8 +162,9 @@ class Engine:
         stats = Stats(tokens, steps, segments, prefills, seconds, utilisation=tokens / (steps * self.decode_rows))
         return Rollout(trajectory, stats)
 
-    def segment_program(self, params: Params, prompt_width: int) -> SegmentProgram:
-        """The segment program for prompts of this width. Computes and allocates nothing.
+    def segment_program(self, params: Params, prompt_width: int) -> tuple[jax.stages.Lowered, Prefilled]:
+        """The segment program for prompts of this width, and the shapes of a batch of prompts that waits for decode
+        rows and is in memory at the same time. Computes and allocates nothing.
 
         Args:
           params: arrays or their shapes.
@@ -184,12 +173,17 @@ class Engine:
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             prefilled = jax.eval_shape(partial(_prefill, sampler), *arguments)
             state = jax.eval_shape(partial(_empty, decode_rows=self.decode_rows), prefilled)
-            return SegmentProgram(_segment.lower(sampler, arguments[0], state, None), prefilled)
+            return _segment.lower(sampler, arguments[0], state, None), prefilled
 
     def prefill_program(self, params: Params, prompt_width: int) -> jax.stages.Lowered:
         """The program that reads `prefill_rows` prompts of this width, as `segment_program`."""
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             return _prefill.lower(*self._prefill_arguments(params, prompt_width))
+
+    def prefill_rows_of(self, prompts: int) -> int:
+        """Prompts read at the same time: at most all of them, rounded up to divide over the devices."""
+        ways = row_ways(self.mesh)
+        return min(self.prefill_rows, -(-prompts // ways) * ways)
 
     def _prefill_arguments(self, params: Params, prompt_width: int) -> tuple[Any, ...]:
         """The sampler, and the shapes of the prefill's other arguments."""
@@ -291,9 +285,7 @@ class _Loop:
         self.keys = row_keys(key, rows)
         most = np.full(rows, config.max_new_tokens, np.int32)
         self.limits = most if limits is None else check_limits(limits, rows, config)
-        # A batch is at most all prompts, rounded up to divide over the devices.
-        ways = row_ways(engine.mesh)
-        self.prefill_rows = min(engine.prefill_rows, -(-count // ways) * ways)
+        self.prefill_rows = engine.prefill_rows_of(count)
         self.queue = PromptQueue(self.prompts.valid.sum(axis=1), width, config.prefill_chunk)
         self.seated = np.full(engine.decode_rows, -1)
         self.waiting = deque[tuple[int, int]]()
