@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from smd_jax.config import ModelConfig
 from smd_jax.eviction import TriAttention
 from smd_jax.eviction.base import CacheView, EvictionPolicy, check_budget, check_policy
 from smd_jax.eviction.policies import H2O, RKV, TOVA, Dense, KeyDiff, Knorm, Random, Recent, SnapKV, StreamingLLM
@@ -123,8 +122,8 @@ def test_views_are_hard_enough():
 
 @dataclass(frozen=True)
 class Run:
-    config: ModelConfig
-    params: Any
+    policy: EvictionPolicy
+    config: RolloutConfig
     trajectory: Trajectory
 
     @property
@@ -137,27 +136,29 @@ class Run:
         """First column, queries and keys of one row, indexed by position."""
         start = int(np.argmax(self.trajectory.valid[b]))
         tokens = np.asarray(self.trajectory.tokens[b, start:])
-        x = np.asarray(self.params["embed"]["embedding"], np.float64)[tokens]
-        q, k, _ = numpy_decoder.projections(x, np.arange(len(x)), self.params["layers_0"], self.config)
+        params = make_params(ONE_LAYER)
+        x = np.asarray(params["embed"]["embedding"], np.float64)[tokens]
+        q, k, _ = numpy_decoder.projections(x, np.arange(len(x)), params["layers_0"], ONE_LAYER)
         return start, q, k
 
 
-WIDTH, RESPONSE = 11, 32  # the last segment of three is not whole
+WIDTH, RESPONSE = 11, 32
+SEGMENTS_OF_THREE = RolloutConfig(RESPONSE, budget=9, buffer=3)  # the last one is not whole
 # So many tokens that none comes twice in a row: the same token again has a key of the same norm.
 ONE_LAYER = tiny_model_config(vocab_size=20_000, num_layers=1, tie_embeddings=False)
 
 
 @cache
-def run_one_layer(policy: EvictionPolicy, budget: int, buffer: int) -> Run:
-    params = make_params(ONE_LAYER)
-    prompts = left_padded([11, 2, 7], WIDTH, ONE_LAYER.vocab_size)
-    config = RolloutConfig(RESPONSE, budget, buffer)
-    trajectory = rollout(Decoder(ONE_LAYER), params, prompts, jax.random.key(4), policy=policy, config=config)
-    return Run(ONE_LAYER, params, trajectory)
+def run_one_layer(policy: EvictionPolicy, config: RolloutConfig = SEGMENTS_OF_THREE) -> Run:
+    prompts, model = left_padded([11, 2, 7], WIDTH, ONE_LAYER.vocab_size), Decoder(ONE_LAYER)
+    trajectory = rollout(model, make_params(ONE_LAYER), prompts, jax.random.key(4), policy=policy, config=config)
+    return Run(policy, config, trajectory)
 
 
-def simulate(run: Run, b: int, policy: EvictionPolicy, budget: int, buffer: int) -> np.ndarray:
-    """`evicted_at [kv_heads, T]` of one row, key by key and query by query."""
+def simulate(run: Run, b: int, asked: int) -> np.ndarray:
+    """`evicted_at [kv_heads, T]` of one row, key by key and query by query, where the policy knows the newest `asked`
+    queries."""
+    budget, chunk = run.config.budget, run.config.prefill_chunk or WIDTH
     start, q, k = run.projections(b)
     kv_heads, total, _ = k.shape
     group = len(q) // kv_heads
@@ -169,13 +170,14 @@ def simulate(run: Run, b: int, policy: EvictionPolicy, budget: int, buffer: int)
             kept[h].append(t)
             for head in range(h * group, (h + 1) * group):
                 received[h, kept[h]] += numpy_decoder.softmax(k[h, kept[h]] @ q[head, t] / np.sqrt(k.shape[-1]))
-        decoded = t + 1 - (WIDTH - start)
-        if decoded < 0 or decoded % buffer or len(kept[0]) <= budget:
+        decoded = t + 1 - (WIDTH - start)  # negative within the prompt, whose chunks are counted from its end
+        if decoded % (chunk if decoded < 0 else run.config.buffer) or len(kept[0]) <= budget:
             continue
-        asked = np.arange(max(t + 1 - query_window(policy), 0), t + 1)
+        queries = np.arange(max(t + 1 - asked, 0), t + 1)
         keys = np.stack([k[h, kept[h]] for h in range(kv_heads)])
         heard = np.stack([received[h, kept[h]] for h in range(kv_heads)])
-        scores = numpy_policies.scores(policy, Row(keys, np.array(kept), heard, q[:, asked], asked, budget))
+        row = Row(keys, np.array(kept), heard, q[:, queries], queries, budget)
+        scores = numpy_policies.scores(run.policy, row)
         for h in range(kv_heads):
             best = sorted(range(len(kept[h])), key=lambda i, h=h: (-scores[h, i], i))[:budget]
             for i in set(range(len(kept[h]))) - set(best):
@@ -191,12 +193,11 @@ LIKE_ANOTHER = ("Recent", "Protect of StreamingLLM", "Pyramid", "Pyramid of H2O"
 @pytest.mark.parametrize("name", [name for name in BY_FORMULA if name not in LIKE_ANOTHER])
 def test_whole_rollout(name: str):
     """The rollout hands the policy the right keys, queries and statistics at the right times."""
-    policy, budget, buffer = BY_FORMULA[name], 9, 3
-    run = run_one_layer(policy, budget, buffer)
+    run = run_one_layer(BY_FORMULA[name])
     for b in range(3):
         tokens = np.asarray(run.trajectory.tokens)[b][np.asarray(run.trajectory.valid)[b]]
         assert len(set(tokens)) == len(tokens), "choose another key: two keys may have equal scores"
-        np.testing.assert_array_equal(run.evicted_at[b], simulate(run, b, policy, budget, buffer))
+        np.testing.assert_array_equal(run.evicted_at[b], simulate(run, b, query_window(run.policy)))
 
 
 # Budgets and protections.
@@ -436,7 +437,7 @@ def test_policies_that_are_equal_and_differ_are_refused():
     """The second one would run the program of the first."""
     assert Undecorated(1) == Undecorated(-1)
     with pytest.raises(TypeError, match="attributes that are no fields: sign"):
-        run_one_layer(Undecorated(1), 9, 3)
+        run_one_layer(Undecorated(1))
     with pytest.raises(TypeError, match="attributes that are no fields: sign"):
         Engine(Decoder(ONE_LAYER), Undecorated(1), RolloutConfig(4, 4, 2), decode_rows=2)
 
@@ -460,11 +461,11 @@ class Even(EvictionPolicy):
 
 
 def test_scores_may_be_whole_numbers_or_booleans():
-    newest, recent = (eviction_times(run_one_layer(policy, 9, 3).trajectory) for policy in (Newest(), Recent()))
+    newest, recent = (eviction_times(run_one_layer(policy).trajectory) for policy in (Newest(), Recent()))
     np.testing.assert_array_equal(newest, recent)
-    assert (eviction_times(run_one_layer(Even(), 9, 3).trajectory) != newest).any()
+    assert (eviction_times(run_one_layer(Even()).trajectory) != newest).any()
 
 
 def test_scores_of_another_shape_are_named():
     with pytest.raises(ValueError, match=r"expected ForgetsHeads.score to give \[rows, kv_heads, slots\] = .*; got \["):
-        run_one_layer(ForgetsHeads(), 9, 3)
+        run_one_layer(ForgetsHeads())

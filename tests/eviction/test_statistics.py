@@ -8,7 +8,6 @@ in numpy, key by key and query by query.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -26,17 +25,17 @@ from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.memory.compiled import tree_bytes
 from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
-from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler import engine as engine_module
-from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.seats import empty
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
-from tests import numpy_decoder
+from tests.eviction.test_eviction import RESPONSE, WIDTH, run_one_layer, simulate
+from tests.numpy_policies import FORMULAS, Row
+from tests.sampler.test_engine import MODEL, SHAPE, SIZES, TWO_LAYERS, check_alike
 from tests.under_test import eviction_times, gap, left_padded, make_params
 
 # --- an expected attention: the mean of all queries so far, and how well a key fits it
@@ -117,79 +116,22 @@ POLICIES: dict[str, EvictionPolicy] = {
 
 # --- against numpy: one layer, whose queries and keys follow from the tokens alone
 
-WIDTH, RESPONSE, BUDGET, BUFFER = 11, 31, 9, 3
-LENGTHS = [11, 2, 7]
-ONE_LAYER = tiny_model_config(vocab_size=20_000, num_layers=1, tie_embeddings=False)
+
+def expected_attention(policy: ExpectedAttention, row: Row) -> np.ndarray:
+    mean = row.queries.mean(axis=1).reshape(len(row.keys), row.group, -1).mean(axis=1)
+    return np.stack([keys @ fits for keys, fits in zip(row.keys, mean, strict=True)])
 
 
-@cache
-def run_one_layer(name: str, chunk: int | None) -> Trajectory:
-    prompts = left_padded(LENGTHS, WIDTH, ONE_LAYER.vocab_size)
-    config = RolloutConfig(RESPONSE, BUDGET, BUFFER, prefill_chunk=chunk)
-    params = make_params(ONE_LAYER)
-    return rollout(Decoder(ONE_LAYER), params, prompts, jax.random.key(4), policy=POLICIES[name], config=config)
+def running_norm(policy: RunningNorm, row: Row) -> np.ndarray:
+    scores = np.zeros(row.keys.shape[:2])
+    for h, j in np.ndindex(*scores.shape):
+        sees = row.query_positions >= row.positions[h, j]
+        heads = row.queries[h * row.group : (h + 1) * row.group, sees]
+        scores[h, j] = np.linalg.norm(np.sqrt((heads.mean(axis=0) ** 2).mean(axis=0)) * row.keys[h, j])
+    return scores
 
 
-def readings(length: int, total: int, chunk: int | None) -> list[tuple[int, int, bool]]:
-    """What of a row is read together, first and last position, and whether the cache is compressed behind it."""
-    if chunk is None:
-        prompt = [(0, length, True)]
-    else:  # chunks end where the prompt does
-        ends = list(range(length, 0, -chunk))[::-1]
-        prompt = [(max(end - chunk, 0), end, True) for end in ends]
-    return prompt + [(t, t + 1, (t + 1 - length) % BUFFER == 0) for t in range(length, total)]
-
-
-class Book:
-    """Both statistics of one row, by key."""
-
-    def __init__(self, q: np.ndarray, k: np.ndarray) -> None:
-        self.q, self.k, self.group = q, k, len(q) // len(k)
-        self.mean, self.count = np.zeros((len(q), q.shape[2])), 0
-        self.squares, self.seen = np.zeros(k.shape), np.zeros(k.shape[:2])
-
-    def read(self, first: int, end: int, kept: list[list[int]]) -> None:
-        for t in range(first, end):
-            self.count += 1
-            self.mean += (self.q[:, t] - self.mean) / self.count
-            for h in range(len(self.k)):
-                sees = [j for j in kept[h] if j <= t]
-                heads = self.q[h * self.group : (h + 1) * self.group, t]
-                self.squares[h, sees] += heads.mean(0) ** 2
-                self.seen[h, sees] += 1
-
-    def scores(self, name: str, h: int, keys: list[int]) -> np.ndarray:
-        if name == "running norm":
-            rms = np.sqrt(self.squares[h, keys] / self.seen[h, keys][:, None])
-            return np.linalg.norm(rms * self.k[h, keys], axis=-1)
-        fits = self.k[h, keys] @ self.mean[h * self.group : (h + 1) * self.group].mean(0)
-        if name == "Protect":
-            fits[(np.array(keys) < 1) | (np.arange(len(keys)) >= len(keys) - 2)] = np.inf
-        return fits
-
-
-def simulate(name: str, trajectory: Trajectory, b: int, chunk: int | None) -> np.ndarray:
-    """`evicted_at [kv_heads, T]` of one row."""
-    start = WIDTH - LENGTHS[b]
-    tokens = np.asarray(trajectory.tokens[b, start:])
-    params = make_params(ONE_LAYER)
-    x = np.asarray(params["embed"]["embedding"], np.float64)[tokens]
-    q, k, _ = numpy_decoder.projections(x, np.arange(len(x)), params["layers_0"], ONE_LAYER)
-    book, kept = Book(q, k), [list[int]() for _ in range(len(k))]
-    evicted_at = np.full((len(k), WIDTH + RESPONSE), NEVER)
-    evicted_at[:, :start] = 0
-    for first, end, compressed in readings(LENGTHS[b], len(x) - 1, chunk):  # the last token is never read
-        for keys in kept:
-            keys.extend(range(first, end))
-        book.read(first, end, kept)
-        for h, keys in enumerate(kept):
-            if compressed and len(keys) > BUDGET:
-                scores = book.scores(name, h, keys)
-                best = sorted(range(len(keys)), key=lambda i, scores=scores: (-scores[i], i))[:BUDGET]
-                evicted_at[h, [start + keys[i] for i in set(range(len(keys))) - set(best)]] = start + end
-                kept[h] = [keys[i] for i in sorted(best)]
-    return evicted_at
-
+FORMULAS.update({ExpectedAttention: expected_attention, RunningNorm: running_norm})
 
 # Statistics are harder where keys go between chunks.
 READ = [("expected attention", None), ("running norm", 4), ("Protect", 4)]
@@ -198,49 +140,30 @@ READ = [("expected attention", None), ("running norm", 4), ("Protect", 4)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunk"), READ)
 def test_the_same_keys_as_in_numpy(name: str, chunk: int | None):
-    trajectory = run_one_layer(name, chunk)
-    for b in range(len(LENGTHS)):
-        expected = simulate(name, trajectory, b, chunk)
-        np.testing.assert_array_equal(eviction_times(trajectory)[b, 0], expected)
+    config = RolloutConfig(RESPONSE, budget=9, buffer=3, prefill_chunk=chunk)
+    run = run_one_layer(POLICIES[name], config)
+    for b in range(3):
+        expected = simulate(run, b, asked=WIDTH + RESPONSE)
+        np.testing.assert_array_equal(run.evicted_at[b], expected)
         assert ((expected > 0) & (expected < NEVER)).sum() > 20
 
 
 # --- everywhere: the learner finds the sampler's probabilities, an engine gives what a fixed batch gives
 
-SHAPE = tiny_model_config(vocab_size=40, num_layers=1, tie_embeddings=False)
-MODEL, GROUP = Decoder(SHAPE), 2
-TWO_LAYERS = Decoder(replace(SHAPE, num_layers=2))
-MANY = [20, 3, 9, 1]
-LIMITS = np.array([30, 3, 17, 22, 1, 9, 30, 28])
-SIZES = RolloutConfig(max_new_tokens=30, budget=8, buffer=4, eos_token_id=7)
-FORMS = {
-    "whole prompts": SIZES,
-    "in chunks": replace(SIZES, prefill_chunk=5),
-    "quantised": replace(SIZES, quant=QuantConfig(bits=4, group=2)),
-}
 # Every statistic and every form of reading.
 EVERYWHERE = [
-    ("running norm", "quantised"),
-    ("Protect", "in chunks"),
-    ("Pyramid", "whole prompts"),
+    ("running norm", replace(SIZES, quant=QuantConfig(bits=4, group=2))),
+    ("Protect", replace(SIZES, prefill_chunk=5)),
+    ("Pyramid", SIZES),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form"), EVERYWHERE)
-def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, form: str):
+@pytest.mark.parametrize(("name", "sizes"), EVERYWHERE, ids=["quantised", "in chunks", "whole prompts"])
+def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, sizes: RolloutConfig):
     model = TWO_LAYERS if name == "Pyramid" else MODEL  # budgets that differ between layers
-    policy, sizes, params = POLICIES[name], FORMS[form], make_params(model.config)
-    prompts, key = left_padded(MANY, 20, SHAPE.vocab_size), jax.random.key(1)
-    fixed = rollout(
-        model, params, prompts, key, policy=policy, config=sizes, group_size=GROUP, limits=jnp.asarray(LIMITS)
-    )
-    seated = Engine(model, policy, sizes, 3, prefill_rows=2).run(params, prompts, key, group_size=GROUP, limits=LIMITS)
-    np.testing.assert_array_equal(seated.trajectory.tokens, fixed.tokens)
-    np.testing.assert_array_equal(eviction_times(seated.trajectory), eviction_times(fixed))
-    for trajectory in (fixed, jax.device_put(seated.trajectory, fixed.tokens.sharding)):
-        assert gap(model, trajectory).max() <= 2e-5
-    assert gap(model, fixed, fixed.dense_mask()).max() > 1e-2, "nothing was evicted that mattered"
+    done = check_alike(POLICIES[name], sizes, model)
+    assert gap(model, done, done.dense_mask()).max() > 1e-2, "nothing was evicted that mattered"
 
 
 @pytest.mark.slow

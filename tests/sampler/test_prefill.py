@@ -167,14 +167,8 @@ def test_chunks_of_many_rows_need_less_memory_than_whole_prompts():
 
 def test_a_chunk_is_not_longer_than_the_prompt():
     """Eight columns, in chunks of 512: the cache had 512 slots beside its budget, and 504 columns of padding."""
-
-    def temporary(chunk: int) -> int:
-        sampler = Sampler(MODEL, H2O(), RolloutConfig(16, budget=8, buffer=4, prefill_chunk=chunk), 8)
-        arguments = (make_params(SHAPE), left_padded([8, 8], 8, SHAPE.vocab_size), row_keys(KEY, 2))
-        sizes: Any = jax.jit(prefill, static_argnums=0).lower(sampler, *arguments).compile().memory_analysis()
-        return sizes.temp_size_in_bytes
-
-    assert temporary(512) == temporary(8)
+    sizes = RolloutConfig(16, budget=8, buffer=4, prefill_chunk=8)
+    assert temporary_bytes(8, sizes=replace(sizes, prefill_chunk=512)) == temporary_bytes(8, sizes=sizes)
 
 
 def test_short_prompts_are_read_in_few_columns():
