@@ -293,8 +293,7 @@ class _Loop:
     """The host's view of a batch of conversations.
 
     Attributes:
-      drawn: `[rows]` tokens after the prompt.
-      in_cache: `[rows]` those that were read; known while a row does not sample.
+      drawn: `[rows]` tokens after the prompt, those included that have not been read.
       begins: `[rows]` where the present turn begins, in tokens after the prompt.
       turn: `[rows]` number of the present turn.
       live: `[rows]` rows that sample.
@@ -325,7 +324,6 @@ class _Loop:
         self.conversation = conversation
         self.stop = stop
         self.drawn = np.zeros(rows, np.int32)
-        self.in_cache = np.zeros(rows, np.int32)
         self.begins = np.zeros(rows, np.int32)
         self.last = np.zeros(rows, np.int32)
         self.turn = np.ones(rows, np.int32)
@@ -336,7 +334,7 @@ class _Loop:
         self.steps = self.sampled = self.read = self.segments = self.chunks = 0
         self.waited = 0.0
         keys = row_keys(key, rows)
-        limit = jnp.asarray(np.where(active, self._limits(self.drawn), 0), jnp.int32)
+        limit = jnp.asarray(np.where(active, self._limit(0), 0), jnp.int32)
 
         def begin(part: slice) -> Conversations:
             groups = slice(part.start // group_size, part.stop // group_size)
@@ -369,11 +367,10 @@ class _Loop:
         )
         return Conversed(trajectory, endings, stats)
 
-    def _limits(self, drawn: np.ndarray) -> np.ndarray:
-        """Tokens after the prompt at which a turn that begins after `drawn` of them is cut off."""
+    def _limit(self, begins: int) -> int:
+        """Tokens after the prompt at which a turn that begins after so many of them is cut off."""
         most = self.sampler.config.max_new_tokens
-        size = self.conversation.turn_tokens
-        return np.full_like(drawn, most) if size is None else np.minimum(drawn + size, most)
+        return min(begins + (self.conversation.turn_tokens or most), most)
 
     def _take_replies(self) -> None:
         wait = not self.unread and not self.live.any()
@@ -392,6 +389,8 @@ class _Loop:
             else:
                 check_answer(row, reply.tokens, self.sampler.model.shape.vocab_size)
                 self.unread[row] = [int(self.last[row]), *reply.tokens]
+                self.read += len(reply.tokens)
+                self.drawn[row] += len(reply.tokens)
 
     def _give_rows_away(self) -> None:
         """Parked conversations that have something to do take the rows of those that wait or have ended."""
@@ -413,16 +412,12 @@ class _Loop:
             chunk, self.unread[row] = unread[:buffer], unread[buffer:]
             tokens[seat, : len(chunk)] = chunk
             lengths[seat] = len(chunk)
-            self.in_cache[row] += len(chunk)
-            # The first chunk begins with the last token of the turn, which was drawn.
-            self.read += int(max(self.in_cache[row] - self.drawn[row], 0))
-            self.drawn[row] = max(self.drawn[row], self.in_cache[row])
             if not self.unread[row]:
                 del self.unread[row]
                 self.begins[row] = self.drawn[row]
                 self.turn[row] += 1
                 self.live[row] = True
-                limit[seat] = self._limits(self.drawn)[row]
+                limit[seat] = self._limit(int(self.begins[row]))
         self.rows.state = read_chunk(
             self.sampler, self.params, self.rows.state, *map(jnp.asarray, (tokens, lengths, limit))
         )
@@ -431,22 +426,22 @@ class _Loop:
     def _sample(self) -> None:
         """One segment for every row that samples; turns that ended are sent."""
         seats = self.rows.seats
-        before = self.drawn[seats]
+        live = self.live[seats]
         self.rows.state = sample_segment(self.sampler, self.params, self.rows.state, self.stop)
         state = self.rows.state.rows
         drawn, done, terminated = jax.device_get((state.drawn, state.done, state.terminated))
-        self.drawn[seats] = drawn
+        new = (drawn - self.drawn[seats])[live]
+        self.drawn[seats[live]] = drawn[live]
         self.segments += 1
-        self.sampled += int((drawn - before).sum())
-        self.steps += int((drawn - before).max())
-        stopped = np.flatnonzero(self.live[seats] & done)
+        self.sampled += int(new.sum())
+        self.steps += int(new.max())
+        stopped = np.flatnonzero(live & done)
         self.live[seats] &= ~done
         if not len(stopped):
             return
         tokens = np.asarray(self.rows.state.record.tokens)
         for seat in stopped.tolist():
             row, end = int(seats[seat]), int(drawn[seat])
-            self.in_cache[row] = end - 1
             self.last[row] = tokens[seat, end - 1]
             if terminated[seat]:
                 self.respondent.send(row, tokens[seat, self.begins[row] : end].tolist())
