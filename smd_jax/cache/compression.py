@@ -165,7 +165,7 @@ class Compression:
         # Number of slots to evict. A short prompt may have fewer than the budget.
         rest = cache.columns.shape[2] - self.budget
         if rest <= 0:
-            cache, parity = self._quantize(cache, progress)
+            cache, parity = kv_cache.quantize(cache, progress.segment_start)
             # Empty slots go to the left, so that the newest key stays the last of the kept ones.
             return kv_cache.pad(cache, -rest, self.buffer), CompressionRecord(None, parity)
         logprob = None
@@ -187,7 +187,7 @@ class Compression:
             kept = jnp.broadcast_to(jnp.arange(rest, rest + self.budget), (*cache.columns.shape[:2], self.budget))
             dropped = None
         # Before eviction: a group's range covers all its columns, evicted or not, as in the learner.
-        cache, parity = self._quantize(cache, progress)
+        cache, parity = kv_cache.quantize(cache, progress.segment_start)
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
 
     def _scores(self, view: CacheView) -> Float[Array, "rows kv_heads slots"]:
@@ -208,12 +208,6 @@ class Compression:
         # The newest query has attended already, so only its successor's window matters.
         next_query = (progress.newest + 1)[:, None, None]
         return cache.replace(columns=jnp.where(next_query < cache.columns + self.window, cache.columns, EMPTY))
-
-    def _quantize(self, cache: LayerCache, progress: RowProgress) -> tuple[LayerCache, Parity | None]:
-        """Quantises a layer's full-precision columns, if the cache is quantised."""
-        if cache.quantized is None:
-            return cache, None
-        return kv_cache.quantize(cache, cache.quantized, progress.segment_start)
 
     def _view(self, cache: LayerCache, progress: RowProgress, number: Int[Array, ""], own: PolicyLayer) -> CacheView:
         # One PRNG key per row, compression and layer.

@@ -197,15 +197,15 @@ def of_columns(cache: LayerCache, table: Int[Array, "batch T"]) -> Int[Array, "b
     return jnp.take_along_axis(table, flat, axis=1).reshape(cache.columns.shape)
 
 
-def quantize(cache: LayerCache, slots: QuantizedSlots, start: Int[Array, " batch"]) -> tuple[LayerCache, Parity]:
+def quantize(cache: LayerCache, start: Int[Array, " batch"]) -> tuple[LayerCache, Parity | None]:
     """Quantises the full-precision keys and values, whose columns begin at each row's `start`.
 
-    Args:
-      slots: the already quantised slots.
-
     Returns:
-      A cache without a buffer, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`.
+      A cache without a buffer, and the parity of the new codes, `[batch, kv_heads, columns, bytes]`; for a cache in
+      full precision, the same cache and None.
     """
+    if (slots := cache.quantized) is None:
+        return cache, None
     valid = cache.valid[:, :, slots.keys.shape[2] :]
     slots, parity = quantized_cache.append(slots, cache.keys, cache.values, valid, start)
     # Every slot is quantised now. `gather` and `pad` append the next buffer.

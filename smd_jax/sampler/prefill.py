@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,18 +98,24 @@ def _with_routing(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Chunks of a batch's columns, counted from the prompts' end, so that only the first holds padding.
+    """Prompts in chunks of columns, counted from the prompts' end, so that only the first chunk holds padding.
 
     P 37, chunks of 8, `-3` because the first begins three columns before the prompt does:
 
         column   -3 …… 4 | 5 …… 12 | 13 …… 20 | 21 …… 28 | 29 …… 36 | response
 
     Attributes:
+      prompts: padded to whole chunks.
+      start: `[prompts]` column of the first token.
+      span_evicted_at: `[prompts, P]` of token-triggered spans; None without any.
       length: columns of a chunk.
       count: number of chunks.
       first: first column of the first chunk, negative if whole chunks hold more columns than the prompt.
     """
 
+    prompts: PromptBatch
+    start: Int[Array, " prompts"]
+    span_evicted_at: Int[Array, "prompts P"] | None
     length: int
     count: int
     first: int
@@ -139,17 +145,17 @@ def _prefill_chunks(
     sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Array, " prompts"], chunk: int
 ) -> Prefilled:
     """Reads prompts `chunk` columns at a time, and compresses the cache after each chunk."""
-    rows, width = prompts.tokens.shape
+    width = prompts.tokens.shape[1]
     length = min(chunk, width)  # of a chunk
     count = -(-width // length)
-    chunks = _Chunks(length, count, sampler.prompt_width - count * length)
     missing = count * length - width
     padded = PromptBatch(*(jnp.pad(x, [(0, 0), (missing, 0)]) for x in (prompts.tokens, prompts.valid)))
     start = _first_column(sampler, prompts)
     spans, span_evicted_at = _read_spans(sampler, prompts)
+    chunks = _Chunks(padded, start, span_evicted_at, length, count, sampler.prompt_width - count * length)
 
     def one(index: Array, reading: _Reading) -> _Reading:
-        reading = _read_chunk(sampler, params, padded, start, chunks, index, reading, span_evicted_at)
+        reading = _read_chunk(sampler, params, chunks, index, reading)
         if not sampler.policy.evicts:
             return reading
         # The first column whose query does not see the keys evicted here; the chunk's last query still does.
@@ -166,7 +172,7 @@ def _prefill_chunks(
 
     # Skips chunks in which every row is padding.
     first_chunk = (jnp.min(start) - chunks.first) // length
-    reading = jax.lax.fori_loop(first_chunk, count, one, _nothing_read(sampler, rows, chunks))
+    reading = jax.lax.fori_loop(first_chunk, count, one, _nothing_read(sampler, chunks))
     routing = None if reading.routing is None else reading.routing[:, -width:]
     records = _with_routing(sampler, tuple(PromptRecord(x, None) for x in reading.evicted_at), routing)
     layers = zip(reading.cache, sampler.budgets, strict=True)
@@ -174,44 +180,33 @@ def _prefill_chunks(
     return Prefilled(reading.hidden, start, cache, records, spans)
 
 
-def _nothing_read(sampler: Sampler, rows: int, chunks: _Chunks) -> _Reading:
+def _nothing_read(sampler: Sampler, chunks: _Chunks) -> _Reading:
     """The initial carry: empty caches with slots for the budget and a chunk, or for all columns without evictions."""
     shape = sampler.model.shape
-    whole = chunks.count * chunks.length
+    rows, whole = chunks.prompts.tokens.shape
     # Without evictions a row has `budget` slots for the prompt. A narrow batch needs fewer for its chunks, but
     # `_to_rows` takes that many from the right.
     slots = [budget + chunks.length if sampler.policy.evicts else max(whole, budget) for budget in sampler.budgets]
     never = jnp.full((rows, shape.num_kv_heads, sampler.prompt_width), NEVER, jnp.int32)
 
-    def of_all(layers: range, one: Any) -> Any:
+    def empty(layers: range, slots: int) -> tuple[LayerCache, Array]:
+        sizes = CacheShape(rows, shape.num_heads, shape.num_kv_heads, slots, shape.head_dim, shape.dtype)
+        one = kv_cache.no_keys(sampler.policy.statistics, sizes), never
         if len(layers) == 1:
             return one
         return jax.tree.map(lambda x: jnp.repeat(x[:, None], len(layers), axis=1), one)
 
-    def empty(slots: int) -> tuple[LayerCache, Array]:
-        cache = CacheShape(rows, shape.num_heads, shape.num_kv_heads, slots, shape.head_dim, shape.dtype)
-        return kv_cache.no_keys(sampler.policy.statistics, cache), never
-
-    pairs = [of_all(layers, empty(count)) for layers, count in zip(sampler.runs, slots, strict=True)]
-    cache, evicted_at = zip(*pairs, strict=True)
+    cache, evicted_at = zip(*map(empty, sampler.runs, slots), strict=True)
     hidden = jnp.zeros((rows, shape.hidden_size), shape.dtype)
     return _Reading(cache, evicted_at, hidden, not_recorded(shape, rows, whole))
 
 
-def _read_chunk(
-    sampler: Sampler,
-    params: Params,
-    padded: PromptBatch,
-    start: Int[Array, " prompts"],
-    chunks: _Chunks,
-    index: Array,
-    reading: _Reading,
-    span_evicted_at: Int[Array, "prompts P"] | None,
-) -> _Reading:
-    """Reads chunk number `index` of prompts padded to whole chunks; its keys go after the kept ones."""
+def _read_chunk(sampler: Sampler, params: Params, chunks: _Chunks, index: Array, reading: _Reading) -> _Reading:
+    """Reads chunk number `index`; its keys go after the kept ones."""
+    start = chunks.start
     tokens, there = (
         jax.lax.dynamic_slice_in_dim(x, index * chunks.length, chunks.length, axis=1)
-        for x in (padded.tokens, padded.valid)
+        for x in (chunks.prompts.tokens, chunks.prompts.valid)
     )
     column = chunks.columns(index)[None]
     # Padding before a row's start gets position 0, because a model may not support negative positions.
@@ -224,7 +219,7 @@ def _read_chunk(
         left = (chunks.count - index) * chunks.length
         slots = tuple(cache.slots - left for cache in reading.cache)
     hidden, cache, chosen = read_tokens(
-        sampler, params, tokens, places, reading.cache, slots, columns, start, column[0, 0], span_evicted_at
+        sampler, params, tokens, places, reading.cache, slots, columns, start, column[0, 0], chunks.span_evicted_at
     )
     routing = reading.routing
     if routing is not None and chosen is not None:

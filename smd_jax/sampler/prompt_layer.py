@@ -165,7 +165,6 @@ class PrefillAttend:
         rows, heads, tokens, head_dim = q.shape
         columns, start = places
         shape = CacheShape(rows, heads, k.shape[1], tokens, head_dim, k.dtype)
-        cache = kv_cache.no_keys(self.sampler.policy.statistics, shape)
         seen = Observation(
             queries=q,
             query_columns=columns,
@@ -178,7 +177,7 @@ class PrefillAttend:
             number=jnp.int32(self.first),
             slot=jnp.int32(0),
         )
-        return kv_cache.observe(cache, seen).states
+        return tuple(each.observe(each.init(shape), seen) for each in self.sampler.policy.statistics)
 
     def _compress(self, cache: LayerCache, layer: PromptLayer) -> PromptResult:
         width = self.sampler.prompt_width
