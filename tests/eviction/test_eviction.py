@@ -36,21 +36,21 @@ from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make
 BY_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
 BY_FORMULA["TOVA of each head"] = TOVA(shared=False)
 BY_FORMULA["TriAttention"] = TriAttention(drawn_centers(heads=12, half=4), sinks=2)
-BATCH, SLOTS, D, BUDGET = 4, 14, 8, 8
+BATCH, KV_HEADS, SLOTS, D, BUDGET = 4, 2, 14, 8, 8
 EMPTY_SLOTS = [0, 3, 5, 12]  # of each row; the last row has two keys and is shorter than every window
 
 
-def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) -> CacheView:
+def make_view(policy: EvictionPolicy) -> CacheView:
     """A cache in the middle of a rollout: sinks, some keys of the past, the newest four; queries in any order."""
-    rng = np.random.default_rng(seed)
-    shape = (BATCH, kv_heads, SLOTS)
+    rng = np.random.default_rng(0)
+    shape = (BATCH, KV_HEADS, SLOTS)
     last = [40, 30, 8, 1]
     positions = np.full(shape, -1)
-    for b, h in np.ndindex(BATCH, kv_heads):
+    for b, h in np.ndindex(BATCH, KV_HEADS):
         newest = np.arange(max(last[b] - 3, 0), last[b] + 1)
         older = rng.choice(newest[0], SLOTS - EMPTY_SLOTS[b] - len(newest), replace=False) if newest[0] else []
         positions[b, h, EMPTY_SLOTS[b] :] = [*np.sort(older), *newest]
-    sizes = CacheShape(BATCH, heads, kv_heads, SLOTS, D, "float32")
+    sizes = CacheShape(BATCH, 2 * KV_HEADS, KV_HEADS, SLOTS, D, "float32")
     forms = jax.eval_shape(lambda: tuple(statistic.init(sizes) for statistic in policy.statistics))
     return CacheView(
         keys=jnp.asarray(rng.normal(size=(*shape, D)), jnp.float32),
@@ -63,7 +63,7 @@ def make_view(policy: EvictionPolicy, heads: int, kv_heads: int, seed: int = 0) 
             jnp.asarray(rng.random(x.shape) if statistic.per_slot else rng.normal(size=x.shape), jnp.float32)
             for statistic, x in zip(policy.statistics, forms, strict=True)
         ),
-        rng=jax.random.split(jax.random.key(seed), BATCH),
+        rng=jax.random.split(jax.random.key(0), BATCH),
         budget=BUDGET,
         declared=policy.statistics,
         parameters=policy.parameters({}, 0),
@@ -97,7 +97,7 @@ def query_window(policy: EvictionPolicy) -> int:
 def test_score_in_float64(name: str):
     """Scores are not narrowed on the way."""
     policy = BY_FORMULA[name]
-    view = make_view(policy, 4, 2)
+    view = make_view(policy)
     exact = jax.tree.map(np.asarray, view.replace(rng=None))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), exact)
@@ -111,10 +111,10 @@ def test_score_in_float64(name: str):
 
 def test_views_are_hard_enough():
     """Some keys are similar beyond R-KV's threshold, and a row has fewer keys than its window."""
-    row = existing(make_view(POLICIES["RKV"], 4, 2), 0)
+    row = existing(make_view(POLICIES["RKV"]), 0)
     keys = row.keys[0] / np.linalg.norm(row.keys[0], axis=-1, keepdims=True)
     assert ((keys @ keys.T - np.eye(len(keys))) > 0.5).sum() > 4
-    assert existing(make_view(POLICIES["SnapKV"], 4, 2), 3).keys.shape[1] == 2
+    assert existing(make_view(POLICIES["SnapKV"]), 3).keys.shape[1] == 2
 
 
 # Whole rollouts of one layer, whose queries and keys numpy can compute from the tokens alone.
@@ -297,7 +297,7 @@ def test_wrappers_pass_on(wrap: Any):
         assert wrap(inner).statistics == inner.statistics
     assert wrap(H2O(recent=0.25)).protected(40) == 10
     assert Protect(Pyramid(Knorm(), beta=2.0)).layer_budgets(8, 3) == (12, 8, 4)
-    view = make_view(RKV(window=4), 4, 2)
+    view = make_view(RKV(window=4))
     inner, outer = (np.asarray(p.score(view))[np.asarray(view.valid)] for p in (RKV(window=4), wrap(RKV(window=4))))
     np.testing.assert_array_equal(inner, outer)
 
@@ -317,7 +317,7 @@ def test_equal_policies_are_equal_and_hashable():
 
 
 def test_random_differs_by_row_and_head_and_repeats_for_equal_keys():
-    view, score = make_view(Random(), 4, 2), jax.jit(Random().score)
+    view, score = make_view(Random()), jax.jit(Random().score)
     first = np.asarray(score(view))
     np.testing.assert_array_equal(first, Random().score(view))
     inside = first[np.asarray(view.valid)]
@@ -397,10 +397,10 @@ def test_copies_of_a_prompt_lose_the_same_keys():
 
 
 def test_missing_statistics_are_named():
-    bare = make_view(Knorm(), 4, 2)
+    bare = make_view(Knorm())
     with pytest.raises(ValueError, match=r"that the policy declares in `statistics`: none; got ReceivedAttention\(\)"):
         H2O().score(bare)
-    other = make_view(SnapKV(window=4), 4, 2)
+    other = make_view(SnapKV(window=4))
     with pytest.raises(ValueError, match=r"`statistics`: NewestQueries\(window=4\); got NewestQueries\(window=5\)"):
         SnapKV(window=5).score(other)
     with pytest.raises(TypeError, match="Dense has no score"):

@@ -244,27 +244,20 @@ def test_a_turn_longer_than_its_limit_ends_the_conversation():
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "given", "expected"),
     [
-        ({"eos_token_id": None}, "which ends a turn; got neither"),
-        ({"quant": QuantConfig(bits=4, group=5)}, "expected quant None in a conversation"),
+        ({"eos_token_id": None}, {}, "which ends a turn; got neither"),
+        ({"quant": QuantConfig(bits=4, group=5)}, {}, "expected quant None in a conversation"),
+        ({"min_new_tokens": 2}, {}, "expected min_new_tokens below turn_tokens and .*, 2, .*; got 2"),
+        ({"min_new_tokens": 20}, {}, "expected min_new_tokens below turn_tokens and .*, 2, .*; got 20"),
+        ({}, {"name": LearnedGate()}, "which records no draws; got LearnedGate"),
+        ({}, {"decode_rows": 3}, "expected decode_rows that divide 4 conversations"),
     ],
 )
-def test_refused(changes: dict[str, Any], expected: str):
+def test_refused(changes: dict[str, Any], given: dict[str, Any], expected: str):
+    given = {"name": "SnapKV", "conversation": ConversationConfig(turn_tokens=2), **given}
     with pytest.raises(ValueError, match=expected):
-        talk("SnapKV", Scripted(), dataclasses.replace(CONFIG, **changes))
-
-
-@pytest.mark.parametrize("least", [2, 20])
-def test_a_turn_must_have_room_for_the_shortest_response_and_its_end(least: int):
-    config = dataclasses.replace(CONFIG, min_new_tokens=least)
-    with pytest.raises(ValueError, match=f"expected min_new_tokens below turn_tokens and .*, 2, .*; got {least}"):
-        talk("SnapKV", Scripted(), config, conversation=ConversationConfig(turn_tokens=2))
-
-
-def test_draws_that_no_record_holds_are_refused():
-    with pytest.raises(ValueError, match="which records no draws; got LearnedGate"):
-        talk(LearnedGate(), Scripted())
+        talk(respondent=Scripted(), config=dataclasses.replace(CONFIG, **changes), **given)
 
 
 def test_a_conversation_is_no_record_to_certify():
@@ -301,8 +294,3 @@ def test_conversations_do_not_move_between_devices():
     given = shard_tree(params, mesh), shard_batch(prompts, mesh), key
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="expected decode_rows None .*; got 2 on 2 devices"):
         talk("SnapKV", Scripted(), given=given, decode_rows=2)
-
-
-def test_rows_that_do_not_divide_the_conversations_are_refused():
-    with pytest.raises(ValueError, match="expected decode_rows that divide 4 conversations"):
-        talk("SnapKV", Scripted(), decode_rows=3)
