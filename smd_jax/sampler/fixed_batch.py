@@ -21,9 +21,7 @@ from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory, check_finite
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
-from smd_jax.sampler.config import cache_bytes as cache_bytes
 from smd_jax.sampler.config import check_limits, check_sampler
-from smd_jax.sampler.config import plan as plan
 from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.records import no_records, segment_count, to_trajectory

@@ -27,7 +27,8 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.sampler.fixed_batch import RolloutConfig, cache_bytes, rollout, rollout_program
+from smd_jax.sampler.config import cache_bytes
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config

@@ -20,9 +20,9 @@ from smd_jax.message.masks import NEVER
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import NonFiniteLogitsError, Trajectory, check_finite
 from smd_jax.model.decoder import Decoder
-from smd_jax.sampler.config import check_limits
+from smd_jax.sampler.config import check_limits, plan
 from smd_jax.sampler.engine import Engine
-from smd_jax.sampler.fixed_batch import RolloutConfig, plan, rollout, rollout_program
+from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.prefill import prefill
 from smd_jax.sampler.seats import begin
 from smd_jax.sampler.static import Sampler
