@@ -15,8 +15,9 @@ from jaxtyping import Int
 
 from smd_jax.tasks.rewards import RewardFunction, accepted_names, function_name
 from smd_jax.tasks.row_format import RowFormat
-from smd_jax.tasks.sources import FileRows, Rows
+from smd_jax.tasks.sources import Rows
 from smd_jax.tasks.task import Row, Task, prompt_length, says_nothing
+from smd_jax.tasks.text_files import FileRow
 from smd_jax.text.prompts import Tokenizer
 
 
@@ -45,7 +46,8 @@ class DatasetTask:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"expected a row from 0 to {len(self) - 1}; got {index}")
-        return self.format.row(self.rows[index], place(self, index))
+        row = self.rows[index]
+        return self.format.row(row, _place(row, index))
 
     def reward(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> Any:
         """Calls the reward function; an async one returns an awaitable."""
@@ -80,12 +82,13 @@ class SelectedRows:
 
 def place(task: Task, index: int) -> str:
     """Where the row at this index is, for errors."""
-    match task:
-        case SelectedRows():
-            return place(task.task, int(task.numbers[index]))
-        case DatasetTask(rows=FileRows() as rows) if (where := rows.place(index)) is not None:
-            return where
-    return f"row {index}, counted from 0"
+    if isinstance(task, SelectedRows):
+        return place(task.task, int(task.numbers[index]))
+    return _place(task.rows[index] if isinstance(task, DatasetTask) else {}, index)
+
+
+def _place(row: Row, index: int) -> str:
+    return row.place if isinstance(row, FileRow) else f"row {index}, counted from 0"
 
 
 def first_rows(task: Task, count: int) -> Task:

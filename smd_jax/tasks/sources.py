@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import yaml
 
 from smd_jax.tasks.task import Row, missing_extra
-from smd_jax.tasks.text_files import FORMATS, check_first_bytes, data_format, text_rows
+from smd_jax.tasks.text_files import FORMATS, FileRow, check_first_bytes, data_format, text_rows
 from smd_jax.text.visible_text import one_line
 from smd_jax.text.yaml_limits import load_yaml
 
@@ -60,21 +60,6 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Row: ...
-
-
-class FileRows(list[Row]):
-    """Rows of CSV or JSON files. `places`: where each row is, such as "rows.jsonl, line 3", for errors."""
-
-    def __init__(self, rows: Sequence[Row], places: Sequence[str]) -> None:
-        super().__init__(rows)
-        self.places = places
-        self._placed = {id(row): (row, where) for row, where in zip(rows, places, strict=True)}
-
-    def place(self, index: int) -> str | None:
-        """Where the row at this index is; None for a row that was added. Rows may have been sorted."""
-        row = self[index]
-        found = self._placed.get(id(row))
-        return found[1] if found is not None and found[0] is row else None
 
 
 def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
@@ -225,22 +210,19 @@ def _check_card(path: Path) -> None:
 
 
 def _of_text_files(splits: Mapping[str, Sequence[Path]], source: DataSource, columns: Sequence[str]) -> Rows:
-    rows = dict[str, FileRows]()
+    rows = dict[str, list[Row]]()
     for name, files in splits.items():
-        placed = [pair for file in files for pair in text_rows(file)]
-        for where, row in placed:
-            _check_columns(row, columns, where)
-        names = dict.fromkeys(column for _, row in placed for column in row)
+        found = [row for file in files for row in text_rows(file)]
+        for row in found:
+            _check_columns(row, columns, row.place)
+        names = dict.fromkeys(column for row in found for column in row)
         # None for a column that a row lacks, as in `datasets`: a reward gets the same columns in every batch.
-        filled = [{column: row.get(column) for column in names} for _, row in placed]
-        rows[name] = FileRows(filled, [where for where, _ in placed])
+        rows[name] = [FileRow({column: row.get(column) for column in names}, row.place) for row in found]
     wanted = source.split or _default_split([*rows], source.name)
     if wanted in rows:
         return rows[wanted]  # without `datasets`, whose import takes a second
     with _one_error(source.name) as datasets:
-        chosen = [(rows[name], slice(part.start, part.stop)) for name, part in _parts(datasets, wanted, rows)]
-    places = [where for of_split, part in chosen for where in of_split.places[part]]
-    return FileRows([row for of_split, part in chosen for row in of_split[part]], places)
+        return [rows[name][index] for name, part in _parts(datasets, wanted, rows) for index in part]
 
 
 def _load(name: str, source: DataSource, files: Mapping[str, list[str]] | None = None) -> Rows:

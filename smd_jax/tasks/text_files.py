@@ -41,6 +41,16 @@ MAX_DEPTH = 64  # of lists and objects in a row; chat messages with schemas of t
 MAX_FIELD = 2**26  # characters of a field of CSV
 
 
+class FileRow(dict[str, Any]):
+    """A row of a file. `place`: where it is, such as "rows.jsonl, line 3", for errors."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, fields: Row, place: str) -> None:
+        super().__init__(fields)
+        self.place = place
+
+
 def data_format(path: Path) -> str:
     """Which of "json", "csv", "parquet" and "arrow" a file's name promises; only text may be compressed. Raises
     ValueError for another name."""
@@ -63,9 +73,9 @@ def check_first_bytes(path: Path, beginning: bytes) -> None:
         raise ValueError(f"{path}: expected {wanted} data; got {got}")
 
 
-def text_rows(path: Path) -> list[tuple[str, Row]]:
-    """Reads the rows of a CSV or JSON file, each with its place, such as "rows.jsonl, line 3". Raises ValueError for a
-    file that is damaged, of another form, or without rows."""
+def text_rows(path: Path) -> list[FileRow]:
+    """Reads the rows of a CSV or JSON file. Raises ValueError for a file that is damaged, of another form, or without
+    rows."""
     try:
         content = _content(path)
         check_first_bytes(path, content[:32])
@@ -78,7 +88,7 @@ def text_rows(path: Path) -> list[tuple[str, Row]]:
     for where, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{where}: expected a JSON object; got {type(row).__name__} {one_line(repr(row), 60)}")
-    return rows
+    return [FileRow(row, where) for where, row in rows]
 
 
 def _content(path: Path) -> bytes:

@@ -17,7 +17,7 @@ import pytest
 
 from smd_jax.tasks import text_files
 from smd_jax.tasks.dataset_task import DatasetTask
-from smd_jax.tasks.sources import DataSource, FileRows, Rows, load_rows
+from smd_jax.tasks.sources import DataSource, Rows, load_rows
 from tests.hub_files import no_hub, questions, write_hub_folder, write_lines, write_parquet
 
 __all__ = ["no_hub"]
@@ -375,10 +375,3 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"needs datasets.*pip install -e '\.\["):
         load_rows(DataSource(str(path)))
-
-
-def test_rows_of_files_that_are_sorted_or_joined_keep_their_places():
-    rows = FileRows([{"prompt": "a"}, {"prompt": "b"}], ["rows.jsonl, line 1", "rows.jsonl, line 2"])
-    rows.reverse()
-    rows.extend([{"prompt": "a"}])  # equal to one of them
-    assert [rows.place(index) for index in range(3)] == ["rows.jsonl, line 2", "rows.jsonl, line 1", None]
