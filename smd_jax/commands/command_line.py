@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -41,6 +43,15 @@ def parse(words: Sequence[str]) -> tuple[str, Common]:
         f"expected an algorithm first, one of {[*ALGORITHMS]}, as in `smd-train grpo --model …`, or --config or "
         f"--preset with one; got {name!r}"
     )
+
+
+def arguments_of_run(directory: Path) -> Common:
+    """The arguments of the run in this directory, which may have moved. Raises UserError for no run there, or an
+    unreadable config.yaml."""
+    settings = directory / "config.yaml"
+    if not os.path.isfile(settings):
+        raise UserError(f"expected a run with its config.yaml in {str(directory)[:300]}; found none")
+    return parse(["--config", str(settings), "--output-dir", str(directory)])[1]
 
 
 def parse_options(kind: type[T], prog: str, description: str, words: Sequence[str], default: T | None = None) -> T:

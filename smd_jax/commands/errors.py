@@ -14,6 +14,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from smd_jax.environments.processes import UnloadableEnvironmentError
+from smd_jax.message.trajectory import NonFiniteLogitsError
+from smd_jax.tasks.reward_callers import UnloadableRewardError
+from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import MissingExtraError
 from smd_jax.text.visible_text import one_line, visible
 
@@ -51,13 +55,19 @@ FLAGS: Mapping[str, str] = {
 LONGEST, LONGEST_LINE = 2000, 700
 
 
+USER_ERRORS = (
+    *(UserError, MissingExtraError, FloatingPointError),
+    *(TooManyFailures, UnloadableRewardError, UnloadableEnvironmentError, NonFiniteLogitsError),
+)
+
+
 @contextmanager
 def report_errors(debug: bool, *expected: type[Exception]) -> Iterator[None]:
     """Ends the command with a box and exit status 2 after a user error, and with status 130 after Ctrl-C; with `debug`
     raises the error instead. `expected`: further errors whose message and notes are enough for the user."""
     try:
         yield
-    except (UserError, MissingExtraError, FloatingPointError, *expected) as error:
+    except (*USER_ERRORS, *expected) as error:
         if debug:
             raise
         print_box("error", with_flags("\n".join([str(error), *getattr(error, "__notes__", [])])))

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from smd_jax.commands.arguments import (
     SamplingArgs,
 )
 from smd_jax.commands.choices import decoder, decoding, rollout_config
-from smd_jax.commands.command_line import asks_for_help, parse, parse_options
+from smd_jax.commands.command_line import arguments_of_run, asks_for_help, parse_options
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, report_errors
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
@@ -51,6 +50,7 @@ from smd_jax.commands.prepare import check_platform
 from smd_jax.commands.task_source import (
     check_environment,
     check_eval_seed,
+    drop_long_prompts,
     environment_config,
     has_held_out_rows,
     held_out_data,
@@ -61,25 +61,18 @@ from smd_jax.commands.task_source import (
     task_of,
 )
 from smd_jax.devices.sharding import make_mesh
-from smd_jax.environments.processes import UnloadableEnvironmentError
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.message.gate import EVICTION_GATE, LinearGate
-from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import load_gate
 from smd_jax.model.weights import load_checkpoint
 from smd_jax.monitor.progress import summary_table
-from smd_jax.tasks.dataset_task import first_rows, select_prompts, usable_lengths
-from smd_jax.tasks.reward_callers import UnloadableRewardError
-from smd_jax.tasks.rewards import TooManyFailures
+from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.text.prompts import pad_token_id
 from smd_jax.train.evaluation import Evaluated, EvaluationConfig, Evaluator
 
 T = TypeVar("T")
-
-# Errors of rewards, environments and sampled completions, in messages for the user.
-EXPECTED = (TooManyFailures, UnloadableRewardError, UnloadableEnvironmentError, NonFiniteLogitsError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
     given = list(sys.argv[1:] if words is None else words)
     with (
-        report_errors("--debug" in given, *EXPECTED),
+        report_errors("--debug" in given),
         plain_warnings(),
         memory_errors("--decode-rows and --eval-decode set the sizes; --param-dtype bfloat16 halves the weights"),
     ):
@@ -136,12 +129,9 @@ def read(words: Sequence[str]) -> Args:
 
 
 def args_of_run(directory: Path) -> Args:
-    """The arguments that evaluate a run's trained model like the run's own evaluations. Raises UserError for no run in
-    this directory, or an unreadable config.yaml."""
-    settings = directory / "config.yaml"
-    if not os.path.isfile(settings):
-        raise UserError(f"expected a run with its config.yaml in {str(directory)[:300]}; found none")
-    _, trained = parse(["--config", str(settings), "--output-dir", str(directory)])
+    """The arguments that evaluate a run's trained model like the run's own evaluations. Raises UserError as
+    `arguments_of_run`."""
+    trained = arguments_of_run(directory)
     evaluation, sampler = trained.evaluation, part_of(SamplingArgs, trained.sampler)
     if evaluation.eval_temperature is not None:
         sampler = replace(sampler, temperature=evaluation.eval_temperature)
@@ -253,9 +243,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
     if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts
         width, counts, rewards = data.max_prompt_length, f"{len(task)} rows", None
     else:
-        lengths = usable_lengths(task, tokenizer)
-        width = data.max_prompt_length or int(lengths.max())
-        task, counts = select_prompts(task, lengths, width)
+        task, width, counts = drop_long_prompts(task, tokenizer, data)
         check_prompt_tokens(task, tokenizer, model.config.vocab_size)
         rewards = rewards_of(args, whole, data.dataset)
     check_context(width, sampler.max_completion_length, model.config)
@@ -273,7 +261,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
     )
     mesh = make_mesh(args.device.data_parallel, args.device.fsdp, args.device.tensor)
     check_devices(mesh.size, jax.device_count())
-    return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards, environment=environment), str(counts)
+    return Evaluator(model, task, tokenizer, config, mesh, rewards=rewards, environment=environment), counts
 
 
 def with_trained(policy: EvictionPolicy, gate: LinearGate | None) -> EvictionPolicy:

@@ -21,7 +21,7 @@ import tyro
 
 from smd_jax.commands.arguments import Common
 from smd_jax.commands.choices import eviction_policy
-from smd_jax.commands.command_line import parse, parse_words
+from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, tokenizer_to_export
@@ -77,11 +77,7 @@ def run(args: Args) -> None:
     if args.format == "peft" and (args.out / "config.json").exists():
         # transformers would open the adapter and its base in place of this model.
         raise UserError(f"expected --out without a model for --format peft; got {args.out}, which has a config.json")
-    settings = args.run / "config.yaml"
-    if not settings.is_file():
-        raise UserError(f"expected a run with its config.yaml in {args.run}; found none")
-    # The folder itself as --output-dir, because the run may have moved.
-    _, trained = parse(["--config", str(settings), "--output-dir", str(args.run)])
+    trained = arguments_of_run(args.run)
     if args.model is not None:
         trained = replace(trained, model=replace(trained.model, model=args.model, model_revision=None))
     directory = model_directory(trained.model.model, trained.model.model_revision)

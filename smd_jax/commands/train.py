@@ -37,11 +37,9 @@ from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of,
 from smd_jax.devices.processes import OtherProcessError, all_or_none, is_first, on_first_host
 from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import disk_errors_named, replaced, stored_bytes
-from smd_jax.environments.processes import UnloadableEnvironmentError
 from smd_jax.learner.state import TrainState, trained_params
 from smd_jax.memory.compiled import param_shapes
 from smd_jax.message.gate import drop_gate
-from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
 from smd_jax.model.lora import has_lora, merge_lora
@@ -63,8 +61,6 @@ from smd_jax.runs.run_log import NoSuchMetricError
 from smd_jax.runs.settings import split_fields, split_settings
 from smd_jax.runs.stop import RunStoppedError
 from smd_jax.tasks.dataset_task import first_rows
-from smd_jax.tasks.reward_callers import UnloadableRewardError
-from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
 from smd_jax.train.evaluation import every_evaluation
@@ -72,11 +68,10 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.samples import RefusedRolloutError
 
-# Errors of rewards, checkpoints and sampled rollouts, in messages for the user.
+# Errors of checkpoints, processes and rollouts, whose messages are enough for the user.
 EXPECTED = (
     *(OtherConfigError, OtherStateError, OtherFormatError, DamagedCheckpointError, NoSuchMetricError),
-    *(TooManyFailures, UnloadableRewardError, UnloadableEnvironmentError, RefusedRolloutError, NonFiniteLogitsError),
-    *(OtherProcessError, DirectoryInUseError, OSError),
+    *(RefusedRolloutError, OtherProcessError, DirectoryInUseError, OSError),
 )
 
 
