@@ -52,12 +52,11 @@ from smd_jax.commands.task_source import (
     check_eval_seed,
     drop_long_prompts,
     environment_config,
+    evaluation_choice,
     has_held_out_rows,
     held_out_data,
-    names_held_out_rows,
     of_dataset,
     rewards_of,
-    task_choice,
     task_of,
 )
 from smd_jax.devices.sharding import make_mesh
@@ -237,7 +236,7 @@ def make_evaluator(args: Args, model: Decoder, opened: OpenedModel, gate: Linear
     """Builds the evaluator, and a line on dropped prompts."""
     data, sampler, command, tokenizer = args.data, args.sampler, args.command, opened.tokenizer
     seed = command.seed if args.evaluation.eval_seed is None else args.evaluation.eval_seed
-    whole: Any = task_of(replace(task_choice(data, seed), held_out=names_held_out_rows(data.dataset, data.split)))
+    whole: Any = task_of(evaluation_choice(data, seed))
     task = first_rows(whole, args.evaluation.eval_rows)
     environment = environment_config(args.conversations, args.rewards.max_failed_rewards, whole, data)
     if environment is not None and data.max_prompt_length is not None:  # it writes its own prompts

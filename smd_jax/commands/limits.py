@@ -27,9 +27,8 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         f"without --dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
     ),
     (("lora_alpha", "lora_target_modules", "use_rslora"), lambda run: run.lora_r is not None, "without --lora-r"),
-    (("kl_estimator", "kl_in_reward", "use_bias_correction_kl"), lambda run: run.beta > 0, "without --beta"),
+    (("kl_estimator", "use_bias_correction_kl"), lambda run: run.beta > 0, "without --beta"),
     (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda run: run.sync_ref_model, "without --sync-ref-model"),
-    (("min_lr_rate",), lambda run: run.lr_scheduler_type != "constant", "without --lr-scheduler-type linear or cosine"),
     (("overlong_cache",), lambda run: "overlong" in run.reward, "without --reward overlong"),
     (
         ("max_turns", "max_turn_length", "environment_timeout", "turn_credit"),

@@ -36,15 +36,15 @@ class OpenedModel(NamedTuple):
     """A model without its weights.
 
     Attributes:
-      own_tokenizer: the unchanged tokenizer, for the export.
       tokenizer: turns rows into prompts.
+      exported_tokenizer: saved with the trained model; None copies the model's own files.
       ends: ids of the tokens that end a completion.
     """
 
     directory: Path
     config: ModelConfig
-    own_tokenizer: Any
     tokenizer: Any
+    exported_tokenizer: Any
     ends: tuple[int, ...]
 
 
@@ -77,7 +77,7 @@ def open_model(source: ModelSource, data: DataSource, sampler: SamplingArgs) -> 
     ends = end_token_ids(directory, tokenizer, sampler.eos_token, config.vocab_size)
     # Built here so that an invalid stop string fails before the first rollout.
     stop_table(tokenizer, sampler.stop, config.vocab_size)
-    return OpenedModel(directory, config, own, tokenizer, ends)
+    return OpenedModel(directory, config, tokenizer, tokenizer_to_export(own, source.tokenizer is None, ends), ends)
 
 
 def model_directory(name: str, revision: str | None = None) -> Path:

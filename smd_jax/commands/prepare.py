@@ -16,7 +16,7 @@ from smd_jax.commands.choices import decoder, decoding, eviction_policy, rollout
 from smd_jax.commands.config_file import read_options
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.limits import check_context, check_devices, check_prompt_tokens
-from smd_jax.commands.model_source import OpenedModel, open_model, tokenizer_to_export
+from smd_jax.commands.model_source import OpenedModel, open_model
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.task_source import Data, check_environment, environment_config, load_data, rewards_of
 from smd_jax.config import ModelConfig
@@ -57,7 +57,6 @@ class Prepared(NamedTuple):
 
     Attributes:
       args: the arguments, with the date for the chat template.
-      exported_tokenizer: saved with the trained model; None copies the model's own files.
       loop: its microbatch and decode rows fit into `--memory`.
       evaluator: None disables evaluation; its rows fit, too.
       memory: memory per device; None without `--memory`.
@@ -65,7 +64,6 @@ class Prepared(NamedTuple):
 
     args: Common
     model: OpenedModel
-    exported_tokenizer: Any
     data: Data
     loop: Loop
     evaluator: Evaluator | None
@@ -83,15 +81,14 @@ def prepare(args: Common) -> Prepared:
     if is_first() and "wandb" in args.run.report_to:
         check_wandb()
     opened = open_model(args.model, args.data, args.sampler)
-    args = with_prompt_day(args, opened.own_tokenizer.chat_template)
+    args = with_prompt_day(args, opened.tokenizer.chat_template)
     data = load_data(args, opened.tokenizer)
     if args.conversations.environment is None:
         for task in [data.task] if data.held_out is None else [data.task, data.held_out]:
             check_prompt_tokens(task, opened.tokenizer, opened.config.vocab_size)
     check_context(data.held_out_width, args.sampler.max_completion_length, opened.config)
     model = decoder(opened.config, args.device.attention, args.model.gradient_checkpointing, args.model.scan_layers)
-    exported = tokenizer_to_export(opened.own_tokenizer, args.model.tokenizer is None, opened.ends)
-    check_export_source(opened.config, opened.directory, exported)
+    check_export_source(opened.config, opened.directory, opened.exported_tokenizer)
     loop = make_loop(args, model, data, opened)
     state = state_shapes(args, loop, model)
     if has_lora(state.params):
@@ -108,7 +105,7 @@ def prepare(args: Common) -> Prepared:
         memory_bytes = parse_bytes(args.device.memory)
         loop, memory = fit_loop(loop, state, memory_bytes)
         evaluator = None if evaluator is None else fit_evaluator(evaluator, state, memory_bytes)
-    return Prepared(args, opened, exported, data, loop, evaluator, memory)
+    return Prepared(args, opened, data, loop, evaluator, memory)
 
 
 def with_prompt_day(args: Common, template: object) -> Common:

@@ -125,6 +125,11 @@ def task_choice(args: DataSource, seed: int) -> TaskChoice:
     )
 
 
+def evaluation_choice(args: DataSource, seed: int) -> TaskChoice:
+    """The evaluation rows that the flags choose."""
+    return replace(task_choice(args, seed), held_out=names_held_out_rows(args.dataset, args.split))
+
+
 def of_dataset(data: DataSource, name: str) -> DataSource:
     """The options with another dataset: without those that choose among the rows of the first one."""
     data = replace(data, dataset=name, dataset_config=None, dataset_source=None, split=None, dataset_parameters=())
@@ -149,9 +154,7 @@ def held_out_choice(args: EvaluationArgs, data: DataSource, seed: int) -> TaskCh
             f"expected --eval-split or --eval-dataset with --eval-steps, because {data.dataset!r} does not define "
             "held-out rows; got neither"
         )
-    own = held_out_data(args, data)
-    choice = task_choice(own, seed if args.eval_seed is None else args.eval_seed)
-    return replace(choice, held_out=names_held_out_rows(own.dataset, own.split))
+    return evaluation_choice(held_out_data(args, data), seed if args.eval_seed is None else args.eval_seed)
 
 
 def check_eval_seed(seed: int | None, dataset: str) -> None:

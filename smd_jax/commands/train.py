@@ -334,7 +334,7 @@ def export(ready: Prepared, params: Params, directory: Path) -> None:
         opened.config,
         dtype=dtype,
         tokenizer_from=opened.directory,
-        tokenizer=ready.exported_tokenizer,
+        tokenizer=opened.exported_tokenizer,
         end_token_ids=opened.ends,
     )
     print(f"trained model: {directory / 'model'}")

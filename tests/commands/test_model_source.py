@@ -169,7 +169,7 @@ def test_a_padding_token_without_a_row_is_another_one(model: Path):
     tokenizer.pad_token = "<8>"
     tokenizer.save_pretrained(model)
     opened = open_model(ModelSource(model=str(model)), DataSource(dataset="gsm8k"), SamplingArgs())
-    assert opened.own_tokenizer.pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
+    assert load_tokenizer(model).pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
 
 
 def test_an_exported_tokenizer_ends_where_training_did():

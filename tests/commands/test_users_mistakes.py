@@ -344,12 +344,12 @@ def test_ctrl_c_before_the_run_has_begun(
 def test_options_that_the_run_does_not_read():
     words = ["grpo", "--model", "m", "--dataset", "d"]
     changed = ["--lora-alpha", "8", "--use-rslora", "--kl-estimator", "k1", "--ref-model-sync-steps", "3"]
-    changed += ["--min-lr-rate", "0.1", "--overlong-cache", "9", "--max-turns", "3", "--summary-heading", "So far:"]
+    changed += ["--overlong-cache", "9", "--max-turns", "3", "--summary-heading", "So far:"]
     changed += ["--gate-speed", "3", "--eval-split", "test", "--greater-is-better", "False"]
-    switches = ["--lora-r", "4", "--beta", "0.1", "--sync-ref-model", "--lr-scheduler-type", "linear"]
+    switches = ["--lora-r", "4", "--beta", "0.1", "--sync-ref-model"]
     switches += ["--reward", "overlong", "--environment", "retry", "--contexts", "2", "--eviction", "gate"]
     switches += ["--eval-steps", "1", "--metric-for-best-model", "reward"]
-    needed = ("--lora-r", "--beta", "--sync-ref-model", "--lr-scheduler-type", "--reward overlong", "--environment")
+    needed = ("--lora-r", "--beta", "--sync-ref-model", "--reward overlong", "--environment")
     needed += ("--contexts", "--eviction gate", "--eval-steps", "--metric-for-best-model")
     found = unread_options(parse([*words, *changed])[1])
     assert found[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
