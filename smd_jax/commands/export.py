@@ -24,10 +24,9 @@ from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
-from smd_jax.commands.model_source import end_token_ids, load_tokenizer, model_directory, tokenizer_to_export
+from smd_jax.commands.model_source import OpenedModel, open_model
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
-from smd_jax.config import ModelConfig
 from smd_jax.disk import check_writable
 from smd_jax.message.gate import drop_gate
 from smd_jax.model.decoder import Decoder
@@ -36,7 +35,7 @@ from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
-from smd_jax.model.weights import check_export, load_checkpoint, read_config, save_checkpoint
+from smd_jax.model.weights import check_export, load_checkpoint, save_checkpoint
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
 from smd_jax.runs.checkpoint.reading import restore_part
 from smd_jax.runs.frozen_base import params_with_base, params_without_base
@@ -80,41 +79,42 @@ def run(args: Args) -> None:
     trained = arguments_of_run(args.run)
     if args.model is not None:
         trained = replace(trained, model=replace(trained.model, model=args.model, model_revision=None))
-    directory = model_directory(trained.model.model, trained.model.model_revision)
-    if args.out.exists() and args.out.samefile(directory):
+    opened = open_model(trained.model, trained.data, trained.sampler)
+    if args.out.exists() and args.out.samefile(opened.directory):
         raise UserError(f"expected --out elsewhere than the base model of the run; got {args.out}")
-    config = read_config(directory)
     try:
-        params = trained_model(args, trained, directory, config)
+        params = trained_model(args, trained, opened)
     except DamagedCheckpointError as error:
         raise UserError(str(error)) from error
     if args.format == "peft":
         if not has_lora(params):
             raise UserError(f"expected a run with --lora-r for --format peft; got {args.run}, which has no adapters")
-        base = trained.model.model
-        save_peft(args.out, params, config, base_model=base, base_directory=directory, dtype=args.export_dtype)
+        base, dtype = trained.model.model, args.export_dtype
+        save_peft(args.out, params, opened.config, base_model=base, base_directory=opened.directory, dtype=dtype)
     elif args.format == "gate":
         gate = trained_gate(eviction_policy(trained.sampler))
         if gate is None:
             raise UserError(f"expected a run with --eviction gate for --format gate; got {args.run}, which has no gate")
         save_gate(args.out, params, gate)
     else:
-        name = trained.model.tokenizer
-        tokenizer = load_tokenizer(directory, name, trained.model.tokenizer_revision)
-        ends = end_token_ids(directory, tokenizer, trained.sampler.eos_token, config.vocab_size)
-        save_checkpoint(
-            args.out,
-            jax.device_get(merge_lora(drop_gate(params))),
-            config,
-            dtype=args.export_dtype,
-            tokenizer_from=directory,
-            tokenizer=tokenizer_to_export(tokenizer, name is None, ends),
-            end_token_ids=ends,
-        )
+        save_model(args.out, params, opened, args.export_dtype)
     print(args.out)
 
 
-def trained_model(args: Args, trained: Common, directory: Path, config: ModelConfig) -> Params:
+def save_model(out: Path, params: Params, opened: OpenedModel, dtype: Literal["float32", "bfloat16"]) -> None:
+    """Writes a model in Hugging Face's format, with merged adapters."""
+    save_checkpoint(
+        out,
+        jax.device_get(merge_lora(drop_gate(params))),
+        opened.config,
+        dtype=dtype,
+        tokenizer_from=opened.directory,
+        tokenizer=opened.exported_tokenizer,
+        end_token_ids=opened.ends,
+    )
+
+
+def trained_model(args: Args, trained: Common, opened: OpenedModel) -> Params:
     """Parameters of the checkpoint without the critic. Adapters are put on the base model they were trained on."""
     place, step = args.run / CHECKPOINTS, args.step
     if args.best:
@@ -126,9 +126,9 @@ def trained_model(args: Args, trained: Common, directory: Path, config: ModelCon
             )
         step = best.done
     if lora_config(trained.model) is None:
-        like = shapes(trained, Decoder(config))
+        like = shapes(trained, Decoder(opened.config))
         return drop_value_head(restore_part(place, {"params": like}, step)["params"])
-    _, base = load_checkpoint(directory, dtype=trained.model.param_dtype)
-    whole = with_parts(trained, base, config, jax.random.key(0))
+    _, base = load_checkpoint(opened.directory, dtype=trained.model.param_dtype)
+    whole = with_parts(trained, base, opened.config, jax.random.key(0))
     saved = restore_part(place, {"params": params_without_base(whole)}, step)["params"]
     return drop_value_head(params_with_base(saved, whole))

@@ -28,6 +28,7 @@ from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
+from smd_jax.commands.export import save_model
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import shown_tokens
@@ -39,14 +40,13 @@ from smd_jax.devices.sharding import shard_tree
 from smd_jax.disk import disk_errors_named, replaced, stored_bytes
 from smd_jax.learner.state import TrainState, trained_params
 from smd_jax.memory.compiled import param_shapes
-from smd_jax.message.gate import drop_gate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
-from smd_jax.model.lora import has_lora, merge_lora
+from smd_jax.model.lora import has_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
-from smd_jax.model.weights import check_export, load_checkpoint, save_checkpoint
+from smd_jax.model.weights import check_export, load_checkpoint
 from smd_jax.monitor.completions import CompletionsLog
 from smd_jax.monitor.loggers import Logger, TensorBoardLogger, WandbLogger
 from smd_jax.monitor.progress import rollout_report, summary_table
@@ -327,16 +327,7 @@ def export(ready: Prepared, params: Params, directory: Path) -> None:
     if gate is not None:
         save_gate(directory / "gate", params, gate)
         print(f"gate of evictions: {directory / 'gate'}")
-        params = drop_gate(params)
-    save_checkpoint(
-        directory / "model",
-        jax.device_get(merge_lora(params)),
-        opened.config,
-        dtype=dtype,
-        tokenizer_from=opened.directory,
-        tokenizer=opened.exported_tokenizer,
-        end_token_ids=opened.ends,
-    )
+    save_model(directory / "model", params, opened, dtype)
     print(f"trained model: {directory / 'model'}")
     if has_lora(params):
         base = ready.args.model.model

@@ -474,7 +474,7 @@ def test_a_plot_and_an_export_that_fail_do_not_cost_the_run(
 
     with monkeypatch.context() as patch:
         patch.setenv("COLUMNS", "1000")  # no line is broken inside of a path
-        patch.setattr("smd_jax.commands.train.save_checkpoint", fails)
+        patch.setattr("smd_jax.commands.train.save_model", fails)
         patch.setattr("smd_jax.commands.train.plot_runs", fails)
         said = error_of(train_words(), capsys)
     assert "training.png could not be written" in said
