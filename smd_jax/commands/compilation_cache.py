@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 
 
-def cache_programs(folder: Path | None = None) -> None:
+def cache_programs() -> None:
     """Caches compiled programs on disk from now on; prints the folder when it creates it.
 
-    The folder is by default `smd_jax/programs` in the user's cache folder, by the XDG convention.
-    JAX_COMPILATION_CACHE_DIR sets another one; an empty value disables the cache. JAX keys programs by version and
-    machine, so an old folder does no harm.
+    The folder is `smd_jax/programs` in the user's cache folder, by the XDG convention. JAX_COMPILATION_CACHE_DIR sets
+    another one; an empty value disables the cache. JAX keys programs by version and machine, so an old folder does no
+    harm.
     """
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         # Also small programs: a start runs hundreds of them.
@@ -23,7 +23,7 @@ def cache_programs(folder: Path | None = None) -> None:
         return
     try:
         caches = os.environ.get("XDG_CACHE_HOME")
-        folder = folder or (Path(caches) if caches else Path.home() / ".cache") / "smd_jax" / "programs"
+        folder = (Path(caches) if caches else Path.home() / ".cache") / "smd_jax" / "programs"
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)  # now, so that other processes do not print the line again
             print(f"compiled programs are cached in {folder} (or JAX_COMPILATION_CACHE_DIR)", file=sys.stderr)

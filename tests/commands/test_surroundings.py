@@ -99,10 +99,8 @@ def test_a_removed_current_folder_is_one_line(tmp_path):
 # --- programs are kept where nobody has said otherwise
 
 PROGRAM = """
-import sys
-from pathlib import Path
 from smd_jax.commands.compilation_cache import cache_programs
-cache_programs(Path(sys.argv[1]))
+cache_programs()
 import jax
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: name.endswith("/cache_hits") and hits.append(name))
@@ -118,10 +116,10 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"JAX_PERSISTENT_CACHE_{name}", raising=False)
 
 
-def run(folder: Path) -> tuple[str, int]:
+def run(caches: Path) -> tuple[str, int]:
     """What a command says on standard error, and how many programs it found in the cache."""
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    variables = os.environ | {"XDG_CACHE_HOME": str(caches)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, check=True)
     return done.stderr, int(done.stdout)
 
 
@@ -132,12 +130,12 @@ def programs(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_settings")
 def test_programs_are_kept_and_found(tmp_path: Path):
-    folder = tmp_path / "programs"
-    said, found = run(folder)
+    folder = tmp_path / "smd_jax" / "programs"
+    said, found = run(tmp_path)
     assert f"cached in {folder}" in said and not found
     kept = programs(folder)
     assert kept > 0
-    said, found = run(folder)
+    said, found = run(tmp_path)
     assert "cached in" not in said, "its place is said once"
     assert found == kept == programs(folder)
 
@@ -145,6 +143,6 @@ def test_programs_are_kept_and_found(tmp_path: Path):
 @pytest.mark.usefixtures("no_settings")
 def test_the_users_own_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
-    said, _ = run(tmp_path / "programs")
-    assert "cached in" not in said and not programs(tmp_path / "programs")
+    said, _ = run(tmp_path)
+    assert "cached in" not in said and not (tmp_path / "smd_jax").exists()
     assert programs(tmp_path / "own") > 0
