@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar
 
+from smd_jax.model.lora import TARGETS, Target
 from smd_jax.runs.run_config import Objective
 
 T = TypeVar("T")
@@ -22,7 +23,6 @@ CorrectionName = Literal[
     "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "geometric_rejection", "dppo_tv"
 ]
 AttentionName = Literal["auto", "portable"]
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Distillation = Literal["none", "forward", "reverse", "published", "anchor", "ema"]
 
 RETRY = "retry"  # value of --environment
@@ -49,7 +49,7 @@ class ModelArgs(ModelSource):
     scan_layers: bool = False  # loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
     lora_r: Basic[int | None] = None  # rank of the LoRA adapters, which are then all that is trained; None: no LoRA
     lora_alpha: float = 32.0  # adapters are scaled by alpha / rank
-    lora_target_modules: tuple[LoraTarget, ...] = get_args(LoraTarget)  # projections of every layer that get adapters
+    lora_target_modules: tuple[Target, ...] = TARGETS  # projections of every layer that get adapters
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
 
 

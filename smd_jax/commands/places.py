@@ -28,8 +28,8 @@ from smd_jax.tasks.build import PRESETS, PROCEDURAL
 MODEL = ("model", "tokenizer")
 PATHS = (*MODEL, "dataset", "dataset_source", "eval_dataset", "eval_source")
 CODE = ("map_function", "reward", "environment", "eviction", "eval_decode")  # options that may name a file's function
-CODE_FILE = re.compile(r"(.*\.py)(:.*)", re.DOTALL)  # path/to/file.py:function
-CODE_MODULE = re.compile(r"([^\W\d][\w.]*)(:[^\W\d].*)", re.DOTALL)  # package.module:function
+CODE_FILE = re.compile(r"(.*\.py):(.*)", re.DOTALL)  # path/to/file.py:function
+CODE_MODULE = re.compile(r"([^\W\d][\w.]*):([^\W\d].*)", re.DOTALL)  # package.module:function
 EXPORTED = ("model", "adapter", "gate")  # folders that a run writes at its end
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".safetensors.index.json")
 
@@ -60,9 +60,9 @@ def _absolute(option: str, value: Any) -> Any:
     if option in PATHS and isinstance(value, str):
         return _existing(value)
     if option in CODE and isinstance(value, str) and (match := CODE_FILE.fullmatch(value)):
-        return _existing(match[1]) + match[2]
+        return f"{_existing(match[1])}:{match[2]}"
     if option in CODE and isinstance(value, str) and (match := CODE_MODULE.fullmatch(value)):
-        return (_file_here(match[1]) or match[1]) + match[2]
+        return f"{_file_here(match[1]) or match[1]}:{match[2]}"
     return value
 
 
@@ -145,11 +145,11 @@ def by_content(args: Common) -> tuple[dict[str, dict[str, Json]], dict[str, Json
 def code_file(value: str) -> tuple[Path, str] | None:
     """The file of `path/to/file.py:name` or `package.module:name`, and the name; None for other values."""
     if match := CODE_FILE.fullmatch(value):
-        return Path(match[1]), match[2].removeprefix(":")
+        return Path(match[1]), match[2]
     match = CODE_MODULE.fullmatch(value)
     module = None if match is None else sys.modules.get(match[1])  # imported when the run was planned
     file = getattr(module, "__file__", None)
-    return None if match is None or file is None else (Path(file), match[2].removeprefix(":"))
+    return None if match is None or file is None else (Path(file), match[2])
 
 
 def digest(path: Path, leave_out: tuple[str, ...] = (), run: Path | None = None) -> str:

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from smd_jax.tasks.rewards import RewardFunction, accepted_names, function_name
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.sources import Rows
-from smd_jax.tasks.task import Row, Task, prompt_length, says_nothing
+from smd_jax.tasks.task import Row, Task, prompt_length, question_of
 from smd_jax.tasks.text_files import FileRow
 from smd_jax.text.prompts import Tokenizer
 
@@ -146,7 +146,8 @@ def usable_lengths(task: Task, tokenizer: Tokenizer) -> Int[np.ndarray, " rows"]
     for index in range(len(task)):
         row = task[index]
         try:
-            lengths[index] = 0 if says_nothing(row["prompt"]) else prompt_length(row, tokenizer)
+            if question_of(row["prompt"]).strip():  # a chat template makes tokens of an empty one, too
+                lengths[index] = prompt_length(row, tokenizer)
         except ValueError as error:
             raise ValueError(f"{place(task, index)}: {error}") from error
     return lengths

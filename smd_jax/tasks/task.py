@@ -58,11 +58,6 @@ def question_of(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
-def says_nothing(prompt: Prompt) -> bool:
-    """Whether a prompt has only white space, even if a chat template makes tokens of it."""
-    return not question_of(prompt).strip()
-
-
 def batch_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The fields of `rows` other than the prompt, one list each, for a reward's `**columns`.
 
