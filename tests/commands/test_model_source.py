@@ -127,7 +127,10 @@ def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path)
     tokenizer = load_tokenizer(model)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|endoftext|>")
     assert end_token_ids(model, tokenizer, ()) == (257, 258)
-    (model / "generation_config.json").unlink()  # config.json has 258 and 256
+    edit(model / "config.json", eos_token_id=[258, 256])
+    edit(model / "generation_config.json", eos_token_id=None)
+    assert end_token_ids(model, tokenizer, ()) == (256, 257, 258)
+    (model / "generation_config.json").unlink()
     tokenizer = load_tokenizer(model)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     edit(model / "config.json", pad_token_id=-1)  # older Llamas
@@ -138,17 +141,6 @@ def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path)
     with pytest.raises(UserError, match=r"a token that ends a completion, from .* got none. Name one with --eos-token"):
         end_token_ids(model, tokenizer, ())
     assert end_token_ids(model, tokenizer, ("<|im_end|>",)) == (258,)
-
-
-def test_ends_are_taken_from_config_json_where_no_other_file_has_them(model: Path):
-    edit(model / "config.json", eos_token_id=[256, 258])
-    edit(model / "generation_config.json", eos_token_id=257)
-    tokenizer = load_tokenizer(model)
-    assert end_token_ids(model, tokenizer, ()) == (257, 258)
-    edit(model / "generation_config.json", eos_token_id=None)
-    assert end_token_ids(model, tokenizer, ()) == (256, 258)
-    (model / "generation_config.json").unlink()
-    assert end_token_ids(model, tokenizer, ()) == (256, 258)
 
 
 def test_ends_and_padding_without_a_row_are_left_out(model: Path):

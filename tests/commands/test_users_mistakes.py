@@ -28,12 +28,8 @@ from tests.command_errors import error_of
 from tests.commands.conftest import Words
 
 LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+CONVERSATION = "--environment FOLDER/own.py:Count --max-prompt-length 64"
 OWN = """
-from dataclasses import dataclass
-
-import smd_jax as smd
-
-
 class Count:
     def reset(self, row):
         return "n = " + row["answer"]
@@ -78,7 +74,6 @@ class Count:
         ("--chat-template-kwargs a={", "expected --chat-template-kwargs as name=value with YAML as value"),
         ("--chat-template-kwargs tone=dry", "that the model's chat template reads; got ['tone']"),
         ("--eval-steps 1 --eval-decode snapkv", "expected a budget of keys, as in snapkv:512"),
-        ("--eval-steps 1 --dataset gsm8k --eval-seed 0", "expected"),
         ("--metric-for-best-model eval/dense/reward", "expected --eval-steps with --metric-for-best-model"),
         ("--resume", "got none. To begin one, leave --resume out"),
         # options that exclude each other
@@ -92,13 +87,7 @@ class Count:
         ),
         ("--share-prompts --microbatch 3", "a common divisor above 1; got 4 and 3"),
         # policies
-        ("--eviction snapk", "expected one of the eviction policies dense, gate, h2o"),
-        ("--eviction snapkv(windo=16)", "of SnapKV among ['window', 'kernel']; got 'windo' in 'snapkv(windo=16)'. Did"),
         ("--eviction snapkv(window=20)", "protects); got 12"),
-        (
-            "--eviction FOLDER/own.py:Missing",
-            "EvictionPolicy or an object of one; got the subclasses [], without it",
-        ),
         ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got another object of this name"),
         ("--eval-steps 1 --eval-decode gate:6", "expected --eviction gate with --eval-decode gate-6"),
         ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
@@ -108,6 +97,9 @@ class Count:
         ("--environment FOLDER/own.py:Count", "expected --max-prompt-length with --environment"),
         ("--environment FOLDER/own.py:Count --reward format", "expected no --reward with --environment"),
         ("--environment nowhere.py:Count --max-prompt-length 64", "expected a file of Python code at"),
+        (f"{CONVERSATION} --quant-bits 8 --buffer 32", "expected quant None in a conversation"),
+        (f"{CONVERSATION} --contexts 2 --context-length 4", "below max_new_tokens 5 together"),
+        (f"{CONVERSATION} --contexts 2 --context-length 2 --turn-credit turn", "expected credit 'trajectory'"),
         ("--contexts 2", "expected --contexts of at least 2 with --context-length"),
         ("--contexts 2 --context-length 40", "expected --environment with --contexts"),
     ],

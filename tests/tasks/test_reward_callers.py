@@ -131,15 +131,6 @@ def test_functions_of_a_file_that_lies_anywhere(tmp_path: Path):
     assert graded(Rewards(functions, seconds=LONG), ["abc"]).rewards.tolist() == [1.5 + 6.0]
 
 
-def test_a_file_that_fails_over_there(tmp_path: Path):
-    path = tmp_path / "moody.py"
-    path.write_text("def reward(completions):\n    return [0.0]\n", encoding="utf-8")
-    rewards = Rewards((import_function(f"{path}:reward"),), seconds=LONG)
-    path.write_text("raise ImportError('no such wheel')\n", encoding="utf-8")
-    with pytest.raises(RuntimeError, match="'reward' that its own process can load; got ImportError: no such wheel"):
-        graded(rewards, ["a"])
-
-
 def test_columns_that_cannot_be_sent():
     rewards = Rewards((reward_cases.matches,), seconds=LONG)
     with pytest.raises(
