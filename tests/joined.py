@@ -353,15 +353,16 @@ def _said_by_all(body: Callable[[], None]) -> None:
 
 def _saves_without_checksums(place: Path) -> None:
     full = mock.patch.object(writing, "write_checksums", side_effect=OSError(28, "No space left on device"))
-    with full if processes.is_first() else nullcontext():
-        checkpoint.save(place, 1, shard_tree(params(), mesh()), config=1)
+    with full if processes.is_first() else nullcontext(), checkpoint.Writer(place) as writer:
+        writer.save(1, shard_tree(params(), mesh()), config=1)
 
 
 def _sees_fewer_files(place: Path) -> None:
     """The last process does not see a file of the newest checkpoint, which is whole."""
     state = shard_tree(params(), mesh())
-    for step in (1, 2):
-        checkpoint.save(place, step, state, config=1)
+    with checkpoint.Writer(place) as writer:
+        for step in (1, 2):
+            writer.save(step, state, config=1)
     hidden = mock.patch.object(reading, "check_files", side_effect=ValueError("1 of 9 files are damaged: state/d/1"))
     with nullcontext() if processes.is_first() else hidden:
         checkpoint.restore(place, state, config=1)

@@ -172,7 +172,8 @@ def _trained(problem: Problem, seed: int, level: StartLevel, unfinished: Path) -
             )
             if reward >= level.reward:
                 return state.params
-            checkpoint.save(unfinished, step + 1, state, config=settings, max_to_keep=1)
+            with checkpoint.Writer(unfinished, max_to_keep=1) as writer:
+                writer.save(step + 1, state, config=settings)
     raise RuntimeError(
         f"expected a reward of {level.label} of {problem.label} within {level.most_steps} supervised steps of seed "
         f"{seed}; got {reward:.3f}"

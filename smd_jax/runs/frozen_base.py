@@ -1,6 +1,6 @@
 """Checkpoints of adapters hold a fingerprint of the frozen base instead of the base itself.
 
-    saved = checkpoint.save(directory, step, without_base(state), …)
+    writer.save(step, without_base(state), …)
     state = with_base(checkpoint.restore(directory, without_base(state), …).state, state)
 
 Both keep the parameters of a state without adapters.

@@ -94,13 +94,13 @@ def test_an_arm_may_train_after_another():
 def test_a_start_continues_after_a_kill(tmp_path: Path):
     level = StartLevel(0.13, rows=16, every=4, most_steps=200)
     whole = start(PROBLEM, 3, level, tmp_path / "whole")
-    save = checkpoint.save
+    save = checkpoint.Writer.save
 
-    def killed(folder: Path, step: int, *arguments: Any, **options: Any) -> None:
-        save(folder, step, *arguments, **options)
+    def killed(writer: checkpoint.Writer, *arguments: Any, **options: Any) -> None:
+        save(writer, *arguments, **options)
         raise KeyboardInterrupt
 
-    with mock.patch.object(checkpoint, "save", killed), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(checkpoint.Writer, "save", killed), pytest.raises(KeyboardInterrupt):
         start(PROBLEM, 3, level, tmp_path / "parts")
     resumed = start(PROBLEM, 3, level, tmp_path / "parts")
     assert start_hash(resumed) == start_hash(whole)

@@ -156,7 +156,8 @@ def test_a_preset_is_a_name():
 
 def test_names_in_a_checkpoint_lead_nowhere(tmp_path: Path):
     state = {"x": np.zeros(2, np.float32)}
-    checkpoint.save(tmp_path / "checkpoints", 1, state, config={})
+    with checkpoint.Writer(tmp_path / "checkpoints") as writer:
+        writer.save(1, state, config={})
     sums = tmp_path / "checkpoints" / "1" / "checksums.json"
     sums.write_text(json.dumps(json.loads(sums.read_text()) | {"../../secret": 1}))
     with pytest.raises(checkpoint.DamagedCheckpointError, match=r"\.\./\.\./secret \(no file\)"):

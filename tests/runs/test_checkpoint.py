@@ -65,8 +65,8 @@ def initial_state() -> dict[str, Any]:
 
 def save(directory, *steps, state=None, config=CONFIG, max_to_keep=3):
     for step in steps:
-        saved = {"x": jnp.float32(step)} if state is None else state
-        checkpoint.save(directory, step, saved, config=config, max_to_keep=max_to_keep)
+        with checkpoint.Writer(directory, max_to_keep) as writer:
+            writer.save(step, {"x": jnp.float32(step)} if state is None else state, config=config)
 
 
 def read(directory, like=None, config=CONFIG, step=None) -> checkpoint.Restored:

@@ -90,7 +90,8 @@ def test_what_is_saved(tmp_path: Path):
     state = new_state(value_head=True)
     saved = without_base(state)
     assert saved.params.keys() == {LORA, VALUE_HEAD, BASE}
-    checkpoint.save(tmp_path, 1, saved, config=None)
+    with checkpoint.Writer(tmp_path) as writer:
+        writer.save(1, saved, config=None)
     restored = checkpoint.restore(tmp_path, without_base(state), config=None).state
     assert_bitwise_equal(jax.device_get(with_base(restored, state)), jax.device_get(state))
 

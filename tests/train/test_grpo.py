@@ -404,7 +404,8 @@ def test_a_step_depends_on_the_state_alone():
 def test_six_steps_equal_three_and_three(tmp_path):
     whole, rows = run(new_loop(DISTILLED), new_state(), 6)
     half, first = run(new_loop(DISTILLED), new_state(), 3)
-    checkpoint.save(tmp_path, 3, half, config=DISTILLED)
+    with checkpoint.Writer(tmp_path) as writer:
+        writer.save(3, half, config=DISTILLED)
     like = init_state(random_params(MODEL.config, seed=9), optimizer(), jax.random.key(9))
     restored = checkpoint.restore(tmp_path, like, config=dataclasses.replace(DISTILLED))
     resumed, second = run(new_loop(DISTILLED), restored.state, 3)

@@ -177,6 +177,7 @@ def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypat
     step = jax.jit(lambda state: take_step(state, optimizer, grads)[0])
     start = init_state(golden_params(), optimizer, jax.random.key(0))
     half = step(step(step(start)))
-    checkpoint.save(tmp_path, 3, half, config=config)
+    with checkpoint.Writer(tmp_path) as writer:
+        writer.save(3, half, config=config)
     restored = checkpoint.restore(tmp_path, start, config=config).state
     assert_bitwise_equal(step(step(restored)), step(step(half)))

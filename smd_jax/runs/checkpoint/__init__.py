@@ -22,4 +22,3 @@ from smd_jax.runs.checkpoint.reading import restore as restore
 from smd_jax.runs.checkpoint.reading import restore_part as restore_part
 from smd_jax.runs.checkpoint.writing import Writer as Writer
 from smd_jax.runs.checkpoint.writing import discard_after as discard_after
-from smd_jax.runs.checkpoint.writing import save as save

@@ -38,7 +38,7 @@ class Restored:
     Attributes:
       step: the step of the checkpoint.
       state: pytree with the structure, shapes, dtypes and shardings of `like`.
-      noted: as given to `save`, as JSON.
+      noted: as given to `Writer.save`, as JSON.
       damaged: one line for each later checkpoint that cannot be read, the newest first.
     """
 
@@ -52,7 +52,7 @@ def restore(directory: str | Path, like: Any, *, config: object, step: int | Non
     """Reads a checkpoint into the structure and onto the devices of `like`. All processes must call it.
 
     Args:
-      directory: as given to `save`.
+      directory: as given to `Writer`.
       like: pytree of arrays or `jax.ShapeDtypeStruct`; a jax leaf gets the leaf's `sharding` (None: the first device),
         a numpy leaf stays on the host. Dtypes and shapes must equal the saved ones.
       config: the configuration of the run that continues; it must equal the saved one.

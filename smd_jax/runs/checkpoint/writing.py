@@ -60,7 +60,17 @@ class Writer:
     def save(self, step: int, state: Any, *, config: object, noted: object = None, best: int | None = None) -> None:
         """Begins to write checkpoint `step`; then deletes all but the newest `max_to_keep` and the step `best`.
 
-        The other arguments and the errors are those of the function `save`; an OSError may come from a later call.
+        Args:
+          step: number of finished updates; later than every existing step.
+          state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
+          config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
+          noted: settings that are kept and that a run which continues may change.
+
+        Raises:
+          ValueError: `step` is not later than the newest one; an empty array.
+          TypeError: a leaf of `state` is no array, or `config` or `noted` does not fit into JSON.
+          OSError: the disk is full, or fails, or a new checkpoint cannot be opened again; in one line. It may be that
+            of the save before. Earlier checkpoints are unchanged.
         """
         # Built first, so that bad input is refused before a file is written.
         meta = {
@@ -127,30 +137,6 @@ class Writer:
             delete_steps(
                 self.directory, [old for old in all_steps(self.directory)[: -self._max_to_keep] if old != best]
             )
-
-
-def save(
-    directory: str | Path, step: int, state: Any, *, config: object, noted: object = None, max_to_keep: int = 3
-) -> None:
-    """Writes checkpoint `step`, waits until it is complete, and then deletes all but the newest `max_to_keep`.
-
-    Args:
-      directory: of the checkpoints of one run; made when absent.
-      step: number of finished updates; later than every existing step.
-      state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
-      config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
-      noted: settings that are kept and that a run which continues may change.
-      max_to_keep: number of checkpoints that stay, at least 1.
-
-    Raises:
-      ValueError: `step` is not later than the newest one; an empty array; `max_to_keep` below 1; a path with one of
-        `* ? [ \\`.
-      TypeError: a leaf of `state` is no array, or `config` or `noted` does not fit into JSON.
-      OSError: the disk is full, or fails, or the new checkpoint cannot be opened again; in one line. The earlier
-        checkpoints are unchanged.
-    """
-    with Writer(directory, max_to_keep) as writer:
-        writer.save(step, state, config=config, noted=noted)
 
 
 def discard_after(directory: str | Path, step: int) -> list[int]:
