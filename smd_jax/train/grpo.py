@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from smd_jax.devices.processes import on_host
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState
+from smd_jax.learner.state import Metrics, TrainBatch
 from smd_jax.losses.advantages import Scale, check_group_size, group_relative, leave_one_out, turn_relative
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
@@ -108,7 +108,7 @@ class GRPOLoop(PolicyLoop):
     def check_update(self) -> None:
         super().check_update()
         config, update = self.config, self.config.update
-        if self._credits_turns:
+        if self.credits_turns:
             if update.kl_in_reward or config.advantages != "group_relative":
                 raise ValueError(
                     "expected advantages 'group_relative' and no kl_in_reward with credit 'turn', which normalises the "
@@ -132,25 +132,17 @@ class GRPOLoop(PolicyLoop):
                 f"have different prompts, which only packed rows share; got rows_per_prompt {update.rows_per_prompt}"
             )
 
-    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+    def rollout_batch(self, params: Params, samples: Samples, penalty: Array | None) -> tuple[TrainBatch, Metrics]:
         counted_rows, rewarded_rows = jax.tree.map(jnp.asarray, (samples.counted_rows, samples.rewarded_rows))
-        with jax.set_mesh(self.mesh):
-            penalty, kl = self.kl_penalty(state, samples.trajectory, counted_rows)
-            rewards = jnp.asarray(samples.rewards)
-            if penalty is not None:
-                # Before the group mean: a response far from the reference must be worse than the others.
-                rewards = rewards - jnp.asarray(on_host(penalty.reshape(len(rewards), -1).sum(axis=1)))
-            if self._credits_turns:
-                row_advantages = self._turn_advantages(samples, rewarded_rows)
-            else:
-                row_advantages = jnp.repeat(advantages(self.config, rewards, rewarded_rows), samples.contexts)
-            batch = self._batch(state.params, samples.trajectory, row_advantages, counted_rows)
-            state, metrics = self.take_steps(state, batch)
-        return state, metrics | kl
-
-    @property
-    def _credits_turns(self) -> bool:
-        return self.environment is not None and self.environment.credit == "turn"
+        rewards = jnp.asarray(samples.rewards)
+        if penalty is not None:
+            # Before the group mean: a response far from the reference must be worse than the others.
+            rewards = rewards - jnp.asarray(on_host(penalty.reshape(len(rewards), -1).sum(axis=1)))
+        if self.credits_turns:
+            row_advantages = self._turn_advantages(samples, rewarded_rows)
+        else:
+            row_advantages = jnp.repeat(advantages(self.config, rewards, rewarded_rows), samples.contexts)
+        return self._batch(params, samples.trajectory, row_advantages, counted_rows), {}
 
     def _turn_advantages(self, samples: Samples, rewarded_rows: Array | None) -> Array:
         """Returns the advantage of each response token, `[batch, R]`: that of its turn."""
@@ -163,7 +155,7 @@ class GRPOLoop(PolicyLoop):
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
     ) -> TrainBatch:
         row_advantages = jnp.repeat(advantages(self.config, rewards), self.rollouts.contexts)
-        if self._credits_turns:
+        if self.credits_turns:
             row_advantages = tokens_of_turns(row_advantages[:, None], trajectory)
         return self._batch(params, trajectory, row_advantages, counted_rows)
 
@@ -176,7 +168,7 @@ class GRPOLoop(PolicyLoop):
         return TrainBatch(trajectory, advantages, old, counted_rows, dense_old_logprobs=dense_old)
 
     def known_advantages(self, samples: Samples) -> np.ndarray | None:
-        if self.config.update.kl_in_reward or self._credits_turns:
+        if self.config.update.kl_in_reward or self.credits_turns:
             return None
         rewarded_rows = jax.tree.map(jnp.asarray, samples.rewarded_rows)
         return np.asarray(advantages(self.config, samples.rewards, rewarded_rows))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from smd_jax.devices.processes import on_host
 from smd_jax.devices.sharding import check_rows, check_sequence
 from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.config import UpdateConfig, check_reference
@@ -30,6 +30,7 @@ from smd_jax.train.async_rollout import staleness_metrics
 from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.minibatches import minibatches, over_steps
+from smd_jax.train.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +152,27 @@ class PolicyLoop(Loop):
 
     # --- a rollout
 
+    @property
+    def credits_turns(self) -> bool:
+        """Whether each turn of a conversation has its own advantage."""
+        return self.environment is not None and self.environment.credit == "turn"
+
     def check(self, state: TrainState) -> None:
         super().check(state)
         check_reference(self.config.update, state)
         check_sync(state, self.config.update.reference_sync)
 
-    def take_steps(self, state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+    def rollout_batch(
+        self, params: Params, samples: Samples, penalty: Float[Array, "batch R"] | None
+    ) -> tuple[TrainBatch, Metrics]:
+        """The batch of a whole rollout, before it is split into minibatches, and metrics of it.
+
+        Args:
+          penalty: what `kl_penalty` subtracts from the rewards of tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define rollout_batch")
+
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
         """Takes the optimizer steps of one rollout.
 
         A minibatch in which no row counts does not change the parameters, although momentum and weight decay would.
@@ -164,28 +180,30 @@ class PolicyLoop(Loop):
         `max_difference` gets no step; `step` refuses it.
         """
         config, update = self.config, self.config.update
-        counted_rows = None if batch.counted_rows is None else on_host(batch.counted_rows)
-        before: Metrics = {}  # where the only step sees the whole rollout, it has these metrics itself
-        if not config.first_pass_sees_all:
-            # Before the first update, which donates these parameters. If the sampler's log-probabilities are used as
-            # old ones, only a replay can measure the difference.
-            params = state.params if state.sampler_params is None else state.sampler_params
-            known = None if update.policy_term.uses_sampler_logprobs_as_old else batch.old_logprobs
-            before = compare(update, batch, self.replay(params, batch.trajectory) if known is None else known)
-            if is_beyond(float(before[DIFFERENCE]), self.max_difference):
-                return state, before
         index = int(state.step) // config.steps_per_rollout
         needs_rows = update.distill is None and not update.terms
-        steps = []
-        for part in minibatches(batch, state, config, self.mesh, counted_rows):
-            # The update itself finds minibatches that are empty for other reasons.
-            if needs_rows and part.counted_rows is not None and not bool(part.counted_rows.any()):
-                state = self.skip(state)
-                continue
-            state, metrics = self.update(state, part)
-            steps.append(metrics)
+        with jax.set_mesh(self.mesh):
+            penalty, kl = self.kl_penalty(state, samples.trajectory, jax.tree.map(jnp.asarray, samples.counted_rows))
+            batch, of_batch = self.rollout_batch(state.params, samples, penalty)
+            before: Metrics = {}  # where the only step sees the whole rollout, it has these metrics itself
+            if not config.first_pass_sees_all:
+                # Before the first update, which donates these parameters. If the sampler's log-probabilities are used
+                # as old ones, only a replay can measure the difference.
+                params = state.params if state.sampler_params is None else state.sampler_params
+                known = None if update.policy_term.uses_sampler_logprobs_as_old else batch.old_logprobs
+                before = compare(update, batch, self.replay(params, batch.trajectory) if known is None else known)
+                if is_beyond(float(before[DIFFERENCE]), self.max_difference):
+                    return state, before | of_batch | kl
+            steps = []
+            for part in minibatches(batch, state, config, self.mesh, samples.counted_rows):
+                # The update itself finds minibatches that are empty for other reasons.
+                if needs_rows and part.counted_rows is not None and not bool(part.counted_rows.any()):
+                    state = self.skip(state)
+                    continue
+                state, metrics = self.update(state, part)
+                steps.append(metrics)
         stale = {} if state.sampler_params is None or not steps else staleness_metrics(steps[0], index)
-        return state, over_steps(steps, before) | stale
+        return state, over_steps(steps, before) | stale | of_batch | kl
 
     def old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
         """Log-probabilities of the learner before the update; None if no term reads them, or the update has them.

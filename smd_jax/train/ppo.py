@@ -17,7 +17,6 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from smd_jax.learner.accumulation import count_parts, in_parts
@@ -177,20 +176,11 @@ class PPOLoop(PolicyLoop):
     ) -> TrainBatch:
         return self.train_batch(params, trajectory, rewards, counted_rows)[0]
 
-    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+    def rollout_batch(self, params: Params, samples: Samples, penalty: Array | None) -> tuple[TrainBatch, Metrics]:
+        trajectory, rewards = samples.trajectory, jnp.asarray(samples.rewards)
+        if self.credits_turns:
+            of_turns = jnp.asarray(turn_rewards(samples.conversations, trajectory)[0])
+            rewards = jnp.where(last_tokens(trajectory), tokens_of_turns(of_turns, trajectory), 0.0)
         # A completion without a reward does not count, but NaN times 0 would still be NaN.
-        rewards = jnp.asarray(np.nan_to_num(self._rewards(samples)))
-        counted_rows = jax.tree.map(jnp.asarray, samples.counted_rows)
-        with jax.set_mesh(self.mesh):
-            penalty, kl = self.kl_penalty(state, samples.trajectory, counted_rows)
-            batch, critic = self.train_batch(state.params, samples.trajectory, rewards, counted_rows, penalty)
-            state, metrics = self.take_steps(state, batch)
-        return state, metrics | critic | kl
-
-    def _rewards(self, samples: Samples) -> np.ndarray:
-        """Rewards of completions, `[batch]`, or of tokens, `[batch, R]`."""
-        if self.environment is None or self.environment.credit == "trajectory":
-            return samples.rewards
-        trajectory = samples.trajectory
-        of_turns = jnp.asarray(turn_rewards(samples.conversations, trajectory)[0])
-        return np.asarray(jnp.where(last_tokens(trajectory), tokens_of_turns(of_turns, trajectory), 0.0))
+        rewards, counted_rows = jnp.nan_to_num(rewards), jax.tree.map(jnp.asarray, samples.counted_rows)
+        return self.train_batch(params, trajectory, rewards, counted_rows, penalty)

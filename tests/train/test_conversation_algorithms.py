@@ -57,7 +57,7 @@ def test_ppo_against_the_definition(credit: str):
     params = ppo_params(0.3)
     samples = loop.sample(params, jax.random.key(0), 0)
     trajectory = samples.trajectory
-    batch, _ = loop.train_batch(params, trajectory, jnp.asarray(loop._rewards(samples)), None)
+    batch, _ = loop.rollout_batch(params, samples, None)
     critic, sampled = (
         np.asarray(critic_values(params, loop.policy_params(params), trajectory)),
         np.asarray(trajectory.response_mask),

@@ -36,7 +36,6 @@ from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop, advantages
-from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.samples import RefusedRolloutError, Samples, select_groups
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import run, share_programs
@@ -349,20 +348,16 @@ def test_a_summary_is_no_turn(heading: str):
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
-def test_each_context_has_the_advantage_of_its_conversation(penalty: float, monkeypatch: pytest.MonkeyPatch):
+def test_each_context_has_the_advantage_of_its_conversation(penalty: float):
     """With kl_in_reward, too, whose penalty is taken off before the group's mean: here one for each sampled token."""
     loop, samples = new_loop(COMPACTION), sampled(COMPACTION)
-    seen = list[Any]()
-    monkeypatch.setattr(
-        PolicyLoop, "kl_penalty", lambda self, state, drawn, counted: (penalty * drawn.response_mask, {})
-    )
-    monkeypatch.setattr(PolicyLoop, "take_steps", lambda self, state, batch: (seen.append(batch) or state, {}))
-    loop.learn(new_state(), samples)
+    with jax.set_mesh(loop.mesh):
+        batch, _ = loop.rollout_batch(new_state().params, samples, penalty * samples.trajectory.response_mask)
     lengths = np.asarray(samples.trajectory.lengths()).reshape(8, 3).sum(axis=1)
     expected = np.asarray(advantages(WIDER, samples.rewards - np.float32(penalty) * lengths))
-    found = np.asarray(seen[0].advantages).reshape(8, 3)
+    found = np.asarray(batch.advantages).reshape(8, 3)
     np.testing.assert_allclose(found, np.repeat(expected[:, None], 3, axis=1), atol=1e-6)
-    np.testing.assert_array_equal(np.asarray(seen[0].counted_rows), samples.counted_rows)
+    np.testing.assert_array_equal(np.asarray(batch.counted_rows), samples.counted_rows)
 
 
 @pytest.mark.slow
