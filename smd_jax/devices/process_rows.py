@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding
 from smd_jax.devices.sharding import (
     batch_sharding,
     check_rows,
-    gathered_shardings,
     make_mesh,
     sampled_sharding,
     sampling_ways,
@@ -57,26 +56,6 @@ class DataShards(NamedTuple):
         return [by_process[group[0]] for group in self.process_groups]
 
 
-def data_shards(mesh: Mesh) -> DataShards:
-    """The processes that feed this mesh.
-
-    Raises:
-      ValueError: a process without devices in it, or whose blocks of rows are not contiguous.
-    """
-    blocks = mesh.devices.reshape(sampling_ways(mesh), -1)
-    owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
-    process_groups = tuple(dict.fromkeys(owners))
-    members = sorted(process for group in process_groups for process in group)
-    in_order = owners == [group for group in process_groups for _ in range(len(owners) // len(process_groups))]
-    if members != list(range(jax.process_count())) or not in_order:
-        raise ValueError(
-            f"expected a mesh in which every one of {jax.process_count()} processes has equally many blocks of rows "
-            f"next to each other, as those of make_mesh over all devices; got the processes {owners} for the blocks "
-            f"of {dict(mesh.shape)}"
-        )
-    return DataShards(process_groups, next(i for i, group in enumerate(process_groups) if jax.process_index() in group))
-
-
 @dataclass(frozen=True)
 class SamplerPlacement:
     """The devices on which this process samples its rows. If that is the mesh itself, its methods return their
@@ -86,33 +65,38 @@ class SamplerPlacement:
 
     @cached_property
     def data_shards(self) -> DataShards:
-        """Which process samples which rows."""
-        return data_shards(self.mesh)
+        """Which process samples which rows.
+
+        Raises:
+          ValueError: a process without devices in the mesh, or whose blocks of rows are not contiguous.
+        """
+        blocks = self.mesh.devices.reshape(sampling_ways(self.mesh), -1)
+        owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
+        groups = tuple(dict.fromkeys(owners))
+        members = sorted(process for group in groups for process in group)
+        in_order = owners == [group for group in groups for _ in range(len(owners) // len(groups))]
+        if members != list(range(jax.process_count())) or not in_order:
+            raise ValueError(
+                f"expected a mesh in which every one of {jax.process_count()} processes has equally many blocks of "
+                f"rows next to each other, as those of make_mesh over all devices; got the processes {owners} for the "
+                f"blocks of {dict(self.mesh.shape)}"
+            )
+        return DataShards(groups, next(i for i, group in enumerate(groups) if jax.process_index() in group))
 
     @cached_property
     def own_mesh(self) -> Mesh:
-        """The mesh of this process's sampler; `mesh` itself for one process whose devices share no columns."""
-        return sampling_mesh(self.mesh)
+        """The mesh of this process's sampler: `mesh` itself with one process and no sequence axis, else its own blocks,
+        with weights that are split over tensor only."""
+        mesh, ways = self.mesh, sampling_ways(self.mesh)
+        if jax.process_count() == 1 and sequence_ways(mesh) == 1:
+            return mesh
+        blocks = mesh.devices.reshape(ways, -1)[self.data_shards.part(ways)]
+        return make_mesh(len(blocks), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
 
     @property
     def has_own_mesh(self) -> bool:
         """Whether this process samples on another mesh than the learner's."""
         return self.own_mesh is not self.mesh
-
-    def params(self, params: Any) -> Any:
-        """Parameters as the sampler reads them, gathered from fsdp once per rollout; all processes must call it. Each
-        device receives (fsdp - 1) / fsdp of its tensor part of the matrices."""
-        if not self.has_own_mesh:
-            return params
-
-        def here(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-            # The same buffers, as an array of this process's devices only.
-            parts = [shard.data for shard in leaf.addressable_shards]
-            own = NamedSharding(self.own_mesh, sharding.spec)
-            return jax.make_array_from_single_device_arrays(leaf.shape, own, parts)
-
-        shardings = gathered_shardings(params, self.mesh)
-        return jax.tree.map(here, jax.device_put(params, shardings), shardings)
 
     def own(self, tree: Any) -> Any:
         """The rows of this process; with several processes on the host."""
@@ -145,16 +129,6 @@ def check_prompts_divide(prompts: int, shards: DataShards) -> None:
             f"expected prompts_per_step that divide over {len(shards.process_groups)} processes, because all "
             f"completions of a prompt are sampled by one; got {prompts} prompts"
         )
-
-
-def sampling_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of this process's sampler: `mesh` itself with one process and no sequence axis, else its own blocks,
-    with weights that are split over tensor only."""
-    if jax.process_count() == 1 and sequence_ways(mesh) == 1:
-        return mesh
-    ways = sampling_ways(mesh)
-    blocks = mesh.devices.reshape(ways, -1)[data_shards(mesh).part(ways)]
-    return make_mesh(len(blocks), tensor=mesh.shape["tensor"], devices=list(blocks.flat))
 
 
 def rows_here(tree: Any) -> Any:

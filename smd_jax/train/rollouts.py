@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Key
 
 from smd_jax.devices.process_rows import SamplerPlacement, local_key
 from smd_jax.devices.processes import all_or_none
-from smd_jax.devices.sharding import batch_sharding, row_ways, shard_batch
+from smd_jax.devices.sharding import batch_sharding, gathered_shardings, row_ways, shard_batch
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
@@ -178,13 +178,25 @@ class Rollouts:
 
 
 def sampler_copy(model: LanguageModel, placement: SamplerPlacement, params: Params) -> Params:
-    """Copies parameters from the mesh to where the sampler reads them; all processes must call it."""
-    if not placement.has_own_mesh:
+    """Parameters as the sampler reads them, gathered from fsdp once per rollout; all processes must call it.
+
+    Each device receives (fsdp - 1) / fsdp of its tensor part of the matrices. A sampler on the mesh itself reads the
+    parameters where they are.
+    """
+    mesh, own_mesh = placement.mesh, placement.own_mesh
+    if own_mesh is mesh:
         return params
-    with jax.set_mesh(placement.mesh):
+    with jax.set_mesh(mesh):
         # Converted first, which may halve the bytes that are sent.
         params = converted(model, params)
-    return placement.params(params)
+
+    def here(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        # The same buffers, as an array of this process's devices only.
+        parts = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(own_mesh, sharding.spec), parts)
+
+    shardings = gathered_shardings(params, mesh)
+    return jax.tree.map(here, jax.device_put(params, shardings), shardings)
 
 
 def encode_rows(model: LanguageModel, tokenizer: Tokenizer, rows: Sequence[Row], width: int) -> PromptBatch:

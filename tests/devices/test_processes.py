@@ -23,7 +23,7 @@ from smd_jax.commands.command_line import parse
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.train import config_text
 from smd_jax.devices import processes
-from smd_jax.devices.process_rows import DataShards, data_shards, sampling_mesh
+from smd_jax.devices.process_rows import DataShards, SamplerPlacement
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
 from smd_jax.runs import checkpoint
@@ -279,9 +279,9 @@ def test_rows_of_a_process():
 
 
 def test_one_process_feeds_all():
-    mesh = make_mesh(2, 2, 2)
-    assert data_shards(mesh) == DataShards(((0,),), own=0)
-    assert sampling_mesh(mesh) is mesh
+    placement = SamplerPlacement(make_mesh(2, 2, 2))
+    assert placement.data_shards == DataShards(((0,),), own=0)
+    assert placement.own_mesh is placement.mesh
 
 
 def test_one_process_talks_to_nobody():
