@@ -30,12 +30,7 @@ STALENESS = {
 
 def with_sampler_params(state: TrainState) -> TrainState:
     """Sets `sampler_params` for a new run with rollouts ahead: its own parameters sample the first rollout."""
-    return state.replace(sampler_params=copied(state.params))
-
-
-def copied(params: Params) -> Params:
-    """A copy that survives when an update donates the buffers of `params`."""
-    return jax.tree.map(jnp.copy, params)
+    return state.replace(sampler_params=jax.tree.map(jnp.copy, state.params))  # the update donates its parameters
 
 
 def staleness_metrics(first_step: Metrics, index: int) -> Metrics:
@@ -84,7 +79,5 @@ class RolloutAhead:
 def _same_buffers(left: Params, right: Params) -> bool:
     """Whether these are the same arrays in memory; another run of the same loop has others."""
 
-    def address(x: jax.Array) -> int:
-        return x.addressable_data(0).unsafe_buffer_pointer()
-
-    return [address(x) for x in jax.tree.leaves(left)] == [address(x) for x in jax.tree.leaves(right)]
+    left_at, right_at = ([x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)] for tree in (left, right))
+    return left_at == right_at

@@ -52,7 +52,7 @@ from smd_jax.tasks.rewards import Rewards, check_failures
 from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import stop_table
-from smd_jax.train.async_rollout import RolloutAhead, copied
+from smd_jax.train.async_rollout import RolloutAhead
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.grading import grade, reward_columns, rollout_metrics
 from smd_jax.train.loop_config import LoopConfig
@@ -196,7 +196,13 @@ class Loop:
         tokens = int(jnp.sum(samples.trajectory.valid))  # before an update that may donate the trajectory
         sampled_with = state.sampler_params
         collected = time.perf_counter()
-        next_params = self._begin_next(index + 1, state.params, state.key, follows)
+        next_params = None
+        if self._ahead is not None:
+            # A copy, because the update donates its parameters. The last step makes one, too: a run that is continued
+            # later samples with it.
+            next_params = jax.tree.map(jnp.copy, state.params)
+            if follows():  # Python waits for threads at exit, so a rollout that no step uses would delay it
+                self._ahead.begin(index + 1, next_params, state.key)
         state, metrics = self.learn(state, samples)
         if next_params is not None and int(state.step) // self.config.steps_per_rollout > index:
             state = state.replace(sampler_params=next_params)
@@ -235,29 +241,26 @@ class Loop:
             return begun
         key = jax.random.fold_in(state.key, index)
         if config.extra_rollouts is None:
-            return self.sample(params, key, index)
+            return self.grade(self.respond(params, key, index))
         rollouts = list[Samples]()
         # A step owns all of these batches, whether it uses them or not. So a restored run reads the same rows, however
         # many rollouts the steps before needed.
         batches = 1 + config.extra_rollouts
         for number in range(batches):
-            rollouts.append(self.sample(params, jax.random.fold_in(key, number), index * batches + number))
+            sampled = self.respond(params, jax.random.fold_in(key, number), index * batches + number)
+            rollouts.append(self.grade(sampled))
             if sum(each.has_signal(config.group_size).sum() for each in rollouts) >= config.prompts_per_step:
                 break
         samples = select_groups(rollouts, config.group_size, config.prompts_per_step)
         # The rows come from several rollouts and are spread over the mesh as one batch.
         return samples._replace(trajectory=shard_batch(samples.trajectory, self.mesh))
 
-    def sample(self, params: Params, key: jax.Array, batch: int) -> Samples:
-        """Samples and grades one rollout; all processes must call it.
+    def respond(self, params: Params, key: jax.Array, batch: int) -> Sampled:
+        """Samples one rollout; all processes must call it.
 
         Args:
           params: of the state, on the mesh. key: consumed. batch: number of the task batch.
         """
-        return self.grade(self.respond(params, key, batch))
-
-    def respond(self, params: Params, key: jax.Array, batch: int) -> Sampled:
-        """Samples one rollout; arguments as in `sample`."""
         with all_or_none():  # rows may be read from a network
             rows = rows_of_step(self.task, self.config.prompts_per_step, batch, self.config.seed)
         params = sampler_copy(self.model, self.placement, self.policy_params(params))
@@ -383,16 +386,6 @@ class Loop:
             return lambda: self.grade(sampled)
         samples = self.grade(sampled)
         return lambda: samples
-
-    def _begin_next(self, index: int, params: Params, key: jax.Array, follows: Callable[[], bool]) -> Params | None:
-        """Begins rollout `index` during the update; returns a copy of the parameters that sample it, None without."""
-        if self._ahead is None:
-            return None
-        # The last step copies them, too: a run that is continued later samples with them.
-        params = copied(params)
-        if follows():  # Python waits for threads at exit, so a rollout that no step uses would delay it
-            self._ahead.begin(index, params, key)
-        return params
 
     def settle(self) -> None:
         """Waits for a rollout that began during an update, so that devices and reward functions are free."""

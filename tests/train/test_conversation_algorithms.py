@@ -55,7 +55,7 @@ def test_ppo_against_the_definition(credit: str):
     """Advantages equal GAE by hand over the sampled tokens; the environment's tokens have advantage 0."""
     loop = new_loop(PPO, credit=credit)
     params = ppo_params(0.3)
-    samples = loop.sample(params, jax.random.key(0), 0)
+    samples = loop.grade(loop.respond(params, jax.random.key(0), 0))
     trajectory = samples.trajectory
     batch, _ = loop.rollout_batch(params, samples, None)
     critic, sampled = (
@@ -101,7 +101,7 @@ def test_a_step_of_online_dpo():
         state = init_state(own, optax.adam(1e-3), jax.random.key(4), reference=jax.tree.map(jnp.copy, params))
         return shard_tree(state, make_mesh(1, 1, 1))
 
-    samples = loop.sample(params, jax.random.key(0), 0)
+    samples = loop.grade(loop.respond(params, jax.random.key(0), 0))
     pairs = loop.pairs(samples)
     rewards = samples.rewards.reshape(2, 4)
     assert samples.rewards[np.asarray(pairs.chosen)].tolist() == rewards.max(axis=1).tolist()

@@ -36,6 +36,7 @@ from smd_jax.tasks.rewards import TooManyFailures
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop, advantages
+from smd_jax.train.rollouts import Sampled
 from smd_jax.train.samples import RefusedRolloutError, Samples, select_groups
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import run, share_programs
@@ -125,9 +126,13 @@ def two_steps(compaction: TextCompaction | None) -> tuple[TrainState, list[dict[
     return run(new_loop(compaction), new_state(), 2)
 
 
+def first_rollout(loop: GRPOLoop) -> Samples:
+    return loop.grade(loop.respond(new_state().params, jax.random.key(0), 0))
+
+
 @functools.cache
 def sampled(compaction: TextCompaction | None = None) -> Samples:
-    return new_loop(compaction).sample(new_state().params, jax.random.key(0), 0)
+    return first_rollout(new_loop(compaction))
 
 
 one_and_several = pytest.mark.parametrize(
@@ -203,7 +208,7 @@ def test_packed_rows_learn_the_same(compaction: TextCompaction | None, policy: A
     update = UpdateConfig(microbatch_size=4)
     updates = [update, dataclasses.replace(update, **packed)]
     loops = [new_loop(compaction, changes={"policy": policy, "update": update}) for update in updates]
-    samples = loops[0].sample(new_state().params, jax.random.key(0), 0)
+    samples = first_rollout(loops[0])
     (one, metrics), (two, other) = (loop.learn(new_state(), samples) for loop in loops)
     assert float(other["loss"]) == pytest.approx(float(metrics["loss"]), abs=1e-6)
     for name in ("grad_norm", "entropy"):
@@ -242,7 +247,7 @@ def test_failed_environments_end_the_run_and_a_few_do_not():
         state, metrics = new_loop(kind="fails", max_failed=1.0).step(new_state())
     assert metrics["rewards/failed"] == 8 and int(state.step) == 1
     with pytest.warns(UserWarning, match="no disk"):
-        samples = new_loop(COMPACTION, "fails", max_failed=1.0).sample(new_state().params, jax.random.key(0), 0)
+        samples = first_rollout(new_loop(COMPACTION, "fails", max_failed=1.0))
     assert samples.counted_rows is not None and not samples.counted_rows.any() and np.isnan(samples.rewards).all()
 
 
@@ -252,8 +257,8 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
     """One log-probability of a later turn or context is off by more than the guard allows."""
     loop = new_loop(compaction, changes={"minibatches": 2})
 
-    def spoilt(params: Any, key: Any, batch: int) -> Any:
-        samples = GRPOLoop.sample(loop, params, key, batch)
+    def spoilt(sampled: Sampled) -> Samples:
+        samples = GRPOLoop.grade(loop, sampled)
         turns = samples.trajectory.turns()
         row = int(jnp.argmax(turns.max(axis=1)))
         if compaction is not None:  # the second context of a conversation
@@ -261,7 +266,7 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
         logprobs = samples.trajectory.logprobs.at[row, int(jnp.argmax(turns[row]))].add(-0.5)
         return samples._replace(trajectory=samples.trajectory.replace(logprobs=logprobs))
 
-    object.__setattr__(loop, "sample", spoilt)
+    object.__setattr__(loop, "grade", spoilt)
     with pytest.raises(RefusedRolloutError, match=r"nats at every token; got 0\.5"):
         loop.step(new_state())
 
