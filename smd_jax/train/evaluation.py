@@ -164,13 +164,32 @@ class Evaluated:
     @property
     def reward(self) -> float:
         """Mean over prompts of the mean reward of their completions: pass@1 if rewards are 0 or 1; NaN without any."""
-        means = prompt_means(self.rewards)
-        return float(means.mean()) if len(means) else math.nan
+        return float(self._means.mean()) if len(self._means) else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of `reward`, see `mean_interval`."""
-        return mean_interval(self.rewards)
+        """95 % interval of `reward`; NaN for fewer than two prompts.
+
+        The prompts are the sample, because completions of one prompt are correlated. Student's t over the prompts' mean
+        rewards; Wilson's interval if every prompt's completions are all right (1) or all wrong (0), as with one
+        completion each, where t would give 0 of 16 an interval of width 0.
+        """
+        from scipy.stats import binomtest, t  # slow to import
+
+        means = self._means
+        count = len(means)
+        if count < 2:
+            return math.nan, math.nan
+        if np.isin(means, (0.0, 1.0)).all():
+            wilson = binomtest(int(means.sum()), count).proportion_ci(0.95, method="wilson")
+            return float(wilson.low), float(wilson.high)
+        half = float(t.ppf(0.975, count - 1) * means.std(ddof=1) / math.sqrt(count))
+        return float(means.mean()) - half, float(means.mean()) + half
+
+    @property
+    def _means(self) -> np.ndarray:
+        """float64 mean reward of every prompt with any reward."""
+        return np.asarray(np.nanmean(self.rewards[~np.isnan(self.rewards).all(axis=1)], axis=1, dtype=np.float64))
 
     @property
     def _numbers(self) -> dict[str, float]:
@@ -202,31 +221,6 @@ class Evaluated:
             "cache_bytes_per_sequence": self.cache_bytes,
             "tokens_per_second": self.tokens_per_second,
         }
-
-
-def mean_interval(rewards: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean over prompts, of rewards `[prompts, n]`; NaN for fewer than two prompts.
-
-    The prompts are the sample, because completions of one prompt are correlated. Student's t over the prompts' mean
-    rewards; Wilson's interval if every prompt's completions are all right (1) or all wrong (0), as with one completion
-    each, where t would give 0 of 16 an interval of width 0.
-    """
-    from scipy.stats import binomtest, t  # slow to import
-
-    means = prompt_means(rewards)
-    count = len(means)
-    if count < 2:
-        return math.nan, math.nan
-    if np.isin(means, (0.0, 1.0)).all():
-        wilson = binomtest(int(means.sum()), count).proportion_ci(0.95, method="wilson")
-        return float(wilson.low), float(wilson.high)
-    half = float(t.ppf(0.975, count - 1) * means.std(ddof=1) / math.sqrt(count))
-    return float(means.mean()) - half, float(means.mean()) + half
-
-
-def prompt_means(rewards: np.ndarray) -> np.ndarray:
-    """float64 mean reward of every prompt with any reward, from `[prompts, n]`, NaN for a missing one."""
-    return np.asarray(np.nanmean(rewards[~np.isnan(rewards).all(axis=1)], axis=1, dtype=np.float64))
 
 
 @dataclass(frozen=True)

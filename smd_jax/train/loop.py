@@ -210,7 +210,11 @@ class Loop:
         host = {name: float(value) for name, value in jax.device_get(metrics | samples.metrics).items()}
         ended = time.perf_counter()
         host |= {"time/update": ended - collected, "step_time": ended - started}
-        host = _with_throughput(host, tokens, samples.trajectory.valid.size)
+        host["update/tokens_per_second"] = tokens / host["time/update"]
+        # A packed update measures its own padding.
+        host.setdefault("update/padding", 1.0 - tokens / samples.trajectory.valid.size)
+        if "time/rollout" in host:  # a custom `collect` may omit it
+            host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
         # A refused rollout took no step, so without `sampler_params` the present parameters have sampled it.
         if why := self._refusal(state.params if sampled_with is None else sampled_with, samples, host):
             raise RefusedRolloutError(index, why, samples, host, state)
@@ -443,18 +447,6 @@ class Loop:
         with all_or_none():
             if is_first():
                 self.watch(index, samples)
-
-
-def _with_throughput(metrics: dict[str, float], tokens: int, columns: int) -> dict[str, float]:
-    """Adds padding and tokens per second."""
-    added = {
-        "update/tokens_per_second": tokens / metrics["time/update"],
-        # A packed update measures its own padding.
-        "update/padding": metrics.get("update/padding", 1.0 - tokens / columns),
-    }
-    if "time/rollout" in metrics:  # a custom `collect` may omit it
-        added["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-    return metrics | added
 
 
 @contextmanager

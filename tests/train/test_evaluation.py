@@ -31,7 +31,6 @@ from smd_jax.train.evaluation import (
     Evaluator,
     as_trained,
     every_evaluation,
-    mean_interval,
 )
 from smd_jax.train.rollouts import encode_rows
 from tests.toy_loop import MODEL, PAD, TOKENIZER, new_loop
@@ -177,7 +176,7 @@ def test_interval_of_right_and_wrong_by_hand():
 
 
 def test_one_prompt_has_no_interval():
-    assert np.isnan(mean_interval(np.ones((1, 4), np.float32))).all()
+    assert np.isnan(made([[1, 1, 1, 1]]).interval).all()
     assert made([[1, 0]]).row["reward_low"] is None
 
 
