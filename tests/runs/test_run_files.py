@@ -154,28 +154,18 @@ def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):
 # TensorStore's other writes fail, too, and may tell an event loop that is closed by then.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("collected")
-def test_where_nothing_can_be_saved_the_error_is_the_first_one(tmp_path):
-    with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
-        start(tmp_path, 6, PlainLoop(begins=raises_at(4)), new_state(size=100_000))
-    assert re.match("the last 4 rollouts could not be saved: checkpoint 4 in .*", caught.value.__notes__[0])
-    assert saved(tmp_path) == []
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("collected")
-def test_a_save_that_fails_beside_the_next_rollout_does_not_count(tmp_path):
-    with files_end_at(3000), pytest.raises(OSError, match="checkpoint 2 in .*") as caught:
-        start(tmp_path, 6, state=new_state(size=100_000), checkpoint_every=2)
-    assert re.match("the last [23] rollouts could not be saved: checkpoint [23] in .*", caught.value.__notes__[0])
-    assert saved(tmp_path) == []
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("collected")
-def test_an_error_beside_a_save_that_fails_says_what_is_lost(tmp_path):
-    with files_end_at(3000), pytest.raises(ConnectionError, match="503") as caught:
-        start(tmp_path, 6, PlainLoop(begins=raises_at(2)), new_state(size=100_000), checkpoint_every=2)
-    assert re.match("the last 2 rollouts could not be saved: checkpoint 2 in .*", caught.value.__notes__[0])
+@pytest.mark.parametrize(
+    ("last", "every", "error", "said", "lost"),
+    [
+        pytest.param(4, 0, ConnectionError, "503", "4", id="where nothing can be saved the error is the first one"),
+        pytest.param(9, 2, OSError, "checkpoint 2 in", "[23]", id="beside the next rollout the save does not count"),
+        pytest.param(2, 2, ConnectionError, "503", "2", id="an error beside the save says what is lost"),
+    ],
+)
+def test_a_save_that_fails(tmp_path, last, every, error, said, lost):
+    with files_end_at(3000), pytest.raises(error, match=said) as caught:
+        start(tmp_path, 6, PlainLoop(begins=raises_at(last)), new_state(size=100_000), checkpoint_every=every)
+    assert re.match(f"the last {lost} rollouts could not be saved: checkpoint {lost} in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
 
 
