@@ -17,6 +17,7 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from smd_jax.learner.accumulation import count_parts, in_parts
@@ -177,10 +178,10 @@ class PPOLoop(PolicyLoop):
         return self.train_batch(params, trajectory, rewards, counted_rows)[0]
 
     def rollout_batch(self, params: Params, samples: Samples, penalty: Array | None) -> tuple[TrainBatch, Metrics]:
-        trajectory, rewards = samples.trajectory, jnp.asarray(samples.rewards)
+        trajectory, rewards = samples.trajectory, samples.rewards
         if self.credits_turns:
             of_turns = jnp.asarray(turn_rewards(samples.conversations, trajectory)[0])
-            rewards = jnp.where(last_tokens(trajectory), tokens_of_turns(of_turns, trajectory), 0.0)
+            rewards = np.asarray(jnp.where(last_tokens(trajectory), tokens_of_turns(of_turns, trajectory), 0.0))
         # A completion without a reward does not count, but NaN times 0 would still be NaN.
-        rewards, counted_rows = jnp.nan_to_num(rewards), jax.tree.map(jnp.asarray, samples.counted_rows)
+        rewards, counted_rows = jax.tree.map(jnp.asarray, (np.nan_to_num(rewards), samples.counted_rows))
         return self.train_batch(params, trajectory, rewards, counted_rows, penalty)
