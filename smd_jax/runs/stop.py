@@ -29,17 +29,12 @@ class RunStoppedError(RuntimeError):
     """A signal stopped a run, which can be resumed from its newest checkpoint.
 
     Attributes:
-      signal: the signal.
-      done, steps: finished rollouts, and all rollouts.
-      directory: of the run.
+      done: finished rollouts.
       exit_code: 128 plus the number of the signal, as shells expect.
     """
 
     def __init__(self, number: signal.Signals, done: int, steps: int, directory: Path) -> None:
-        self.signal = number
         self.done = done
-        self.steps = steps
-        self.directory = directory
         self.exit_code = 128 + number
         kept = f"saved in {directory}" if done else f"nothing to save in {directory} yet"
         super().__init__(f"{number.name} stopped the run after {done} of {steps} rollouts; {kept}")

@@ -9,7 +9,6 @@ that the longest response needs, rounded up to one of a few widths; each width i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -62,9 +61,7 @@ def shortened(trajectory: Trajectory, widths: tuple[int, ...]) -> Trajectory:
 
 
 # One program per width instead of one per field.
-@partial(jax.jit, static_argnums=1)
-def _first_columns(trajectory: Trajectory, width: int) -> Trajectory:
-    return trajectory.first_columns(width)
+_first_columns = jax.jit(Trajectory.first_columns, static_argnums=1)
 
 
 def minibatches(
