@@ -134,22 +134,18 @@ class GRPOLoop(PolicyLoop):
 
     def rollout_batch(self, params: Params, samples: Samples, penalty: Array | None) -> tuple[TrainBatch, Metrics]:
         counted_rows, rewarded_rows = jax.tree.map(jnp.asarray, (samples.counted_rows, samples.rewarded_rows))
-        rewards = jnp.asarray(samples.rewards)
+        config, rewards = self.config, jnp.asarray(samples.rewards)
         if penalty is not None:
             # Before the group mean: a response far from the reference must be worse than the others.
             rewards = rewards - jnp.asarray(on_host(penalty.reshape(len(rewards), -1).sum(axis=1)))
         if self.credits_turns:
-            row_advantages = self._turn_advantages(samples, rewarded_rows)
+            # A token has the advantage of its turn.
+            of_turns, answered = map(jnp.asarray, turn_rewards(samples.conversations, samples.trajectory))
+            per_turn = turn_relative(of_turns, answered, config.group_size, config.scale_rewards, rewarded_rows)
+            row_advantages = tokens_of_turns(per_turn, samples.trajectory)
         else:
-            row_advantages = jnp.repeat(advantages(self.config, rewards, rewarded_rows), samples.contexts)
+            row_advantages = jnp.repeat(advantages(config, rewards, rewarded_rows), samples.contexts)
         return self._batch(params, samples.trajectory, row_advantages, counted_rows), {}
-
-    def _turn_advantages(self, samples: Samples, rewarded_rows: Array | None) -> Array:
-        """Returns the advantage of each response token, `[batch, R]`: that of its turn."""
-        rewards, answered = turn_rewards(samples.conversations, samples.trajectory)
-        config, of_turns = self.config, (jnp.asarray(rewards), jnp.asarray(answered))
-        per_turn = turn_relative(*of_turns, config.group_size, config.scale_rewards, rewarded_rows)
-        return tokens_of_turns(per_turn, samples.trajectory)
 
     def learner_batch(
         self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None

@@ -225,7 +225,7 @@ def test_each_turn_has_its_own_advantage(scale: str):
     _, metrics = loop.learn(new_state(), samples)
     assert float(metrics["grad_norm"]) > 0
     turns = np.asarray(samples.trajectory.turns())
-    found = np.asarray(loop._turn_advantages(samples, None))
+    found = np.asarray(loop.rollout_batch(new_state().params, samples, None)[0].advantages)
     for first in (0, 4):
         group = samples.conversations[first : first + 4]
         counts = [int(turns[first + i].max()) for i in range(4)]
