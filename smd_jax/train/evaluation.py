@@ -95,9 +95,9 @@ class Decode:
         )
 
 
-def as_trained(policy: EvictionPolicy, config: RolloutConfig, name: str = "sampler") -> Decode:
+def as_trained(policy: EvictionPolicy, config: RolloutConfig) -> Decode:
     """The way in which a run decodes its rollouts."""
-    return Decode(name, policy, config.budget, config.buffer, config.sampling, config.quant)
+    return Decode("sampler", policy, config.budget, config.buffer, config.sampling, config.quant)
 
 
 @dataclass(frozen=True, kw_only=True)
