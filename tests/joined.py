@@ -25,7 +25,7 @@ from smd_jax.commands.arguments import LaunchArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.config import Experts
 from smd_jax.devices import processes
-from smd_jax.devices.process_rows import SamplerPlacement, check_prompts_divide
+from smd_jax.devices.process_rows import check_prompts_divide, data_shards
 from smd_jax.devices.processes import OtherProcessError, on_host
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.eviction.policies import H2O
@@ -285,7 +285,7 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         ("other version", lambda: _with_version(f"0.{index}.0")),
         ("failure", lambda: _fails_in_last(index)),
         ("mesh", lambda: make_mesh(1)),
-        ("prompts", lambda: check_prompts_divide(3, SamplerPlacement(mesh()).data_shards)),
+        ("prompts", lambda: check_prompts_divide(3, data_shards(mesh()))),
         ("failed rewards", _without_rewards),
         ("failed rewards of an evaluation", _evaluates_without_rewards),
         ("no room for checksums", lambda: _said_by_all(lambda: _saves_without_checksums(out.parent / "full"))),

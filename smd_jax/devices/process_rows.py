@@ -56,6 +56,26 @@ class DataShards(NamedTuple):
         return [by_process[group[0]] for group in self.process_groups]
 
 
+def data_shards(mesh: Mesh) -> DataShards:
+    """The processes that feed this mesh.
+
+    Raises:
+      ValueError: a process without devices in it, or whose blocks of rows are not contiguous.
+    """
+    blocks = mesh.devices.reshape(sampling_ways(mesh), -1)
+    owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
+    process_groups = tuple(dict.fromkeys(owners))
+    members = sorted(process for group in process_groups for process in group)
+    in_order = owners == [group for group in process_groups for _ in range(len(owners) // len(process_groups))]
+    if members != list(range(jax.process_count())) or not in_order:
+        raise ValueError(
+            f"expected a mesh in which every one of {jax.process_count()} processes has equally many blocks of rows "
+            f"next to each other, as those of make_mesh over all devices; got the processes {owners} for the blocks "
+            f"of {dict(mesh.shape)}"
+        )
+    return DataShards(process_groups, next(i for i, group in enumerate(process_groups) if jax.process_index() in group))
+
+
 @dataclass(frozen=True)
 class SamplerPlacement:
     """The devices on which this process samples its rows. If that is the mesh itself, its methods return their
@@ -65,23 +85,8 @@ class SamplerPlacement:
 
     @cached_property
     def data_shards(self) -> DataShards:
-        """Which process samples which rows.
-
-        Raises:
-          ValueError: a process without devices in the mesh, or whose blocks of rows are not contiguous.
-        """
-        blocks = self.mesh.devices.reshape(sampling_ways(self.mesh), -1)
-        owners = [tuple(sorted({device.process_index for device in block})) for block in blocks]
-        groups = tuple(dict.fromkeys(owners))
-        members = sorted(process for group in groups for process in group)
-        in_order = owners == [group for group in groups for _ in range(len(owners) // len(groups))]
-        if members != list(range(jax.process_count())) or not in_order:
-            raise ValueError(
-                f"expected a mesh in which every one of {jax.process_count()} processes has equally many blocks of "
-                f"rows next to each other, as those of make_mesh over all devices; got the processes {owners} for the "
-                f"blocks of {dict(self.mesh.shape)}"
-            )
-        return DataShards(groups, next(i for i, group in enumerate(groups) if jax.process_index() in group))
+        """Which process samples which rows."""
+        return data_shards(self.mesh)
 
     @cached_property
     def own_mesh(self) -> Mesh:

@@ -198,8 +198,7 @@ class Loop:
         collected = time.perf_counter()
         next_params = None
         if self._ahead is not None:
-            # A copy, because the update donates its parameters. The last step makes one, too: a run that is continued
-            # later samples with it.
+            # A copy: the update donates its parameters. The last step makes one, too, for a run that is continued.
             next_params = jax.tree.map(jnp.copy, state.params)
             if follows():  # Python waits for threads at exit, so a rollout that no step uses would delay it
                 self._ahead.begin(index + 1, next_params, state.key)
@@ -211,8 +210,7 @@ class Loop:
         ended = time.perf_counter()
         host |= {"time/update": ended - collected, "step_time": ended - started}
         host["update/tokens_per_second"] = tokens / host["time/update"]
-        # A packed update measures its own padding.
-        host.setdefault("update/padding", 1.0 - tokens / samples.trajectory.valid.size)
+        host.setdefault("update/padding", 1.0 - tokens / samples.trajectory.valid.size)  # a packed update measures it
         if "time/rollout" in host:  # a custom `collect` may omit it
             host["rollout/tokens_per_second"] = host["rollout/tokens"] / host["time/rollout"]
         # A refused rollout took no step, so without `sampler_params` the present parameters have sampled it.
