@@ -232,23 +232,6 @@ def pack(trees: Sequence[Tree], columns: int | None = None, pad_token_id: int = 
     return row
 
 
-def unpack(row: TreeRow) -> tuple[Tree, ...]:
-    """The trees of a row. A node ends where its tree branches, so that a chain of nodes becomes one node."""
-    sources, used = row.sources, int(np.count_nonzero(row.evicted_at))
-    children = np.bincount(sources[sources >= 0], minlength=used)
-    starts = [x for x in range(used) if sources[x] == NO_SOURCE or sources[x] != x - 1 or children[x - 1] > 1]
-    trees: list[list[Node]] = []
-    last: dict[int, int] = {}  # column of a node's last token -> index of the node in its tree
-    for start, end in zip(starts, [*starts[1:], used], strict=True):
-        if sources[start] == NO_SOURCE:
-            trees.append([])
-        part = slice(start, end)
-        node = Node(row.tokens[part], last.get(int(sources[start])), row.sampled[part], row.logprobs[part])
-        last[end - 1] = len(trees[-1])
-        trees[-1].append(node)
-    return tuple(Tree(tuple(nodes)) for nodes in trees)
-
-
 def to_trajectory(
     branches: Sequence[Branch],
     *,

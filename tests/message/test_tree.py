@@ -78,19 +78,6 @@ def test_a_row_shows_each_token_to_its_own_subtree(seeds, padding):
     assert (row.tokens[total:] == 77).all() and (row.sources[total:] == -1).all() and not row.sampled[total:].any()
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(SEEDS, min_size=1, max_size=3), st.integers(0, 5))
-def test_unpack_inverts_pack(seeds, padding):
-    several = [random_tree(*seed) for seed in seeds]
-    columns = sum(len(node.tokens) for one in several for node in one.nodes) + padding
-    row = tree.pack(several, columns)
-    again = tree.unpack(row)
-    for before, after in zip(several, again, strict=True):
-        assert [*map(ids, before.branches())] == [*map(ids, after.branches())]
-    for one, other in zip(vars(row).values(), vars(tree.pack(again, columns)).values(), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_a_token_counts_in_every_branch_or_once():
     each, once = Tree(NODES).branches(), Tree(NODES).branches(once=True)
     assert [ids(branch) for branch in once] == [(1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 5, 8), (1, 2, 3, 9, 10)]
