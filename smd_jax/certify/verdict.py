@@ -176,10 +176,6 @@ class _Replays:
         """
         return self._over(replayed, [self.record.temperature], self.support, whose)[0]
 
-    def gap(self, replayed: Replayed) -> float:
-        """Mean |difference| over the recorded sampling support."""
-        return _mean_abs(self.differences(replayed))
-
     def gaps(self, replayed: Replayed, temperatures: Sequence[float]) -> list[float]:
         """Mean |difference| at other temperatures."""
         return [_mean_abs(difference) for difference in self._over(replayed, temperatures, self.support)]
@@ -190,29 +186,23 @@ class _Replays:
 
     def left(self, conditions: Conditions) -> float:
         """Mean |difference| under the conditions."""
-        return self.gap(self.under(conditions))
+        return _mean_abs(self.differences(self.under(conditions)))
 
     def _over(
         self, replayed: Replayed, temperatures: Sequence[float], sets: np.ndarray | None, whose: str | None = None
     ) -> list[np.ndarray]:
-        logprobs = np.asarray(replayed.logprobs(self.ids, temperatures, sets))
-        found = []
-        for number in range(len(temperatures)):
-            difference = logprobs[..., number].astype(np.float64) - self.sampled
-            if whose is not None:
-                self._refuse_nan(difference, whose)
-            # Left out, tokens without a number would let wrong conditions explain the others.
-            difference = np.clip(np.nan_to_num(difference, nan=MOST_DIFFERENT), -MOST_DIFFERENT, MOST_DIFFERENT)
-            found.append(np.where(self.there, difference, np.nan))
-        return found
-
-    def _refuse_nan(self, difference: np.ndarray, whose: str) -> None:
-        wrong = (np.isnan(difference) & self.there).any(axis=-1)
-        for row, token in np.argwhere(wrong)[:1]:
+        logprobs = np.asarray(replayed.logprobs(self.ids, temperatures, sets), np.float64)
+        differences = logprobs - self.sampled[..., None]
+        wrong = (np.isnan(differences[..., 0]) & self.there).any(axis=-1)
+        if whose is not None and wrong.any():
+            row, token = np.argwhere(wrong)[0]
             raise ValueError(
                 f"expected finite log-probabilities from {whose}; got NaN for {wrong.sum()} of {self.inside.sum()} "
                 f"response tokens, the first in row {row}, response token {token}"
             )
+        # Left out, tokens without a number would let wrong conditions explain the others.
+        differences = np.clip(np.nan_to_num(differences, nan=MOST_DIFFERENT), -MOST_DIFFERENT, MOST_DIFFERENT)
+        return list(np.moveaxis(np.where(self.there[..., None], differences, np.nan), -1, 0))
 
 
 def certify(models: Models, record: Record, facts: PromptFacts | None = None) -> Verdict:

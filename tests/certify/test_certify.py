@@ -356,11 +356,10 @@ def test_conditions_that_give_nan_explain_nothing(params, arrays):
     """Nor do they for the tokens that they leave."""
     replays = verdict._Replays(Models(MODEL, params), checked(arrays), FACTS)
     replayed = replays.under(replays.stated)
-    healthy = replays.gap(replayed)
     share = 1 / replays.inside.sum()
-    assert healthy < 1e-5
+    assert replays.gaps(replayed, [1.0])[0] < 1e-5
     broken = replayed._replace(hidden=replayed.hidden.at[0, 0].set(jnp.nan))
-    assert replays.gap(broken) == pytest.approx(share * verdict.MOST_DIFFERENT, rel=1e-3)
+    assert replays.gaps(broken, [1.0])[0] == pytest.approx(share * verdict.MOST_DIFFERENT, rel=1e-3)
 
 
 def test_no_logits_of_all_responses(params, arrays, monkeypatch: pytest.MonkeyPatch):
