@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from smd_jax.message.sampling import (
     SamplingConfig,
     _first_beyond,
     drawable_form,
-    forbid,
     inverse_cdf,
     sample,
 )
@@ -89,28 +88,28 @@ def check(logits: np.ndarray, uniforms: np.ndarray, config: SamplingConfig, draw
     """Everything that a draw tells, row by row, but for which token it is."""
     inside = sets(drawn, logits.shape[1])
     for row, x in enumerate(logits):
-        drawable, token = drawable_by_definition(x, config), int(drawn.tokens[row])
+        drawable = drawable_by_definition(x, config)
         expected = log_softmax(x, drawable, config.temperature)
-        p = np.exp(expected)
-        assert drawable[token]
+        assert drawable[int(drawn.tokens[row])]
         if drawn.drawable is not None:
             likely = expected - expected.max() > -80  # further below, whether float32 has a number is no matter
             np.testing.assert_array_equal(inside[row][likely], drawable[likely])
             assert not inside[row][~drawable].any()
-        np.testing.assert_allclose(drawn.logprobs[row], expected[token], rtol=1e-5, atol=2e-5)
-        entropy = -(p[p > 0] * expected[p > 0]).sum()
-        np.testing.assert_allclose(drawn.entropy[row], entropy, rtol=1e-4, atol=1e-5)
-        assert cdf_error(expected, token, float(uniforms[row]), in_order=config.left_by_top_k(len(x)) > 0) < 1e-5
+        check_numbers(drawn, row, expected, float(uniforms[row]), in_order=config.left_by_top_k(len(x)) > 0)
 
 
-def cdf_error(logprobs: np.ndarray, token: int, uniform: float, *, in_order: bool) -> float:
-    """How far the uniform number is outside the token's interval, when tokens lie side by side by their ids (or, after
-    top-k, by their probabilities)."""
+def check_numbers(drawn: Sampled, row: int, logprobs: np.ndarray, uniform: float, *, in_order: bool) -> None:
+    """What is told of a token: its log-probability, the entropy, and that the uniform number is inside its interval,
+    when tokens lie side by side by their ids (or, after top-k, by their probabilities)."""
+    token, p = int(drawn.tokens[row]), np.exp(logprobs)
+    np.testing.assert_allclose(drawn.logprobs[row], logprobs[token], rtol=1e-5, atol=2e-5)
+    entropy = -(p[p > 0] * logprobs[p > 0]).sum()
+    np.testing.assert_allclose(drawn.entropy[row], entropy, rtol=1e-4, atol=1e-5)
     order = np.argsort(-logprobs, kind="stable") if in_order else np.arange(len(logprobs))
-    ends = np.cumsum(np.exp(logprobs[order]))
+    ends = np.cumsum(p[order])
     place = int(np.flatnonzero(order == token)[0])
     start = ends[place - 1] if place else 0.0
-    return max(start - uniform, uniform - ends[place], 0.0)
+    assert max(start - uniform, uniform - ends[place]) < 1e-5
 
 
 # --- sets
@@ -248,14 +247,9 @@ def test_large_vocabularies(kind: str, config: SamplingConfig):
     for row in range(4):
         x = logits[row].astype(np.float64) / config.temperature
         p = np.where(inside[row], np.exp(x - x.max()), 0.0)
-        ordered = np.sort(p)[::-1]
+        assert p[int(drawn.tokens[row])] > 0
         expected = log_softmax(logits[row], p > 0, config.temperature)
-        token = int(drawn.tokens[row])
-        assert p[token] > 0
-        np.testing.assert_allclose(drawn.logprobs[row], expected[token], rtol=1e-5, atol=2e-5)
-        entropy = -(p * np.where(p > 0, expected, 0.0)).sum() / p.sum()
-        np.testing.assert_allclose(drawn.entropy[row], entropy, rtol=1e-4, atol=1e-5)
-        assert cdf_error(expected, token, float(uniforms[row]), in_order=config.top_k > 0) < 1e-5
+        check_numbers(drawn, row, expected, float(uniforms[row]), in_order=config.top_k > 0)
         if config.top_k:
             assert inside[row].sum() <= 50
         if config.top_p < 1 and kind != "extreme":
@@ -263,7 +257,7 @@ def test_large_vocabularies(kind: str, config: SamplingConfig):
             reached = everything.cumsum() / everything.sum()
             assert inside[row].sum() <= np.searchsorted(reached, config.top_p + 1e-5) + 1
             if not config.min_p:
-                assert ordered.sum() / everything.sum() > config.top_p - 1e-5
+                assert p.sum() / everything.sum() > config.top_p - 1e-5
 
 
 weigh = jax.jit(inverse_cdf)
@@ -334,12 +328,6 @@ def test_wide_logits_stay_wide():
 # --- what goes with it
 
 
-@cache
-def form_of(config: SamplingConfig, vocab: int) -> tuple[tuple[int, ...], Any] | None:
-    form = drawable_form(config, vocab)
-    return None if form is None else (form.shape, form.dtype)
-
-
 @pytest.mark.parametrize(
     ("config", "vocab", "expected"),
     [
@@ -355,9 +343,10 @@ def form_of(config: SamplingConfig, vocab: int) -> tuple[tuple[int, ...], Any] |
 )
 def test_the_form_of_the_set(config: SamplingConfig, vocab: int, expected: Any):
     """Told before, and what comes."""
-    assert form_of(config, vocab) == expected
-    drawn = jax.eval_shape(partial(sample, config=config), jnp.zeros((2, vocab)), jnp.zeros(2))
-    assert (None if drawn.drawable is None else (drawn.drawable.shape[1:], drawn.drawable.dtype)) == expected
+    form = drawable_form(config, vocab)
+    assert (None if form is None else (form.shape, form.dtype)) == expected
+    drawn = jax.eval_shape(partial(sample, config=config), jnp.zeros((2, vocab)), jnp.zeros(2)).drawable
+    assert (None if drawn is None else (drawn.shape[1:], drawn.dtype)) == expected
 
 
 def test_drawable_ids_are_in_order_and_end_with_none():
@@ -365,14 +354,6 @@ def test_drawable_ids_are_in_order_and_end_with_none():
     logits[0, [700, 3, 1999]] = [2.0, 5.0, 1.0]
     for min_p, expected in ((0.0, [3, 700, 1999, -1, -1]), (0.04, [3, 700, -1, -1, -1])):
         np.testing.assert_array_equal(draw(logits, [0.5], SamplingConfig(top_k=5, min_p=min_p)).drawable, [expected])
-
-
-def test_forbid():
-    logits = jnp.arange(6.0).reshape(2, 3)
-    got = forbid(logits, 1, jnp.array([False, True]))
-    np.testing.assert_array_equal(got, [[0, 1, 2], [3, -np.inf, 5]])
-    drawn = draw(got, [0.5, 0.5], SamplingConfig())
-    assert drawn.tokens[1] != 1 and np.isfinite(drawn.entropy).all()
 
 
 @pytest.mark.parametrize(
