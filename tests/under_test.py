@@ -115,3 +115,20 @@ def to_prompts(tokens: Any, valid: Any) -> PromptBatch:
 def eviction_times(trajectory: Trajectory) -> np.ndarray:
     """`evicted_at` of the shadow mask, `[batch, layers, kv_heads, T]`."""
     return np.asarray(trajectory.mask.evicted_at)
+
+
+def records_of(trajectory: Trajectory) -> dict[str, Any]:
+    """The arguments of `Trajectory.from_records` for these rows: what another engine would report of them."""
+    width, valid = trajectory.prompt_width, np.asarray(trajectory.valid)
+    tokens, logprobs = np.asarray(trajectory.tokens), np.asarray(trajectory.logprobs)
+    evicted_at = eviction_times(trajectory)
+    rows = range(len(valid))
+    return {
+        "prompts": [tokens[row, :width][valid[row, :width]] for row in rows],
+        "responses": [tokens[row, width:][valid[row, width:]] for row in rows],
+        "logprobs": [logprobs[row, valid[row, width:]] for row in rows],
+        "terminated": np.asarray(trajectory.terminated),
+        "layers": evicted_at.shape[1],
+        "kv_heads": evicted_at.shape[2],
+        "evicted_at": [evicted_at[row][..., valid[row]] - valid[row].argmax() for row in rows],
+    }

@@ -26,7 +26,7 @@ from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.engine import Engine
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.testing import random_params, tiny_model_config
-from tests.under_test import POLICIES, left_padded
+from tests.under_test import POLICIES, left_padded, records_of
 
 # The second layer has an MLP: what is recorded has an entry for each of the other two.
 EXPERTS = Experts(count=6, per_token=2, intermediate_size=24, layers=(True, False, True))
@@ -154,22 +154,8 @@ FOREIGN = ExpertSizes(layers=2, count=6, per_token=2)
 
 def records(trajectory: Trajectory) -> tuple[dict[str, Any], list[np.ndarray]]:
     """The arguments of `from_records` for these rows, and the routing of their tokens."""
-    width = trajectory.prompt_width
-    valid, tokens = np.asarray(trajectory.valid), np.asarray(trajectory.tokens)
-    there = np.asarray(trajectory.response_mask)
-    rows = range(len(valid))
-    evicted = np.asarray(trajectory.mask.evicted_at)
-    starts = valid.argmax(1)
-    arguments = {
-        "prompts": [tokens[row, :width][valid[row, :width]] for row in rows],
-        "responses": [tokens[row, width:][there[row]] for row in rows],
-        "logprobs": [np.asarray(trajectory.logprobs)[row][there[row]] for row in rows],
-        "terminated": np.asarray(trajectory.terminated),
-        "layers": 3,
-        "kv_heads": 2,
-        "evicted_at": [evicted[row][..., valid[row]] - starts[row] for row in rows],
-    }
-    return arguments, [np.asarray(trajectory.routing)[row][valid[row]].astype(np.int32) for row in rows]
+    rows = zip(np.asarray(trajectory.routing), np.asarray(trajectory.valid), strict=True)
+    return records_of(trajectory), [routing[valid].astype(np.int32) for routing, valid in rows]
 
 
 def from_engine(trajectory: Trajectory) -> Trajectory:

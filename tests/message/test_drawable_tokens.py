@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from smd_jax.certify.record import arrays_of
 from smd_jax.corrections import TIS, Shadow
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.distill import distill_term
 from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.learner.forward import replay, response_hidden
+from smd_jax.learner.forward import response_hidden
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
@@ -31,7 +35,7 @@ from smd_jax.ratios import overlap
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import tiny_model_config
 from tests.tiny_update import RECORD, copied, distance, rows_of, spread_params
-from tests.under_test import left_padded
+from tests.under_test import gap, left_padded, records_of, replay_jitted
 
 ROWS, WIDTH, LENGTH, VOCAB, EOS, MINIMUM = 4, 8, 10, 300, 5, 4
 MODEL = Decoder(tiny_model_config(vocab_size=VOCAB, max_positions=32, num_layers=1))
@@ -93,13 +97,9 @@ def plain_token_logprobs(name: str, params: Any, visibility: Visibility) -> jax.
     return jnp.take_along_axis(logprobs, sampled(name).response[..., None], -1)[..., 0]
 
 
-replay_jitted = jax.jit(replay, static_argnums=0)
-
-
-def gap(trajectory: Trajectory) -> float:
-    """max |log p_sampler - log p_learner| over the response tokens."""
-    scores = replay_jitted(MODEL, PARAMS, trajectory)
-    return float(jnp.where(trajectory.response_mask, jnp.abs(scores.logprobs - trajectory.logprobs), 0.0).max())
+def largest_gap(trajectory: Trajectory) -> float:
+    """The largest |log p_sampler - log p_learner|."""
+    return float(gap(MODEL, trajectory, params=PARAMS).max())
 
 
 # --- the sets
@@ -130,12 +130,6 @@ def test_a_minimum_length_without_filters_needs_no_array():
     np.testing.assert_array_equal(drawable.to_boolean(4, jnp.arange(3)), expected)
     logits = jnp.zeros((5, 2, 4))
     assert ((drawable.apply(logits, jnp.array([2, 1])) == OUTSIDE).sum((0, 2)) == jnp.array([0, 5])).all()
-
-
-@pytest.mark.parametrize("responses", [[], [[]]])
-def test_support_without_tokens_is_refused(responses: list[list[int]]):
-    with pytest.raises(ValueError, match="expected at least one response, of at least one token each"):
-        DrawableTokens.from_csr([([], [0])] * len(responses), responses)
 
 
 def test_bits_of_another_vocabulary():
@@ -193,12 +187,12 @@ def test_identity(name: str):
     assert (None if trajectory.drawable.sets is None else trajectory.drawable.sets.dtype) == dtype
     lengths = np.asarray(trajectory.lengths())
     assert (lengths > minimum).all()
-    assert gap(trajectory) < 2e-5
+    assert largest_gap(trajectory) < 2e-5
     mask, entropy = np.asarray(trajectory.response_mask), replay_jitted(MODEL, PARAMS, trajectory).entropy
     np.testing.assert_allclose(np.asarray(trajectory.entropy)[mask], np.asarray(entropy)[mask], rtol=1e-4, atol=1e-5)
     assert not np.asarray(trajectory.entropy)[~mask].any()
-    assert gap(trajectory.replace(drawable=None)) > (1e-3 if name == "minimum length" else 1e-2)
-    assert trajectory.mask is not None and gap(trajectory.replace(mask=trajectory.dense_mask())) > 1e-2
+    assert largest_gap(trajectory.replace(drawable=None)) > (1e-3 if name == "minimum length" else 1e-2)
+    assert trajectory.mask is not None and largest_gap(trajectory.replace(mask=trajectory.dense_mask())) > 1e-2
     explicit = plain_token_logprobs(name, PARAMS, "shadow")
     np.testing.assert_allclose(np.asarray(trajectory.logprobs)[mask], np.asarray(explicit)[mask], atol=2e-5)
 
@@ -211,6 +205,95 @@ def test_padding_has_finite_logprobs():
     tokens = trajectory.tokens.at[:, WIDTH + 2 :].set(EOS)
     scores = replay_jitted(MODEL, PARAMS, trajectory.replace(valid=short, tokens=tokens))
     assert (scores.logprobs > -100).all() and jnp.isfinite(scores.entropy).all()
+
+
+# --- the sampling support of other engines, in compressed rows
+
+
+def test_compressed_rows_by_hand():
+    support = [([3, 5, 7, 1, 2], [0, 2, 5]), ([9], [0, 1])]
+    drawable = DrawableTokens.from_csr(support, [[5, 1], [9]])
+    assert drawable.sets is not None and drawable.sets.tolist() == [
+        [[3, 5, -1], [7, 1, 2]],
+        [[9, -1, -1], [-1, -1, -1]],
+    ]
+
+
+@pytest.mark.slow
+@settings(deadline=None)  # the first call compiles
+@given(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=1, max_size=6), st.booleans())
+def test_sets_come_back(sets, as_bits):
+    ids = [token for one in sets for token in sorted(one)]
+    offsets = np.cumsum([0, *map(len, sets)])
+    response = [min(one) for one in sets]
+    drawable = DrawableTokens.from_csr([(ids, offsets)], [response], vocab_size=100 if as_bits else None)
+    boolean = np.asarray(drawable.to_boolean(100, jnp.arange(len(sets))))[0]
+    assert [set(np.flatnonzero(row).tolist()) for row in boolean] == sets
+
+
+@pytest.mark.parametrize(
+    ("support", "said"),
+    [
+        ([], "sampling support of 1 rows; got 0"),
+        ([([1, 2], [0, 1])], "expected 3 rising offsets from 0 to 2 in the sampling support of row 0"),
+        ([([1, 2], [0, 2, 2])], "rising offsets"),
+        ([([1, 101], [0, 1, 2])], "expected ids from 0 to 99 in the sampling support of row 0; got 101"),
+        (
+            [([1, 4], [0, 1, 2])],
+            r"sampled token 2 in its sampling support of row 0; it is missing \(response token 1\)",
+        ),
+        ([(np.array([1.5, 2.0]), [0, 1, 2])], "expected whole numbers"),
+    ],
+)
+def test_bad_support_is_refused(support, said):
+    with pytest.raises(ValueError, match=said):
+        DrawableTokens.from_csr(support, [[1, 2]], vocab_size=100)
+
+
+@pytest.mark.parametrize("responses", [[], [[]]])
+def test_support_without_tokens_is_refused(responses: list[list[int]]):
+    with pytest.raises(ValueError, match="expected at least one response, of at least one token each"):
+        DrawableTokens.from_csr([([], [0])] * len(responses), responses)
+
+
+def test_bits_are_packed_token_by_token():
+    """The booleans of all tokens at once would take 4 MB; the bits take 0.5 MB."""
+    vocab, tokens, most = 20_000, 200, 700
+    support = [(np.tile(np.arange(most), 4), most * np.arange(5))]
+
+    def packed() -> DrawableTokens:
+        return DrawableTokens.from_csr(support, [[0] * 4], response_width=tokens, vocab_size=vocab)
+
+    packed()  # the first call also fills caches
+    tracemalloc.start()
+    try:
+        drawable = packed()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert drawable.sets is not None and drawable.sets.shape == (1, tokens, vocab // 8) and peak < 2e6
+
+
+def test_a_width_below_the_longest_response_is_refused():
+    for vocab_size in (None, 100):
+        with pytest.raises(ValueError, match="response_width of at least 2, the tokens of row 0; got 1"):
+            DrawableTokens.from_csr([([1, 2], [0, 1, 2])], [[1, 2]], response_width=1, vocab_size=vocab_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["top-k", "top-p"])
+def test_a_foreign_record_with_support_is_exact(name: str):
+    """A rollout of ours, reported as vLLM reports it. Without its support the learner is another policy."""
+    ours = sampled(name)
+    arrays = arrays_of(ours)
+    ids, offsets, ends = arrays["support_ids"], arrays["support_offsets"], np.cumsum(ours.lengths())
+    support = [
+        (ids[offsets[start] : offsets[end]], offsets[start : end + 1] - offsets[start])
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    record = records_of(ours) | {"temperature": ours.temperature, "vocab_size": VOCAB}
+    assert largest_gap(Trajectory.from_records(**record, support=support)) < 2e-5
+    assert largest_gap(Trajectory.from_records(**record)) > 1e-2
 
 
 # --- losses

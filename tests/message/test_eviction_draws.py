@@ -22,7 +22,6 @@ from smd_jax.eviction.policies import H2O, LearnedGate, Random
 from smd_jax.eviction.wrappers import Protect
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
-from smd_jax.learner.forward import replay
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.policy import eviction_loss, eviction_weights
 from smd_jax.message.draws import STAYED, ordered_logprob
@@ -39,7 +38,7 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import tiny_model_config
 from smd_jax.text.prompts import repeat_prompts
 from tests.tiny_update import distance, metrics_and_gradients
-from tests.under_test import SHAPES, left_padded, make_params
+from tests.under_test import SHAPES, gap, left_padded, make_params
 
 WIDTH, RESPONSE = 12, 30
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
@@ -95,15 +94,13 @@ def roll(case: str, gate: str = "linear") -> tuple[Decoder, Any, Trajectory]:
     return model, params, trajectory
 
 
-replay_jitted = jax.jit(replay, static_argnums=0)
 evictions_jitted = jax.jit(replay_evictions, static_argnums=0)
 
 
 def differences(model: Decoder, params: Any, trajectory: Any) -> tuple[float, float]:
     """Largest |log p_sampler - log p_learner| of tokens and of evictions."""
-    tokens = np.abs(np.asarray(replay_jitted(model, params, trajectory).logprobs - trajectory.logprobs))
     draws = np.abs(np.asarray(evictions_jitted(model, params, trajectory) - trajectory.evictions.logprobs))
-    return float(tokens[np.asarray(trajectory.response_mask)].max()), float(draws.max())
+    return float(gap(model, trajectory, params=params).max()), float(draws.max())
 
 
 @pytest.mark.slow

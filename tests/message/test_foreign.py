@@ -15,7 +15,6 @@ import pytest
 
 from smd_jax.certify.record import arrays_of
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import replay
 from smd_jax.learner.packed import packed_trajectory, packs_of
 from smd_jax.learner.state import TrainBatch
 from smd_jax.message.foreign import Compression, evicted_by_row, unpad
@@ -26,11 +25,10 @@ from smd_jax.monitor.completions import extract_mask
 from smd_jax.testing import byte_tokenizer
 from tests import numpy_decoder
 from tests.tiny_update import ADVANTAGES, MODEL, PARAMS, TEMPERATURE, metrics_and_gradients
-from tests.under_test import eviction_times
+from tests.under_test import eviction_times, replay_jitted
 
 CONFIG = MODEL.config
 LAYERS, HEADS, VOCAB = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size
-REPLAY = jax.jit(replay, static_argnums=0)
 
 # ---------------------------------------------------------------- by hand
 
@@ -117,7 +115,7 @@ def test_axes_of_one_stand_for_all():
         packed = packed_trajectory(each, jax.tree.map(lambda x: x[0], packs_of(each, config)))
         saved = extract_mask(each, 0, tokenizer, 0, 0.0).evicted_at
         masks.append([eviction_times(packed)[0], arrays_of(each)["evicted_at"][0], saved])
-        logprobs.append(REPLAY(MODEL, PARAMS, each).logprobs)
+        logprobs.append(replay_jitted(MODEL, PARAMS, each).logprobs)
     for got, expected in zip(*masks, strict=True):
         np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
     np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-6)
@@ -330,9 +328,9 @@ def test_a_learner_replays_and_trains_on_another_sampler():
     trajectory = foreign_trajectory()
     promised = trajectory.replace(mask=trajectory.mask.with_segments((Segments(8, INTERVAL, BUDGET),)))
     for ours in (trajectory, promised):
-        difference = np.asarray(REPLAY(MODEL, PARAMS, ours).logprobs - trajectory.logprobs)
+        difference = np.asarray(replay_jitted(MODEL, PARAMS, ours).logprobs - trajectory.logprobs)
         assert np.abs(difference).max() <= 2e-5
-    dense = REPLAY(MODEL, PARAMS, trajectory.replace(mask=trajectory.dense_mask())).logprobs
+    dense = replay_jitted(MODEL, PARAMS, trajectory.replace(mask=trajectory.dense_mask())).logprobs
     assert np.abs(np.asarray(dense - trajectory.logprobs)).max() > 1e-2
     metrics, gradients = metrics_and_gradients(UpdateConfig(), TrainBatch(promised, ADVANTAGES, promised.logprobs))
     assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
@@ -358,12 +356,12 @@ def test_a_batch_may_be_wider_than_the_context():
         )
 
     with pytest.raises(ValueError, match=r"at most 16 tokens \(the model's context\); got 24"):
-        REPLAY(model, PARAMS, of_rows([0, 1], None))
+        replay_jitted(model, PARAMS, of_rows([0, 1], None))
     together = of_rows([0, 1], 15)
     assert together.positions.max() == 14
-    found = REPLAY(model, PARAMS, together).logprobs
+    found = replay_jitted(model, PARAMS, together).logprobs
     for row, response in enumerate(responses):
-        alone = REPLAY(model, PARAMS, of_rows([row], None)).logprobs[0]
+        alone = replay_jitted(model, PARAMS, of_rows([row], None)).logprobs[0]
         np.testing.assert_allclose(found[row, : len(response)], alone, atol=1e-5)
     packs = packs_of(together, UpdateConfig(microbatch_size=1, pack_columns=30))
     packed = packed_trajectory(together, jax.tree.map(lambda x: x[0], packs))
