@@ -227,18 +227,15 @@ def _template(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Ca
 
 
 def _swapped(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Case]:
-    _, layers, heads, _ = at.evicted_at.shape
-    if layers > 1:
-        yield Case("the masks of the layers came in reverse order", replace(at, evicted_at=at.evicted_at[:, ::-1]))
-        for by in (1, -1):
-            rolled = np.roll(at.evicted_at, by, axis=1)
-            yield Case(f"the masks were shifted by {by:+d} layer", replace(at, evicted_at=rolled))
-    if heads > 1:
-        yield Case("the masks of the KV heads came in reverse order", replace(at, evicted_at=at.evicted_at[:, :, ::-1]))
-    if heads > 2:
-        for by in (1, -1):
-            rolled = np.roll(at.evicted_at, by, axis=2)
-            yield Case(f"the masks were shifted by {by:+d} KV head", replace(at, evicted_at=rolled))
+    heads = at.evicted_at.shape[2]
+    for axis, name in ((1, "layer"), (2, "KV head")):
+        count = at.evicted_at.shape[axis]
+        if count > 1:
+            flipped = np.flip(at.evicted_at, axis)
+            yield Case(f"the masks of the {name}s came in reverse order", replace(at, evicted_at=flipped))
+        for by in (1, -1) if count > 2 else ():  # of two, a shift is the reverse order
+            rolled = np.roll(at.evicted_at, by, axis)
+            yield Case(f"the masks were shifted by {by:+d} {name}", replace(at, evicted_at=rolled))
     for ways in range(2, heads):
         if heads % ways == 0:
             # Tensor-parallel devices hold neighbouring heads; merged head by head, the devices alternate.
