@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 import smd_jax as smd
-from smd_jax.certify import replay as replay_module
 from smd_jax.certify import report, verdict
 from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
 from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
-from smd_jax.certify.replay import replay
+from smd_jax.certify.replay import Replayed, replay
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.certify import main
 from smd_jax.config import Experts
@@ -345,7 +344,7 @@ def test_conditions_that_give_nan_explain_nothing(params, arrays):
     replayed = replays.under(replays.stated)
     share = 1 / replays.inside.sum()
     assert replays.gaps(replayed, [1.0])[0] < 1e-5
-    broken = replayed._replace(hidden=replayed.hidden.at[0, 0].set(jnp.nan))
+    broken = replayed.replace(hidden=replayed.hidden.at[0, 0].set(jnp.nan))
     assert replays.gaps(broken, [1.0])[0] == pytest.approx(share * verdict.MOST_DIFFERENT, rel=1e-3)
 
 
@@ -356,7 +355,7 @@ def test_no_logits_of_all_responses(params, arrays, monkeypatch: pytest.MonkeyPa
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (*columns.shape, 3), np.int32)
     support = np.concatenate([ids, np.full_like(ids, -1)], axis=-1)
     replayed = replay(MODEL, params, Conditions.of(record), columns.shape[1])
-    programs: tuple[Any, ...] = (replay_module._logprobs, replay_module._likeliest)
+    programs: tuple[Any, ...] = (Replayed.logprobs, Replayed.likeliest)
 
     def answers():
         for program in programs:  # compiled programs know nothing of the constant
@@ -366,8 +365,8 @@ def test_no_logits_of_all_responses(params, arrays, monkeypatch: pytest.MonkeyPa
 
     def largest() -> int:
         texts = [
-            programs[0].lower(MODEL, params, replayed.hidden, ids, jnp.ones(3), support).as_text(),
-            programs[1].lower(MODEL, params, replayed.hidden, jnp.float32(1), 5).as_text(),
+            programs[0].lower(replayed, ids, [0.5, 1.0, 2.0], support).as_text(),
+            programs[1].lower(replayed, 5, 0.7).as_text(),
         ]
         shapes = [shape for text in texts for shape in re.findall(r"tensor<([\dx]+)x[fi]\d+>", text)]
         return max(int(np.prod([int(side) for side in shape.split("x")])) for shape in shapes)
