@@ -48,11 +48,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.engines.kernel_checks import CacheShape, by_kernel
 from lib import assembler, hlo
-from smd_jax.cache import slots as kv_cache
-from smd_jax.cache.slots import LayerCache
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O
-from smd_jax.eviction.statistics import Observation, ReceivedAttention
 from smd_jax.memory.compiled import param_shapes
 from smd_jax.model import attention
 from smd_jax.model.decoder import Decoder
@@ -60,7 +57,7 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, rollout_program
 from smd_jax.text.prompts import PromptBatch
 from smd_kernels.blocks import Blocks, BlockSizes
 from smd_kernels.codes import Codes
-from smd_kernels.decode import Implementation, decode_attention
+from smd_kernels.decode import decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.gpu_backward import BackwardInputs, key_gradients, query_gradient
@@ -197,9 +194,6 @@ def programs(target: Target, quick: bool) -> Iterator[Program]:
             yield decode_kernel(array, target.decode, shape)
         for shape, bits in itertools.product(CODES_SHAPES, (8, 4, 2)):
             yield codes_kernel(array, target.decode, shape, bits)
-        # XLA's form in the same loop shows the cost of the layouts that the kernels need.
-        for impl in (target.decode, "xla"):
-            yield decode_loop(array, impl)
         yield whole_rollout(array, target.decode)
 
 
@@ -291,7 +285,6 @@ DECODE_SHAPES = (
 CODES_SHAPES = (DECODE_SHAPES[0], DECODE_SHAPES[1])
 CODES_BUFFER = 128  # slots of them in full precision
 # A layer's keys do not fit into the TPU's VMEM: XLA carries smaller ones there and back, and that is no copy of ours.
-LOOP = CacheShape(batch=128, heads=32, kv_heads=8, slots=1024, head_dim=64)
 ROLLOUT = CacheShape(batch=128, heads=16, kv_heads=8, slots=1024, head_dim=64)
 LAYERS = 4
 DECODE_BUDGET = 896
@@ -326,49 +319,7 @@ def codes_kernel(array: Array, impl: Hardware, shape: CacheShape, bits: int) -> 
     return Program(labels, function, (q, codes, k, k, valid), {"impl": impl}, refused=refused)
 
 
-def decode_loop(array: Array, impl: Implementation) -> Program:
-    """Only the cache side of decoding: write a key, attend, observe, in `LAYERS` layers."""
-    shape = LOOP
-    kv = array((shape.batch, shape.kv_heads, shape.slots, shape.head_dim), jnp.bfloat16)
-    columns = array(kv.shape[:3], jnp.int32)
-    state = array(columns.shape, jnp.float32)
-    layer = LayerCache(kv, kv, columns, states=(state,), statistics=(ReceivedAttention(),))
-    x = array((shape.batch, shape.heads, 1, shape.head_dim), jnp.bfloat16)
-
-    def step(filled, carry):
-        x, layers = carry
-        updated = []
-        column = jnp.full((shape.batch, 1), filled)
-        for layer in layers:
-            fresh = x[:, : shape.kv_heads]
-            layer = kv_cache.write(layer, DECODE_BUDGET + filled, fresh, 2 * fresh, column)
-            out, received = decode_attention(x, layer.keys, layer.values, layer.valid, impl)
-            seen = Observation(
-                queries=x,
-                query_columns=column,
-                keys=layer.keys,
-                values=layer.values,
-                columns=layer.columns,
-                start=jnp.zeros(shape.batch, jnp.int32),
-                received=received,
-                number=filled,
-                slot=DECODE_BUDGET + filled,
-            )
-            updated.append(kv_cache.observe(layer, seen))
-            x = x + out
-        return x, tuple(updated)
-
-    def segments(x, layers):
-        # A loop in a loop, as in a rollout, which compresses between them.
-        return jax.lax.fori_loop(0, 4, lambda _, carry: jax.lax.fori_loop(0, BUFFER, step, carry), (x, layers))
-
-    labels = {"kernel": f"decode loop, {impl}"}
-    jitted = jax.jit(segments, donate_argnums=1)  # as the sampler donates its caches
-    cache_bytes = kv.size * kv.dtype.itemsize
-    return Program(labels, jitted, (x, (layer,) * LAYERS), kernels=False, cache_bytes=cache_bytes)
-
-
-def whole_rollout(array: Array, impl: Implementation) -> Program:
+def whole_rollout(array: Array, impl: Hardware) -> Program:
     """`smd_jax.sampler.fixed_batch` of a small bfloat16 model with the cache of `ROLLOUT`."""
     shape = ROLLOUT
     config = ModelConfig(
