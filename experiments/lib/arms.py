@@ -15,6 +15,8 @@ import smd_jax as smd
 from smd_jax.losses.distillation import Direction
 from smd_jax.model.protocol import ModelShape, Params
 
+FIRST_SHARE = 0.25  # of the rollouts, of an arm that trains before another
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -22,31 +24,26 @@ class Arm:
 
     Attributes:
       teacher: direction of the distillation from a policy with its full context; None: no distillation.
-      teacher_coef: weight of the distillation in the loss.
       policy_coef: weight of the policy loss; 0: distillation only.
       dense_share: share of a dense learner's loss with token weights (TIS), see `smd_jax.learner.policy_term`.
       full_cache: whether the sampler evicts nothing.
       trains: whether the arm is trained; False for the untrained start.
-      minibatches: optimizer steps per rollout; None: the study's default.
       loss: the policy loss.
       cache_bits: bits of the sampler's cache; None: full precision.
-      first: the arm that trains before this one, for `first_share` of the rollouts; None: no other arm.
+      first: the arm that trains before this one, for `FIRST_SHARE` of the rollouts; None: none.
     """
 
     name: str
     visibility: Literal["shadow", "dense"]
     correction: smd.corrections.Correction
     teacher: Direction | None = None
-    teacher_coef: float = 0.1
     policy_coef: float = 1.0
     dense_share: float = 0.0
     full_cache: bool = False
     trains: bool = True
-    minibatches: int | None = None
     loss: smd.LossConfig = smd.LossConfig()
     cache_bits: Literal[8, 4, 2] | None = None
     first: Arm | None = None
-    first_share: float = 0.25
 
     def phases(self, rollouts: int) -> list[tuple[Arm, int]]:
         """The arms that train in sequence, with their numbers of rollouts."""
@@ -54,20 +51,17 @@ class Arm:
             return [(self, 0)]
         if self.first is None:
             return [(self, rollouts)]
-        first = max(round(self.first_share * rollouts), 1)
+        first = max(round(FIRST_SHARE * rollouts), 1)
         return [(self.first, first), (self, rollouts - first)]
 
     @property
     def update(self) -> smd.UpdateConfig:
-        distill = None
-        if self.teacher is not None:
-            distill = smd.DistillConfig(direction=self.teacher, coef=self.teacher_coef)
         return smd.UpdateConfig(
             visibility=self.visibility,
             loss=self.loss,
             policy_coef=self.policy_coef,
             correction=self.correction,
-            distill=distill,
+            distill=None if self.teacher is None else smd.DistillConfig(direction=self.teacher, coef=0.1),
             dense_learner=smd.learner.DenseLearner(self.dense_share) if self.dense_share else None,
         )
 

@@ -95,11 +95,6 @@ class Job:
         return settings_text((self, self.sampler.eviction, self.problem.model_config()))
 
     @property
-    def minibatches(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.arm.minibatches or self.sizes.minibatches
-
-    @property
     def cell(self) -> tuple[str, str]:
         return self.problem.label, self.sampler.label
 
@@ -120,7 +115,7 @@ class Job:
             "length": self.problem.prompt_width + self.problem.response_width,
             "learning_rate": self.learning_rate,
             "rollouts": self.sizes.rollouts,
-            "minibatches": self.minibatches,
+            "minibatches": self.sizes.minibatches,
             "prompts": self.sizes.prompts,
             "pilot": self.pilot,
             "start_level": self.sizes.start.label,
@@ -234,7 +229,7 @@ def make_loop(job: Job, quant_group: int = QUANT_GROUP) -> smd.GRPOLoop:
         policy=FULL_CACHE if job.arm.full_cache else job.sampler.eviction,
         rollout=rollout,
         update=job.arm.update,
-        minibatches=job.minibatches,
+        minibatches=sizes.minibatches,
         seed=job.seed,
     )
     parts = smd.Decoder(job.problem.model_config()), job.problem.rows("train"), tokenizer(), make_optimizer(job), config
@@ -244,7 +239,7 @@ def make_loop(job: Job, quant_group: int = QUANT_GROUP) -> smd.GRPOLoop:
 
 def make_optimizer(job: Job) -> optax.GradientTransformation:
     """Adam with a warm-up. The rate is in the state, so one program is compiled for all rates."""
-    steps = job.sizes.warmup * job.minibatches
+    steps = job.sizes.warmup * job.sizes.minibatches
     rise = optax.scale_by_schedule(optax.linear_schedule(1 / steps, 1.0, steps - 1))
 
     def adam(factor: float) -> optax.GradientTransformation:

@@ -217,12 +217,6 @@ def test_a_part_of_a_study_leaves_the_committed_rows_alone():
     assert part.results == ROOT / "runs" / "map" / "map.json" and part.cells[0].seeds == (7,)
 
 
-def test_an_arm_may_have_its_own_number_of_steps():
-    arm = replace(CELL.arms[-1], minibatches=16)
-    job = Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(QUICK, prompts=16))
-    assert runs.make_loop(job).config.minibatches == 16 == job.identity["minibatches"]
-
-
 @pytest.mark.parametrize("arm", arms_of(("anchor-then-shadow", "quantised-cache")), ids=lambda arm: arm.name)
 def test_exact_arms_run(arm: Arm, tmp_path: Path):
     """Phases share prompts, curve and parameters; a rollout whose learner is not the sampler raises."""
