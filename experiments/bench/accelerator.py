@@ -42,7 +42,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
@@ -104,40 +103,6 @@ def environment(rehearse: bool) -> dict[str, str]:
     return found
 
 
-class Process:
-    """A running worker, whose output is read line by line with a time limit."""
-
-    def __init__(self, words: Sequence[str], rehearse: bool, errors: IO[str]) -> None:
-        self.errors = errors
-        self.process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(rehearse)
-        )
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.listener = threading.Thread(target=self._listen, daemon=True)
-        self.listener.start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.lines.put(line)
-        self.lines.put(None)
-
-    def line(self, until: float) -> str | None:
-        """The next line; None at the end; raises queue.Empty after the time limit."""
-        return self.lines.get(timeout=max(until - time.monotonic(), 0))
-
-    def end(self) -> str:
-        """Kills the process; returns the last line of its standard error."""
-        self.process.kill()
-        self.process.wait()
-        self.listener.join()
-        self.errors.seek(0)
-        said = [line for line in self.errors.read().splitlines() if line.strip()]
-        print("\n".join(said[-30:]), file=sys.stderr, flush=True)
-        return said[-1].strip()[:300] if said else "no output"
-
-
 def run_stage(name: str, words: Sequence[str], limit: Limit, rehearse: bool = False) -> Iterator[Row]:
     """The rows of a stage, with one for every job that died.
 
@@ -167,27 +132,53 @@ def run_process(words: Sequence[str], limit: float, over: float, rehearse: bool)
       limit: seconds for one job. over: when the stage ends.
     """
     job = None
-    reason = None
-    until = min(over, time.monotonic() + limit)
-    with tempfile.TemporaryFile("w+") as errors:
-        process = Process(words, rehearse, errors)
+    stopped = threading.Event()
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(rehearse)) as process,
+    ):
+
+        def stop() -> None:
+            stopped.set()
+            process.kill()
+
+        def watch() -> threading.Timer:
+            timer = threading.Timer(min(limit, max(over - time.monotonic(), 0)), stop)
+            timer.start()
+            return timer
+
+        watchdog = watch()
+        assert process.stdout is not None
         try:
-            while (line := process.line(until)) is not None:
+            for line in process.stdout:
+                if stopped.is_set():
+                    break
                 row = json.loads(line)
                 if "begin" in row:
                     job = row["begin"]
-                    until = min(over, time.monotonic() + limit)
+                    watchdog.cancel()
+                    watchdog = watch()
                     yield row
                 else:
                     yield {"job": job} | row
-            if code := process.process.wait():
-                reason = f"exit status {code}"
-        except queue.Empty:
-            reason = f"stopped after {limit:g} s, or at the limit of its stage"
+            code = process.wait()
         finally:
-            complaint = process.end()
-    if reason is not None:
-        yield {"job": job, "failed": reason, "said": complaint}
+            watchdog.cancel()
+            process.kill()
+            process.wait()
+        said = complaint(errors)
+    if stopped.is_set():
+        yield {"job": job, "failed": f"stopped after {limit:g} s, or at the limit of its stage", "said": said}
+    elif code:
+        yield {"job": job, "failed": f"exit status {code}", "said": said}
+
+
+def complaint(errors: IO[str]) -> str:
+    """The last line of a standard error, whose end is printed."""
+    errors.seek(0)
+    said = [line for line in errors.read().splitlines() if line.strip()]
+    print("\n".join(said[-30:]), file=sys.stderr, flush=True)
+    return said[-1].strip()[:300] if said else "no output"
 
 
 def is_good(row: Row) -> bool:
