@@ -39,12 +39,12 @@ class Dialogue:
     """
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
+        self.special_tokens = special_tokens(tokenizer)  # id -> content
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._has_template = tokenizer.chat_template is not None
         self._writes_tools = False
         self._written = set[tuple[str, str, str]]()  # roles, places and the templates that write their content there
-        self._special = set(special_tokens(tokenizer).values())
         if self._has_template:
             # Raises TemplateError unless the template only appends text after a turn, with and without thinking.
             for text in (PLAIN, THINKING):
@@ -124,7 +124,7 @@ class Dialogue:
         Args:
           last: text of the token before it.
         """
-        return encode_continuation(self._tokenizer, text, last if last in self._special else "")
+        return encode_continuation(self._tokenizer, text, last if last in self.special_tokens.values() else "")
 
     def _written_out(
         self,

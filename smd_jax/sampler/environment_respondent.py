@@ -14,7 +14,6 @@ from smd_jax.sampler.conversation_loop import Reply
 from smd_jax.tasks.task import Row, template_kwargs_of
 from smd_jax.text.chat_template import TemplateError
 from smd_jax.text.prompts import PromptBatch, Tokenizer, pad_left, pad_token_id
-from smd_jax.text.token_bytes import special_tokens
 
 DONE = "done"  # ending of a conversation that its environment ended without a reason
 NO_TEXT = ("bos_token", "eos_token", "pad_token", "unk_token")  # special tokens that a turn's text leaves out
@@ -81,7 +80,7 @@ class EnvironmentRespondent:
         self._dialogue = dialogue
         self._tokenizer = tokenizer
         self._vocab_size = math.inf if vocab_size is None else vocab_size
-        self._special = special_tokens(tokenizer)
+        self._special = dialogue.special_tokens
         left_out = {tokenizer.special_tokens_map.get(name) for name in NO_TEXT}
         self._no_text = {token_id for token_id, token in self._special.items() if token in left_out}
         self._last_token: dict[int, str] = {}
