@@ -23,13 +23,13 @@ import numpy as np
 import tyro
 
 import smd_jax as smd
+from lib.files import RESULTS
 from lib.provenance import provenance
 from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
 from smd_jax.certify.record import Record, arrays_of, check_record
 from smd_jax.certify.replay import replay
 from smd_jax.certify.verdict import Models, certify
 
-RESULTS = Path(__file__).resolve().parent / "results"
 ROWS = 4  # prompts of a record
 QUESTIONS = (
     "Name three rivers.",
@@ -64,7 +64,6 @@ class Injected:
     what: str
     cause: str | None
     record: Record
-    previous: bool = False  # whether the previous weights are given, too
 
 
 def main(args: Args) -> None:

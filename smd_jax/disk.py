@@ -40,10 +40,10 @@ def check_writable(directory: str | Path) -> None:
         raise PermissionError(f"expected a directory that can be written at {directory}; got {error}") from error
 
 
-def check_space(directory: str | Path, needed: int, what: str, deleted_before: int = 0) -> None:
+def check_space(directory: str | Path, needed: int, what: str) -> None:
     """Raises OSError if the disk of `directory` has less than `needed` bytes free for `what`, such as "4 checkpoints of
-    1.5 GiB", after `deleted_before` bytes are deleted."""
-    free = shutil.disk_usage(nearest(Path(directory))).free + deleted_before
+    1.5 GiB"."""
+    free = shutil.disk_usage(nearest(Path(directory))).free
     if free < needed:
         raise OSError(
             f"expected {show_bytes(needed)} free on the disk of {directory}, for {what}; got {show_bytes(free)}. Make "

@@ -118,10 +118,9 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def signed(found: Estimate, digits: int = 3) -> str:
+def signed(found: Estimate) -> str:
     """ "+0.123 ± 0.045", bold if the interval excludes 0; without an interval for one seed."""
-    text = plain(found, digits)
-    return f"**{text}**" if found.established else text
+    return f"**{plain(found)}**" if found.established else plain(found)
 
 
 def plain(found: Estimate, digits: int = 3) -> str:

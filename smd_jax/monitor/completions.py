@@ -148,7 +148,6 @@ def print_completions(
     rows: int,
     *,
     file: TextFile | None = None,
-    width: int | None = None,
 ) -> None:
     """Prints the first completions, shortened, as plain text without rich's markup and escape sequences."""
     completions = columns["completion"]
@@ -159,7 +158,7 @@ def print_completions(
         for row, text in enumerate(completions[:rows])
     ]
     names = ("prompt", "completion", "reward", "length")
-    summary_table(f"completions of rollout {step}", names, table, texts=2, file=file, width=width)
+    summary_table(f"completions of rollout {step}", names, table, texts=2, file=file)
 
 
 def conversation_text(turns: Sequence[str], answers: Sequence[str]) -> str:

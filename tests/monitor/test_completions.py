@@ -126,11 +126,12 @@ def test_control_characters_become_visible():
     assert one_line("a\nb" + "c" * 600).startswith("a⏎bc") and len(one_line("c" * 600)) == 500
 
 
-def test_the_table_on_a_terminal_without_unicode():
+def test_the_table_on_a_terminal_without_unicode(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     raw = io.BytesIO()
     columns = {"prompt": ["日本"], "completion": ["é\n"], "reward": [0.5], "length": [12]}
     file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    print_completions(7, columns, 1, file=file, width=120)
+    print_completions(7, columns, 1, file=file)
     assert b"completions of rollout 7" in raw.getvalue()
     assert rb"\u65e5\u672c" in raw.getvalue() and rb"\xe9\u23ce" in raw.getvalue()
 
