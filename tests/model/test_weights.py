@@ -203,6 +203,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         lambda x: rewrite(x, {"model.norm.weight": np.zeros(32, np.int8)}),
         r"expected tensors stored as F32.*got model\.norm\.weight: I8",
     ),
+    (lambda x: (x / "config.json").write_text("[]"), r"config\.json must hold a JSON object; got list"),
     (lambda x: (x / WEIGHTS).write_bytes(b"version https"), r"model\.safetensors is not a readable safetensors file"),
     (lambda x: write_index(x, "model-00002-of-00002.safetensors"), "names shards that .*: model-00002-of-00002"),
     (lambda x: (x / WEIGHTS).rename(x / INDEX).write_text("{}"), r"must hold weight_map.*got None"),
