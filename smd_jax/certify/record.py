@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.message.drawable_tokens import split_support
-from smd_jax.message.foreign import MOST_IDS, evicted_by_row
+from smd_jax.message.foreign import MOST_IDS, ROUNDING, evicted_by_row
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import RoutingShape
@@ -381,7 +381,7 @@ def _both(arrays: Mapping[str, np.ndarray], one: str, other: str) -> bool:
 
 
 def _is_logprob(numbers: np.ndarray) -> np.ndarray:
-    return np.isfinite(numbers) & (numbers <= 1e-3)
+    return np.isfinite(numbers) & (numbers <= ROUNDING)
 
 
 def _repeated(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -483,6 +483,8 @@ def top_arrays(ids, logprob):
         ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected floats; got int64"),
         ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
         ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
+        # A record that can be certified can be trained on, see `Trajectory.from_records`.
+        ({"logprobs": np.full((4, 44), 5e-4)}, "logprobs: expected finite numbers <= 0; got 0.0005"),
         ({"tokens": np.full((4, 44), 264)}, "below 264, .*; got 264 in row 0, column 0. Was the record made with"),
         ({"lengths": np.array([12, 9, 7, 6])}, "expected 1 <= prompt_lengths < lengths <= 44"),
         ({"temperature": np.float32(0)}, "temperature: expected a number > 0; got 0.0"),
