@@ -30,7 +30,6 @@ from smd_jax.learner.forward import (
 )
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
 from smd_jax.learner.terms import ComputedLogprobs, Minibatch, Term, TermInputs, TermOutputs
-from smd_jax.losses.policy import mask_truncated_completions
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS, STEP_WEIGHTS
 from smd_jax.model.protocol import LanguageModel, Params
@@ -80,10 +79,14 @@ def prepare(model: LanguageModel, config: UpdateConfig, params: Params, batch: T
 def counted_tokens(
     config: UpdateConfig, trajectory: Trajectory, counted_rows: Bool[Array, " batch"] | None
 ) -> Bool[Array, "batch R"]:
-    """The counted response tokens of a step; `counted_rows` as in TrainBatch."""
+    """The counted response tokens of a step; `counted_rows` as in TrainBatch.
+
+    Truncated completions are left out before the weighting (overlong filtering, arXiv:2503.14476): their tokens do not
+    count in denominators, while their rows still count as sequences of grpo and dr_grpo, as in TRL.
+    """
     mask = trajectory.response_mask
     if config.mask_truncated_completions:
-        mask = mask_truncated_completions(mask, trajectory.terminated)
+        mask = mask & trajectory.terminated[:, None]
     return mask if counted_rows is None else mask & counted_rows[:, None]
 
 

@@ -4,8 +4,8 @@ A loss is a token weighting and a surrogate, two small frozen dataclasses, which
 
     loss = sum over tokens of  weights * (beta * KL - correction weights * surrogate(ratio, log-probability, advantage))
 
-    mask ─ mask_truncated_completions ─► LossConfig.weighting ─┐
-    log-probabilities, advantages, corrections ────────────────┴─► LossInputs ─► policy_loss ─► (loss, LossTerms)
+    counted tokens ─► LossConfig.weighting ────────┐
+    log-probabilities, advantages, corrections ────┴─► LossInputs ─► policy_loss ─► (loss, LossTerms)
 
 `smd_jax.losses.named` has losses by the names of their papers.
 """
@@ -113,19 +113,6 @@ class LossTerms(struct.PyTreeNode):
     ratio: Float[Array, "batch R"]
     kl: Float[Array, "batch R"]
     surrogate: dict[str, Array]
-
-
-def mask_truncated_completions(
-    mask: Bool[Array, "batch R"], terminated: Bool[Array, " batch"]
-) -> Bool[Array, "batch R"]:
-    """The response mask without completions that the length limit cut off (overlong filtering, arXiv:2503.14476).
-
-    Apply it before the weighting: then truncated tokens do not count in denominators, while their rows still count as
-    sequences of grpo and dr_grpo, as in TRL.
-    """
-    check_shape("mask", mask, ("batch", "R"))
-    check_shape("terminated", terminated, (mask.shape[0],))
-    return mask & terminated[:, None]
 
 
 def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""], LossTerms]:

@@ -13,7 +13,7 @@ import pytest
 
 from smd_jax.losses.entropy import high_entropy_tokens, weighted_entropy
 from smd_jax.losses.named import cispo, luspo, sapo
-from smd_jax.losses.policy import LossConfig, LossInputs, mask_truncated_completions, policy_loss, surrogate_metrics
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss, surrogate_metrics
 from smd_jax.losses.weighting import FixedLength, TokenMean
 from smd_jax.ratios import Level
 from tests import paths
@@ -83,7 +83,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case):
 def test_truncated_completions_are_masked_as_in_trl(name):
     terminated = jnp.array([False, True, True, False])
     config = default_config(name)
-    inputs = golden_inputs(config, mask=mask_truncated_completions(TRL_MASK, terminated))
+    inputs = golden_inputs(config, mask=TRL_MASK & terminated[:, None])
     assert_loss(inputs, config, **GOLDEN["truncated"][name])
 
 
