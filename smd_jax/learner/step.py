@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool
 
 from smd_jax.devices.sharding import constrain_tree
 from smd_jax.learner.state import Metrics, TrainState, trained_params, with_trained
@@ -151,11 +151,23 @@ def with_schedules_advanced(opt_state: optax.OptState) -> optax.OptState:
 
 
 def synchronised(state: TrainState, sync: ReferenceSync | None) -> TrainState:
-    """Updates the reference if it is due; without `sync` the state is unchanged. Raises as `check_sync`."""
+    """Mixes the reference with the policy if it is due after `state.step` steps; without `sync` the state is unchanged.
+
+    It is mixed in float32 or wider. A bfloat16 reference is rounded stochastically, because rounding to nearest would
+    lose a small share of the policy, see `smd_jax.learner.storage`. Raises as `check_sync`.
+    """
     if sync is None:
         return state
     check_sync(state, sync)
-    reference = follow(sync, state.reference, _followed(state.params), state.step, state.key)
+
+    def mixed() -> Params:
+        policy, reference = widened(_followed(state.params)), widened(state.reference)
+        wide = jax.tree.map(lambda new, old: sync.alpha * new + (1 - sync.alpha) * old, policy, reference)
+        return rounded(wide, state.reference, state.key, state.step, REFERENCE)
+
+    # A branch, not a `where`, so that nothing is computed between updates.
+    due = state.step % sync.every == 0
+    reference = mixed() if sync.every == 1 else jax.lax.cond(due, mixed, lambda: state.reference)
     return state.replace(reference=constrain_tree(reference))
 
 
@@ -177,27 +189,6 @@ def check_sync(state: TrainState, sync: ReferenceSync | None) -> None:
             "expected reference parameters with the same leaves as the policy's, to mix them (in PPO including the "
             f"value head); got {jax.tree.structure(reference)} and {followed}"
         )
-
-
-def follow(sync: ReferenceSync, reference: Params, params: Params, step: Int[Array, ""], key: Key[Array, ""]) -> Params:
-    """The reference after `step` optimizer steps: mixed with the policy if due, else unchanged.
-
-    It is mixed in float32 or wider. A bfloat16 reference is rounded stochastically, because rounding to nearest would
-    lose a small share of the policy, see `smd_jax.learner.storage`.
-
-    Args:
-      params: parameters of the policy after that step, with the leaves of the reference.
-      key: key of the train state.
-    """
-
-    def mixed() -> Params:
-        wide = jax.tree.map(
-            lambda new, old: sync.alpha * new + (1 - sync.alpha) * old, widened(params), widened(reference)
-        )
-        return rounded(wide, reference, key, step, REFERENCE)
-
-    # A branch, not a `where`, so that nothing is computed between updates.
-    return mixed() if sync.every == 1 else jax.lax.cond(step % sync.every == 0, mixed, lambda: reference)
 
 
 def _followed(params: Params) -> Params:

@@ -11,7 +11,7 @@ import pytest
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import init_state
-from smd_jax.learner.step import ReferenceSync, follow, skip_step, synchronised, take_step
+from smd_jax.learner.step import ReferenceSync, skip_step, synchronised, take_step
 from smd_jax.learner.storage import stored
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
@@ -47,8 +47,8 @@ def test_mixtures_by_hand():
 
 
 def test_a_copy():
-    copied = follow(ReferenceSync(1.0, 1), {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, jnp.int32(1), KEY)
-    assert_bitwise_equal(copied, {"w": jnp.ones(2)})
+    copied = synchronised(state_of(1.0, 0.0), ReferenceSync(1.0, 1)).reference
+    assert_bitwise_equal(copied, {"w": jnp.ones(3)})
 
 
 def test_a_step_in_which_nothing_counts_does_not_miss_a_mixture():
@@ -61,15 +61,14 @@ def test_a_step_in_which_nothing_counts_does_not_miss_a_mixture():
 def test_a_narrow_average_moves():
     """A thousandth of the way at a time, where rounding to nearest would leave it: 1/e of the distance is left after
     a thousand steps."""
-    reference = {"w": jnp.zeros(4096, jnp.bfloat16) + 1}
-    params = {"w": jnp.full(4096, 2.0, jnp.bfloat16)}
-    sync = ReferenceSync.ema(0.999)
+    policy, reference = ({"w": jnp.full(4096, value, jnp.bfloat16)} for value in (2.0, 1.0))
+    state, sync = init_state(policy, optax.sgd(1.0), KEY, reference), ReferenceSync.ema(0.999)
 
     @jax.jit
-    def run(reference):
-        return jax.lax.fori_loop(0, 1000, lambda i, r: follow(sync, r, params, i, KEY), reference)
+    def run(state):
+        return jax.lax.fori_loop(0, 1000, lambda i, each: synchronised(each.replace(step=i), sync), state)
 
-    after = np.asarray(run(reference)["w"], np.float64)
+    after = np.asarray(run(state).reference["w"], np.float64)
     # Neighbours between 1 and 2 are 2**-7 apart; the noise of 1000 roundings is at most half of that each.
     assert abs(after.mean() - (2 - 0.999**1000)) < 4 * 2.0**-8 * np.sqrt(1000 / after.size)
 
@@ -161,5 +160,6 @@ def test_a_reference_with_other_leaves():
 
 def test_a_narrow_reference_keeps_its_dtype():
     narrow = stored({"w": jnp.ones((2, 2))}, jnp.bfloat16)
-    after = follow(ReferenceSync(0.5, 2), narrow, {"w": jnp.zeros((2, 2))}, jnp.int32(2), KEY)
+    state = init_state({"w": jnp.zeros((2, 2))}, optax.sgd(1.0), KEY, narrow).replace(step=jnp.int32(2))
+    after: Any = synchronised(state, ReferenceSync(0.5, 2)).reference
     assert after["w"].dtype == jnp.bfloat16
