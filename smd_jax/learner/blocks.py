@@ -77,9 +77,9 @@ def over_columns(
         blocks = jnp.moveaxis(x.reshape(count, x.shape[1], ways, each, *x.shape[3:]), 0, 2)
         return blocks.reshape(x.shape[1], count * size, *x.shape[3:])[:, :total]
 
+    blocks = cut(columns[None])[:, 0], *jax.tree.map(cut, arrays)
     if count == 1:
-        (block,), *rest = cut(columns[None])[:, 0], *jax.tree.map(cut, arrays)
-        return jax.tree.map(lambda x: join(x[None]), f(params, block, *jax.tree.map(lambda x: x[0], rest)))
+        return jax.tree.map(lambda x: join(x[None]), f(params, *jax.tree.map(lambda x: x[0], blocks)))
 
     # Gathered once: inside the loop, every block would gather the head again.
     whole = gathered_tree(widened(params))
@@ -89,5 +89,4 @@ def over_columns(
         narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), whole, params)
         return f(narrow, *block)
 
-    results = jax.lax.map(of_block, (cut(columns[None])[:, 0], *jax.tree.map(cut, arrays)))
-    return jax.tree.map(join, results)
+    return jax.tree.map(join, jax.lax.map(of_block, blocks))
