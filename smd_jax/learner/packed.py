@@ -204,31 +204,22 @@ def packed_part(prepared: Prepared, places: Packs) -> Prepared:
     advantages = batch.advantages
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], prepared.mask.shape)
-    of_tokens = (advantages, batch.old_logprobs, batch.old_values, batch.returns, batch.dense_old_logprobs)
-    advantages, old, old_values, returns, dense_old = jax.tree.map(take, of_tokens)
     # Left-out rows have no counted tokens.
-    return Prepared(
-        TrainBatch(packed_trajectory(batch.trajectory, places), advantages, old, None, old_values, returns, dense_old),
-        take(prepared.mask),
-        jax.tree.map(take, prepared.terms),
-    )
+    of_tokens = batch.replace(trajectory=(), advantages=advantages, counted_rows=None)
+    packed = jax.tree.map(take, of_tokens).replace(trajectory=packed_trajectory(batch.trajectory, places))
+    return Prepared(packed, take(prepared.mask), jax.tree.map(take, prepared.terms))
 
 
 def packed_trajectory(trajectory: Trajectory, places: Packs) -> Trajectory:
     """Packs the tokens of sequences, each under its own mask."""
-    there = jnp.asarray(places.tokens != ABSENT)
+    at: Any = jax.tree.map(jnp.asarray, places)
+    there = at.tokens != ABSENT
     drawable = trajectory.drawable
     if drawable is not None and drawable.sets is not None:
         drawable = drawable.replace(sets=_take(drawable.sets, places.responses))
+    longest = trajectory.tokens.shape[1] if trajectory.longest is None else trajectory.longest
     packing = Packing(
-        jnp.asarray(places.positions),
-        jnp.asarray(places.ends),
-        jnp.asarray(places.columns),
-        jnp.asarray(places.sources),
-        jnp.asarray(places.responses != ABSENT),
-        None if places.distinct is None else jnp.asarray(places.distinct),
-        None if places.same is None else jnp.asarray(places.same),
-        trajectory.tokens.shape[1] if trajectory.longest is None else trajectory.longest,
+        at.positions, at.ends, at.columns, at.sources, at.responses != ABSENT, at.distinct, at.same, longest
     )
     return Trajectory(
         tokens=_take(trajectory.tokens, places.tokens),
