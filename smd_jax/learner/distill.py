@@ -90,13 +90,8 @@ def distill_term(
       hidden: states that predict the response tokens under the student's mask.
       reference: parameters of the reference policy; None unless the direction is "anchor" or "ema".
       weights: weight of each token in the loss, 0 outside the response.
-
-    Raises:
-      ValueError: if the reference is missing.
     """
     teacher = reference if config.direction in REFERENCE_TEACHERS else params
-    if teacher is None:
-        raise ValueError(f"expected reference parameters for direction {config.direction!r}; got None")
     # Stopped before the forward pass, so that it stores no activations; the divergence stops the gradient as well.
     if config.direction != "published":
         teacher = jax.lax.stop_gradient(teacher)

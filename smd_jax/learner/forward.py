@@ -122,11 +122,7 @@ def replay_hidden(
     entropy_gradient: bool = False,
 ) -> Replay:
     """The replay from hidden states of `response_hidden`, with logits in blocks of columns; see
-    `smd_jax.learner.blocks`.
-
-    Args:
-      entropy_gradient: whether the entropies need a gradient.
-    """
+    `smd_jax.learner.blocks`."""
     packing = trajectory.packing
     same = None if packing is None else packing.same
     if packing is not None and packing.distinct is not None and same is not None:

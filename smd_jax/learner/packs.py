@@ -82,10 +82,6 @@ class Packs(struct.PyTreeNode):
 def first_fit(lengths: Sequence[int], responses: Sequence[int], sizes: PackSizes) -> list[list[int]]:
     """The sequences of every row, longest first.
 
-    Args:
-      lengths: tokens of each sequence.
-      responses: tokens of each response.
-
     Raises:
       ValueError: a sequence is longer than a row.
     """

@@ -91,11 +91,8 @@ def apply_gradients(
     result: tuple[Array, Metrics, Params, RowOutputs],
     max_difference: float | None,
 ) -> tuple[TrainState, Metrics]:
-    """Takes the optimizer step of a whole batch and returns the state and the metrics.
-
-    Args:
-      max_difference: as in `make_update`.
-    """
+    """Takes the optimizer step of a whole batch and returns the state and the metrics. `max_difference` is as in
+    `make_update`."""
     loss, sums, grads, (learner, rows_of_terms) = result
     terms = [
         (term, TermResults(prepared.batch, prepared.mask, own, rows, state.step))
