@@ -214,6 +214,15 @@ def test_stacked_layers_are_split_like_single_ones(experts):
     assert specs(stacked)["layers_0_to_3/attention/q_proj/kernel"] == (None, "fsdp", "tensor")
 
 
+def test_parameters_of_unknown_names_are_split_by_their_long_sides():
+    mesh = make_mesh(data=2, fsdp=4)
+    assert param_spec(("blocks", "block0", "wq"), (32, 32), mesh) == P("fsdp", None)
+    assert param_spec(("blocks", "block0", "wo"), (30, 32), mesh) == P(None, "fsdp")
+    assert param_spec(("blocks", "block0", "geglu"), (2, 32, 48), mesh) == P(None, None, "fsdp")
+    assert param_spec(("last",), (32,), mesh) == P()
+    assert param_spec(("value_head", "kernel"), (32, 1), mesh) == P()
+
+
 def test_rows_lie_on_data_and_fsdp():
     placed = shard_batch({"x": jnp.zeros((8, 3)), "y": jnp.zeros(8)}, make_mesh(2, 2, 2))
     assert (shard_shape(placed["x"]), shard_shape(placed["y"])) == ((2, 3), (2,))
