@@ -53,17 +53,33 @@ def projections(
     return parts[0], parts[1], parts[2]
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """`[heads, tokens, head_dim]` of one row under `mask [kv_heads, queries, keys]`; zeros where nothing is visible."""
-    group = len(q) // len(k)
-    out = np.zeros_like(q)
-    for head in range(len(q)):
-        shared = head // group
-        for query in range(q.shape[1]):
-            seen = np.flatnonzero(mask[shared, query])
-            weights = softmax(k[shared, seen] @ q[head, query] / np.sqrt(q.shape[-1]))
-            out[head, query] = weights @ v[shared, seen]
-    return out
+def attention(
+    q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, sinks: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The output `[batch, heads, queries, head_dim]`, and the sum of weights that every key receives
+    `[batch, kv_heads, keys]`; zeros where nothing is visible.
+
+    Args:
+      mask: `[batch, kv_heads, queries, keys]`.
+      softcap: of the scores.
+      sinks: scores `[heads]` of keys without a value.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    mask = np.asarray(mask)
+    out, received = np.zeros(q.shape), np.zeros(k.shape[:3])
+    for row, head, query in np.ndindex(q.shape[:3]):
+        shared = row, head // (q.shape[1] // k.shape[1])
+        seen = np.flatnonzero(mask[(*shared, query)])
+        scores = k[shared][seen] @ q[row, head, query] / np.sqrt(q.shape[3])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        if sinks is None or not len(seen):
+            weights = softmax(scores)
+        else:
+            weights = softmax(np.append(scores, np.float64(sinks[head])))[:-1]
+        out[row, head, query] = weights @ v[shared][seen]
+        received[shared][seen] += weights
+    return out, received
 
 
 def logits(params: Any, config: ModelConfig, tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -71,7 +87,8 @@ def logits(params: Any, config: ModelConfig, tokens: np.ndarray, positions: np.n
     x = np.asarray(params["embed"]["embedding"], np.float64)[tokens]
     for index in range(config.num_layers):
         layer = params[f"layers_{index}"]
-        out = attention(*projections(x, positions, layer, config), mask[index])
+        q, k, v = (part[None] for part in projections(x, positions, layer, config))
+        out = attention(q, k, v, mask[None, index])[0][0]
         x = x + dense(out.transpose(1, 0, 2).reshape(len(x), -1), layer["attention"]["o_proj"])
         normed = rms_norm(x, layer["mlp_norm"]["scale"], config.norm_eps)
         gate = dense(normed, layer["mlp"]["gate_proj"])

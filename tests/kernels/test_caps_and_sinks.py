@@ -23,6 +23,7 @@ from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.tpu import MosaicTpuKernel
 from smd_kernels.xla import XlaKernel
+from tests import numpy_decoder
 
 SEGMENTS = Segments(first=9, length=5, budget=7)
 TOKENS, HEADS, HEAD_DIM = 37, 4, 64
@@ -44,18 +45,7 @@ def problem(option: str) -> tuple[float | None, list[jax.Array]]:
 
 
 def in_numpy(softcap: float | None, q: Any, k: Any, v: Any, sinks: Any = None) -> np.ndarray:
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros_like(q)
-    for row, head, query in np.ndindex(q.shape[:3]):
-        shared = head // (HEADS // 2)
-        seen = np.flatnonzero(np.asarray(VISIBLE)[row, shared, query])
-        scores = k[row, shared, seen] @ q[row, head, query] / np.sqrt(HEAD_DIM)
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        weights = np.exp(scores)
-        total = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[head])))
-        out[row, head, query] = (weights / total) @ v[row, shared, seen] if len(seen) else 0
-    return out
+    return numpy_decoder.attention(q, k, v, VISIBLE, softcap, sinks)[0]
 
 
 @partial(jax.jit, static_argnums=0)

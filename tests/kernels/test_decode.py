@@ -15,7 +15,7 @@ import pytest
 from smd_kernels import decode_gpu, decode_tpu, reference
 from smd_kernels.decode import decode_attention
 from smd_kernels.hardware import DecodeSizes, why_not_decode
-from tests import races
+from tests import numpy_decoder, races
 from tests.interpreted_gpu import teach
 
 
@@ -56,19 +56,7 @@ def inputs(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array, ...]:
 
 
 def in_numpy(q: Any, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out, received = np.zeros(q.shape), np.zeros(valid.shape)
-    group = q.shape[1] // k.shape[1]
-    for row, head in np.ndindex(q.shape[:2]):
-        seen = np.flatnonzero(valid[row, head // group])
-        if seen.size == 0:
-            continue
-        scores = k[row, head // group, seen] @ q[row, head, 0] / np.sqrt(q.shape[3])
-        weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
-        out[row, head, 0] = weights @ v[row, head // group, seen]
-        received[row, head // group, seen] += weights
-    return out, received
+    return numpy_decoder.attention(q, k, v, valid[:, :, None])
 
 
 def on_tpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:

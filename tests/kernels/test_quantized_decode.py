@@ -19,7 +19,7 @@ from smd_kernels import decode_codes_gpu, decode_codes_tpu
 from smd_kernels.codes import Codes, by_plane, unpack
 from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.hardware import why_not_decode_codes
-from tests import races
+from tests import numpy_decoder, races
 from tests.interpreted_gpu import teach
 from tests.kernels.test_decode import check as check_decode
 
@@ -84,44 +84,21 @@ def inputs(shape: Shape, bits: int, dtype: Any, seed: int = 0) -> Inputs:
 
 
 def in_numpy(q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Slot by slot and code by code, in float64; what a code stands for is rounded as a learner would."""
-    dtype = q.dtype
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    low, scale, value_low, value_scale = (
-        np.asarray(x, np.float64) for x in (codes.key_low, codes.key_scale, codes.value_low, codes.value_scale)
-    )
-    packed, valid, group = (np.asarray(x) for x in ((codes.keys, codes.values), valid, codes.group))
-    out, received = np.zeros(q.shape), np.zeros(valid.shape)
-    channels = q.shape[3]
-    each = 8 // codes.bits
-    part = np.arange(channels) // (channels // value_low.shape[3])
-    for row, head in np.ndindex(q.shape[:2]):
-        place = (row, head // (q.shape[1] // k.shape[1]))
+    """What the codes stand for, in float64 and rounded as a learner would; then attention over all slots."""
+    channel, each = np.arange(q.shape[3]), 8 // codes.bits
 
-        def number(kind: int, slot: Any, place: tuple[int, int] = place) -> np.ndarray:
-            found = packed[kind][(*place, slot)]
-            code = np.array(
-                [found[c // each] >> (c % each * codes.bits) & (2**codes.bits - 1) for c in range(channels)]
-            )
-            if kind == 0:
-                exact = low[(*place, group[(*place, slot)])] + code * scale[(*place, group[(*place, slot)])]
-            else:
-                exact = value_low[(*place, slot)][part] + code * value_scale[(*place, slot)][part]
-            return np.asarray(jnp.asarray(exact, dtype), np.float64)
+    def numbers(packed: Any, low: np.ndarray, scale: np.ndarray) -> jax.Array:
+        code = np.asarray(packed)[..., channel // each] >> (channel % each * codes.bits) & (2**codes.bits - 1)
+        return jnp.asarray(low + code * scale, q.dtype)
 
-        seen = np.flatnonzero(valid[place])
-        if seen.size == 0:
-            continue
-        keys, values = (
-            np.array([number(kind, s) if s < codes.slots else own[place][s - codes.slots] for s in seen])
-            for kind, own in ((0, k), (1, v))
-        )
-        scores = keys @ q[row, head, 0] / np.sqrt(channels)
-        weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
-        out[row, head, 0] = weights @ values
-        received[(*place, seen)] += weights
-    return out, received
+    of_group = (np.asarray(x, np.float64) for x in (codes.key_low, codes.key_scale))
+    of_slot = (np.asarray(x, np.float64) for x in (codes.value_low, codes.value_scale))
+    part = channel // (len(channel) // codes.value_low.shape[3])
+    group = np.asarray(codes.group)[..., None]
+    keys = numbers(codes.keys, *(np.take_along_axis(x, group, axis=2) for x in of_group))
+    values = numbers(codes.values, *(x[..., part] for x in of_slot))
+    keys, values = np.concatenate([keys, k], axis=2), np.concatenate([values, v], axis=2)
+    return numpy_decoder.attention(q, keys, values, valid[:, :, None])
 
 
 def on_tpu(*args: Any) -> tuple[jax.Array, jax.Array]:
