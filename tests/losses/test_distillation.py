@@ -1,4 +1,4 @@
-"""Divergences between dense and masked policy: values, and who gets the gradient."""
+"""Divergences between dense and masked policy. Values and gradients: tests/learner/test_distill.py."""
 
 import jax
 import jax.numpy as jnp
@@ -11,40 +11,14 @@ from hypothesis.extra import numpy as hnp
 from smd_jax.losses.distillation import DistillConfig, divergence
 
 DIRECTIONS = ["forward", "reverse", "published", "anchor"]
-RNG = np.random.default_rng(0)
-DENSE, SHADOW = (jnp.asarray(RNG.normal(0, 2, (2, 3, 5)), jnp.float32) for _ in range(2))
-
-
-def softmax(logits) -> np.ndarray:
-    weights = np.exp(np.asarray(logits, np.float64))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def numpy_kl(p_logits, q_logits) -> np.ndarray:
-    p, q = softmax(p_logits), softmax(q_logits)
-    return (p * np.log(p / q)).sum(-1)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_direction_against_numpy(direction):
-    first, second = (SHADOW, DENSE) if direction == "reverse" else (DENSE, SHADOW)
-    expected = numpy_kl(first, second)
-    np.testing.assert_allclose(divergence(DENSE, SHADOW, direction), expected, rtol=1e-5)
-    assert np.abs(expected - numpy_kl(second, first)).max() > 0.1, "the arguments must not be exchangeable"
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_who_gets_the_gradient(direction):
-    dense, shadow = jax.grad(lambda d, s: divergence(d, s, direction).sum(), argnums=(0, 1))(DENSE, SHADOW)
+def test_the_teacher_has_no_gradient(direction):
+    logits = [jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).normal(0, 2, (2, 2, 3, 5))]
+    dense, shadow = jax.grad(lambda d, s: divergence(d, s, direction).sum(), argnums=(0, 1))(*logits)
     learner, teacher = (dense, shadow) if direction == "published" else (shadow, dense)
-    np.testing.assert_array_equal(teacher, np.zeros(DENSE.shape))
-    if direction in ("forward", "anchor"):  # d KL(p ‖ q) / d logits of q
-        expected = softmax(SHADOW) - softmax(DENSE)
-    else:  # d KL(p ‖ q) / d logits of p = p (log p - log q - KL)
-        first, second = (SHADOW, DENSE) if direction == "reverse" else (DENSE, SHADOW)
-        p, q = softmax(first), softmax(second)
-        expected = p * (np.log(p / q) - numpy_kl(first, second)[..., None])
-    np.testing.assert_allclose(learner, expected, rtol=1e-4, atol=1e-6)
+    assert not np.asarray(teacher).any() and np.asarray(learner).any()
 
 
 logits = hnp.arrays(np.float32, (1, 1, 4), elements=st.floats(-20, 20, width=32))

@@ -1,4 +1,7 @@
-"""The DPO loss: by hand, its gradient by formula, and what must not matter."""
+"""The DPO loss: what must not matter; and the pairs of a group.
+
+Values and gradients: `tests/learner/test_dpo_update.py`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +9,11 @@ import numpy as np
 import pytest
 
 from smd_jax.losses.dpo import (
-    DPO_METRICS,
     DPOConfig,
     DPOInputs,
+    Pairs,
+    best_worst,
     dpo_loss,
-    dpo_metrics,
     pair_weights,
     sequence_logprobs,
 )
@@ -34,39 +37,10 @@ def gradients(inputs: DPOInputs, config: DPOConfig):
     return jax.grad(loss, argnums=(0, 1))(inputs.chosen_logprobs, inputs.rejected_logprobs)
 
 
-# --- by hand: log ratios 1 and -1 to the reference, h = 2, beta h = 1
-
-ONE_PAIR = inputs_of(-4.0, -6.0, -5.0, -5.0, 1.0)
-
-
-def test_sigmoid_by_hand():
-    loss, terms = dpo_loss(ONE_PAIR, DPOConfig(beta=0.5))
-    np.testing.assert_allclose(loss, 0.31326168751822286, rtol=1e-6)  # log(1 + e^-1)
-    np.testing.assert_allclose([terms["rewards/chosen"][0], terms["rewards/rejected"][0]], [0.5, -0.5], rtol=1e-6)
-
-
-def test_ipo_by_hand():
-    """(2 - 1 / (2 * 0.5))^2 = 1, and at the target 1 / (2 beta) = h nothing is left."""
-    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(beta=0.5, loss_type="ipo"))[0], 1.0, rtol=1e-6)
-    np.testing.assert_allclose(dpo_loss(ONE_PAIR, DPOConfig(beta=0.25, loss_type="ipo"))[0], 0.0, atol=1e-6)
-
-
 def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
     rng = np.random.default_rng(seed)
     chosen, rejected, reference_chosen, reference_rejected = rng.normal(-20, 3, (4, pairs))
     return inputs_of(chosen, rejected, reference_chosen, reference_rejected, rng.uniform(0.1, 1, pairs))
-
-
-@LOSSES
-def test_gradients_by_formula(config):
-    """sigmoid: -beta sigmoid(-beta h) (arXiv:2305.18290 section 4); ipo: 2 (h - 1 / (2 beta)). Beta is 0.5."""
-    inputs = random_inputs(0)
-    chosen, rejected, reference_chosen, reference_rejected, weights = map(np.float64, jax.tree.leaves(inputs))
-    h = chosen - rejected - reference_chosen + reference_rejected
-    slope = -0.5 / (1 + np.exp(0.5 * h)) if config.loss_type == "sigmoid" else 2 * (h - 1)
-    of_chosen, of_rejected = gradients(inputs, config)
-    np.testing.assert_allclose(of_chosen, weights * slope, rtol=1e-4)
-    np.testing.assert_allclose(of_rejected, -weights * slope, rtol=1e-4)
 
 
 @LOSSES
@@ -98,16 +72,7 @@ def test_far_from_the_reference_nothing_overflows(config):
     assert all(np.isfinite(x).all() for x in gradients(inputs, config))
 
 
-@LOSSES
-def test_microbatches_and_order_change_nothing(config):
-    inputs = random_inputs(2, pairs=6)
-    whole = dpo_loss(inputs, config)[0]
-    order = np.array([3, 0, 5, 1, 4, 2])
-    parts = [dpo_loss(jax.tree.map(lambda x, i=i: x[order[i : i + 2]], inputs), config)[0] for i in (0, 2, 4)]
-    np.testing.assert_allclose(sum(parts), whole, rtol=1e-5)
-
-
-# --- weights, sums over tokens, metrics
+# --- weights, sums over tokens
 
 
 def test_pairs_without_signal_leave_the_denominator():
@@ -124,18 +89,6 @@ def test_padding_changes_nothing(junk):
     np.testing.assert_allclose(sequence_logprobs(wide, jnp.pad(mask, ((0, 0), (0, 2)))), [-7.0, -0.5])
     slope = jax.grad(lambda x: sequence_logprobs(x, mask).sum())(logprobs)
     np.testing.assert_array_equal(slope, mask)
-
-
-def test_metrics_by_hand():
-    """Margins 1, -1 and, of a pair that weighs nothing, 0."""
-    inputs = inputs_of([-4, -6, -1], [-6, -4, -2], [-5, -5, -9], [-5, -4, -9], [0.5, 0.5, 0.0])
-    terms = dpo_loss(inputs, DPOConfig(beta=0.5))[1]
-    metrics = dpo_metrics(terms, inputs.weights)
-    expected = {"rewards/chosen": 0.0, "rewards/rejected": -0.25, "rewards/margins": 0.25, "rewards/accuracies": 0.5}
-    expected |= {"logps/chosen": -5.0, "logps/rejected": -5.0}
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected)
-    nothing = dpo_metrics(terms, jnp.zeros(3))
-    assert set(nothing) == set(expected) == DPO_METRICS.keys() and not any(float(value) for value in nothing.values())
 
 
 @pytest.mark.parametrize("beta", [0.0, -0.1, float("nan"), float("inf")])
@@ -157,3 +110,32 @@ def test_wrong_shapes(name):
     dpo_loss(good, DPOConfig())
     with pytest.raises(ValueError, match=rf"expected {name} of shape \[4\]; got \[1\]"):
         dpo_loss(good.replace(**{name: jnp.zeros(1)}), DPOConfig())
+
+
+# --- pairs by rewards
+
+
+def listed(pairs: Pairs) -> tuple[list[int], list[int], list[bool]]:
+    return pairs.chosen.tolist(), pairs.rejected.tolist(), pairs.signal.tolist()
+
+
+def test_best_and_worst_by_hand():
+    rewards = jnp.array([0.5, 2.0, -1.0, 3.0, 0.0, 1.0])
+    assert listed(best_worst(rewards, 3)) == ([1, 3], [2, 4], [True, True])
+    assert listed(best_worst(rewards, 2)) == ([1, 3, 5], [0, 2, 4], [True] * 3)
+    assert listed(best_worst(rewards, 6)) == ([3], [2], [True])
+
+
+def test_of_equal_ones_the_first_is_chosen_and_the_last_rejected():
+    rewards = jnp.array([0.0, 1.0, 1.0, 0.0, 2.0, 2.0, 2.0, 2.0])
+    assert listed(best_worst(rewards, 4)) == ([1, 4], [3, 7], [True, False])
+
+
+def test_a_reward_that_is_nan_gives_no_signal():
+    assert best_worst(jnp.array([jnp.nan, 1.0, 0.0, 1.0]), 2).signal.tolist() == [False, True]
+
+
+def test_the_difference_may_be_one_bit():
+    value = np.float32(0.1)
+    rewards = jnp.asarray(np.array([value, np.nextafter(value, np.float32(1)), value, value], np.float32))
+    assert listed(best_worst(rewards, 2)) == ([1, 2], [0, 3], [True, False])

@@ -1,4 +1,4 @@
-"""Advantages of tokens: by hand, against a plain loop, against TRL's (golden/ppo.json), and whatever the padding."""
+"""Advantages of tokens and the critic's loss: by hand, against TRL's (golden/ppo.json), and whatever the padding."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smd_jax.losses.value import explained_variance, gae, terminal_rewards, whiten
+from smd_jax.losses.value import ValueConfig, explained_variance, gae, terminal_rewards, value_loss, whiten
 from tests import paths
 
 GOLDEN = json.loads((paths.GOLDEN / "ppo.json").read_text(encoding="utf-8"))
@@ -132,3 +132,40 @@ def test_explained_variance_by_hand(values, expected):
 def test_explained_variance_where_there_is_none():
     assert np.isfinite(explained_variance(f32([[1.0, 2.0]]), f32([[1.0, 1.0]]), jnp.ones((1, 2), bool)))
     assert np.isfinite(measure(f32(RETURNS), mask=jnp.zeros((1, 5), bool)))
+
+
+# --- the critic's loss
+
+
+def test_without_a_bound():
+    now, old, returns = f32([[2.0, -1.0]]), f32([[0.0, 0.0]]), f32([[3.0, 3.0]])
+    loss, clipped = value_loss(now, old, returns, f32([[0.5, 0.5]]), ValueConfig(clip_range=None))
+    assert float(loss) == 0.5 * (0.5 * 1 + 0.5 * 16)
+    assert clipped.dtype == bool and not clipped.any()
+
+
+@pytest.mark.parametrize("case", GOLDEN["losses"], ids=lambda case: f"clip {case['cliprange_value']:g}")
+def test_loss_and_gradient_are_those_of_trl(case):
+    now, old, returns = (with_junk(INPUTS[x], MASK) for x in ("values", "old_values", "returns"))
+    weights = f32(MASK / MASK.sum())
+    config = ValueConfig(clip_range=case["cliprange_value"])
+    (loss, clipped), grad = jax.value_and_grad(value_loss, has_aux=True)(now, old, returns, weights, config)
+    np.testing.assert_allclose(loss, case["value"], rtol=1e-5)
+    np.testing.assert_allclose(grad, case["value_grad"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(clipped.sum() / MASK.sum(), case["clipfrac"], rtol=1e-6)
+    assert not np.asarray(clipped)[~MASK].any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("coef", 0.0, "expected a finite coef > 0, because the critic must learn; got 0.0"),
+        ("coef", float("nan"), "expected a finite coef > 0"),
+        ("coef", float("inf"), "expected a finite coef > 0"),
+        ("clip_range", 0.0, "expected clip_range > 0, or None for no bound; got 0.0"),
+        ("clip_range", -0.2, "expected clip_range > 0, or None for no bound; got -0.2"),
+    ],
+)
+def test_bad_configurations(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        ValueConfig(**{field: value})

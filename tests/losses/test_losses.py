@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smd_jax.losses.named import bnpo, cispo
-from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss, surrogate_metrics
+from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
 from smd_jax.losses.surrogates import Clip, ClipWeight
 from smd_jax.losses.weighting import FixedLength, SequenceMean, TokenMean
 from tests.loss_cases import EVERY_LOSS, gradient, loss_of
@@ -50,33 +50,6 @@ def test_clipping_by_hand(ratio, advantage, loss, slope, clipped):
         "clip_ratio/high_mean": clipped == "high",
         "clip_ratio/region_mean": clipped != "",
     }
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "weight", "clipped"),
-    [(0.1, 1.0, 0.1, False), (0.1, -1.0, 0.1, False), (1.5, 2.0, 1.5, False), (4.0, 2.0, 3.0, True)],
-)
-def test_cispo_by_hand(ratio, advantage, weight, clipped):
-    """The clipped ratio weighs the token's log-probability and has no gradient itself."""
-    inputs, config = one_token(ratio, advantage), cispo(2.0)
-    value, terms = policy_loss(inputs, config)
-    np.testing.assert_allclose(value, -weight * advantage * np.log(0.25 * ratio), rtol=1e-6)
-    np.testing.assert_allclose(gradient(inputs, config), [[-weight * advantage]], rtol=1e-6)
-    assert {name: bool(x[0, 0]) for name, x in terms.surrogate.items()} == {"cispo_clip_ratio": clipped}
-
-
-# --- the KL to the reference
-
-
-@pytest.mark.parametrize(
-    ("estimator", "kl"), [("k1", np.log(2)), ("k2", np.log(2) ** 2 / 2), ("k3", 0.5 - 1 + np.log(2))]
-)
-def test_the_loss_has_the_kl_of_its_estimator(estimator, kl):
-    inputs = one_token(1.0, 2.0)
-    inputs = inputs.replace(reference_logprobs=inputs.logprobs + jnp.log(0.5))
-    value, terms = policy_loss(inputs, LossConfig(beta=0.1, kl_estimator=estimator))
-    np.testing.assert_allclose(terms.kl, [[kl]], rtol=1e-5)
-    np.testing.assert_allclose(value, 0.1 * kl - 2.0, rtol=1e-6)
 
 
 # --- corrections
@@ -170,21 +143,7 @@ def test_only_the_policy_has_a_gradient():
     np.testing.assert_array_equal(terms(inputs.logprobs), np.zeros((1, 2)))
 
 
-# --- metrics of the surrogate
-
-
-def test_the_share_of_clipped_tokens_by_hand():
-    """Ratios 1.5, 1.5 and 1 of one response, 1 of another; the last column is padding."""
-    old = jnp.log(jnp.full((2, 4), 0.2))
-    ratio = jnp.array([[1.5, 1.5, 1.0, 9.0], [1.0, 9.0, 9.0, 9.0]])
-    counted = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0]], bool)
-    inputs = LossInputs(old + jnp.log(ratio), old, None, jnp.ones(2), counted / 4)
-    for config, share in ((LossConfig(), 2 / 4), (LossConfig(ratio_level="geometric"), 1 / 2)):
-        metrics = surrogate_metrics(policy_loss(inputs, config)[1], counted, config)
-        expected = {"clip_ratio/low_mean": 0, "clip_ratio/high_mean": share, "clip_ratio/region_mean": share}
-        assert {name: float(x) for name, x in metrics.items()} == expected
-    nothing = surrogate_metrics(policy_loss(inputs, LossConfig())[1], jnp.zeros((2, 4), bool), LossConfig())
-    assert not any(nothing.values())
+# --- bad input
 
 
 @pytest.mark.parametrize(

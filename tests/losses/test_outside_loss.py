@@ -18,8 +18,7 @@ from smd_jax.corrections import (
     Veto,
 )
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.losses import LossConfig, Surrogate, SurrogateInputs, SurrogateTerms, TokenWeighting, policy_loss
-from smd_jax.losses.policy import LossInputs, surrogate_metrics
+from smd_jax.losses import LossConfig, Surrogate, SurrogateInputs, SurrogateTerms, TokenWeighting
 from tests.bigram_update import PARAMS, batch, explicit_token_logprobs, metrics_and_gradients, trajectory
 from tests.correction_cases import inputs_of
 from tests.tiny_update import ADVANTAGES, LENGTH, ROWS, distance
@@ -69,25 +68,6 @@ class WithoutFirst(Correction):
 
 
 LOSS = LossConfig(weighting=RootLength(), surrogate=Gate())
-
-
-def test_loss_and_gradient_by_hand():
-    """Row 0: four tokens of ratio 1, advantage 1, so gate 1/2 and objective 1, weight 1 / (sqrt(4) 2).
-
-    Row 1: one token, 2 (r - 1) = log 3, so gate 3/4 and objective 4/2 * 3/4 * -2 = -3, weight 1 / (1 * 2).
-    """
-    mask = jnp.array([[1, 1, 1, 1], [1, 0, 0, 0]], bool)
-    ratio = 1 + np.log(3) / 2
-    old = jnp.log(jnp.full((2, 4), 0.2))
-    new = old.at[1].add(jnp.log(ratio))
-    inputs = LossInputs(new, old, None, jnp.array([1.0, -2.0]), LOSS.weighting.weights(mask))
-    loss, terms = policy_loss(inputs, LOSS)
-    np.testing.assert_allclose(loss, -(4 * 1 / 4 + -3 / 2), rtol=1e-6)
-    # d gate objective / d log p = 4 gate (1 - gate) r A
-    slopes = jax.grad(lambda x: policy_loss(inputs.replace(logprobs=x), LOSS)[0])(new)
-    expected = [[-1 / 4] * 4, [-(4 * 3 / 4 * 1 / 4 * ratio * -2) / 2, 0, 0, 0]]
-    np.testing.assert_allclose(slopes, expected, rtol=1e-6)
-    np.testing.assert_allclose(surrogate_metrics(terms, mask, LOSS)["gate_mean"], (4 * 1 / 2 + 3 / 4) / 5, rtol=1e-6)
 
 
 def test_a_chain_of_corrections_by_hand():

@@ -1,6 +1,4 @@
-"""The critic: its place among the parameters, and its loss against TRL's (golden/ppo.json)."""
-
-import json
+"""The critic's head: its values, and its place among the parameters. Its loss: tests/losses/test_gae.py."""
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +7,13 @@ import optax
 import pytest
 
 from smd_jax.devices.sharding import make_mesh, shard_tree
-from smd_jax.losses.value import ValueConfig, value_loss
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head, drop_value_head, values
 from smd_jax.model.weights import load_checkpoint, save_checkpoint
 from smd_jax.testing import random_params, tiny_model_config
-from tests import paths
 
 CONFIG = tiny_model_config(vocab_size=32)
 PARAMS = random_params(CONFIG)
 WITH_HEAD = add_value_head(PARAMS, CONFIG)
-NO_BOUND = ValueConfig(clip_range=None)
-
-GOLDEN = json.loads((paths.GOLDEN / "ppo.json").read_text(encoding="utf-8"))
-INPUTS = {name: np.array(x) for name, x in GOLDEN["inputs"].items()}
-MASK = np.arange(6)[None] < INPUTS["lengths"][:, None]
 
 
 def f32(x) -> jax.Array:
@@ -97,41 +88,3 @@ def test_exports_go_without_the_head(tmp_path):
     assert not (tmp_path / "with").exists()
     save_checkpoint(tmp_path / "without", drop_value_head(WITH_HEAD), CONFIG, dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, load_checkpoint(tmp_path / "without")[1], PARAMS)
-
-
-# --- the loss
-
-
-def test_without_a_bound():
-    now, old, returns = f32([[2.0, -1.0]]), f32([[0.0, 0.0]]), f32([[3.0, 3.0]])
-    loss, clipped = value_loss(now, old, returns, f32([[0.5, 0.5]]), NO_BOUND)
-    assert float(loss) == 0.5 * (0.5 * 1 + 0.5 * 16)
-    assert clipped.dtype == bool and not clipped.any()
-
-
-@pytest.mark.parametrize("case", GOLDEN["losses"], ids=lambda case: f"clip {case['cliprange_value']:g}")
-def test_loss_and_gradient_are_those_of_trl(case):
-    junk = np.resize([np.nan, np.inf, -np.inf, 1e30], MASK.shape)
-    now, old, returns = (f32(np.where(MASK, INPUTS[x], junk)) for x in ("values", "old_values", "returns"))
-    weights = f32(MASK / MASK.sum())
-    config = ValueConfig(clip_range=case["cliprange_value"])
-    (loss, clipped), grad = jax.value_and_grad(value_loss, has_aux=True)(now, old, returns, weights, config)
-    np.testing.assert_allclose(loss, case["value"], rtol=1e-5)
-    np.testing.assert_allclose(grad, case["value_grad"], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(clipped.sum() / MASK.sum(), case["clipfrac"], rtol=1e-6)
-    assert not np.asarray(clipped)[~MASK].any()
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("coef", 0.0, "expected a finite coef > 0, because the critic must learn; got 0.0"),
-        ("coef", float("nan"), "expected a finite coef > 0"),
-        ("coef", float("inf"), "expected a finite coef > 0"),
-        ("clip_range", 0.0, "expected clip_range > 0, or None for no bound; got 0.0"),
-        ("clip_range", -0.2, "expected clip_range > 0, or None for no bound; got -0.2"),
-    ],
-)
-def test_bad_configurations(field, value, message):
-    with pytest.raises(ValueError, match=message):
-        ValueConfig(**{field: value})
