@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.sampling import SamplingConfig
@@ -76,8 +78,11 @@ def without_advantages() -> TrainBatch:
 
 
 @functools.cache
-def recording_update(config: UpdateConfig, model: LanguageModel = MODEL):
-    return make_update(model, RECORD, config)
+def recording_update(config: UpdateConfig, model: LanguageModel = MODEL, share_beginnings: bool = False):
+    """Compiled once for all batches of a shape."""
+    if config.pack_columns is None:
+        return make_update(model, RECORD, config)
+    return make_packed_update(model, RECORD, config, share_beginnings=share_beginnings)
 
 
 def metrics_and_gradients(
@@ -87,12 +92,32 @@ def metrics_and_gradients(
     reference=None,
     model: LanguageModel = MODEL,
     params=PARAMS,
+    share_beginnings: bool = False,
 ):
     """One update of copies of the parameters (it donates them)."""
     params, reference = copied((params, reference))
     state = init_state(params, RECORD, jax.random.key(3), reference).replace(step=jnp.int32(step))
-    state, metrics = recording_update(config, model)(state, batch() if data is None else data)
-    return jax.device_get(metrics), state.opt_state
+    state, metrics = recording_update(config, model, share_beginnings)(state, batch() if data is None else data)
+    return jax.device_get((metrics, state.opt_state))
+
+
+def assert_equal_steps(got, expected, most: float):
+    """Metrics and gradients, as `metrics_and_gradients` gives them.
+
+    Args:
+      most: share of the largest gradient, and twice as much of each gradient itself. Metrics: four times as much, or
+        four tenths of it where they are near 0.
+    """
+    (metrics, grads), (expected_metrics, expected_grads) = got, expected
+    assert expected_metrics["loss"] != 0
+    # Rounding alone, as much as the CPU makes: squares of products over responses, and the worst log-probability.
+    rounding = ("rollout_corr/chi2_seq", "sampling/sampling_logp_difference/max")
+    for name, value in expected_metrics.items():
+        near_zero = 1.2 * most if name in rounding else 0.4 * most
+        assert metrics[name] == pytest.approx(value, rel=4 * most, abs=near_zero), name
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(expected_grads))
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(y / scale, x / scale, 2 * most, most, err_msg=jax.tree_util.keystr(path))
 
 
 def copied(tree):

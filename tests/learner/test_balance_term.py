@@ -5,33 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from smd_jax.learner.auxiliary_terms import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import Replay, Visibility, response_hidden_and_router
 from smd_jax.learner.objective import prepare
-from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.state import TrainBatch
 from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs
-from smd_jax.learner.update import make_update
 from smd_jax.message.tree import Branch, to_trajectory
 from smd_jax.model.decoder import Decoder
 from tests.learner.test_routing_replay import CONFIG, params_of, sampled
+from tests.tiny_update import metrics_and_gradients
 
 
-def updated(term: BalanceTerm, microbatch_size: int | None) -> tuple[Any, dict[str, Any]]:
+def updated(microbatch_size: int | None) -> tuple[dict[str, Any], Any]:
     trajectory = sampled(CONFIG, "H2O")
-    params = jax.tree.map(jnp.copy, params_of(CONFIG))
-    optimizer = optax.sgd(1.0)
-    state = init_state(params, optimizer, jax.random.key(0))
     batch = TrainBatch(trajectory, jnp.zeros(6), trajectory.logprobs)
-    config = UpdateConfig(microbatch_size=microbatch_size, terms=(term,))
-    state, metrics = make_update(Decoder(CONFIG), optimizer, config)(state, batch)
-    return state.params, metrics
+    config = UpdateConfig(microbatch_size=microbatch_size, terms=(BalanceTerm(6, 0.5),))
+    return metrics_and_gradients(config, batch, model=Decoder(CONFIG), params=params_of(CONFIG))
 
 
 def in_numpy() -> float:
@@ -48,14 +42,13 @@ def in_numpy() -> float:
 
 @pytest.mark.slow
 def test_the_loss_is_transformers():
-    params, metrics = updated(BalanceTerm(6, 0.5), None)
-    assert float(metrics["experts/balance_loss"]) == pytest.approx(in_numpy(), rel=1e-5)
-    parts, others = updated(BalanceTerm(6, 0.5), 2)
-    assert float(others["experts/balance_loss"]) == pytest.approx(in_numpy(), rel=1e-5)
-    before = params_of(CONFIG)["layers_0"]["mlp"]["router"]["kernel"]
-    routers = [x["layers_0"]["mlp"]["router"]["kernel"] for x in (params, parts)]
-    np.testing.assert_allclose(routers[0], routers[1], atol=1e-6)
-    assert np.abs(routers[0] - before).max() > 1e-4
+    routers = []
+    for microbatch_size in (None, 2):
+        metrics, gradients = updated(microbatch_size)
+        assert metrics["experts/balance_loss"] == pytest.approx(in_numpy(), rel=1e-5)
+        routers.append(gradients["layers_0"]["mlp"]["router"]["kernel"])
+    np.testing.assert_allclose(*routers, atol=1e-6)
+    assert np.abs(routers[0]).max() > 1e-4
 
 
 def no_replay(visibility: Visibility) -> Replay:

@@ -16,18 +16,13 @@ from smd_jax.devices.sharding import make_mesh
 from smd_jax.learner import blocks
 from smd_jax.learner.blocks import columns_at_once, over_columns
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.state import TrainBatch, init_state
-from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.message.masks import Segments, ShadowMask
-from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
-from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.testing import tiny_model_config
+from tests.learner.test_sequence import program_of
 from tests.tiny_update import (
-    LENGTH,
     MODEL,
-    RECORD,
     REFERENCE,
     ROWS,
     distance,
@@ -78,14 +73,11 @@ def test_blocks_are_as_equal_as_they_can_be(
     assert columns_at_once(MODEL.shape, rows, columns) == expected
 
 
-def test_each_device_counts_its_own_part(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(blocks, "LOGIT_BYTES", COLUMN)
-    with jax.set_mesh(make_mesh(2, 2, 2)):
-        assert columns_at_once(MODEL.shape, ROWS, LENGTH) == 5  # 8 would fit: two blocks, as equal as they can be
-
-
 EVERYTHING = UpdateConfig(
-    loss=LossConfig(beta=0.1), distill=DistillConfig(direction="published", coef=0.3), microbatch_size=4
+    loss=LossConfig(beta=0.1),
+    distill=DistillConfig(direction="published", coef=0.3),
+    entropy_coef=0.1,
+    microbatch_size=4,
 )
 
 
@@ -119,33 +111,14 @@ def largest_array(hlo: str) -> int:
     return max(int(np.prod([int(side) for side in shape.split(",")])) for shape in shapes)
 
 
-def compiled_update(model: Decoder, rows: int, length: int) -> Any:
-    """An update of responses of `length` tokens behind 8 of prompt, on shapes alone."""
-
-    def array(*shape: int, dtype: Any = jnp.float32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    layers, heads, columns = model.shape.num_layers, model.shape.num_kv_heads, 8 + length
-    given = Trajectory(
-        tokens=array(rows, columns, dtype=jnp.int32),
-        valid=array(rows, columns, dtype=bool),
-        logprobs=array(rows, length),
-        terminated=array(rows, dtype=bool),
-        mask=ShadowMask(array(rows, layers, heads, columns, dtype=jnp.int32), (Segments(8, 16, 32),) * layers),
-    )
-    state = jax.eval_shape(lambda: init_state(random_params(model.config), RECORD, jax.random.key(0)))
-    batch = TrainBatch(given, array(rows), array(rows, length))
-    return make_update(model, RECORD, UpdateConfig()).lower(state, batch).compile()
-
-
 @pytest.mark.slow
 def test_no_logits_of_a_whole_response(monkeypatch: pytest.MonkeyPatch):
     """256 columns of 4,096 tokens by blocks of 16: the head itself becomes the largest array."""
     model = Decoder(tiny_model_config(vocab_size=4096, num_layers=1))
-    whole = compiled_update(model, 1, 256)
+    whole = program_of(model, make_mesh(), rows=1, columns=16 + 256, update=True)
     assert largest_array(whole.as_text()) >= 256 * 4096
     monkeypatch.setattr(blocks, "LOGIT_BYTES", 16 * 4096 * 4)
-    by_blocks = compiled_update(model, 1, 256)
+    by_blocks = program_of(model, make_mesh(), rows=1, columns=16 + 256, update=True)
     assert largest_array(by_blocks.as_text()) == model.config.hidden_size * 4096
     one, other = (x.memory_analysis().temp_size_in_bytes for x in (whole, by_blocks))
     assert other < 0.3 * one

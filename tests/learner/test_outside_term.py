@@ -13,11 +13,9 @@ import pytest
 import smd_jax as smd
 from smd_jax.learner import Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.learner.auxiliary_terms import EntropyTerm, TokenChoice
-from smd_jax.learner.packed import make_packed_update
-from smd_jax.learner.state import init_state
 from smd_jax.losses.surrogates import Surrogate, SurrogateInputs, SurrogateTerms
 from tests import bigram_update, tiny_update
-from tests.bigram_update import PARAMS, REFERENCE, explicit_token_logprobs, metrics_and_gradients, trajectory
+from tests.bigram_update import PARAMS, explicit_token_logprobs, metrics_and_gradients, trajectory
 from tests.tiny_update import ADVANTAGES, distance
 
 
@@ -121,10 +119,8 @@ def test_rows_that_sequences_share():
     """The same loss, gradient and metrics: what a term prepares is moved with its tokens."""
     config = smd.UpdateConfig(terms=(Imitation(),), microbatch_size=2)
     metrics, gradient = metrics_and_gradients(config)
-    state = init_state(jax.tree.map(jnp.copy, PARAMS), tiny_update.RECORD, jax.random.key(3))
-    update = make_packed_update(bigram_update.MODEL, tiny_update.RECORD, dataclasses.replace(config, pack_columns=24))
-    state, packed = update(state, bigram_update.batch())
-    assert distance(state.opt_state, gradient) < 1e-5
+    packed, found = metrics_and_gradients(dataclasses.replace(config, pack_columns=24))
+    assert distance(found, gradient) < 1e-5
     for name in ("loss", "loss/imitation", "imitation/lowest"):
         np.testing.assert_allclose(packed[name], metrics[name], rtol=1e-5, err_msg=name)
 
@@ -225,19 +221,18 @@ def test_what_is_refused():
         metrics_and_gradients(smd.UpdateConfig(loss=smd.LossConfig(surrogate=LogsLoss())))
     with pytest.raises(TypeError, match="Term has no evaluate"):
         metrics_and_gradients(smd.UpdateConfig(terms=(Term(),)))
-    state = init_state(jax.tree.map(jnp.copy, PARAMS), tiny_update.RECORD, jax.random.key(3), REFERENCE)
     config = smd.UpdateConfig(terms=(PerRow(),), microbatch_size=2, pack_columns=24)
     with pytest.raises(ValueError, match=r"expected terms that prepare arrays \(8, 10\), one number a token.*\(8,\)"):
-        make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, bigram_update.batch())
+        metrics_and_gradients(config)
     config = dataclasses.replace(config, terms=(LogsPerRow(),), microbatch_size=1)
     with pytest.raises(
         ValueError, match=r"expected terms whose rows are arrays \(1, \d+\), one number a token.*\(1,\)"
     ):
-        make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, bigram_update.batch())
+        metrics_and_gradients(config)
     given = bigram_update.batch()
     booleans = given.replace(trajectory=given.trajectory.replace(mask=given.trajectory.mask.to_boolean()))
     with pytest.raises(ValueError, match=r"expected a mask in interval form \(ShadowMask.from_boolean\)"):
-        make_packed_update(bigram_update.MODEL, tiny_update.RECORD, config)(state, booleans)
+        metrics_and_gradients(config, booleans)
 
 
 # --- parts whose objects are equal although they differ

@@ -6,21 +6,19 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.packed import make_packed_update, packed_trajectory, packs_of
+from smd_jax.learner.packed import packs_of
 from smd_jax.learner.packs import ABSENT
-from smd_jax.learner.state import TrainBatch, init_state
-from smd_jax.learner.update import make_update
+from smd_jax.learner.state import TrainBatch
 from smd_jax.message.foreign import ExpertSizes
 from smd_jax.message.tree import Branch, to_trajectory
 from smd_jax.model.decoder import Decoder
 from tests.learner.test_routing_replay import CONFIG, params_of, replay_jitted, sampled
-from tests.tiny_update import RECORD, copied
+from tests.tiny_update import assert_equal_steps, metrics_and_gradients
 
 MODEL = Decoder(CONFIG)
 ROWS, WIDTH, LENGTH = 6, 12, 20
@@ -44,45 +42,17 @@ def batch() -> TrainBatch:
     return TrainBatch(moved.replace(logprobs=logprobs), jnp.asarray(rng.normal(size=ROWS), jnp.float32), old)
 
 
-@cache
-def update_of(config: UpdateConfig) -> Any:
-    """Compiled once for all batches of a shape."""
-    if config.pack_columns is None:
-        return make_update(MODEL, RECORD, config)
-    return make_packed_update(MODEL, RECORD, config, share_beginnings=config.pack_columns == BRANCHES.pack_columns)
-
-
-def stepped(config: UpdateConfig, of: TrainBatch) -> tuple[Any, dict[str, float]]:
-    """Gradients, as RECORD keeps them, and metrics."""
-    state = init_state(copied(params_of(CONFIG)), RECORD, jax.random.key(0))
-    state, metrics = update_of(config)(state, of)
-    return jax.device_get(state.opt_state), {name: float(value) for name, value in metrics.items()}
-
-
-def assert_equal_steps(got: Any, expected: Any) -> None:
-    """Loss within 2e-5, and gradients within 2e-5 of the largest."""
-    assert expected[1]["loss"] == pytest.approx(got[1]["loss"], abs=2e-5) and expected[1]["loss"] != 0
-    scale = max(np.abs(x).max() for x in jax.tree.leaves(expected[0]))
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(expected[0]), jax.tree.leaves(got[0]), strict=True):
-        np.testing.assert_allclose(y / scale, x / scale, atol=2e-5, err_msg=jax.tree_util.keystr(path))
+def stepped(config: UpdateConfig, of: TrainBatch) -> Any:
+    arguments: Any = {"model": MODEL, "params": params_of(CONFIG), "share_beginnings": config == BRANCHES}
+    return metrics_and_gradients(config, of, **arguments)
 
 
 @pytest.mark.parametrize("rows_per_prompt", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_step_is_the_same(rows_per_prompt: int):
     expected = stepped(UpdateConfig(), batch())
     got = stepped(replace(PACKED, rows_per_prompt=rows_per_prompt), batch())
-    assert (got[1].get("update/shared", 0) > 0.05) == (rows_per_prompt == 2)
-    assert_equal_steps(got, expected)
-
-
-def test_the_experts_of_a_packed_row():
-    rows = batch().trajectory
-    packs = packs_of(rows, PACKED)
-    places = jax.tree.map(lambda x: x[0], packs)
-    routing = np.asarray(jax.jit(packed_trajectory)(rows, places).routing)
-    there = places.tokens != ABSENT
-    assert (routing[~there] == -1).all() and there.sum() > WIDTH + LENGTH
-    np.testing.assert_array_equal(routing[there], np.asarray(rows.routing).reshape(-1, 2, 2)[places.tokens[there]])
+    assert (got[0].get("update/shared", 0) > 0.05) == (rows_per_prompt == 2)
+    assert_equal_steps(got, expected, 6e-6)
 
 
 def branches(other: int | None) -> list[Branch]:
@@ -104,7 +74,7 @@ def test_branches_share_tokens_of_the_same_experts(other: int | None, shared: in
     packs = packs_of(rows, BRANCHES, share_beginnings=True)
     assert (packs.tokens != ABSENT).sum() == 24 - shared
     of = TrainBatch(rows, jnp.asarray([1.0, -1.0]), None)
-    assert_equal_steps(stepped(BRANCHES, of), stepped(UpdateConfig(), of))
+    assert_equal_steps(stepped(BRANCHES, of), stepped(UpdateConfig(), of), 6e-6)
 
 
 def test_branches_with_and_without_experts():

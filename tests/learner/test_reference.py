@@ -12,13 +12,11 @@ from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import init_state
 from smd_jax.learner.step import ReferenceSync, skip_step, synchronised, take_step
-from smd_jax.learner.storage import stored
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.testing import count_compilations
 from tests import bigram_update, tiny_update
-from tests.bitwise import assert_bitwise_equal
 
 KEY = jax.random.key(0)
 KL = LossConfig(beta=0.1)
@@ -32,23 +30,6 @@ def state_of(policy: float, reference: float, optimizer=None):
 def first(params: Any) -> float:
     """The first number of the only leaf."""
     return float(params["w"][0])
-
-
-def test_mixtures_by_hand():
-    """TRL's callback after each of six steps, of which every third mixes: ref = 0.25 policy + 0.75 ref."""
-    optimizer = optax.sgd(1.0)
-    state = state_of(1.0, 1.0, optimizer)
-    found = []
-    for _ in range(6):
-        state, _ = take_step(state, optimizer, {"w": -jnp.ones(3)}, ReferenceSync(0.25, 3))
-        found.append(first(state.reference))
-    # The policy is 2, 3, 4, 5, 6, 7.
-    assert found == [1, 1, 0.25 * 4 + 0.75, 1.75, 1.75, 0.25 * 7 + 0.75 * 1.75]
-
-
-def test_a_copy():
-    copied = synchronised(state_of(1.0, 0.0), ReferenceSync(1.0, 1)).reference
-    assert_bitwise_equal(copied, {"w": jnp.ones(3)})
 
 
 def test_a_step_in_which_nothing_counts_does_not_miss_a_mixture():
@@ -156,10 +137,3 @@ def test_a_reference_with_other_leaves():
     params, reference = {"w": jnp.ones(2), "head": jnp.ones(2)}, {"w": jnp.ones(2)}
     with pytest.raises(ValueError, match="expected reference parameters with the same leaves as the policy's"):
         synchronised(init_state(params, optax.sgd(1.0), KEY, reference), ReferenceSync())
-
-
-def test_a_narrow_reference_keeps_its_dtype():
-    narrow = stored({"w": jnp.ones((2, 2))}, jnp.bfloat16)
-    state = init_state({"w": jnp.zeros((2, 2))}, optax.sgd(1.0), KEY, narrow).replace(step=jnp.int32(2))
-    after: Any = synchronised(state, ReferenceSync(0.5, 2)).reference
-    assert after["w"].dtype == jnp.bfloat16

@@ -1,4 +1,4 @@
-"""Parameters in bfloat16 without float32 masters: small steps add up in the mean, and only in 16 bits is anything
+"""Parameters in bfloat16 without float32 masters: rounding is right on average, and only in 16 bits is anything
 rounded."""
 
 import jax
@@ -42,27 +42,6 @@ def test_what_bfloat16_has_stays():
     assert bool(jnp.isnan(stochastic_round(jax.lax.bitcast_convert_type(lower, jnp.float32), KEY)).all())
 
 
-def test_small_steps_add_up():
-    """A thousand steps of 1e-6 from 0.02, where neighbours in bfloat16 are 1.2e-4 apart: 0.021 on average; rounded to
-    nearest, nothing would ever move."""
-    start = jnp.full(4096, 0.02, jnp.bfloat16)
-    optimizer = optax.sgd(1e-6)
-    nearest = (start.astype(jnp.float32) + 1e-6).astype(jnp.bfloat16)
-    assert bool(jnp.all(nearest == start)), "this is what is to be avoided"
-
-    @jax.jit
-    def run(state):
-        return jax.lax.fori_loop(0, 1000, lambda _, s: take_step(s, optimizer, {"w": -jnp.ones(4096)})[0], state)
-
-    after = np.asarray(run(init_state({"w": start}, optimizer, KEY)).params["w"], np.float64)
-    moved = after.mean() - float(start[0])
-    # A step up has probability p = 1e-6 / 1.2e-4, so that a walk of 1000 has a variance of 1000 p (1 - p) neighbours.
-    neighbour = 2.0**-13
-    deviation = neighbour * np.sqrt(1000 * (1e-6 / neighbour) / after.size)
-    assert abs(moved - 1e-3) < 4 * deviation
-    assert deviation < 1e-5
-
-
 def test_random_numbers_differ_by_step_leaf_and_purpose_and_by_nothing_else():
     wide = {"a": jnp.full(256, 1 + 1 / 512), "b": jnp.full(256, 1 + 1 / 512)}
     like = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
@@ -103,7 +82,8 @@ def test_a_step_is_a_wide_one_that_is_rounded():
     for new, exact in zip(jax.tree.leaves(after.params), jax.tree.leaves(wide.params), strict=True):
         assert new.dtype == jnp.bfloat16
         gap = jnp.abs(new.astype(jnp.float32) - exact)
-        assert bool((gap <= 2.0**-7 * jnp.abs(exact)).all()) and float(gap.max()) > 0
+        assert bool((gap <= 2.0**-7 * jnp.abs(exact)).all())
+        assert bool((new != exact.astype(jnp.bfloat16)).any()), "not to nearest, where small steps would be lost"
 
 
 def test_an_update_of_narrow_parameters():

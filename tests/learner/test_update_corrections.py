@@ -29,7 +29,6 @@ from smd_jax.corrections import (
 from smd_jax.learner import objective
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import Replay, learner_replay
-from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
@@ -37,10 +36,8 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.named import bnpo, cispo, dr_grpo, grpo, gspo
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
 from smd_jax.losses.surrogates import Clip, SurrogateInputs, SurrogateTerms
-from smd_jax.message.masks import ShadowMask
 from tests import tiny_update
 from tests.bigram_update import (
-    MODEL,
     PARAMS,
     REFERENCE,
     batch,
@@ -178,43 +175,6 @@ def test_truncated_completions_are_left_out():
     assert metrics["clip_ratio/region_mean"] == 0
 
 
-def padded(data: TrainBatch, left: int, right: int) -> TrainBatch:
-    """The same rows with more columns of padding on both sides; the tokens there are not even in the vocabulary's
-    first half, and the log-probabilities there are what they like."""
-    t = data.trajectory
-    assert data.old_logprobs is not None
-
-    def pad(x: Any, left: int, right: int, value: float = 0) -> jax.Array:
-        columns = [(0, 0)] * (x.ndim - 1) + [(left, right)]
-        return jnp.asarray(np.pad(np.asarray(x), columns, constant_values=value))
-
-    evicted_at = np.asarray(pad(t.mask.evicted_at, left, right))
-    moved = np.where((evicted_at > 0) & (evicted_at < t.tokens.shape[1] + 1), evicted_at + left, evicted_at)
-    return data.replace(
-        trajectory=t.replace(
-            tokens=pad(t.tokens, left, right, 31),
-            valid=pad(t.valid, left, right),
-            logprobs=pad(t.logprobs, 0, right, -50.0),
-            mask=ShadowMask(jnp.asarray(moved)),
-        ),
-        old_logprobs=pad(data.old_logprobs, 0, right, 3.0),
-    )
-
-
-@pytest.mark.parametrize("kind", ["shadow", "corrected"])
-def test_padding_changes_nothing(kind):
-    """To attention under shadow masks, and to a correction that looks at whole responses and the whole batch."""
-    step = metrics_and_gradients if kind == "corrected" else tiny_update.metrics_and_gradients
-    config = (
-        UpdateConfig(visibility="dense", loss=grpo(), correction=SparseRL()) if kind == "corrected" else UpdateConfig()
-    )
-    data = stale() if kind == "corrected" else tiny_update.batch()
-    one, expected = step(config, data)
-    other, found = step(config, padded(data, 3, 2))
-    np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
-    assert distance(found, expected) < 1e-5
-
-
 # --- what is left without a policy gradient
 
 
@@ -270,7 +230,11 @@ def of_dense_update(correction: Correction) -> UpdateConfig:
     return UpdateConfig(visibility="dense", correction=correction, microbatch_size=2)
 
 
-@pytest.mark.parametrize("config_of", [of_dense_update, of_dense_learner])
+def of_packed_rows(correction: Correction) -> UpdateConfig:
+    return dataclasses.replace(of_dense_update(correction), pack_columns=24)
+
+
+@pytest.mark.parametrize("config_of", [of_dense_update, of_dense_learner, of_packed_rows])
 def test_a_late_part_may_use_the_mismatch(config_of):
     """In the only step of a rollout, whose old log-probabilities are those of the learner now."""
     data = batch().replace(old_logprobs=None)
@@ -279,15 +243,6 @@ def test_a_late_part_may_use_the_mismatch(config_of):
     np.testing.assert_allclose(other["loss"], one["loss"], rtol=1e-5)
     assert distance(found, expected) < 1e-5
     assert distance(expected, metrics_and_gradients(config_of(Naive()), data)[1]) > 1e-2
-
-
-def test_a_late_part_may_use_the_mismatch_in_packed_rows():
-    expected, gradient = metrics_and_gradients(of_dense_update(TIS()), batch().replace(old_logprobs=None))
-    state = init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3))
-    update = make_packed_update(MODEL, RECORD, dataclasses.replace(of_dense_update(LateTIS()), pack_columns=24))
-    state, metrics = update(state, batch().replace(old_logprobs=None))
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
-    assert distance(state.opt_state, gradient) < 1e-5
 
 
 def test_without_old_log_probabilities_every_ratio_is_one(monkeypatch: pytest.MonkeyPatch):
@@ -323,9 +278,8 @@ def test_the_samplers_logprobs_as_those_of_the_learner_are_refused():
     with pytest.raises(ValueError, match=message.replace("old", "dense_old", 1)):
         dense = given.replace(old_logprobs=None, dense_old_logprobs=given.trajectory.logprobs)
         metrics_and_gradients(of_dense_learner(TIS()), dense)
-    packed = make_packed_update(MODEL, RECORD, dataclasses.replace(of_dense_update(TIS()), pack_columns=24))
     with pytest.raises(ValueError, match=message):
-        packed(init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3)), given)
+        metrics_and_gradients(of_packed_rows(TIS()), given)
     # A copy, such as a minibatch, is another object. These keys were evicted, so a dense learner cannot be equal.
     with pytest.raises(ValueError, match=message):
         tiny_update.metrics_and_gradients(of_dense_update(TIS()), jax.tree.map(jnp.copy, tiny_update.batch()))

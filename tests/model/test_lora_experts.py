@@ -16,9 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from smd_jax.config import ModelConfig
 from smd_jax.devices.sharding import make_mesh, param_spec, shard_tree
-from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.state import TrainBatch, init_state
-from smd_jax.learner.update import make_update
+from smd_jax.learner.state import TrainBatch
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LORA, LoraConfig, add_lora, base_params, by_module, merge_lora
@@ -28,7 +26,7 @@ from smd_jax.sampler.fixed_batch import rollout
 from tests.adapted import adapted, merged_in_float64, scale_of
 from tests.learner.test_routing_replay import CONFIG, PROMPTS, SIZES, params_of
 from tests.model.test_family_logits import opened
-from tests.tiny_update import RECORD
+from tests.tiny_update import metrics_and_gradients
 from tests.under_test import POLICIES, gap
 
 MODEL = Decoder(CONFIG)
@@ -81,13 +79,9 @@ def test_sampler_and_learner_are_one_policy():
 def test_gradients_are_those_of_the_merged_matrices():
     """dL/dA = scale dL/dW B^T and dL/dB = scale A^T dL/dW, by expert; the base has none."""
     batch = TrainBatch(sampled(), jnp.asarray([1.0, -1.0, 0.5]), None)
-
-    def gradients(params: Any) -> Any:
-        state = init_state(jax.tree.map(jnp.copy, params), RECORD, jax.random.key(0))
-        state, _ = make_update(MODEL, RECORD, UpdateConfig())(state, batch)
-        return jax.device_get(state.opt_state)
-
-    of_adapters, of_merged = gradients(params()), gradients(merge_lora(params()))
+    of_adapters, of_merged = (
+        metrics_and_gradients(data=batch, model=MODEL, params=x)[1] for x in (params(), merge_lora(params()))
+    )
     scale, path = scale_of(params()[LORA].config), ("layers_2", "mlp", "experts", "down_proj")
     pair, found = by_module(params()[LORA])[path], of_adapters[LORA].matrices
     for part in path:
