@@ -1,4 +1,4 @@
-"""Problems for every implementation of interval and segment attention: what hypothesis draws, and what is expected."""
+"""Problems for every implementation of attention under masks in interval form, and what is expected."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from smd_jax.message.masks import NEVER
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
+from smd_kernels.blocks import BlockKernel, Blocks
 from smd_kernels.segments import Segments
 
 
@@ -116,3 +117,37 @@ def _by_reference(q: jax.Array, k: jax.Array, v: jax.Array, evicted_at: jax.Arra
 
 def expected(case: Case) -> list[np.ndarray]:
     return with_gradients(_by_reference, case, given=(jnp.asarray(case.evicted_at),))
+
+
+class Result(NamedTuple):
+    """Of a kernel over blocks, forward and backward."""
+
+    out: Any
+    lse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+@partial(jax.jit, static_argnums=0)
+def by_kernel(kernel: BlockKernel, blocks: Blocks, d_out: jax.Array) -> Result:
+    out, lse = kernel.forward(blocks)
+    return Result(out, lse, *kernel.backward(blocks, out, lse, d_out))
+
+
+def seen_by_each(blocks: Blocks) -> jax.Array:
+    """`[blocks, rows, keys]`."""
+    column = blocks.column[:, :, None]
+    return (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
+
+
+@jax.jit
+def blocks_by_reference(blocks: Blocks, d_out: jax.Array) -> Result:
+    """In float32, each block a batch row with one head."""
+    mask = seen_by_each(blocks)
+    q, k, v = (x[:, None].astype(jnp.float32) for x in (blocks.q, blocks.k, blocks.v))
+    out, pull = jax.vjp(lambda q, k, v: reference.attention(q, k, v, mask[:, None]), q, k, v)
+    scores = jnp.where(mask, (q @ k.mT)[:, 0] * q.shape[-1] ** -0.5, -jnp.inf)
+    lse = jnp.where(mask.any(-1), jax.nn.logsumexp(scores, axis=-1), jnp.inf)
+    d_inputs = (x[:, 0] for x in pull(d_out[:, None].astype(jnp.float32)))
+    return Result(out[:, 0], lse, *d_inputs)

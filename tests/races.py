@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from unittest import mock
 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
@@ -24,22 +23,17 @@ STRICT_GPU = InterpretGPUParams(detect_races=True, uninitialized_memory="nan", o
 
 
 @contextmanager
-def recorded(interpreter: ModuleType) -> Iterator[list[RaceDetectionState]]:
-    """Yields a list to which every kernel that `interpreter` runs in this context adds its race detector."""
-    states: list[RaceDetectionState] = []
-    create = interpreter.RaceDetectionState
-
-    def create_and_record(num_cores: int) -> RaceDetectionState:
-        states.append(create(num_cores=num_cores))
-        return states[-1]
-
-    with mock.patch.object(interpreter, "RaceDetectionState", create_and_record):
-        yield states
-
-
-@contextmanager
 def forbidden() -> Iterator[None]:
     """Fails if a kernel that either interpreter runs in this context has a race."""
-    with recorded(tpu_interpreter) as on_tpu, recorded(gpu_interpreter) as on_gpu:
+    states: list[RaceDetectionState] = []
+
+    def create_and_record(num_cores: int) -> RaceDetectionState:
+        states.append(RaceDetectionState(num_cores=num_cores))
+        return states[-1]
+
+    with (
+        mock.patch.object(tpu_interpreter, "RaceDetectionState", create_and_record),
+        mock.patch.object(gpu_interpreter, "RaceDetectionState", create_and_record),
+    ):
         yield
-    assert not any(state.races_found for state in on_tpu + on_gpu), "a race: see RACE DETECTED in the captured output"
+    assert not any(state.races_found for state in states), "a race: see RACE DETECTED in the captured output"

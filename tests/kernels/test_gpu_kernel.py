@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 from jax import export
 
-from smd_kernels import gpu_tiles, reference
-from smd_kernels.blocks import Blocks, BlockSizes, pad_blocks
+from smd_kernels import gpu_tiles
+from smd_kernels.blocks import Blocks, BlockSizes
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.hardware import why_not_blocks
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import Segments, segment_attention
 from tests import races
-from tests.attention_cases import Case, evict_at_every_step, with_gradients
+from tests.attention_cases import (
+    Case,
+    Result,
+    blocks_by_reference,
+    by_kernel,
+    evict_at_every_step,
+    seen_by_each,
+    with_gradients,
+)
 from tests.attention_cases import expected as expected_of
 
 
@@ -43,31 +51,6 @@ def random_blocks(seed: int, count: int, rows: int, keys: int, head_dim: int, dt
     return Blocks(q, k, v, *(jnp.asarray(x.astype(np.int32)) for x in (column, born, evicted_at)))
 
 
-def visible(blocks: Blocks) -> np.ndarray:
-    column, born, evicted_at = (np.asarray(x) for x in (blocks.column, blocks.born, blocks.evicted_at))
-    return (born[:, None] <= column[:, :, None]) & (column[:, :, None] < evicted_at[:, None])
-
-
-def truth(blocks: Blocks, d_out):
-    """Output, dq, dk and dv in float32 of the same 16-bit inputs."""
-    seen = jnp.asarray(visible(blocks)[:, None])
-
-    @jax.jit
-    def with_gradients(q, k, v, d_out):
-        def attend(q, k, v):
-            return reference.attention(q[:, None], k[:, None], v[:, None], seen)[:, 0]
-
-        out, pull_back = jax.vjp(attend, q, k, v)
-        return out, *pull_back(d_out)
-
-    return with_gradients(*(np.asarray(x, np.float32) for x in (blocks.q, blocks.k, blocks.v, d_out)))
-
-
-def run(kernel: MosaicGpuKernel, blocks: Blocks, d_out):
-    out, lse = jax.jit(kernel.forward)(blocks)
-    return out, lse, *jax.jit(kernel.backward)(blocks, out, lse, d_out)
-
-
 # Every program of every pass is compiled anew by the interpreter: few of them, but two warpgroups, rings that go round,
 # several tiles on both sides, and lengths that fill no tile.
 CASES = {
@@ -82,55 +65,31 @@ def results(case: str):
     blocks = random_blocks(0, *shape, dtype)
     d_out = jnp.asarray(np.random.default_rng(1).standard_normal(blocks.q.shape), dtype)
     kernel = MosaicGpuKernel(sizes, races.STRICT_GPU)
-    return kernel, blocks, d_out, run(kernel, blocks, d_out)
+    return kernel, blocks, d_out, by_kernel(kernel, blocks, d_out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients_are_those_of_the_reference(case):
-    _, blocks, d_out, (out, _, *gradients) = results(case)
-    assert [x.dtype for x in (out, *gradients)] == [blocks.q.dtype] * 2 + [jnp.float32] * 2
-    for name, value, expected in zip(("out", "dq", "dk", "dv"), (out, *gradients), truth(blocks, d_out), strict=True):
-        # Weights and outputs are rounded to 8 bits (bfloat16). NumPy, because XLA's maximum on CPU passes over NaN.
+    _, blocks, d_out, got = results(case)
+    assert [x.dtype for x in got] == [blocks.q.dtype, jnp.float32, blocks.q.dtype, jnp.float32, jnp.float32]
+    for name, value, expected in zip(Result._fields, got, blocks_by_reference(blocks, d_out), strict=True):
+        # NumPy, because XLA's maximum on CPU passes over NaN.
         value, expected = np.asarray(value, np.float32), np.asarray(expected)
-        np.testing.assert_allclose(value, expected, rtol=0, atol=6e-3 * np.abs(expected).max(), err_msg=name)
+        # Weights and outputs are rounded to 8 bits (bfloat16).
+        most = 1e-5 if name == "lse" else 6e-3 * np.abs(expected).max()
+        np.testing.assert_allclose(value, expected, rtol=0, atol=most, err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_blind_rows_and_unseen_keys_are_exactly_zero(case):
     _, blocks, _, (out, lse, dq, dk, dv) = results(case)
-    blind, unseen = ~visible(blocks).any(2), ~visible(blocks).any(1)
+    seen = np.asarray(seen_by_each(blocks))
+    blind, unseen = ~seen.any(2), ~seen.any(1)
     assert blind.any() and unseen.any()
     for value, where in ((out, blind), (dq, blind), (dk, unseen), (dv, unseen)):
         assert not np.asarray(value)[where].any()
     np.testing.assert_array_equal(np.isinf(lse), blind)
-
-
-def test_lse_is_the_log_of_the_denominator():
-    _, blocks, _, (_, lse, *_) = results("two warpgroups")
-    q, k = np.asarray(blocks.q, np.float64), np.asarray(blocks.k, np.float64)
-    scores = np.einsum("nrd,nsd->nrs", q, k) * q.shape[-1] ** -0.5
-    seeing = visible(blocks).any(2)
-    expected = np.log(np.where(visible(blocks), np.exp(scores), 0).sum(-1)[seeing])
-    np.testing.assert_allclose(np.asarray(lse)[seeing], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("seed", range(2))
-def test_walks_visit_every_seen_tile_once_and_spare_the_mask_only_where_all_is_seen(seed, of_keys):
-    blocks = pad_blocks(random_blocks(seed, 2, 250, 300, 64), 64, 64)
-    blocks = blocks._replace(column=jnp.sort(blocks.column, axis=-1))
-    tiled = visible(blocks).reshape(2, -1, 64, blocks.k.shape[1] // 64, 64).transpose(0, 1, 3, 2, 4)
-    tiled = tiled.swapaxes(1, 2) if of_keys else tiled
-    table = np.asarray(gpu_tiles.walks(blocks, 64, 64, of_keys=of_keys))
-    unmasked = 0
-    for block, outer in np.ndindex(table.shape[:2]):
-        full, steps, *order = table[block, outer]
-        assert sorted(order) == list(range(tiled.shape[2]))
-        assert set(np.flatnonzero(tiled[block, outer].any((1, 2)))) <= set(order[:steps])
-        assert set(order[:full]) == set(np.flatnonzero(tiled[block, outer].all((1, 2))))
-        unmasked += full
-    assert unmasked, "no tile without a mask: the test does not test it"
 
 
 def with_gaps() -> tuple[Blocks, np.ndarray]:
@@ -159,8 +118,8 @@ def test_dead_tiles_between_live_ones_are_not_computed():
     kernel = MosaicGpuKernel(BlockSizes(64, 64, 64, 64, 64, 64), races.STRICT_GPU)
     middle = (jnp.arange(192) // 64 == 1)[None, :, None]
     poisoned = blocks._replace(**{name: jnp.where(middle, jnp.nan, getattr(blocks, name)) for name in "qkv"})
-    clean, got = run(kernel, blocks, d_out), run(kernel, poisoned, jnp.where(middle, jnp.nan, d_out))
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, clean, strict=True):
+    clean, got = by_kernel(kernel, blocks, d_out), by_kernel(kernel, poisoned, jnp.where(middle, jnp.nan, d_out))
+    for name, x, y in zip(Result._fields, got, clean, strict=True):
         x, y = (np.asarray(value, np.float32).reshape(3, -1) for value in (x, y))  # by tile
         # Key tile 2 is seen by the poisoned rows; all rows but those see none of the poisoned keys.
         kept = [0] if name in ("dk", "dv") else [0, 2]

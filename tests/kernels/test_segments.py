@@ -107,25 +107,6 @@ def test_straight_through():
     assert [g.tolist() for g in gradients] == [[2.0, 3.0], [0.0, 0.0]]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(masks_of_few_sizes())
-def test_slots(drawn: Drawn):
-    """At every boundary the table holds exactly the keys that are visible across it, each where it always was."""
-    case = drawn.case()
-    segments, tokens = case.segments, case.evicted_at.shape[2]
-    ends = case.evicted_at.reshape(-1, tokens)
-    slot, kept = (np.asarray(x) for x in jax.jit(slot_table, static_argnums=1)(jnp.asarray(ends), segments))
-    assert kept.shape == (len(ends), segments.count(tokens), segments.budget)
-    ever = np.zeros(slot.shape, bool)
-    for block, i in np.ndindex(*kept.shape[:2]):
-        boundary = segments.first + i * segments.length
-        held = kept[block, i][kept[block, i] != EMPTY]
-        assert sorted(held) == list(np.flatnonzero(ends[block, :boundary] > boundary))
-        np.testing.assert_array_equal(kept[block, i, slot[block, held]], held)
-        ever[block, held] = True
-    np.testing.assert_array_equal(slot == segments.budget, ~ever)
-
-
 @partial(jax.jit, static_argnums=(1, 2))
 def tables(ends: Any, rows: int, keys: int) -> Any:
     """One program for each shape, rather than one for each operation."""
@@ -134,25 +115,6 @@ def tables(ends: Any, rows: int, keys: int) -> Any:
     blocks = pad_blocks(Blocks(nothing, nothing, nothing, column, column, ends), rows, keys)
     live = live_tiles(blocks, rows, keys)
     return blocks.column, blocks.born, blocks.evicted_at, live.live, live.of_rows(), live.of_keys()
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(masks_of_few_sizes(), st.sampled_from([(1, 5), (8, 3)]))
-def test_live_tiles(drawn: Drawn, tile: tuple[int, int]):
-    """No tile with a visible key is left out, and causally none with only later keys is left in."""
-    case, (rows, keys) = drawn.case(), tile
-    ends = case.evicted_at.reshape(-1, case.evicted_at.shape[2])
-    column, born, evicted_at, live, of_rows, of_keys = jax.device_get(tables(jnp.asarray(ends), rows, keys))
-    seen = (born[:, None] <= column[:, :, None]) & (column[:, :, None] < evicted_at[:, None])
-    tiles = np.any(seen.reshape(len(ends), live.shape[1], rows, live.shape[2], keys), axis=(2, 4))
-    assert not (tiles & ~live).any()
-    first, after = of_rows
-    assert (after <= -(-(np.arange(live.shape[1]) + 1) * rows // keys)).all()
-    for block, row in np.ndindex(*first.shape):
-        assert set(np.flatnonzero(tiles[block, row])) <= set(range(first[block, row], after[block, row]))
-    first, after = of_keys
-    for block, key in np.ndindex(*first.shape):
-        assert set(np.flatnonzero(tiles[block, :, key])) <= set(range(first[block, key], after[block, key]))
 
 
 def test_a_tree():
@@ -280,14 +242,6 @@ def test_a_prompt_alone():
     ends = jnp.asarray(CASE.evicted_at)
     got = jax.jit(partial(segment_attention, segments=Segments(50, 4, 7), kernel=SMALL))(q, k, v, ends)
     np.testing.assert_allclose(got, reference.attention(q, k, v, reference.interval_mask(ends)), atol=1e-6)
-
-
-def test_evictions_beyond_32_bits_in_numpy():
-    q, k, v, _ = CASE.arrays()
-    wide = np.where(CASE.evicted_at == NEVER, np.int64(2**63 - 1), CASE.evicted_at)
-    segments = partial(segment_attention, segments=CASE.segments, kernel=SMALL)
-    for attend in (partial(interval_attention, kernel=SMALL), segments):
-        np.testing.assert_array_equal(attend(q, k, v, wide), attend(q, k, v, jnp.asarray(CASE.evicted_at)))
 
 
 def test_under_vmap():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,23 @@ import numpy as np
 import pytest
 from jax import export
 
-from smd_kernels import reference, tpu_walk
+from smd_kernels import tpu_walk
 from smd_kernels.blocks import BlockKernel, Blocks, BlockSizes, even
 from smd_kernels.hardware import TPU_SIZES, why_not_blocks
 from smd_kernels.intervals import interval_attention
 from smd_kernels.segments import segment_attention
 from smd_kernels.tpu import MosaicTpuKernel
 from tests import races
-from tests.attention_cases import FEW_SIZES, Drawn, expected, with_gradients
+from tests.attention_cases import (
+    FEW_SIZES,
+    Drawn,
+    Result,
+    blocks_by_reference,
+    by_kernel,
+    expected,
+    seen_by_each,
+    with_gradients,
+)
 
 KERNEL = MosaicTpuKernel(BlockSizes(), interpret=True)
 COLUMNS = 300  # columns of the queries run from 0 to here
@@ -28,14 +37,6 @@ SHAPES = {  # blocks, rows, keys, head_dim
     "odd sizes": (2, 150, 301, 128),
     "one row": (2, 1, 129, 64),
 }
-
-
-class Result(NamedTuple):
-    out: Any
-    lse: Any
-    dq: Any
-    dk: Any
-    dv: Any
 
 
 def random_blocks(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Blocks:
@@ -56,32 +57,9 @@ def cotangent(blocks: Blocks) -> jax.Array:
     return jnp.asarray(np.random.default_rng(9).normal(size=blocks.q.shape), blocks.q.dtype)
 
 
-@partial(jax.jit, static_argnums=0)
-def by_kernel(kernel: BlockKernel, blocks: Blocks, d_out: jax.Array) -> Result:
-    out, lse = kernel.forward(blocks)
-    return Result(out, lse, *kernel.backward(blocks, out, lse, d_out))
-
-
-def seen_by_each(blocks: Blocks) -> jax.Array:
-    column = blocks.column[:, :, None]
-    return (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
-
-
-@jax.jit
-def by_reference(blocks: Blocks, d_out: jax.Array) -> Result:
-    """In float32, each block a batch row with one head."""
-    mask = seen_by_each(blocks)
-    q, k, v = (x[:, None].astype(jnp.float32) for x in (blocks.q, blocks.k, blocks.v))
-    out, pull = jax.vjp(lambda q, k, v: reference.attention(q, k, v, mask[:, None]), q, k, v)
-    scores = jnp.where(mask, (q @ k.mT)[:, 0] * q.shape[-1] ** -0.5, -jnp.inf)
-    lse = jnp.where(mask.any(-1), jax.nn.logsumexp(scores, axis=-1), jnp.inf)
-    d_inputs = (x[:, 0] for x in pull(d_out[:, None].astype(jnp.float32)))
-    return Result(out[:, 0], lse, *d_inputs)
-
-
 def assert_like_reference(kernel: BlockKernel, blocks: Blocks) -> Result:
     d_out = cotangent(blocks)
-    got, expected = by_kernel(kernel, blocks, d_out), by_reference(blocks, d_out)
+    got, expected = by_kernel(kernel, blocks, d_out), blocks_by_reference(blocks, d_out)
     # bfloat16 has 8 bits: weights and the gradients of scores are rounded to it before the second products.
     tolerance = 3e-2 if blocks.q.dtype == jnp.bfloat16 else 2e-5
     for name, x, y in zip(Result._fields, got, expected, strict=True):
@@ -123,7 +101,7 @@ def test_scores_far_below_zero():
     """About -1000 each: weights must come from the difference to the highest score that is seen, not to a fixed one."""
     blocks = random_blocks((1, 130, 140, 64))
     far = blocks._replace(q=10 + 0.1 * blocks.q, k=-12.5 + 0.1 * blocks.k)
-    got, expected = (f(far, cotangent(far)) for f in (partial(by_kernel, KERNEL), by_reference))
+    got, expected = (f(far, cotangent(far)) for f in (partial(by_kernel, KERNEL), blocks_by_reference))
     np.testing.assert_array_equal(np.isfinite(got.lse), np.isfinite(expected.lse))
     np.testing.assert_allclose(got.out, expected.out, atol=1e-3)  # scores of 1000 have an error of 1e-4 themselves
 
@@ -174,16 +152,6 @@ def test_dead_tiles_are_not_fetched(rows_outside: bool):
     index_map: Any = walk.matrix(not rows_outside, 64).index_map
     fetched = [[[int(index_map(n, i, j, table)[1]) for j in range(6)] for i in range(2)] for n in range(2)]
     assert fetched == [[[0] * 6, [1, 1, 2, 2, 2, 2]], [[0] * 6, [1, 1, 5, 5, 4, 5]]]
-
-
-@pytest.mark.parametrize("rows_outside", [True, False])
-def test_spans_enclose_all_that_is_visible(rows_outside: bool):
-    blocks = random_blocks((3, 512, 384, 64))
-    table = tpu_walk.spans(blocks, 128, 128, rows_outside=rows_outside)
-    live: np.ndarray = np.any(np.asarray(seen_by_each(blocks)).reshape(3, 4, 128, 3, 128), axis=(2, 4))
-    live = live if rows_outside else live.swapaxes(1, 2)
-    for first, last, inner in zip(table.first, table.last, live.reshape(-1, live.shape[2]), strict=True):
-        assert set(np.flatnonzero(inner)) <= set(range(int(first), int(last) + 1))
 
 
 def test_even_tiles():
