@@ -33,6 +33,7 @@ READ = tiny_model_config(
     vocab_size=96, intermediate_size=48, num_kv_heads=4, max_positions=64, qkv_bias=False, tie_embeddings=False
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "factor": 2.0}
 
 # The keys of the published files, with small sizes.
 MISTRAL = SMALL | {"model_type": "mistral", "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 16}
@@ -137,6 +138,7 @@ def test_the_rotated_share_is_kept_under_an_added_scaling():
         ("llama", {"rope_type": "dynamic", "factor": 2.0}),
         ("gemma3_text", {"rope_type": "linear", "factor": 8.0}),
         ("olmo3", {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2, "beta_fast": 32.0}),
+        ("ministral3", YARN | {"max_position_embeddings": 64, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}),
     ],
 )
 def test_keys_of_rope_in_published_files(model_type: str, rope: dict[str, Any]):
@@ -178,6 +180,8 @@ def test_every_family_is_written_as_what_it_is():
     }
     assert model_type_of(PLAIN, "mistral") == "mistral", "without windows it is a Llama, too"
     assert model_type_of(replace(PLAIN, qkv_bias=True), "mistral") == "qwen2"
+    scaled = replace(PLAIN, rope_scaling=YarnRope(4.0, 4, attention_factor=1.0, query_beta=0.5))
+    assert (model_type_of(scaled), model_type_of(PLAIN, "ministral3")) == ("ministral3", "llama")
     # The heads of a Mistral may be any share of its width.
     assert model_type_of(replace(PLAIN, hidden_size=30)) == "mistral"
 
@@ -214,9 +218,6 @@ def test_every_field_of_transformers_is_read(model_type: str, monkeypatch: pytes
     model_config_from_hf({"model_type": model_type})
     fields = AutoConfig.for_model(model_type).to_dict().keys() - PretrainedConfig().to_dict().keys()
     assert fields - asked - FAMILIES[model_type].only.keys() <= NOT_OF_THE_FUNCTION | IN_ANOTHER_FIELD
-
-
-YARN = {"rope_type": "yarn", "factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -337,6 +338,10 @@ def test_what_no_decoder_is():
         replace(GEMMA3, sliding_windows=())
     with pytest.raises(ValueError, match="expected a finite query_pre_attn_scalar > 0; got 0.0"):
         replace(GEMMA3, query_pre_attn_scalar=0.0)
+    with pytest.raises(ValueError, match="RoPE of all channels in all layers with query_beta; got rotary_dim=4"):
+        replace(PLAIN, rope_scaling=YarnRope(4.0, 4, query_beta=0.5), rotary_dim=4)
+    with pytest.raises(ValueError, match="expected a finite query_beta >= 0; got -1.0"):
+        YarnRope(4.0, 4, query_beta=-1.0)
     for wrong in ({"activation": "relu2"}, {"gated_mlp": False}):
         with pytest.raises(ValueError, match="expected activation 'silu' or 'gelu_tanh' and gated_mlp with experts"):
             replace(PLAIN, experts=Experts(count=4, per_token=2, intermediate_size=8), **wrong)
