@@ -244,12 +244,17 @@ _LAYERS: dict[Remat, Any] = {"none": _JITTED_LAYER, "full": _REMAT_LAYER, "dots"
 
 @dataclass(frozen=True)
 class OneLayer:
-    """A layer as a function of its variables, for a loop over layers; see `smd_jax.model.layer_runs`."""
+    """A layer as a function of its variables, see `smd_jax.model.layer_runs`.
+
+    Attributes:
+      looped: whether a loop over layers calls it.
+    """
 
     config: ModelConfig
     mixture: bool
     remat: Remat
     attend: Attend
+    looped: bool
 
     def __call__(
         self, variables: dict[str, Any], rope: Rope | None, x: Array, state: LayerState
@@ -260,8 +265,9 @@ class OneLayer:
             return layer.apply(variables, x, rope, self.attend, state)
 
         if self.remat != "none":
+            policy = _DOTS if self.remat == "dots" else None
             # In a loop, the compiler cannot merge a recomputed product with the one of the forward pass.
-            apply = jax.checkpoint(apply, policy=_DOTS if self.remat == "dots" else None, prevent_cse=False)
+            apply = jax.checkpoint(apply, policy=policy, prevent_cse=not self.looped)
         return apply(variables, rope, x, state)
 
 
@@ -369,7 +375,7 @@ class Decoder(nn.Module):
             rope = None
             if self.config.has_rope(here[0]):
                 rope = ropes[0] if self.config.window(here[0]) is None else ropes[-1]
-            one = OneLayer(self.config, self.config.is_mixture(here[0]), self.recomputed, attend)
+            one = OneLayer(self.config, self.config.is_mixture(here[0]), self.recomputed, attend, weights is not None)
             if run is not None:
                 if weights is None:  # its layers differ in their adapters
                     weights = [layer_of(self.variables, index) for index in here]

@@ -217,8 +217,7 @@ def test_codes_are_moved_and_never_made_again(bits: Any):
 @jax.jit
 def compress_jitted(cache: LayerCache, scores: Any, start: Any) -> LayerCache:
     slots, _ = select(scores, cache.valid, BUDGET)
-    assert cache.quantized is not None
-    cache, _ = quantize(cache, cache.quantized, jnp.full(2, start, jnp.int32))
+    cache, _ = quantize(cache, jnp.full(2, start, jnp.int32))
     return gather(cache, slots, BUFFER)
 
 

@@ -16,6 +16,7 @@ from smd_jax.config import check_model_sizes
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.message.masks import NEVER, Mask, ShadowMask, dense_mask, positions
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.stacked_params import stack_params
 from smd_jax.model.teacher_forced import apply_model
 from smd_jax.testing import count_compilations, tiny_model_config
 from smd_jax.text.prompts import PromptBatch
@@ -146,15 +147,17 @@ def test_remat_changes_nothing(heads: str, remat: Any):
     assert_trees_close(one, other, relative=1e-5)
 
 
-def matrix_products(jaxpr: Any) -> list[dict[str, Any]]:
-    """Parameters of every matrix product of a program, also in the functions that it calls."""
+def equations_of(jaxpr: Any, primitive: str) -> list[dict[str, Any]]:
+    """Parameters of every equation of this primitive, also in the functions that a program calls."""
     found = []
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
+        if equation.primitive.name == primitive:
             found.append(equation.params)
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(inner, "eqns"):
-                found += matrix_products(inner)
+                found += equations_of(inner, primitive)
+            elif hasattr(inner, "jaxpr"):
+                found += equations_of(inner.jaxpr, primitive)
     return found
 
 
@@ -167,13 +170,30 @@ def test_what_each_remat_recomputes():
     def of(remat: Any) -> tuple[int, int]:
         model = Decoder(config, remat=remat)
         program = jax.make_jaxpr(lambda params: gradients(params, model, mask))(params_of(config))
-        batched = [any(product["dimension_numbers"][1]) for product in matrix_products(program.jaxpr)]
+        batched = [any(product["dimension_numbers"][1]) for product in equations_of(program.jaxpr, "dot_general")]
         return sum(batched), len(batched) - sum(batched)
 
     none, dots, full = of("none"), of("dots"), of("full")
     assert none == of(False) and full == of(True)
     assert none[0] < dots[0] == full[0]
     assert none[1] == dots[1] < full[1]
+
+
+def test_the_compiler_may_not_merge_a_recomputed_layer_outside_of_a_loop():
+    """`prevent_cse` of `jax.checkpoint`, which only a loop over layers makes unnecessary. A boolean mask, which all
+    layers share, is not stacked: layers with stacked parameters run one by one."""
+    config = replace(CONFIGS["GQA"], num_layers=4)
+    params = stack_params(params_of(config), [range(4)])
+    tokens, places = jnp.zeros((1, T), jnp.int32), jnp.arange(T)[None]
+    evicted = ShadowMask(jnp.full((1, 4, config.num_kv_heads, T), NEVER))
+
+    def barriers(mask: Mask) -> list[bool]:
+        model = Decoder(config, remat=True, scan_layers=True)
+        program = jax.make_jaxpr(lambda params: model.apply({"params": params}, tokens, places, mask))(params)
+        return [layer["prevent_cse"] for layer in equations_of(program.jaxpr, "remat2")]
+
+    assert barriers(evicted) == [False]
+    assert barriers(jnp.tril(jnp.ones((T, T), bool))[None, None, None]) == [True] * 4
 
 
 def test_a_remat_that_does_not_exist():
@@ -219,7 +239,7 @@ def test_float32_is_multiplied_as_float32(impl: Any):
     mask = ShadowMask(jnp.array(evicted_at(config)))
     with jax.default_matmul_precision("bfloat16"):
         program = jax.make_jaxpr(jax.grad(loss), static_argnums=1)(params_of(config), Decoder(config, impl=impl), mask)
-    found = [product["precision"] for product in matrix_products(program.jaxpr)]
+    found = [product["precision"] for product in equations_of(program.jaxpr, "dot_general")]
     assert len(found) > 10 * config.num_layers
     highest = jax.lax.Precision.HIGHEST
     assert set(found) == {(highest, highest)}
@@ -229,7 +249,7 @@ def test_bfloat16_is_multiplied_as_it_is():
     config = replace(CONFIGS["GQA"], dtype="bfloat16")
     mask = ShadowMask(jnp.array(evicted_at(config)))
     program = jax.make_jaxpr(loss, static_argnums=1)(params_of(CONFIGS["GQA"]), Decoder(config), mask)
-    assert {product["precision"] for product in matrix_products(program.jaxpr)} == {None}
+    assert {product["precision"] for product in equations_of(program.jaxpr, "dot_general")} == {None}
 
 
 def test_sliding_windows():
