@@ -55,8 +55,8 @@ def split_by_time(correction: Correction) -> tuple[Correction, Correction | None
     denominators. `ratio_to` and `clips` are those of the whole correction.
 
     Returns:
-      (early, late): two flat chains, early is `Naive` if no part is early. If no part uses the current learner, early
-      is the correction itself and late is None.
+      (early, late): nested chains are flattened. Early is `Naive` if no part is early. If no part uses the current
+      learner, early is the correction itself and late is None.
 
     Raises:
       ValueError: if a late part needs the whole minibatch; it only sees a microbatch.
@@ -70,7 +70,7 @@ def split_by_time(correction: Correction) -> tuple[Correction, Correction | None
     for part in late:
         if part.traits.whole_batch:
             raise ValueError(f"expected no part that needs the current learner and the whole minibatch; got {part}")
-    return Chain(early) if early else Naive(), Chain(late)
+    return _joined(early), _joined(late)
 
 
 def flat_parts(correction: Correction) -> tuple[Correction, ...]:
@@ -78,3 +78,9 @@ def flat_parts(correction: Correction) -> tuple[Correction, ...]:
     if not isinstance(correction, Chain):
         return (correction,)
     return tuple(single for part in correction.parts for single in flat_parts(part))
+
+
+def _joined(parts: tuple[Correction, ...]) -> Correction:
+    """The parts as one correction."""
+    parts = parts or (Naive(),)  # the identity of `combine_terms`: weights of 1, and every token counts
+    return parts[0] if len(parts) == 1 else Chain(parts)

@@ -88,6 +88,12 @@ def test_what_the_loss_is_told():
     assert Chain((Chain((OPSM(),)), TIS())).traits.judges_responses
 
 
+def test_importance_sampling_without_a_bound_and_at_icepops():
+    xi = [0.25, 0.8, 3.0]
+    check(TIS("token", clip_max=None), inputs_of(xi), xi, [1, 1, 1])
+    check(IcePop(), inputs_of([0.4, 0.8, 4.9, 5.1]), [0, 0.8, 4.9, 0], [1, 1, 1, 1])
+
+
 def test_geometric_rejection():
     """exp of the mean log: (1.1 * 0.9) ** (1/2) = 0.99499, and 1.002 ** (1/3) = 1.00067 whatever the others are."""
     inputs = inputs_of([[1.1, 0.9, 55.0], [2.0, 0.5, 1.002]], mask=[[1, 1, 0], [1, 1, 1]])
@@ -151,13 +157,13 @@ def test_dppo_bounds_by_themselves():
 
 MIXED = {
     "all early": (Chain((TIS(), Veto())), Chain((TIS(), Veto())), None),
-    "all late": (DPPOTV(), Naive(), Chain((DPPOTV(),))),
-    "both": (Chain((OPSM(), TIS())), Chain((TIS(),)), Chain((OPSM(),))),
+    "all late": (DPPOTV(), Naive(), DPPOTV()),
+    "both": (Chain((OPSM(), TIS())), TIS(), OPSM()),
     "several": (Chain((Bypass(), OPSM(), Veto(), DPPOTV())), Chain((Bypass(), Veto())), Chain((OPSM(), DPPOTV()))),
     "nested": (
         Chain((SparseRL(), Chain((OPSM(), Naive())))),
         Chain((*SparseRL().parts, Naive())),
-        Chain((OPSM(),)),
+        OPSM(),
     ),
 }
 
