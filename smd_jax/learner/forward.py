@@ -59,18 +59,19 @@ def response_hidden(
     model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
 ) -> Float[Array, "batch R hidden"]:
     """Hidden states that predict the response tokens: those of columns P-1 … T-2."""
-    return response_hidden_and_router(model, params, trajectory, mask)[0]
+    return response_hidden_and_router(model, params, trajectory, mask, read_router=False)[0]
 
 
 def response_hidden_and_router(
-    model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask
+    model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask, *, read_router: bool = True
 ) -> tuple[Float[Array, "batch R hidden"], Float[Array, "batch T mixtures count"] | None]:
-    """`response_hidden`, and the router logits of all tokens, None without recorded routing."""
+    """`response_hidden`, and the router logits of all tokens, None without recorded routing or `read_router`."""
     packing = trajectory.packing
     longest = trajectory.longest if packing is None else packing.longest
     check_expert_count(model.shape, trajectory.expert_count)
+    tokens, positions, routing = trajectory.tokens, trajectory.positions, trajectory.routing
     hidden, router = hidden_and_router(
-        model, params, trajectory.tokens, trajectory.positions, mask, longest, trajectory.routing
+        model, params, tokens, positions, mask, longest, routing, read_router=read_router
     )
     if packing is not None:
         return jnp.take_along_axis(hidden, packing.sources[..., None], axis=1), router

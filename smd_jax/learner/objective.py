@@ -86,6 +86,7 @@ def counted_tokens(
     """
     mask = trajectory.response_mask
     if config.mask_truncated_completions:
+        check_shape("terminated", trajectory.terminated, mask.shape[:1])
         mask = mask & trajectory.terminated[:, None]
     return mask if counted_rows is None else mask & counted_rows[:, None]
 
@@ -127,7 +128,7 @@ def _term_inputs(
     if needs.evictions:  # under the sampler's mask, as the term has checked
         hidden, evictions = response_hidden_and_evictions(model, params, trajectory)
     else:
-        hidden, router = response_hidden_and_router(model, params, trajectory, mask)
+        hidden, router = response_hidden_and_router(model, params, trajectory, mask, read_router=needs.router)
     learner = replay_hidden(model, params, hidden, trajectory, entropy_gradient=needs.entropy_gradient)
 
     def logprobs(of: Params, seen: Visibility) -> Array:
@@ -150,7 +151,7 @@ def _term_inputs(
         reference_logprobs=ComputedLogprobs("reference_logprobs", jax.lax.stop_gradient(of_reference)),
         values=values(params, hidden) if needs.values else None,
         evictions=evictions,
-        router=router if needs.router else None,
+        router=router,
         model=model,
         params=params,
         reference=reference,

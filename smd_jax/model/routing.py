@@ -82,6 +82,13 @@ def read_routing(
 
 
 def router_logits(shape: ModelShape, layers: Sequence[Any]) -> Float[Array, "batch tokens mixtures count"]:
-    """The returned router logits of every layer with experts."""
+    """The returned router logits of every layer with experts.
+
+    Raises:
+      ValueError: a layer has returned none.
+    """
     assert shape.routing is not None, "the layers have routing"
-    return jnp.stack([layers[layer].logits for layer in shape.routing.layers], axis=2)
+    found = [layers[layer].logits for layer in shape.routing.layers]
+    if any(logits is None for logits in found):
+        raise ValueError("expected Routed.logits of every layer with experts, as the model returns; got None")
+    return jnp.stack(found, axis=2)

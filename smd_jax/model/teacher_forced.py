@@ -74,7 +74,7 @@ def hidden_states(
       ValueError: as `layer_masks` and `routed_layers`.
       TypeError: as `check_reads_lora`.
     """
-    return hidden_and_router(model, params, tokens, positions, mask, longest, routing)[0]
+    return hidden_and_router(model, params, tokens, positions, mask, longest, routing, read_router=False)[0]
 
 
 def hidden_and_router(
@@ -85,13 +85,15 @@ def hidden_and_router(
     mask: Mask,
     longest: int | None = None,
     routing: Int[Array, "batch tokens mixtures per_token"] | None = None,
+    *,
+    read_router: bool = True,
 ) -> tuple[Float[Array, "batch tokens hidden"], Float[Array, "batch tokens mixtures count"] | None]:
-    """`hidden_states`, and the router logits of every layer with experts, None without routing."""
+    """`hidden_states`, and the router logits of every layer with experts, None without routing or `read_router`."""
     check_reads_lora(model, params)
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape)
     hidden, layers = model.hidden(params, tokens, model.encode_positions(positions), attention, layers)
-    return hidden, None if routing is None else router_logits(model.shape, layers)
+    return hidden, router_logits(model.shape, layers) if read_router and routing is not None else None
 
 
 def apply_model(

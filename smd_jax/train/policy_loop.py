@@ -50,7 +50,8 @@ class PolicyConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class PolicyLoop(Loop):
-    """A loop whose learner has a policy loss; see Loop. Its compiled programs are made once.
+    """A loop whose learner has a policy loss; see Loop. Its compiled programs are made once. A subclass gives
+    `rollout_batch` and `learner_batch`.
 
     Raises:
       ValueError: for rows or columns that do not divide as the update needs them, and for an eviction_coef or
@@ -168,7 +169,7 @@ class PolicyLoop(Loop):
         """The batch of a whole rollout, before it is split into minibatches, and metrics of it.
 
         Args:
-          penalty: what `kl_penalty` subtracts from the rewards of tokens.
+          penalty: what `kl_penalty` subtracts from the rewards of tokens; None without a KL in the reward.
         """
         raise NotImplementedError(f"{type(self).__name__} must define rollout_batch")
 

@@ -11,12 +11,13 @@ import pytest
 
 from smd_jax.learner.auxiliary_terms import BalanceTerm
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.forward import Replay, Visibility, response_hidden_and_router
+from smd_jax.learner.forward import Replay, Visibility, response_hidden, response_hidden_and_router
 from smd_jax.learner.objective import prepare
 from smd_jax.learner.state import TrainBatch
 from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs
 from smd_jax.message.tree import Branch, to_trajectory
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.protocol import Routed
 from tests.learner.test_routing_replay import CONFIG, params_of, sampled
 from tests.tiny_update import metrics_and_gradients
 
@@ -76,6 +77,24 @@ class ReadsRouter(Term):
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         raise AssertionError("not reached")
+
+
+class NoLogits(Decoder):
+    """A model of one's own that returns experts and no router logits."""
+
+    def hidden(self, *args: Any) -> Any:
+        hidden, layers = super().hidden(*args)
+        return hidden, tuple(layer._replace(logits=None) if isinstance(layer, Routed) else layer for layer in layers)
+
+
+def test_only_a_term_that_reads_router_logits_needs_them():
+    trajectory, params = sampled(CONFIG, "H2O"), params_of(CONFIG)
+    model: Any = NoLogits(CONFIG)
+    hidden = response_hidden(model, params, trajectory, trajectory.mask)
+    expected, _ = response_hidden_and_router(Decoder(CONFIG), params, trajectory, trajectory.mask)
+    np.testing.assert_array_equal(hidden, expected)
+    with pytest.raises(ValueError, match=r"expected Routed\.logits of every layer with experts"):
+        response_hidden_and_router(model, params, trajectory, trajectory.mask)
 
 
 def test_what_has_no_input():

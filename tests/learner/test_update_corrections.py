@@ -173,6 +173,9 @@ def test_truncated_completions_are_left_out():
     _, expected = metrics_and_gradients(UpdateConfig(), data.replace(counted_rows=jnp.asarray(terminated)))
     assert distance(found, expected) < 1e-5
     assert metrics["clip_ratio/region_mean"] == 0
+    one = data.replace(trajectory=data.trajectory.replace(terminated=jnp.ones(1, bool)))
+    with pytest.raises(ValueError, match=r"expected terminated of shape \[8\]; got \[1\]"):
+        metrics_and_gradients(config, one)
 
 
 # --- what is left without a policy gradient

@@ -142,8 +142,8 @@ class Writer:
 def discard_after(directory: str | Path, step: int) -> list[int]:
     """Deletes the checkpoints later than `step` and returns their steps. All processes must call it.
 
-    For a run that goes back, by choice or because the newest checkpoint is damaged. `save` refuses to write an earlier
-    step than an existing one, which the next resume would read as the newest.
+    For a run that goes back, by choice or because the newest checkpoint is damaged. `Writer.save` refuses to write an
+    earlier step than an existing one, which the next resume would read as the newest.
     """
     with all_or_none():
         later = [found for found in all_steps(directory) if found > step]
