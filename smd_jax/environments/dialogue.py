@@ -34,12 +34,15 @@ class Dialogue:
     Args:
       variables: of the chat template, such as {"enable_thinking": False}.
 
+    Attributes:
+      special_tokens: contents of the tokenizer's special tokens by id, when the dialogue was made.
+
     Raises:
       TemplateError: a template that changes earlier turns, or that fails.
     """
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
-        self.special_tokens = special_tokens(tokenizer)  # id -> content
+        self.special_tokens = special_tokens(tokenizer)
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._has_template = tokenizer.chat_template is not None

@@ -98,21 +98,23 @@ def assemble(
     read: Int[Array, " rows"],
     terminated: Bool[Array, " rows"],
 ) -> Trajectory:
-    """The trajectory of prompts and what follows them, without segments.
+    """The trajectory of prompts and what follows them. Its mask has no segments: a caller adds them.
 
     Args:
       prompts: `[prompts, P]`; the rows of a prompt are adjacent.
+      prompt_routing: of every row, unlike `prompts`.
       record: `[rows, R, …]` of all tokens after the prompt.
       recorded: `evicted_at` of every layer or run of layers, from the records alone.
       present: columns after the prompt that hold a token.
       read: tokens after the prompt that entered the cache.
+      terminated: rows that ended before the length limit.
     """
     config = sampler.config
     prompts = repeat_prompts(prompts, len(terminated) // len(prompts.tokens))
     tokens = jnp.concatenate([prompts.tokens, record.tokens], axis=1)
     valid = jnp.concatenate([prompts.valid, present], axis=1)
     routing = None
-    if prompt_routing is not None and record.routing is not None:  # -1 for a row's last token, too
+    if prompt_routing is not None and record.routing is not None:  # a token that was not read has -1 already
         routing = jnp.concatenate([prompt_routing, record.routing], axis=1)
         routing = jnp.where(valid[..., None, None], routing, NOT_RECORDED)
     end = config.eos_token_id

@@ -81,7 +81,8 @@ def step_bytes(sizes: Sizes, policy: smd.eviction.EvictionPolicy, rows: int, wei
 
 def decode_impl(engine: smd.Engine, params: smd.model.Params, prompt: int) -> str:
     """The implementation of decode attention in the program of a segment."""
-    program = engine.segment_program(params, prompt)[0].as_text()
+    lowered, _ = engine.segment_program(params, prompt)
+    program = lowered.as_text()
     return next((kernel for kernel, call in DECODE_CALLS.items() if call in program), "xla")
 
 
