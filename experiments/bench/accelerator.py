@@ -167,7 +167,7 @@ def run_process(words: Sequence[str], limit: float, over: float, rehearse: bool)
             process.kill()
             process.wait()
         said = complaint(errors)
-    if stopped.is_set():
+    if stopped.is_set() and code:  # a worker that had ended is not killed
         yield {"job": job, "failed": f"stopped after {limit:g} s, or at the limit of its stage", "said": said}
     elif code:
         yield {"job": job, "failed": f"exit status {code}", "said": said}

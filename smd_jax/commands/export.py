@@ -24,9 +24,10 @@ from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
-from smd_jax.commands.model_source import OpenedModel, open_model
+from smd_jax.commands.model_source import OpenedModel, model_directory, open_model
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
+from smd_jax.config import ModelConfig
 from smd_jax.disk import check_writable
 from smd_jax.message.gate import drop_gate
 from smd_jax.model.decoder import Decoder
@@ -35,7 +36,7 @@ from smd_jax.model.lora import has_lora, merge_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
-from smd_jax.model.weights import check_export, load_checkpoint, save_checkpoint
+from smd_jax.model.weights import check_export, load_checkpoint, read_config, save_checkpoint
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
 from smd_jax.runs.checkpoint.reading import restore_part
 from smd_jax.runs.frozen_base import params_with_base, params_without_base
@@ -79,24 +80,26 @@ def run(args: Args) -> None:
     trained = arguments_of_run(args.run)
     if args.model is not None:
         trained = replace(trained, model=replace(trained.model, model=args.model, model_revision=None))
-    opened = open_model(trained.model, trained.data, trained.sampler)
-    if args.out.exists() and args.out.samefile(opened.directory):
+    directory = model_directory(trained.model.model, trained.model.model_revision)
+    if args.out.exists() and args.out.samefile(directory):
         raise UserError(f"expected --out elsewhere than the base model of the run; got {args.out}")
+    config = read_config(directory)
     try:
-        params = trained_model(args, trained, opened)
+        params = trained_model(args, trained, directory, config)
     except DamagedCheckpointError as error:
         raise UserError(str(error)) from error
     if args.format == "peft":
         if not has_lora(params):
             raise UserError(f"expected a run with --lora-r for --format peft; got {args.run}, which has no adapters")
-        base, dtype = trained.model.model, args.export_dtype
-        save_peft(args.out, params, opened.config, base_model=base, base_directory=opened.directory, dtype=dtype)
+        base = trained.model.model
+        save_peft(args.out, params, config, base_model=base, base_directory=directory, dtype=args.export_dtype)
     elif args.format == "gate":
         gate = trained_gate(eviction_policy(trained.sampler))
         if gate is None:
             raise UserError(f"expected a run with --eviction gate for --format gate; got {args.run}, which has no gate")
         save_gate(args.out, params, gate)
-    else:
+    else:  # the other formats need no tokenizer
+        opened = open_model(trained.model, trained.data, trained.sampler)
         save_model(args.out, params, opened, args.export_dtype)
     print(args.out)
 
@@ -114,7 +117,7 @@ def save_model(out: Path, params: Params, opened: OpenedModel, dtype: Literal["f
     )
 
 
-def trained_model(args: Args, trained: Common, opened: OpenedModel) -> Params:
+def trained_model(args: Args, trained: Common, directory: Path, config: ModelConfig) -> Params:
     """Parameters of the checkpoint without the critic. Adapters are put on the base model they were trained on."""
     place, step = args.run / CHECKPOINTS, args.step
     if args.best:
@@ -126,9 +129,9 @@ def trained_model(args: Args, trained: Common, opened: OpenedModel) -> Params:
             )
         step = best.done
     if lora_config(trained.model) is None:
-        like = shapes(trained, Decoder(opened.config))
+        like = shapes(trained, Decoder(config))
         return drop_value_head(restore_part(place, {"params": like}, step)["params"])
-    _, base = load_checkpoint(opened.directory, dtype=trained.model.param_dtype)
-    whole = with_parts(trained, base, opened.config, jax.random.key(0))
+    _, base = load_checkpoint(directory, dtype=trained.model.param_dtype)
+    whole = with_parts(trained, base, config, jax.random.key(0))
     saved = restore_part(place, {"params": params_without_base(whole)}, step)["params"]
     return drop_value_head(params_with_base(saved, whole))

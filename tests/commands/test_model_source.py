@@ -126,8 +126,8 @@ def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path)
     edit(model / "generation_config.json", eos_token_id=[257, 258], pad_token_id=256)
     tokenizer = load_tokenizer(model)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|endoftext|>")
-    assert end_token_ids(model, tokenizer, ()) == (257, 258)
     edit(model / "config.json", eos_token_id=[258, 256])
+    assert end_token_ids(model, tokenizer, ()) == (257, 258), "those of the first file that names some"
     edit(model / "generation_config.json", eos_token_id=None)
     assert end_token_ids(model, tokenizer, ()) == (256, 257, 258)
     (model / "generation_config.json").unlink()
@@ -160,8 +160,10 @@ def test_a_padding_token_without_a_row_is_another_one(model: Path):
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": [f"<{i}>" for i in range(9)]})
     tokenizer.pad_token = "<8>"
     tokenizer.save_pretrained(model)
-    opened = open_model(ModelSource(model=str(model)), DataSource(dataset="gsm8k"), SamplingArgs())
-    assert load_tokenizer(model).pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
+    source = ModelSource(model=str(model), tokenizer=str(model))  # a named tokenizer is exported
+    opened = open_model(source, DataSource(dataset="gsm8k"), SamplingArgs())
+    exported: Any = opened.exported_tokenizer
+    assert exported.pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
 
 
 def test_an_exported_tokenizer_ends_where_training_did():

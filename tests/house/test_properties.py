@@ -137,6 +137,7 @@ def test_every_field_was_there():
     ("kind", "field", "value", "said"),
     [
         (RolloutConfig, "budget", "6", "expected budget of RolloutConfig to be int; got '6', str"),
+        (RolloutConfig, "budget", 6.0, "expected budget of RolloutConfig to be int; got 6.0, float"),
         (RolloutConfig, "budget", True, "expected budget of RolloutConfig to be int; got True, bool"),
         (
             RolloutConfig,

@@ -1,7 +1,9 @@
 """Sequences that share a row are learnt from as if each had one; and how much padding is left."""
 
 from dataclasses import replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,7 +13,7 @@ from smd_jax.corrections.mismatch import TIS
 from smd_jax.corrections.trust_region import OPSM
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.packed import make_packed_update, packed_segments
+from smd_jax.learner.packed import make_packed_update, packed_segments, packed_trajectory, packs_of
 from smd_jax.learner.packs import ABSENT, Member, PackSizes, Sequences, first_fit, pack
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
@@ -24,9 +26,11 @@ from tests.tiny_update import (
     MODEL,
     REFERENCE,
     ROWS,
+    WIDTH,
     assert_equal_steps,
     batch,
     metrics_and_gradients,
+    trajectory,
 )
 from tests.train import test_ppo
 
@@ -83,6 +87,11 @@ def test_the_step_is_the_same(name: str):
 
 
 def test_segments_where_they_pay():
+    one = trajectory()
+    places = jax.tree.map(lambda x: x[0], packs_of(one, UpdateConfig(microbatch_size=1, pack_columns=32)))
+    mask: Any = packed_trajectory(one, places).mask
+    assert mask.segments == (Segments(2, 2, WIDTH),)
+    mask.with_segments(mask.segments)  # raises for segments that do not fit the evictions
     assert packed_segments(Segments(100, 16, 64), 100, 1024) == Segments(16, 16, 100)
     assert packed_segments(Segments(20, 16, 64), 20, 1024) == Segments(16, 16, 80)
     assert packed_segments(Segments(100, 16, 64), 100, 200) is None

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from smd_jax.losses.dpo import (
+    DPO_METRICS,
     DPOConfig,
     DPOInputs,
     Pairs,
     best_worst,
     dpo_loss,
+    dpo_metrics,
     pair_weights,
     sequence_logprobs,
 )
@@ -41,6 +43,11 @@ def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
     rng = np.random.default_rng(seed)
     chosen, rejected, reference_chosen, reference_rejected = rng.normal(-20, 3, (4, pairs))
     return inputs_of(chosen, rejected, reference_chosen, reference_rejected, rng.uniform(0.1, 1, pairs))
+
+
+def test_metrics_without_a_pair_that_counts():
+    found = dpo_metrics(dpo_loss(random_inputs(0), DPOConfig())[1], jnp.zeros(5))
+    assert found == dict.fromkeys(DPO_METRICS, 0.0)
 
 
 @LOSSES
