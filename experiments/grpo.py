@@ -95,6 +95,6 @@ for step in range(args.steps):
     print(f"{step:3d}  reward {rewards.mean():.3f}  loss {loss:+.4f}  largest |Δ log p| {difference:.1e}")
 
 # 6. The trained model, as Hugging Face opens it.
-out = args.out or tempfile.mkdtemp()
-smd.save_checkpoint(f"{out}/trained", params, config, tokenizer_from=directory)
-print(f"saved in {out}/trained")
+out = args.out or f"{tempfile.mkdtemp()}/trained"
+smd.save_checkpoint(out, params, config, tokenizer_from=directory)
+print(f"saved in {out}")

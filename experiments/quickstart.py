@@ -65,7 +65,7 @@ class Args:
     steps: int = 400  # rollouts
     warm_start_steps: int = 300  # supervised steps before them
     runs: Path = Path("runs/quickstart")  # folder of warm starts and runs
-    resume: bool = False  # continue a run that was stopped
+    resume: bool = False  # continue runs that were stopped
 
     @property
     def name(self) -> str:
@@ -94,7 +94,10 @@ def main(args: Args) -> None:
 
 
 def check(args: Args) -> None:
-    """Bad folders fail before the warm start."""
+    """Bad options and folders fail before the warm start."""
+    if min(args.seeds, args.warm_start_steps) < 1:
+        print_box("error", f"expected --seeds and --warm-start-steps of at least 1; got {args}")
+        raise SystemExit(2)
     try:
         for seed in range(args.seeds):
             check_directory(args.run(seed), args.resume)
@@ -110,7 +113,7 @@ def command(args: Args, seed: int) -> list[str]:
     words += ["--seed", str(seed), "--max-steps", str(args.steps), "--eval-decode", "h2o:18+2", "dense"]
     none = args.correction == "none"
     words += ["--correction", "naive", "--distill", "none"] if none else []
-    return [*words, "--resume"] if args.resume else words
+    return [*words, "--resume-if-there"] if args.resume else words
 
 
 def warm_start(args: Args, seed: int) -> None:

@@ -43,7 +43,7 @@ CORRECTION_METRICS: dict[str, str] = {
 # Of one optimizer step, for `smd_jax.train.minibatches.over_steps`, which weights the others by them; no run logs them.
 STEP_WEIGHTS: dict[str, str] = {
     "update/tokens": "counted tokens, 0 without any",
-    "update/learns": "1 if the step had something to learn from, otherwise 0",
+    "update/learns": "0 if the step had nothing to learn from, otherwise 1, in DPO its pairs",
 }
 
 # Metrics of an evaluation for each way of decoding, logged as `eval/{name}/{metric}`.
@@ -153,11 +153,13 @@ def reward_metrics(
     }
 
 
-def step_weights(mask: Bool[Array, "batch response"], learns: Bool[Array, ""] | bool) -> dict[str, Float[Array, ""]]:
+def step_weights(
+    mask: Bool[Array, "batch response"], learns: Bool[Array, ""] | Int[Array, ""] | bool
+) -> dict[str, Float[Array, ""]]:
     """`STEP_WEIGHTS` of an optimizer step.
 
     Args:
-      mask: the counted tokens. learns: whether the step had something to learn from.
+      mask: the counted tokens. learns: whether the step had something to learn from, or how many pairs.
     """
     return {"update/tokens": mask.sum().astype(jnp.float32), "update/learns": jnp.asarray(learns, jnp.float32)}
 

@@ -78,7 +78,7 @@ def lower_percentile(values: Float[Array, "batch R"], mask: Bool[Array, "batch R
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf).ravel())
     last = jnp.maximum(mask.sum() - 1, 0)
     rank = percent / 100.0 * last
-    below = jnp.floor(rank).astype(jnp.int32)
+    below = jnp.minimum(jnp.floor(rank).astype(jnp.int32), last)  # above 2**24 values, float32 rounds the rank
     low = ordered[below]
     high = ordered[jnp.minimum(below + 1, last)]
     # Without values in the mask both neighbours are inf, and their difference is NaN.

@@ -33,6 +33,8 @@ FLAGS: Mapping[str, str] = {
     "max_new_tokens": "--max-completion-length",
     "min_new_tokens": "--min-completion-length",
     "turn_tokens": "--max-turn-length",
+    "after_tokens": "--context-length",
+    "ask of the compaction": "--summary-request",
     "prompt_width": "--max-prompt-length",
     "microbatch_size": "--microbatch",
     "rows_per_prompt": "--share-prompts",

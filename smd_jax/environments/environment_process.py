@@ -138,7 +138,7 @@ class Conversation:
 
     def _call(self, function: Callable[[], Any], check: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """The fields of an answer, or of the failure, of one call."""
-        with reward_calls.Caught(SystemExit) as caught:
+        with reward_calls.Caught(SystemExit, asyncio.CancelledError) as caught:
             returned = function()
             fields = check(self._finish(returned) if inspect.isawaitable(returned) else returned)
             json.dumps(fields)  # raises for content that is no JSON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -69,7 +70,9 @@ class EnvironmentsHere:
         if not self._loop.close.alive:
             self._loop = reward_calls.EventLoop()
         self._conversations = [Conversation(self._factory, self._loop.result) for _ in rows]
-        return [answer_of(each.reset(row)) for each, row in zip(self._conversations, rows, strict=True)]
+        # Copies, because an environment may change what it gets, and conversations of a group share the row.
+        each_row = map(copy.deepcopy, rows)
+        return [answer_of(each.reset(row)) for each, row in zip(self._conversations, each_row, strict=True)]
 
     def step(self, conversation: int, text: str) -> None:
         self._answers.append((conversation, answer_of(self._conversations[conversation].step(text))))

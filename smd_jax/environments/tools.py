@@ -14,7 +14,7 @@ from smd_jax.tasks.reward_calls import Caught, when_ready
 from smd_jax.tasks.task import Row
 
 # As Hermes, Qwen2.5 and Qwen3 write calls: {"name": …, "arguments": {…}}.
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 LONGEST_RESULT = 2**16  # characters of a tool's result
 Step = tuple[str | list[Message], float, bool | str]  # what Environment.step gives
 
@@ -63,7 +63,7 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
       ToolCallError: a call that is not JSON, or has no name or arguments.
     """
     calls = []
-    for written in CALL.findall(text):
+    for written in map(str.strip, CALL.findall(text)):
         try:
             call = json.loads(written)
         except (ValueError, RecursionError) as error:

@@ -119,7 +119,7 @@ def make_dpo_update(
         new_state, of_step = take_step(
             state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns
         )
-        return new_state, {"loss": loss, **of_step, **metrics, **step_weights(rows.response_mask, learns)}
+        return new_state, {"loss": loss, **of_step, **metrics, **step_weights(rows.response_mask, (weights > 0).sum())}
 
     # Donated: the new state overwrites the old one, which would otherwise double the memory.
     return jax.jit(update, donate_argnums=0)

@@ -51,7 +51,8 @@ def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Fl
     """
     # Cut only from above: far below 0 the exponential vanishes and the rest is linear.
     log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)
-    return jnp.exp(log_ratio) - 1.0 - log_ratio
+    # Not exp - 1, which rounds away a policy that is close to its reference.
+    return jnp.expm1(log_ratio) - log_ratio
 
 
 def kl_penalty(

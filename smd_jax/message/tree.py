@@ -84,7 +84,7 @@ class Node:
     logprobs: Floats = ()
 
     def __post_init__(self) -> None:
-        if any(float(x) for x in self.logprobs) and not len(self.sampled):
+        if not len(self.sampled) and any(float(x) for x in self.logprobs):
             raise ValueError(
                 "expected sampled with the logprobs of a node, whose tokens are given by default; got logprobs alone"
             )
@@ -294,7 +294,7 @@ def to_trajectory(
 
 def _set_tokens(part: Branch | Node, what: str, default: Callable[[int], np.ndarray]) -> None:
     """Checks the arrays of a frozen `part`, and sets them. `default`: `sampled` of so many tokens, if it is empty."""
-    tokens = whole_numbers(part.tokens, what).astype(np.int32)
+    tokens = whole_numbers(part.tokens, what)
     sampled = np.asarray(part.sampled) if len(part.sampled) else default(len(tokens))
     logprobs = np.asarray(part.logprobs, np.float32) if len(part.logprobs) else np.zeros(len(tokens), np.float32)
     if sampled.shape != tokens.shape or sampled.dtype != bool:

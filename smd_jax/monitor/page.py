@@ -43,7 +43,7 @@ def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_j
     save_figure(runs_figure(runs), picture, "svg")
     source = f"data:image/svg+xml;base64,{base64.b64encode(picture.getvalue()).decode()}"
     drawn = f"{', '.join(main_metrics(runs))} of {', '.join(run.name for run in runs)}"
-    masks = collect_masks(runs)
+    masks, left_out = collect_masks(runs)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{security}">',
@@ -53,6 +53,7 @@ def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_j
         # An image cannot run a script.
         f'<figure><img alt="{text(drawn)}" src="{source}"></figure>',
         viewer if masks else "",
+        f"<p>{left_out} saved masks are not shown: a page holds {MASK_NUMBERS:,} numbers.</p>" if left_out else "",
         f'</main><script type="application/json" id="masks">{embedded(masks)}</script>',
         f"<script>{script}</script></body></html>\n",
     ]
@@ -61,10 +62,11 @@ def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_j
     return [run.path for run in runs]
 
 
-def collect_masks(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The saved masks of every run's last and first logged step as data of the viewer, as many as a page can hold."""
+def collect_masks(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], int]:
+    """The saved masks of every run's last and first logged step as data of the viewer, as many as a page can hold, and
+    how many it cannot."""
     found = []
-    numbers = 0
+    numbers = left_out = 0
     for run in runs:
         # By their numbers, which have five digits or more.
         kept = sorted((run.path / "completions").glob("masks_*.npz"), key=lambda path: (len(path.name), path.name))
@@ -73,7 +75,9 @@ def collect_masks(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 if numbers + mask.evicted_at.size <= MASK_NUMBERS:
                     numbers += mask.evicted_at.size
                     found.append(mask_data(mask, run.name))
-    return found
+                else:
+                    left_out += 1
+    return found, left_out
 
 
 def mask_data(mask: SavedMask, run: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsW
 from smd_jax.runs.checkpoint.files import all_steps
 from smd_jax.runs.run_config import Objective
 from smd_jax.runs.run_folder import CHECKPOINTS
+from smd_jax.text.near_names import did_you_mean
 
 Metrics = Mapping[str, Any]
 
@@ -105,7 +106,7 @@ class RunLog:
         if is_expected and wanted not in names and "grad_norm" in metrics:
             raise NoSuchMetricError(
                 f"expected the objective's metric among those that the run logs: {', '.join(sorted(names))}; "
-                f"got {wanted!r}"
+                f"got {wanted!r}{did_you_mean(str(wanted), names)}"
             )
         self._newest.append(metrics)
         return symptoms(list(self._newest), self._warned)

@@ -69,7 +69,7 @@ def call(
     function: Callable[..., Any], arguments: Mapping[str, Any], rows: int, wait: Callable[[Awaitable[Any]], Any]
 ) -> Outcome:
     """Calls the function once, which must return `rows` rewards; `wait` gives the result of an async function."""
-    with Caught() as caught:
+    with Caught(asyncio.CancelledError) as caught:
         returned = function(**arguments)
         return outcome_of(wait(returned) if inspect.isawaitable(returned) else returned, rows)
     assert caught.error is not None

@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from smd_jax.tasks.task import Completion, completion_text, missing_extra
 
@@ -25,6 +28,12 @@ GRADED_CHARACTERS = 2_000  # at the end of a completion; matching a longer text 
 GRADING_SECONDS = 2  # sympy never finishes an answer such as 9^9^9^9
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
 THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
+# Between a letter of a script without blanks, or a colon behind a letter, and a number.
+_GLUED = re.compile(
+    r"(?:(?<=[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0f\uff1a-\uff65])|(?<=[^\W\d_]:))(?=[-+]?[0-9])"
+)
+# A word, or a letter of a script without blanks.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -153,7 +162,7 @@ format_reward = FormatReward()
 
 
 def answer_texts(answer: object) -> list[str]:
-    """Lists every spelling of a reference answer that counts as right; empty for None.
+    """Lists every spelling of a reference answer that counts as right; empty for None and NaN.
 
     Args:
       answer: a text, a number, or a list of them, of which one is enough. A decimal number is written without an
@@ -167,7 +176,9 @@ def answer_texts(answer: object) -> list[str]:
             return []
         case str():
             return [answer]
-        case float() | Decimal():
+        case float() | np.floating() | Decimal() if answer != answer:
+            return []
+        case float() | np.floating() | Decimal():
             exact = Decimal(str(answer))
             return [*dict.fromkeys([f"{exact:f}", f"{exact.normalize():f}"])]
         case Real():
@@ -201,9 +212,10 @@ def gsm8k_gold(solution: str) -> str:
 def final_answer(completion: str) -> str:
     r"""The part of a completion to grade: its last boxed answer, or the line after its last "####", whichever comes
     last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number. A
-    line after "####" without a number or LaTeX is a heading, and what follows it is graded.
+    line after "####" without a number or LaTeX is a heading, and what follows it is graded. Numbers get a blank before
+    them, without which math-verify does not find them.
     """
-    end = completion[-GRADED_CHARACTERS:]
+    end = _GLUED.sub(" ", completion[-GRADED_CHARACTERS:])
     # The last marker, because the last correction counts.
     _, marker, after = end.rpartition(GSM8K_MARKER)
     boxed = last_box(after)
@@ -280,9 +292,16 @@ def _f1(words: list[str], gold: list[str]) -> float:
 
 @functools.cache
 def _rouge_scorer() -> Any:
-    """Imports rouge_score, an extra that takes a second."""
+    """Imports rouge_score, an extra that takes a second. Its own tokenizer drops all letters but a to z."""
     try:
+        from nltk.stem.porter import PorterStemmer
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:
         raise missing_extra("rouge_score") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)
+    stem = PorterStemmer().stem
+
+    def tokenize(text: str) -> list[str]:
+        words = _WORD.findall(text.lower())
+        return [stem(word) if word.isascii() and len(word) > 3 else word for word in words]
+
+    return RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=tokenize))

@@ -132,7 +132,7 @@ def _of_saved(path: Path, source: DataSource) -> Rows:
     """The rows of a folder that `save_to_disk` wrote: `load_dataset` would guess the splits from names of files."""
     _check_no_config(path, source)
     with _one_error(source.name) as datasets:
-        saved = datasets.load_from_disk(str(path))
+        saved = datasets.load_from_disk(str(path)).with_format(None)  # all columns, as Python objects
         splits = saved if isinstance(saved, datasets.DatasetDict) else {FILE_SPLIT: saved}
     wanted = source.split or _default_split([*splits], source.name)
     with _one_error(source.name) as datasets:

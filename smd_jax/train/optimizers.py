@@ -115,7 +115,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     if steps < 1:
         raise ValueError(f"expected at least one optimizer step; got {steps}")
     share = config.warmup_steps < 1
-    warmup = math.ceil(config.warmup_steps * steps) if share else int(config.warmup_steps)
+    warmup = min(math.ceil(config.warmup_steps * steps), steps - 1) if share else int(config.warmup_steps)
     falls = config.lr_scheduler_type != "constant"
     if falls and warmup >= steps:
         raise ValueError(

@@ -94,6 +94,7 @@ def test_calls_and_answer(environment: ToolEnvironment):
         ("<tool_call>" + '{"a":' * 100_000 + "</tool_call>", 'expected a tool call in JSON; got \'{"a":'),
         ("<tool_call>[1]</tool_call>", "expected a tool call with name and arguments"),
         ("<tool_call>{", "expected a tool call that ends with </tool_call>"),
+        ("<tool_call>" + "\n" * 20_000, "expected a tool call that ends with </tool_call>"),  # no search in cubic time
         (call("multiply", a=1), "expected a call of add, fail; got 'multiply'|got multiply"),
         (call("add", a=1), "expected arguments of add; got missing a required argument: 'b'"),
     ],
@@ -161,6 +162,26 @@ def test_retry_awaits_the_reward_of_a_task():
         found += [(answer.reward, answer.done) for _, answer in environments.receive(wait=True)]
     environments.close()
     assert found == [(0.0, False), (1.0, True)]
+
+
+class Takes:
+    """Takes cards of the row, which other conversations have, too; then an await is cancelled."""
+
+    def reset(self, row: dict[str, Any]) -> str:
+        row["cards"].pop()
+        return str(row["cards"])
+
+    async def step(self, text: str) -> Any:
+        raise asyncio.CancelledError
+
+
+def test_conversations_of_one_row_have_copies_and_end_alone():
+    environments, row = open_environments(Takes, seconds=None), {"prompt": "?", "cards": [1, 2]}
+    assert [answer.content for answer in environments.reset([row, row])] == ["[1]", "[1]"] and row["cards"] == [1, 2]
+    environments.step(0, "4")
+    ((_, answer),) = environments.receive(wait=True)
+    environments.close()
+    assert answer.failure is not None and answer.failure.kind == "CancelledError"
 
 
 def test_a_reward_that_gives_no_number():

@@ -112,7 +112,7 @@ def test_the_metrics_by_their_definitions():
     metrics, _ = metrics_and_gradients()
     others = {"loss", "grad_norm", "update/skipped", "entropy", "kl"}
     assert metrics.keys() == DPO_METRICS.keys() | SAMPLER_LEARNER_METRICS.keys() | STEP_WEIGHTS.keys() | others
-    assert metrics["update/learns"] == 1
+    assert metrics["update/learns"] == 3, "its pairs"
     assert metrics["update/tokens"] == trajectory().response_mask[np.concatenate([CHOSEN, REJECTED])].sum()
     chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in rewards_of(PARAMS, "shadow"))
     logps = np.asarray(token_logprobs(PARAMS, "shadow"), np.float64).sum(1)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smd_jax.message import tree
-from smd_jax.message.tree import Branch, Node, Tree
+from smd_jax.message.tree import Branch, Node, Tree, to_trajectory
 
 # p ─┬─ a ─┬─ c
 #    │     └─ d
@@ -126,6 +126,11 @@ def test_support_and_endings_of_branches():
 def test_invalid_trees(nodes, message):
     with pytest.raises(ValueError, match=message):
         Tree(nodes)
+
+
+def test_ids_beyond_32_bits_are_not_wrapped():
+    with pytest.raises(ValueError, match="expected ids from 0 to 9, the vocabulary; got 4294967301"):
+        to_trajectory([Branch([2**32 + 5, 7], [False, True], [0, -1.0])], vocab_size=10)
 
 
 def test_wrong_shapes_and_sizes():

@@ -290,3 +290,4 @@ def test_only_as_many_masks_as_a_page_can_hold(runs, monkeypatch):
     keep_mask(runs / "shadow", SavedMask(evicted_at, list("abc"), 2, step=0, row=0, reward=1.0, turns=[0, 0, 1]))
     write_page([runs], runs / "page.html")
     assert len(json.loads(Reader((runs / "page.html").read_text()).scripts["masks"])) == 1
+    assert "<p>1 saved masks are not shown: a page holds 7 numbers.</p>" in (runs / "page.html").read_text()

@@ -111,6 +111,8 @@ def test_a_folder_of_save_to_disk(tmp_path: Path):
     refused(ValueError, "expected no configuration with", tmp_path / "several", "main", "rl")
     saved["rl"].save_to_disk(str(tmp_path / "one"))
     assert read(tmp_path / "one") == read(tmp_path / "one", None, "train") == splits["rl"]
+    saved["rl"].with_format("numpy", columns=[]).save_to_disk(str(tmp_path / "formatted"))
+    assert read(tmp_path / "formatted") == splits["rl"]
 
 
 def test_a_folder_of_files_without_a_card(tmp_path: Path):

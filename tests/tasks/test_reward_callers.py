@@ -1,5 +1,6 @@
 """Reward functions in processes of their own: what hangs, crashes or cannot be sent. No test looks at the clock."""
 
+import functools
 import multiprocessing
 import subprocess
 import sys
@@ -106,6 +107,11 @@ def test_a_function_of_a_script_is_refused_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys.modules["__main__"], "length", reward_cases.length, raising=False)
     with pytest.raises(ValueError, match="one of the script or notebook that runs"):
         Rewards((reward_cases.length,))
+
+
+def test_a_text_about_a_script_is_none():
+    path, pickled = pickled_function("mine", functools.partial(reward_cases.length, 'if __name__ == "__main__":'))
+    assert path == [] and b"__main__" in pickled
 
 
 FILE = """

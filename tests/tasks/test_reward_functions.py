@@ -5,6 +5,7 @@ import math
 import pickle
 from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from smd_jax.tasks import reward_functions
@@ -66,6 +67,13 @@ def one(function, completion, **columns):
         ("3", "#### 4\nWait: \\boxed{3}", 1.0),
         ("4", r"\boxed{4}. Wait: \boxed{3", 1.0),
         ("50", r"\boxed{4}. Wait, \boxed{50\%}", 1.0),
+        # Without a blank before the number.
+        ("5", "2加3等于5。答案是5。", 1.0),
+        ("5", "答えは5です", 1.0),
+        ("5", "#### 共5个", 1.0),
+        ("5", "정답은5", 1.0),
+        ("-5", "Answer:-5.", 1.0),
+        ("5", "Ответ:6", 0.0),
     ],
 )
 def test_math_answer(gold, completion, reward):
@@ -87,7 +95,11 @@ def test_math_answer(gold, completion, reward):
         ([4, 5], "5", 1.0),
         ([4, "5"], "5", 1.0),
         ([4, 5], "6", 0.0),
+        (np.float32(7.0), "7", 1.0),
+        (np.float32(1e-5), "0.00001", 1.0),
         (None, "7", None),
+        (float("nan"), "7", None),
+        (np.float32("nan"), "7", None),
         ([], "7", None),
     ],
 )
@@ -142,6 +154,10 @@ def test_words_of_an_answer(gold, completion, match, f1):
         ("police killed the gunman", "a b c d e f g h i j", 0.0, 1.0),
         (["no word of it", "police killed the gunman"], "police killed the gunman", 1.0, 0.0),
         ("police killed the gunman", "", 0.0, 0.0),
+        # Other scripts: words, or letters where there are no blanks.
+        ("Кошка сидит на ковре", "кошка на ковре", 2 * 3 / (4 + 3), 0.0),
+        ("北京是首都", "北京", 2 * 2 / (5 + 2), 0.0),
+        ("un café noir", "un cafe noir", 2 * 2 / (3 + 3), 0.0),
     ],
 )
 def test_rouge_l(gold, completion, rouge, longer):

@@ -48,6 +48,14 @@ def test_the_oracle_answer_is_rewarded(name):
     assert max(task.reward(prompts, ["?"] * 5, **batch_columns(rows))) < 1.0
 
 
+def test_an_answer_that_is_no_number_is_wrong():
+    """Its distance to the right answer is NaN."""
+    task = ReasoningGymTask("complex_arithmetic", seed=0, size=3)
+    rows = [task[i] for i in range(3)]
+    wrong = task.reward([row["prompt"] for row in rows], ["nan", "nan+nani", "NaNj"], **batch_columns(rows))
+    assert max(wrong) < 0.1
+
+
 def test_tasks_are_values():
     assert sort_task(num_digits=4) == sort_task(num_digits=4)
     assert hash(sort_task(num_digits=4)) == hash(sort_task(num_digits=4))
