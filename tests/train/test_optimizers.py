@@ -165,10 +165,8 @@ def test_a_run_in_which_the_rate_cannot_fall():
     with pytest.raises(ValueError, match="expected fewer warmup_steps than the 6 optimizer steps of the run.*; got 6"):
         make_optimizer(OptimizerConfig(lr_scheduler_type="linear", warmup_steps=6), STEPS)
     # A share of a short run rounds up, but not to the whole run.
-    assert (
-        learning_rate_schedule(OptimizerConfig(lr_scheduler_type="linear", warmup_steps=0.5, learning_rate=1.0), 1)(0)
-        == 1
-    )
+    short = OptimizerConfig(lr_scheduler_type="linear", warmup_steps=0.5, learning_rate=1.0)
+    assert learning_rate_schedule(short, 1)(0) == 1
     with pytest.raises(ValueError, match="expected at least one optimizer step; got 0"):
         make_optimizer(OptimizerConfig(), 0)
 
