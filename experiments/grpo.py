@@ -26,7 +26,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", help="Hugging Face checkpoint directory; default: a random model")
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--dense", action="store_true", help="the learner ignores the evictions")
-parser.add_argument("--out", help="directory of the trained model; default: a temporary one")
+parser.add_argument("--out", help="the trained model is its folder `trained`; default: a temporary one")
 args = parser.parse_args()
 
 PROMPTS, GROUP = 8, 8  # prompts per step, completions per prompt
@@ -95,6 +95,6 @@ for step in range(args.steps):
     print(f"{step:3d}  reward {rewards.mean():.3f}  loss {loss:+.4f}  largest |Δ log p| {difference:.1e}")
 
 # 6. The trained model, as Hugging Face opens it.
-out = args.out or f"{tempfile.mkdtemp()}/trained"
-smd.save_checkpoint(out, params, config, tokenizer_from=directory)
-print(f"saved in {out}")
+out = args.out or tempfile.mkdtemp()
+smd.save_checkpoint(f"{out}/trained", params, config, tokenizer_from=directory)
+print(f"saved in {out}/trained")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import importlib.util
 import inspect
 import json
@@ -128,7 +129,8 @@ class Conversation:
                 raise AnswerError(
                     f"expected the methods {' and '.join(METHODS)}; got {made} without {' and '.join(missing)}"
                 )
-            return self._environment.reset(row)
+            # A copy, because an environment may change what it gets, and conversations of a group share the row.
+            return self._environment.reset(copy.deepcopy(row))
 
         return self._call(begin, checked_opening)
 

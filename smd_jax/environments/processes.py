@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import os
@@ -70,9 +69,7 @@ class EnvironmentsHere:
         if not self._loop.close.alive:
             self._loop = reward_calls.EventLoop()
         self._conversations = [Conversation(self._factory, self._loop.result) for _ in rows]
-        # Copies, because an environment may change what it gets, and conversations of a group share the row.
-        each_row = map(copy.deepcopy, rows)
-        return [answer_of(each.reset(row)) for each, row in zip(self._conversations, each_row, strict=True)]
+        return [answer_of(each.reset(row)) for each, row in zip(self._conversations, rows, strict=True)]
 
     def step(self, conversation: int, text: str) -> None:
         self._answers.append((conversation, answer_of(self._conversations[conversation].step(text))))

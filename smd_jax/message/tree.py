@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from smd_jax.message.foreign import ExpertSizes, Floats, Ints, whole_numbers
+from smd_jax.message.foreign import MOST_IDS, ExpertSizes, Floats, Ints, whole_numbers
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 
@@ -295,6 +295,9 @@ def to_trajectory(
 def _set_tokens(part: Branch | Node, what: str, default: Callable[[int], np.ndarray]) -> None:
     """Checks the arrays of a frozen `part`, and sets them. `default`: `sampled` of so many tokens, if it is empty."""
     tokens = whole_numbers(part.tokens, what)
+    for token in tokens[tokens > MOST_IDS][:1]:
+        raise ValueError(f"expected token ids of {what} below 2**31; got {token}")
+    tokens = tokens.astype(np.int32)
     sampled = np.asarray(part.sampled) if len(part.sampled) else default(len(tokens))
     logprobs = np.asarray(part.logprobs, np.float32) if len(part.logprobs) else np.zeros(len(tokens), np.float32)
     if sampled.shape != tokens.shape or sampled.dtype != bool:

@@ -137,7 +137,7 @@ def write_parquet(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> Non
     import pyarrow.parquet
 
     # Lone surrogates, which JSON files can hold, are not valid UTF-8.
-    # Named, because conversations of one turn have only empty lists: files of a run have one schema.
+    # Named, because a file may have only empty lists, as of conversations of one turn.
     types = {"answers": pyarrow.list_(pyarrow.string()), "turn_rewards": pyarrow.list_(pyarrow.float64())}
     table = pyarrow.table(
         {name: pyarrow.array(list(map(_whole, values)), types.get(name)) for name, values in columns.items()}

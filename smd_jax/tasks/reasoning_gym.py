@@ -137,7 +137,7 @@ def readable_answer(dataset: str, answer: str) -> str:
         return "?"
     if dataset in EXPRESSIONS and not _is_arithmetic(answer):
         return "?"
-    if dataset == "complex_arithmetic" and "nan" in answer.lower():
+    if dataset == "complex_arithmetic" and "nan" in answer.replace(" ", "").lower():
         return "?"  # the verifier takes a distance of NaN for none
     return answer
 

@@ -137,7 +137,7 @@ def pickled_function(
     """
     try:
         pickled = pickled_value(function)
-        if b"\x08__main__" in pickled:  # the name of the module behind its length, no part of a text
+        if b"\x08__main__" in pickled:  # behind its length: the name of the module, not a part of a text
             raise ValueError("one of the script or notebook that runs")
     except ValueError as error:
         raise ValueError(

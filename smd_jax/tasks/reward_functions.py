@@ -9,6 +9,7 @@ import functools
 import re
 import string
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,14 @@ GRADED_CHARACTERS = 2_000  # at the end of a completion; matching a longer text 
 GRADING_SECONDS = 2  # sympy never finishes an answer such as 9^9^9^9
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
 THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
-# Between a letter of a script without blanks, or a colon behind a letter, and a number.
+# Between a letter or sign of Chinese, Japanese or Korean, or a word with a colon, and a number. Not behind full-width
+# signs of numbers: they are parts of it.
 _GLUED = re.compile(
-    r"(?:(?<=[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0f\uff1a-\uff65])|(?<=[^\W\d_]:))(?=[-+]?[0-9])"
+    r"(?:(?<=[\u3000-\u30fb\u30fd-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0a\uff0c\uff1a-\uff65])|(?<=[^\W\d_]{2}:))"
+    r"(?<![0-9]\uff0c)(?=[-+]?[0-9])"
 )
-# A word, or a letter of a script without blanks.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
+# A word, or a letter of Chinese or Japanese, which have no blanks.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -212,19 +215,19 @@ def gsm8k_gold(solution: str) -> str:
 def final_answer(completion: str) -> str:
     r"""The part of a completion to grade: its last boxed answer, or the line after its last "####", whichever comes
     last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number. A
-    line after "####" without a number or LaTeX is a heading, and what follows it is graded. Numbers get a blank before
-    them, without which math-verify does not find them.
+    line after "####" without a number or LaTeX is a heading, and what follows it is graded. Outside of a box, numbers
+    behind letters of Chinese, Japanese or Korean and behind a colon get a blank, without which math-verify finds none.
     """
-    end = _GLUED.sub(" ", completion[-GRADED_CHARACTERS:])
+    end = completion[-GRADED_CHARACTERS:]
     # The last marker, because the last correction counts.
     _, marker, after = end.rpartition(GSM8K_MARKER)
     boxed = last_box(after)
     if boxed is not None:
         return rf"\boxed{{{boxed}}}"
-    if not marker:
-        return end
-    line, _, rest = after.strip().partition("\n")
-    return line if re.search(r"[\d$\\]", line) or not rest.strip() else rest
+    if marker:
+        line, _, rest = after.strip().partition("\n")
+        end = line if re.search(r"[\d$\\]", line) or not rest.strip() else rest
+    return _GLUED.sub(" ", end)
 
 
 def same_answer(gold: str, answer: str) -> bool:
@@ -301,7 +304,10 @@ def _rouge_scorer() -> Any:
     stem = PorterStemmer().stem
 
     def tokenize(text: str) -> list[str]:
-        words = _WORD.findall(text.lower())
+        text = unicodedata.normalize("NFC", text.lower())
+        # Letters with their marks, and digits.
+        plain = "".join(c if unicodedata.category(c)[0] in "LM" or c.isdecimal() else " " for c in text)
+        words = _WORD.findall(plain)
         return [stem(word) if word.isascii() and len(word) > 3 else word for word in words]
 
     return RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=tokenize))

@@ -111,8 +111,8 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
     Returns:
       For TOKEN_MEANS the mean over the counted tokens of all steps. Minima and maxima of correction weights over the
       steps with tokens. The difference of evictions at the first step, before the gate moves. For STEP_MEANS the mean
-      over all steps, for everything else over the steps with something to learn from: the others have loss and gradient
-      0. STEP_WEIGHTS are removed.
+      over all steps, for everything else over the steps with something to learn from, in DPO weighted by their pairs:
+      the others have loss and gradient 0. STEP_WEIGHTS are removed.
     """
     return _of_steps(steps) | before if steps else {}
 

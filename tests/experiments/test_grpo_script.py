@@ -24,7 +24,7 @@ def test_replay_is_exact_and_the_model_is_saved(tmp_path: Path):
     steps = run("--steps", "2", "--out", str(tmp_path))
     assert len(steps) == 2
     assert all(0 < reward < 1 and difference <= 1e-5 for reward, difference in steps)
-    config, params = smd.load_checkpoint(tmp_path)
+    config, params = smd.load_checkpoint(tmp_path / "trained")
     assert config.num_layers == 2 and params["embed"]["embedding"].shape[0] == config.vocab_size
     # A learner that ignores the evictions is another policy than the sampler.
     assert all(difference > 0.05 for _, difference in run("--steps", "1", "--dense"))

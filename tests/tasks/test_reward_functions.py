@@ -74,6 +74,9 @@ def one(function, completion, **columns):
         ("5", "정답은5", 1.0),
         ("-5", "Answer:-5.", 1.0),
         ("5", "Ответ:6", 0.0),
+        ("5", "答案：－5", 0.0),
+        ("2024年5月", r"\boxed{2024年5月}", 1.0),
+        ("2024年5月", r"\boxed{2023年5月}", 0.0),
     ],
 )
 def test_math_answer(gold, completion, reward):
@@ -157,7 +160,8 @@ def test_words_of_an_answer(gold, completion, match, f1):
         # Other scripts: words, or letters where there are no blanks.
         ("Кошка сидит на ковре", "кошка на ковре", 2 * 3 / (4 + 3), 0.0),
         ("北京是首都", "北京", 2 * 2 / (5 + 2), 0.0),
-        ("un café noir", "un cafe noir", 2 * 2 / (3 + 3), 0.0),
+        ("un café noir", "un cafe\u0301 rouge", 2 * 2 / (3 + 3), 0.0),
+        ("दिन", "दान", 0.0, 0.0),
     ],
 )
 def test_rouge_l(gold, completion, rouge, longer):

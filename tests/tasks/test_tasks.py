@@ -52,7 +52,7 @@ def test_an_answer_that_is_no_number_is_wrong():
     """Its distance to the right answer is NaN."""
     task = ReasoningGymTask("complex_arithmetic", seed=0, size=3)
     rows = [task[i] for i in range(3)]
-    wrong = task.reward([row["prompt"] for row in rows], ["nan", "nan+nani", "NaNj"], **batch_columns(rows))
+    wrong = task.reward([row["prompt"] for row in rows], ["n an", "nan+nani", "NaNj"], **batch_columns(rows))
     assert max(wrong) < 0.1
 
 
