@@ -183,9 +183,9 @@ def sampler_copy(model: LanguageModel, placement: SamplerPlacement, params: Para
     Each device receives (fsdp - 1) / fsdp of its tensor part of the matrices. A sampler on the mesh itself reads the
     parameters where they are.
     """
-    mesh, own_mesh = placement.mesh, placement.own_mesh
-    if own_mesh is mesh:
+    if not placement.has_own_mesh:
         return params
+    mesh, own_mesh = placement.mesh, placement.own_mesh
     with jax.set_mesh(mesh):
         # Converted first, which may halve the bytes that are sent.
         params = converted(model, params)
