@@ -11,11 +11,15 @@ NAME ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
-PIP := $(BIN)/python -m pip
+PIP_INSTALL := -m pip install --no-compile
 # Succeeds when the compiler that Python itself was built with is installed.
 FIND_COMPILER := import shutil, sys, sysconfig; sys.exit(not shutil.which(sysconfig.get_config_var("CC").split()[0]))
 # -I keeps the repository and PYTHONPATH off sys.path: the wheel must stand on its own.
 WHEEL_PYTHON := venv/bin/python -I
+
+# Python compiles a module when it is first imported and keeps the bytecode, whatever the shell says. Compiling all of them
+# takes pip more time than the rest of an installation.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The library needs transformers' tokenizers only, not the torch that transformers would advise to install.
 export TRANSFORMERS_NO_ADVISORY_WARNINGS := 1
@@ -40,16 +44,16 @@ setup: $(STAMP)
 define WITH_COMPILER
 if [ -z "$$CC" ] && ! $(BIN)/python -c '$(FIND_COMPILER)'; then \
 	echo "No C compiler found: taking Zig from PyPI"; \
-	$(PIP) install --quiet --constraint constraints.txt ziglang; \
+	$(BIN)/python $(PIP_INSTALL) --quiet --constraint constraints.txt ziglang; \
 	export CC="$$(ls -d "$(CURDIR)"/$(VENV)/lib/python3*/site-packages/ziglang/zig) cc"; \
 fi
 endef
 
 # Done again only when a requirement or a pin changes; the sources are installed editable.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install --quiet --constraint constraints.txt pip
+	$(BIN)/python $(PIP_INSTALL) --quiet --constraint constraints.txt pip
 	@set -e; $(WITH_COMPILER); set -x; \
-	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,notebooks,wandb,dev,docs]"
+	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --build-constraint constraints.txt -e ".[experiments,notebooks,wandb,dev,docs]"
 	@touch $@
 
 $(BIN)/python:
@@ -73,9 +77,6 @@ smollm2: $(STAMP)
 # Each worker takes whole files: programs that the tests of a file share are compiled once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 MARKED := slow or multiprocess or study
-
-# Every worker imports the library and all tests. Kept bytecode halves that time, whatever the shell says of bytecode.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 # The tests that cover every package within minutes.
 test: export JAX_PLATFORMS ?= cpu
@@ -109,7 +110,7 @@ wheel: $(STAMP)
 	"$(BIN)/python" -m venv "$$folder/venv"; \
 	wheel=$$(echo "$$repository"/dist/*.whl); \
 	cp .ci/check_wheel.py "$$folder"; cd "$$folder"; \
-	env -u PIP_CONSTRAINT venv/bin/python -m pip install --quiet "$$wheel[train]"; \
+	env -u PIP_CONSTRAINT venv/bin/python $(PIP_INSTALL) --quiet "$$wheel[train]"; \
 	$(WHEEL_PYTHON) check_wheel.py "$$repository"
 
 # Every kernel, for Hopper GPUs and for TPUs, to machine code, on a machine that has neither.
@@ -119,7 +120,7 @@ compile-kernels: $(COMPILERS_STAMP)
 $(COMPILERS_STAMP): pyproject.toml constraints.txt constraints-compilers.txt
 	rm -rf $(COMPILERS)
 	$(PYTHON) -m venv $(COMPILERS)
-	$(COMPILERS)/bin/python -m pip install --constraint constraints.txt --constraint constraints-compilers.txt -e ".[compile-kernels]"
+	$(COMPILERS)/bin/python $(PIP_INSTALL) --constraint constraints.txt --constraint constraints-compilers.txt -e ".[compile-kernels]"
 	@touch $@
 
 audit: $(AUDIT_STAMP)
@@ -128,7 +129,7 @@ audit: $(AUDIT_STAMP)
 $(AUDIT_STAMP): constraints.txt constraints-audit.txt
 	rm -rf $(AUDIT)
 	$(PYTHON) -m venv $(AUDIT)
-	$(AUDIT)/bin/python -m pip install --quiet --constraint constraints.txt --constraint constraints-audit.txt pip-audit
+	$(AUDIT)/bin/python $(PIP_INSTALL) --quiet --constraint constraints.txt --constraint constraints-audit.txt pip-audit
 	@touch $@
 
 clean:
