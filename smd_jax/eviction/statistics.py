@@ -122,8 +122,8 @@ class Statistic(Generic[State]):
         raise TypeError(f"{type(self).__name__} has no observe: its class must define one")
 
     def shift(self, state: State, count: Int[Array, ""]) -> State:
-        """The state with all query numbers shifted by `count`, for a prompt that an engine seats `count` steps after
-        its cache was made. Only ring buffers need to override it."""
+        """The state with all query numbers shifted by `count`. Positive for a prompt that an engine seats `count` steps
+        after its cache was made, negative after a segment of a conversation. Only ring buffers need to override it."""
         return state
 
 

@@ -158,9 +158,9 @@ def converse(
 
     Raises:
       TypeError: a model, policy, config or prompts of another class, as `rollout`.
-      ValueError: decode_rows that do not divide the conversations, neither `config.eos_token_id` nor `stop`, turns
-        without room for the shortest response, a quantised cache, an answer without tokens or with ids outside the
-        vocabulary, and what `rollout` raises.
+      ValueError: decode_rows that do not divide the conversations, `active` of another shape, neither
+        `config.eos_token_id` nor `stop`, turns without room for the shortest response, a quantised cache, an answer
+        without tokens or with ids outside the vocabulary, a reply without a turn, and what `rollout` raises.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
     check_sampler(model, policy, config)
@@ -173,7 +173,9 @@ def converse(
     check_shortest_turn(config, conversation)
     sampler = conversation_sampler(model, policy, config, prompts.tokens.shape[1])
     rows = len(prompts.tokens) * group_size
-    active = np.ones(rows, bool) if active is None else active
+    active = np.ones(rows, bool) if active is None else np.asarray(active, bool)
+    if active.shape != (rows,):
+        raise ValueError(f"expected active of shape [{rows}], one value per conversation; got {list(active.shape)}")
     decode_rows = rows if decode_rows is None else decode_rows
     check_whole("decode_rows", decode_rows, 1)
     if rows % decode_rows or decode_rows % group_size:
@@ -199,7 +201,7 @@ def check_shortest_turn(config: RolloutConfig, conversation: ConversationConfig)
 def check_answer(row: int, tokens: list[int], vocab_size: int) -> None:
     """Raises ValueError for an answer without tokens, after which two turns would look like one, and for ids outside
     the vocabulary, whose embeddings are not finite."""
-    if not tokens:
+    if not len(tokens):
         raise ValueError(f"expected an answer of at least one token, or an ending; got none in conversation {row}")
     outside = [token for token in tokens if not 0 <= token < vocab_size]
     if outside:
@@ -379,6 +381,8 @@ class _Loop:
         if wait:
             self.waited += time.perf_counter() - began
         for row, reply in replies:
+            if not self._waits(row):
+                raise ValueError(f"expected one reply to each turn that was sent; got another of conversation {row}")
             if reply.ending is not None:
                 self.endings[row] = reply.ending
                 self.terminated[row] = not reply.cut
@@ -391,6 +395,11 @@ class _Loop:
                 self.unread[row] = [int(self.last[row]), *reply.tokens]
                 self.read += len(reply.tokens)
                 self.drawn[row] += len(reply.tokens)
+
+    def _waits(self, row: int) -> bool:
+        """Whether a turn of this conversation was sent and has no reply."""
+        known = 0 <= row < len(self.endings)
+        return known and self.endings[row] is None and not self.live[row] and row not in self.unread
 
     def _give_rows_away(self) -> None:
         """Parked conversations that have something to do take the rows of those that wait or have ended."""
@@ -428,8 +437,8 @@ class _Loop:
         seats = self.rows.seats
         live = self.live[seats]
         self.rows.state = sample_segment(self.sampler, self.params, self.rows.state, self.stop)
-        state = self.rows.state.rows
-        drawn, done, terminated = jax.device_get((state.drawn, state.done, state.terminated))
+        state = self.rows.state
+        drawn, done, terminated = jax.device_get((state.rows.drawn, state.rows.done, state.rows.terminated))
         new = (drawn - self.drawn[seats])[live]
         self.drawn[seats[live]] = drawn[live]
         self.segments += 1
@@ -439,7 +448,8 @@ class _Loop:
         self.live[seats] &= ~done
         if not len(stopped):
             return
-        tokens = np.asarray(self.rows.state.record.tokens)
+        tokens, logprobs = jax.device_get((state.record.tokens, state.record.logprobs))
+        check_finite(logprobs[stopped])  # before a respondent acts on tokens that mean nothing
         for seat in stopped.tolist():
             row, end = int(seats[seat]), int(drawn[seat])
             self.last[row] = tokens[seat, end - 1]

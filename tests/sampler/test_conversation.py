@@ -22,6 +22,7 @@ from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.spans import TokenSpans
+from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import LENGTH, ROOM, TURNS, ConversationConfig, Conversed, Reply, converse
@@ -144,6 +145,31 @@ def test_answers_that_the_model_cannot_read_are_refused(tokens: list[int], said:
     respondent.reply = lambda row, turn: Reply(tokens)
     with pytest.raises(ValueError, match=said):
         talk("SnapKV", respondent)
+
+
+@pytest.mark.parametrize("other", [-1, 0, 1, len(LENGTHS)])
+def test_a_reply_without_a_turn_is_refused(other: int):
+    """In a row that got its reply, in one that still samples or has ended, and in none."""
+    respondent = Scripted(ending=lambda row, turn: "done" if row == 1 else None)
+    respondent.receive = lambda wait: [
+        (row, respondent.reply(abs(row), 1)) for row in respondent.turns for row in (row, other)
+    ]
+    with pytest.raises(ValueError, match=f"one reply to each turn that was sent; got another of conversation {other}"):
+        talk("SnapKV", respondent)
+
+
+def test_no_turn_from_logits_that_are_not_finite_is_sent():
+    params, prompts, key = inputs()
+    respondent = Scripted()
+    params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    with pytest.raises(NonFiniteLogitsError, match="expected finite logits in the sampler"):
+        talk(
+            "SnapKV",
+            respondent,
+            dataclasses.replace(CONFIG, eos_token_id=tuple(range(VOCAB))),
+            given=(params, prompts, key),
+        )
+    assert not respondent.turns
 
 
 def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
