@@ -179,8 +179,9 @@ def _positions_of_slots(record: Record, facts: PromptFacts, at: Conditions) -> I
     if not record.has_evictions:
         return
     queries = np.arange(at.tokens.shape[1])
+    # Keys up to a query, less those that were evicted by then; empty columns have 0.
     kept = [
-        ((queries <= queries[:, None]) & (queries[:, None] < evicted_at)).sum(axis=1)
+        np.cumsum(evicted_at > 0) - np.searchsorted(np.sort(evicted_at[evicted_at > 0]), queries, side="right")
         for evicted_at in at.evicted_at[:, 0, 0]
     ]
     positions = np.maximum(np.stack(kept) - 1, 0).astype(np.int32)

@@ -48,7 +48,7 @@ def expand_words(words: Sequence[str], algorithms: Mapping[str, type]) -> list[s
     flags = list[str]()
     for source in sources:
         options = read_options(source)
-        if not any(word.partition("=")[0] == "--output-dir" for word in rest):
+        if not any(word.partition("=")[0].replace("_", "-") == "--output-dir" for word in rest):
             check_output_dir(source, options.get(OUTPUT_DIR))
         algorithm = options.pop(ALGORITHM, chosen)
         if algorithm not in [*algorithms] or chosen not in (None, algorithm):

@@ -25,6 +25,7 @@ from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import OpenedModel, model_directory, open_model
+from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
@@ -70,6 +71,7 @@ def run(args: Args) -> None:
     no such checkpoint, --best with --step, the base model or other files as --out, or a full disk."""
     if args.best and args.step is not None:
         raise UserError(f"expected --best or --step; got both, with --step {args.step}")
+    args = replace(args, out=full_path(args.out))
     if args.format == "hf":
         check_export(args.out, 0)
     else:  # these formats keep other files

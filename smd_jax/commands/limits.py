@@ -19,6 +19,13 @@ from smd_jax.train.loop import Loop
 LARGEST = 2**24  # no size or count is larger; JAX's shapes and counters are int32
 AT_LEAST_ONE = ("save_total_limit", "max_skipped_updates", "eval_rows", "decode_rows", "dataset_size")
 AT_LEAST_ONE += ("max_prompt_length", "data_parallel", "fsdp", "tensor", "sequence")
+
+
+def is_sparse(run: Any) -> bool:
+    """Whether the policy that samples differs from that with the full cache."""
+    return run.eviction != "dense" or run.quant_bits is not None
+
+
 # Options, whether the run reads them, and when they have no effect.
 READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
@@ -26,6 +33,17 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda run: PROCEDURAL in run.dataset + (run.eval_dataset or ""),
         f"without --dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
     ),
+    (
+        ("sync_ref_model",),
+        lambda run: run.ref_model_sync_steps < run.max_steps * run.minibatches * run.num_iterations,
+        "in a run of --max-steps rollouts, whose optimizer steps are no more than --ref-model-sync-steps",
+    ),
+    (
+        ("distill",),
+        lambda run: run.distill in ("anchor", "ema") or is_sparse(run),
+        "with --eviction dense: teacher and student are one policy",
+    ),
+    (("dense_share",), is_sparse, "with --eviction dense: both learners are one policy, computed twice"),
     (("lora_alpha", "lora_target_modules", "use_rslora"), lambda run: run.lora_r is not None, "without --lora-r"),
     (("kl_estimator", "use_bias_correction_kl"), lambda run: run.beta > 0, "without --beta"),
     (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda run: run.sync_ref_model, "without --sync-ref-model"),
@@ -38,7 +56,7 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("context_length", "summary_request", "summary_heading"), lambda run: run.contexts > 1, "without --contexts"),
     # Policies of evaluations have the same sinks.
     (
-        ("sinks",),
+        ("sinks", "budget"),
         lambda run: not {run.eviction, *run.eval_decode} <= {"dense", "sampler"},
         "without an --eviction policy",
     ),

@@ -18,6 +18,7 @@ import tyro
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
+from smd_jax.commands.places import full_path
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import plot_runs
 
@@ -43,11 +44,12 @@ def run(args: Args) -> None:
     """Writes the file and prints its path."""
     if not args.runs:
         raise UserError("expected at least one directory of a run; got none")
-    if args.out.suffix not in (".html", ".png", ".svg"):
-        raise UserError(f"expected --out to end in .html, .png or .svg; got {args.out}")
+    out = full_path(args.out)
+    if out.suffix not in (".html", ".png", ".svg"):
+        raise UserError(f"expected --out to end in .html, .png or .svg; got {out}")
     with as_user_errors():
-        if args.out.suffix == ".html":
-            write_page(args.runs, args.out, args.title)
+        if out.suffix == ".html":
+            write_page(args.runs, out, args.title)
         else:
-            plot_runs(args.runs, args.out)
-    print(args.out)
+            plot_runs(args.runs, out)
+    print(out)

@@ -71,6 +71,7 @@ _WITHOUT_EFFECT = frozenset(
         *("inference_mode", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "lora_dropout"),
         *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+        *("lorap_lr_ratio", "lorap_emb_lr", "lora_dtype"),  # of ms-swift
     }
 )
 # Initialisations that do not change the base model. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract a part of
@@ -102,8 +103,8 @@ def save_peft(
 
     Raises:
       FileNotFoundError: `base_directory` has no config.json.
-      ValueError: there are no adapters, they do not fit `config`, `base_directory` is needed, or PEFT cannot store
-        them, see `check_peft`.
+      ValueError: there are no adapters, they do not fit `config`, one is NaN or infinite in `dtype`, `base_directory`
+        is needed, or PEFT cannot store them, see `check_peft`.
     """
     if not has_lora(params):
         raise ValueError(f"expected parameters with adapters (smd.model.add_lora); got {sorted(params)}")
@@ -124,7 +125,10 @@ def save_peft(
         pair = _join([pairs[_module(leaf)] for leaf in tensor.leaves])
         tensors |= {_tensor_name(name, matrix): pair[matrix].T for matrix in _MATRICES}
     kind = jnp.dtype(float_name(dtype))
-    tensors = {name: np.ascontiguousarray(tensor.astype(kind)) for name, tensor in tensors.items()}
+    with np.errstate(over="ignore"):  # refused in the next lines
+        tensors = {name: np.ascontiguousarray(tensor.astype(kind)) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        check_finite_weights(name, tensor)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     content = _peft_config(lora, base_model, _fused_names(config, layout), config.experts is not None)
@@ -356,7 +360,7 @@ def _lora_config(
     if not targets or stored - set(targets):
         raise ValueError(f"expected adapters of {', '.join(TARGETS)} in {directory}; got {some(sorted(stored))}")
     try:
-        alpha, stabilised = float(content["lora_alpha"]), content.get("use_rslora", False)
+        alpha, stabilised = float(content["lora_alpha"]), content.get("use_rslora") or False
         lora = LoraConfig(rank=content["r"], alpha=alpha, targets=targets, rank_stabilised=stabilised)
         _check_patterns(content, lora, fused_names)
         return lora

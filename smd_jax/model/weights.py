@@ -274,6 +274,11 @@ def _replaced(directory: Path) -> Iterator[Path]:
     # In the same parent, because a rename within a file system is atomic.
     new = directory.parent / f".{directory.name}.new-{os.getpid()}"
     old = directory.parent / f".{directory.name}.old-{os.getpid()}"
+    # A process with the same number, as in a container that begins again, may have been killed here.
+    if old.exists() and not directory.exists():
+        old.rename(directory)
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
     new.mkdir()
     try:
         yield new

@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class Run:
 
 
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs at or below these paths, each once, in a stable order; runs without rows are left out.
+    """The runs at these paths, or below those that are none, each once, in a stable order. Runs without rows are left
+    out.
 
     Raises:
       FileNotFoundError: a path without any run.
@@ -62,7 +64,13 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
-        here = sorted(file.parent for file in path.rglob(METRICS_FILE))
+        # glob follows links to folders, as rglob doesn't.
+        pattern = Path(escape(str(path)), "**", METRICS_FILE)
+        here = (
+            [path]
+            if (path / METRICS_FILE).is_file()
+            else sorted(Path(file).parent for file in glob(str(pattern), recursive=True))
+        )
         if not here:
             raise FileNotFoundError(f"expected a run, or a folder with runs, each with a {METRICS_FILE}; got {path}")
         found |= {run.resolve(): run for run in here}

@@ -29,7 +29,7 @@ def check_progress(directory: Path, resume: bool, run: RunConfig) -> None:
     """Refuses a resume that would lose rollouts. Cheap, and changes nothing.
 
     Raises:
-      ValueError: more rollouts are finished than the run shall have.
+      ValueError: more rollouts are finished than the run shall have, or a line of a metrics file cannot be read.
       FileNotFoundError: the metrics show that checkpoints were saved, and none exists.
     """
     finished = latest_step(directory / CHECKPOINTS)
@@ -37,14 +37,19 @@ def check_progress(directory: Path, resume: bool, run: RunConfig) -> None:
         raise ValueError(
             f"expected steps of at least {finished}, the rollouts that are finished in {directory}; got {run.steps}"
         )
-    if not resume or finished is not None or run.checkpoint_every == 0:
+    if not resume:
         return
     rows = finished_rollouts(directory)
+    if (directory / EVALUATIONS_FILE).exists():
+        read_metrics(directory / EVALUATIONS_FILE)
+    if finished is not None or run.checkpoint_every == 0:
+        return
     # A row is written once the save before it is complete, except the last row of a run that ended with an error.
     if run.checkpoint_every < rows - 1:
         raise FileNotFoundError(
             f"expected a checkpoint in {directory / CHECKPOINTS}, since {METRICS_FILE} has {rows} rollouts and one is "
-            f"saved every {run.checkpoint_every}; found none. Bring it back, or begin in another directory"
+            f"saved every {run.checkpoint_every}; found none. Bring it back, or begin in another directory. If the run "
+            "saved less often before, resume it with that number"
         )
 
 

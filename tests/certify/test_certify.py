@@ -124,6 +124,14 @@ def test_an_injected_cause_is_named(params, arrays, name, number):
     assert verdict.cause is not None and verdict.cause.detail == cases[number].detail
 
 
+def test_positions_of_slots_count_the_keys_of_the_first_head(arrays):
+    record = checked(arrays)
+    (case,) = CAUSES[3].cases(record, PromptFacts(bos=None))
+    for evicted_at, positions in zip(record.evicted_at[:, 0, 0], case.conditions.positions, strict=True):
+        visible = [sum(key <= query < end for key, end in enumerate(evicted_at)) for query in range(len(evicted_at))]
+        assert positions[: len(visible)].tolist() == [max(count - 1, 0) for count in visible]
+
+
 def test_other_injected_causes_are_named(params, arrays):
     stated = Conditions.of(checked(arrays))
     cause, verdict = named(params, sampler_under(params, arrays, stated, temperature=0.8))

@@ -299,6 +299,12 @@ def test_a_stopped_run_is_a_short_box_and_a_command(
     assert program == "smd-train" and parse(again)[1].run.resume
 
 
+def test_a_run_that_was_moved_takes_its_new_folder(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(config_file.dump(*parse(["grpo", *NEEDED, "--output-dir", "elsewhere"])))
+    for flag in ("--output-dir", "--output_dir"):
+        assert parse(["--config", str(tmp_path / "config.yaml"), flag, str(tmp_path)])[1].run.output_dir == tmp_path
+
+
 # --- smd-eval
 
 

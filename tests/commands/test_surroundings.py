@@ -42,6 +42,16 @@ def test_output_that_cannot_be_written_is_one_line(word: str, redirection: str, 
     assert done.returncode == status and said in done.stderr and done.stderr.count("\n") == bool(said)
 
 
+def test_output_that_the_terminal_cannot_show_is_escaped(tmp_path: Path):
+    code = (
+        "import sys; sys.argv = ['x', '--version']; from smd_jax.commands.console_scripts import smd_plot; smd_plot()"
+    )
+    code += "; print('运行')"
+    variables = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0 and done.stdout.endswith(b"\\u8fd0\\u884c\n")
+
+
 @pytest.mark.slow
 def test_a_run_whose_output_cannot_be_written_is_complete(model: Path, tmp_path: Path):
     words = ["grpo", "--model", str(model), "--dataset", "reasoning_gym:chain_sum", "--dataset-size", "9"]

@@ -356,6 +356,13 @@ def test_options_that_the_run_does_not_read():
     found = [line.split(":")[0] for line in unread_options(parse([*words, *off])[1])]
     expected = ["--dataset-size", "--sinks", "--mismatch-bound", "--adam-beta1", "--print-completions"]
     assert found == [*expected, "--reward-timeout"]
+    full_cache = ["--eviction", "dense", "--distill", "reverse", "--dense-share", "0.5", "--budget", "64"]
+    found = unread_options(parse([*words, *full_cache])[1])
+    assert [line.split(":")[0] for line in found] == ["--distill", "--dense-share", "--budget"]
+    assert len(unread_options(parse([*words, *full_cache, "--quant-bits", "4"])[1])) == 1
+    moving = ["--distill", "ema", "--sync-ref-model"]
+    assert unread_options(parse([*words, *moving])[1])[0].startswith("--sync-ref-model: no effect in a run of")
+    assert unread_options(parse([*words, *moving, "--minibatches", "6"])[1]) == []
 
 
 def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):

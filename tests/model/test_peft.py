@@ -112,8 +112,11 @@ def test_options_without_effect_are_taken(tmp_path: Path, start: object):
     others |= {"rank_pattern": {}, "revision": None, "target_parameters": None, "trainable_token_indices": None}
     others |= {"use_bdlora": None, "use_dora": False, "use_qalora": False, "velora_config": None}
     others |= {"alora_invocation_tokens": None, "init_lora_weights": start}
+    others |= {"lora_dtype": None, "lorap_lr_ratio": None, "lorap_emb_lr": 1e-6}  # of ms-swift
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | others))
     assert_bitwise_equal(load_peft(tmp_path, base_params(PARAMS), CONFIG), PARAMS)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | others | {"use_rslora": None}))
+    assert load_peft(tmp_path, base_params(PARAMS), CONFIG)[LORA].config.rank_stabilised is False
 
 
 def test_tensors_that_are_refused(tmp_path: Path):
@@ -143,6 +146,11 @@ def test_parameters_that_do_not_fit(tmp_path: Path):
         save_peft(tmp_path / "a", base_params(PARAMS), CONFIG)
     with pytest.raises(ValueError, match=r"in every layer of the config; got others at layers_2/attention/k_proj"):
         save_peft(tmp_path / "a", PARAMS, tiny_model_config(num_layers=3))
+    for factor, dtype in ((jnp.nan, "float32"), (1e9, "float16")):
+        with pytest.raises(
+            ValueError, match=rf"expected finite weights; got NaN or infinity in .*lora_A.*, as {dtype}"
+        ):
+            save_peft(tmp_path / "a", jax.tree.map(lambda x: x * factor, PARAMS), CONFIG, dtype=dtype)  # noqa: B023
     assert not (tmp_path / "a").exists()
     save_peft(tmp_path / "b", PARAMS, CONFIG)
     with pytest.raises(ValueError, match="expected the parameters of a base; got some with adapters"):

@@ -1,6 +1,7 @@
 """Checkpoints in Hugging Face's format: round trips and refusals. Logits: tests/model/test_family_logits.py."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +120,22 @@ def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkey
     with pytest.raises(OSError, match="no space left"):
         save_checkpoint(tmp_path / "model", jax.tree.map(jnp.zeros_like, params), config, dtype="float32")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    chex.assert_trees_all_equal(load_checkpoint(tmp_path / "model")[1], params, strict=True)
+
+
+def test_what_a_killed_save_left_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a container a process often has the number that the killed one had."""
+    config = CONFIGS["qwen2"]
+    params = random_leaves(config)
+    save_checkpoint(tmp_path / "model", params, config, dtype="float32")
+    (tmp_path / f".model.new-{os.getpid()}").mkdir()
+    shutil.copytree(tmp_path / "model", tmp_path / f".model.old-{os.getpid()}")
+    save_checkpoint(tmp_path / "model", params, config, dtype="float32")
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    # Killed between both renames: the older checkpoint is the only one, until another is complete.
+    (tmp_path / "model").rename(tmp_path / f".model.old-{os.getpid()}")
+    with pytest.raises(ValueError, match="expected finite weights"):
+        save_checkpoint(tmp_path / "model", jax.tree.map(lambda x: x * jnp.nan, params), config, dtype="float32")
     chex.assert_trees_all_equal(load_checkpoint(tmp_path / "model")[1], params, strict=True)
 
 

@@ -85,6 +85,12 @@ def test_runs_are_found_once_and_named_apart(tmp_path, runs):
     for study in ("a", "b"):
         write_run(tmp_path / "studies" / study / "shadow", [1.0])
     assert [run.name for run in load_runs([tmp_path / "studies"])] == ["a/shadow", "b/shadow"]
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "first").symlink_to(runs / "naive")
+    write_run(tmp_path / "links" / "second", [1.0])
+    assert len(load_runs([tmp_path / "links"])) == 2
+    write_run(runs / "naive" / "inside", [1.0])
+    assert [run.name for run in load_runs([runs / "naive"])] == ["naive"]
 
 
 def test_what_is_no_run(tmp_path):

@@ -16,6 +16,7 @@ from smd_jax.devices import processes
 from smd_jax.runs import checkpoint
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import Objective, RunConfig
+from smd_jax.runs.run_folder import check_progress
 from smd_jax.runs.run_log import ROLLOUTS, best_rollout, better, symptoms
 from smd_jax.runs.settings import machine, split_settings
 from tests.bitwise import assert_bitwise_equal
@@ -118,6 +119,12 @@ def test_a_resume_that_would_lose_rollouts_is_refused(tmp_path):
     shutil.move(tmp_path / "elsewhere", tmp_path / "checkpoints")
     start(tmp_path, 12, resume=True, checkpoint_every=4)
     assert rows(tmp_path)[:9] == before
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        shutil.copytree(tmp_path, tmp_path / "copy")
+        (tmp_path / "copy" / name).write_text('{"step": 0}\n\n{"step": 2}\n')
+        with pytest.raises(ValueError, match=rf"{name}, line 2: expected a JSON object"):
+            check_progress(tmp_path / "copy", True, RunConfig(steps=12))
+        shutil.rmtree(tmp_path / "copy")
 
 
 def test_a_resumed_run_does_not_evaluate_its_start_again(tmp_path):
