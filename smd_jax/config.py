@@ -22,7 +22,7 @@ QKNormOver = Literal["head", "all"]
 
 
 def check_whole(field: str, value: object, least: int, meaning: str = "") -> None:
-    """Raises ValueError unless `value` is a whole number from `least` on. `meaning` is a note in the message."""
+    """Raises ValueError unless `value` is a whole number >= `least`. `meaning` is a note in the message."""
     # True and False are ints to Python.
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         note = f" ({meaning})" if meaning else ""
@@ -37,7 +37,7 @@ def check_instance(name: str, value: object, kind: type) -> None:
         raise TypeError(f"expected {name} to be a {kind.__name__}; got {got}")
 
 
-MOST_SECONDS = 10**6  # of a limit: what waits for a process takes no much larger number
+MOST_SECONDS = 10**6  # largest time limit; waits on a pipe overflow above about 2 * 10**6 seconds
 
 
 def check_time_limit(seconds: float) -> None:
@@ -70,7 +70,7 @@ class LinearRope:
     """Positions divided by `factor` (transformers `rope_type: linear`).
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: unless `factor` is finite and positive.
     """
 
@@ -89,7 +89,7 @@ class Llama3Rope:
     those shorter than `original_max_positions / high_freq_factor` are kept, those between are interpolated.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: unless all numbers are finite and positive, and high_freq_factor is above low_freq_factor.
     """
 
@@ -117,7 +117,7 @@ class YarnRope(WrittenRepr):
     `1 + query_beta ln(1 + floor(p / original_max_positions))`, as Llama 4 and Ministral 3 do.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: unless all numbers are finite and positive; `query_beta` may be 0.
     """
 
@@ -145,7 +145,7 @@ class DynamicRope:
     the keys of a pass over all tokens. `ModelConfig.max_positions` ends the context before that.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: unless `factor` is finite and positive.
     """
 
@@ -170,7 +170,7 @@ class LongRope:
       attention_factor: multiplies cos and sin; None: sqrt(1 + ln(factor) / ln(original_max_positions)).
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: unless all numbers are finite and positive, and both tuples have the same length.
     """
 
@@ -204,14 +204,14 @@ class Experts:
       count: experts per layer. per_token: experts per token.
       intermediate_size: width of an expert.
       layers: for each layer, whether it is a mixture; empty: all are.
-      normalised: whether the gates of a token's experts sum to one; else they are shares among all experts.
+      normalised: whether the gates of a token's experts sum to one; else they are a softmax over all experts.
       bias: biases on the router and on the experts' projections (gpt-oss).
-      clamp: gpt-oss' activation, gate * sigmoid(1.702 gate) * (up + 1) with gate <= clamp and |up| <= clamp; None: as
-        ModelConfig says.
-      balance_coef: weight of the load-balancing loss that the family trains with.
+      clamp: gpt-oss' activation, gate * sigmoid(1.702 gate) * (up + 1) with gate <= clamp and |up| <= clamp; None:
+        `ModelConfig.activation`.
+      balance_coef: weight of the load-balancing loss in the family's training.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: for sizes below 1, more experts of a token than there are, or a clamp or coefficient out of range.
     """
 
@@ -255,23 +255,23 @@ class ModelConfig(WrittenRepr):
       mlp_bias: on the three projections of the MLP.
       qk_norm: RMSNorm per head on q and k (Qwen3, Gemma).
       query_pre_attn_scalar: scores are divided by its square root (Gemma); None: by that of head_dim.
-      activation: of the MLP's gate: SwiGLU, Gemma's GeGLU with the approximation by tanh, or the squared ReLU (Arcee).
-      norm_plus_one: every RMSNorm multiplies by 1 + scale (Gemma), so that a scale of zero leaves its input's size.
-      post_norms: RMSNorms also on what attention and MLP add to the residual stream (Gemma).
+      activation: of the MLP's gate: SwiGLU, Gemma's GeGLU with the tanh approximation, or the squared ReLU (Arcee).
+      norm_plus_one: every RMSNorm multiplies by 1 + scale instead of scale (Gemma).
+      post_norms: RMSNorms also on the outputs of attention and MLP (Gemma).
       scale_embeddings: embeddings are multiplied by the square root of hidden_size (Gemma).
       sliding_windows: for each layer, how many of the newest keys a query sees, itself included, or None for all;
         empty: no layer has a window.
       tie_embeddings: the output projection is the transposed embedding.
-      pre_norms: RMSNorms on what attention and MLP read (all but OLMo 2 and 3).
-      qk_norm_over: what the RMSNorms on q and k run over: each head, or all heads together (OLMo 2 and 3).
+      pre_norms: RMSNorms on the inputs of attention and MLP (all but OLMo 2 and 3).
+      qk_norm_over: scope of the RMSNorms on q and k: each head, or all heads together (OLMo 2 and 3).
       rope_layers: for each layer, whether it has RoPE (SmolLM3); empty: all have.
       rotary_dim: how many of a head's channels RoPE rotates, the first ones (Phi-4-mini); None: all.
       rope_interleaved: RoPE pairs neighbouring channels (Ernie 4.5), instead of the first and second half.
       attention_multiplier: scores are multiplied by it (Granite); None: divided as `query_pre_attn_scalar` says.
-      embedding_multiplier: of embeddings. residual_multiplier: of what attention and MLP add. logits_divisor: of logits
-        (all three Granite).
-      attention_softcap: scores of attention are squeezed into ±this by tanh (Gemma 2); None: they are not.
-      logit_softcap: so are the logits (Gemma 2).
+      embedding_multiplier: of embeddings. residual_multiplier: of the outputs of attention and MLP. logits_divisor: of
+        logits (all three Granite).
+      attention_softcap: attention scores are squeezed into ±this by tanh (Gemma 2); None: no cap.
+      logit_softcap: the same for the logits (Gemma 2).
       attention_sinks: every head has a learnt score that takes part in its softmax, and whose weight is dropped
         (gpt-oss).
       experts: a mixture of experts instead of the MLP; None: no layer has one.
@@ -397,8 +397,8 @@ class ModelConfig(WrittenRepr):
 
 
 def check_model_sizes(sizes: Mapping[str, Any]) -> None:
-    """Raises ValueError for sizes below 1, heads that are no multiple of KV heads, and a dtype that is no float's; of
-    the fields that ModelConfig shares with `smd_jax.model.protocol.ModelShape`."""
+    """Checks the fields that ModelConfig shares with `smd_jax.model.protocol.ModelShape`: raises ValueError for sizes
+    below 1, heads that are no multiple of KV heads, and a dtype that is not floating."""
     for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
         check_whole(name, sizes[name], 1)
     if sizes["num_heads"] % sizes["num_kv_heads"]:

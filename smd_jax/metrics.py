@@ -40,7 +40,7 @@ CORRECTION_METRICS: dict[str, str] = {
     "rollout_corr/rollout_rs_seq_dropped_fraction": "share of responses that lose all their tokens",
 }
 
-# Of one optimizer step, for `smd_jax.train.minibatches.over_steps`, which weights the others by them; no run logs them.
+# Of one optimizer step; `smd_jax.train.minibatches.over_steps` weights the other metrics by them. Not logged.
 STEP_WEIGHTS: dict[str, str] = {
     "update/tokens": "counted tokens, 0 without any",
     "update/learns": "0 if the step had nothing to learn from, otherwise 1, in DPO its pairs",
@@ -141,7 +141,7 @@ def reward_metrics(
     # Equality, not a standard deviation near 0: the mean of equal floats may differ from them.
     highest = jnp.where(rewarded, groups, -jnp.inf).max(axis=1)
     lowest = jnp.where(rewarded, groups, jnp.inf).min(axis=1)
-    # A group without any reward is left out. Deviations are of the distance from one reward: exactly 0 for equal ones.
+    # Groups without a reward are left out. Deviations use distances from one reward: exactly 0 for equal rewards.
     of_groups = (groups - highest[:, None]).std(axis=1, ddof=min(1, group_size - 1), where=rewarded)
     within = jnp.where(left > 1, of_groups, 0.0)
     of_batch = (groups - highest.max()).std(ddof=min(1, groups.size - 1), where=rewarded)

@@ -179,7 +179,7 @@ def sampler_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
 
 def present_logprobs_of(inputs: CorrectionInputs) -> Float[Array, "batch R"]:
     if inputs.logprobs is None:
-        raise ValueError("expected the learner's present log-probabilities (logprobs) for this correction; got None")
+        raise ValueError("expected the learner's current log-probabilities (logprobs) for this correction; got None")
     # Weights are constants of a step, even if they depend on the trained policy.
     return jax.lax.stop_gradient(inputs.logprobs)
 

@@ -52,7 +52,7 @@ class TIS(_ByRatio):
     Attributes:
       level: "token": xi of each token; "sequence": their product, one weight for all tokens of a response.
       clip_min, clip_max: bounds of the weight; None: no bound (without any: plain importance sampling).
-      batch_normalize: then divide by the mean weight of the minibatch, over tokens ("token") or over responses with
+      batch_normalize: divide the weights by their mean in the minibatch, over tokens ("token") or over responses with
         tokens ("sequence"); no division by a mean of at most 1e-8, as in verl and slime. verl uses the mean of the
         whole rollout, Sparse-RL's release that of a microbatch.
     """

@@ -136,7 +136,7 @@ def check_budget(policy: EvictionPolicy, budget: int, num_layers: int) -> None:
 
 
 def check_policy(policy: object) -> None:
-    """Raises TypeError unless the object is an eviction policy by which programs can be cached; a class is not."""
+    """Raises TypeError unless the object is a hashable instance of EvictionPolicy."""
     if not isinstance(policy, EvictionPolicy):
         hint = f": {policy.__name__}()?" if isinstance(policy, type) else ""
         raise TypeError(f"expected an eviction policy, an instance of an EvictionPolicy; got {policy!r}{hint}")

@@ -321,7 +321,7 @@ class TriAttention(EvictionPolicy):
       longest: the largest d.
 
     Raises:
-      TypeError, ValueError: a value that its field does not allow.
+      TypeError, ValueError: a value of the wrong type or out of range.
     """
 
     centers: QueryCenters
@@ -402,7 +402,7 @@ class LearnedGate(EvictionPolicy):
       greedy: evict the keys with the lowest logits, without sampling and without a record.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
     """
 
     weights: Gate = field(default_factory=LinearGate)
@@ -431,7 +431,7 @@ class LearnedGate(EvictionPolicy):
 
 
 def gate_logits(gate: Gate, view: CacheView) -> Scores:
-    """The gate's worth of each cached key."""
+    """The gate's logit of each cached key."""
     queries = view.statistic(NewestQueries(1))
     logits = gate.logits(view.parameters, view.keys, view.values, view.positions, view.newest[:, None], queries)
     return gate.keep_sinks(logits, view.positions)[:, :, 0]

@@ -36,7 +36,7 @@ class CacheShape:
     """Sizes of one layer's cache, for `Statistic.init`.
 
     Attributes:
-      rows, heads, kv_heads, head_dim: of queries and keys. slots: keys at most.
+      rows, heads, kv_heads, head_dim: of queries and keys. slots: maximum number of keys.
       dtype: of queries, keys and values.
     """
 
@@ -162,12 +162,12 @@ class NewestQueries(Statistic[Array]):
     def observe(self, state: Array, seen: Observation) -> Array:
         exists = seen.query_columns >= 0
         tokens = seen.queries.shape[2]
-        if tokens == 1:  # an update of one slice stays in place everywhere, one by an array of indices does not
+        if tokens == 1:  # updating one slice is in place on every backend, scattering by an array of indices is not
             index = seen.number % self.window
             before = jax.lax.dynamic_slice_in_dim(state, index, 1, axis=2)
             query = jnp.where(exists[:, None, :, None], seen.queries, before)
             return jax.lax.dynamic_update_slice_in_dim(state, query, index, axis=2)
-        # For every index of the ring the newest token that belongs there: `end - age` for ages 1 … window.
+        # For every index of the ring, the newest token that belongs there: `end - age` for ages 1 … window.
         end = jnp.max(jnp.where(exists, jnp.arange(tokens) + 1, 0), axis=1)[:, None]
         token = end - 1 - (seen.number + end - 1 - jnp.arange(self.window)[None]) % self.window
         found = (token >= 0) & jnp.take_along_axis(exists, jnp.maximum(token, 0), axis=1)

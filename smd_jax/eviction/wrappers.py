@@ -50,7 +50,7 @@ class Protect(_Wrapper):
     """Always keeps the first `sinks` and the newest `recent` keys; the inner policy chooses the rest.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: if the inner policy never evicts, or a number is negative.
     """
 
@@ -80,7 +80,7 @@ class Pyramid(_Wrapper):
     budget to the prompt's length and raises the smallest by as much, so its budgets differ for short prompts.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: if the inner policy never evicts, or `beta` is below 1.
     """
 
@@ -104,7 +104,7 @@ class Pyramid(_Wrapper):
 
 @dataclass(frozen=True)
 class OnTokens(_Wrapper):
-    """Evicts spans of text when a token is written, in addition to what the inner policy evicts for its budget.
+    """Evicts spans of text when a token is written, in addition to the inner policy's evictions.
 
     Around `Dense` nothing else is evicted: Memento's cache (arXiv:2604.09852). It has a slot for every token, and hides
     the spans. Around a policy with a budget, the slots of a span are free after the next compression.
@@ -113,7 +113,7 @@ class OnTokens(_Wrapper):
       token_spans: which tokens, see `smd_jax.message.spans`.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: if the inner policy has spans of its own.
     """
 

@@ -107,8 +107,8 @@ class ValueTerm(Term):
 
 @dataclass(frozen=True)
 class BalanceTerm(Term):
-    """`coef * load-balancing loss` of mixtures of experts, as Mixtral, Qwen3 and gpt-oss are trained with, for
-    `UpdateConfig(terms=(BalanceTerm(count, coef),))`:
+    """`coef * load-balancing loss` of mixtures of experts, as in the training of Mixtral, Qwen3 and gpt-oss. Add it
+    with `UpdateConfig(terms=(BalanceTerm(count, coef),))`:
 
         count * sum over experts of  f * P      f: choices of the expert per token      P: its mean probability
 
@@ -143,7 +143,7 @@ class BalanceTerm(Term):
         assert routing is not None  # it needs the router
         chosen = jnp.arange(self.count)[None] == routing.astype(jnp.int32).reshape(-1, 1)
         tokens = jnp.maximum(jnp.sum(routing[..., 0] >= 0), 1)
-        # Two divisions: the square of as many tokens as one batch has would overflow 32 bits.
+        # Two divisions, because the square of a batch's token count could overflow 32 bits.
         weights = self.count * (chosen.sum(0) / tokens) / tokens
         return jnp.broadcast_to(weights[None], (routing.shape[0], self.count))
 

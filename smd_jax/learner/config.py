@@ -94,8 +94,8 @@ class UpdateConfig:
             raise ValueError(f"expected policy_coef > 0, or 0 with another term to learn from; got {self.policy_coef}")
         if self.reference_sync is not None and not self.needs_reference:
             raise ValueError(
-                "expected beta > 0 or distillation in direction 'ema' with a reference_sync: else nothing looks "
-                f"at a reference; got {self.reference_sync}"
+                "expected beta > 0 or distillation in direction 'ema' with a reference_sync, because nothing else "
+                f"reads a reference; got {self.reference_sync}"
             )
         if self.needs.evictions and (self.visibility == "dense" or self.pack_columns is not None):
             raise ValueError(
@@ -188,8 +188,8 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
 def check_old_logprobs(config: UpdateConfig, batch: TrainBatch) -> None:
     """Raises ValueError if a correction would compare the sampler's log-probabilities with themselves.
 
-    Call it outside of the update's own jit, in which one array passed twice is two tracers. Equal values count only for
-    a dense learner, at tokens whose query saw fewer keys than it: others may well be equal to the last bit.
+    Call it outside of the update's own jit, in which one array passed twice is two tracers. Equal values are refused
+    only for a dense learner, at tokens whose query saw fewer keys in the sampler: others may be bitwise equal.
     """
     check_instance("batch", batch, TrainBatch)
     given = {"old_logprobs": batch.old_logprobs, "dense_old_logprobs": batch.dense_old_logprobs}
@@ -209,7 +209,7 @@ def _is_the_samplers(old: Float[Array, "batch R"], trajectory: Trajectory) -> bo
     """Whether these are the log-probabilities of a sampler that evicted keys. False under a trace."""
     if is_traced((old, trajectory)) or not isinstance(trajectory.mask, ShadowMask):
         return False
-    if trajectory.logprobs is None or old.shape != trajectory.logprobs.shape:  # has an error of its own
+    if trajectory.logprobs is None or old.shape != trajectory.logprobs.shape:  # raises its own error
         return False
     with jax.ensure_compile_time_eval():  # of a constant batch, also in a jit of the caller's
         return bool(_repeats(old, trajectory))
@@ -217,7 +217,7 @@ def _is_the_samplers(old: Float[Array, "batch R"], trajectory: Trajectory) -> bo
 
 @jax.jit
 def _repeats(old: Float[Array, "batch R"], trajectory: Trajectory) -> Bool[Array, ""]:
-    """Whether all tokens that can tell are equal: their query saw fewer keys, and they were not certain."""
+    """Whether `old` equals the sampler's at all tokens whose query saw fewer keys and whose probability is below 1."""
     keys = jnp.where(trajectory.valid[:, None, None], trajectory.mask.evicted_at, jnp.iinfo(jnp.int32).max)
     queries = trajectory.prompt_width - 1 + jnp.arange(old.shape[1])[None]
     saw_fewer = keys.min(axis=(1, 2, 3))[:, None] <= queries

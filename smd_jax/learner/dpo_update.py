@@ -89,7 +89,7 @@ def make_dpo_update(
     microbatches, and a missing reference.
 
     Raises:
-      TypeError: for a model without the five members, and an optimizer or a config of another class.
+      TypeError: for a model that is no LanguageModel, and an optimizer or a config of another class.
     """
     check_parts(model, optimizer, config, DPOUpdateConfig)
 

@@ -50,8 +50,8 @@ def check_replayable(trajectory: Trajectory) -> None:
         )
     if not trajectory.replayable:
         raise ValueError(
-            "expected a trajectory sampled at a temperature > 0, because a greedy choice is no draw from a "
-            "distribution that a learner could have as well; got one from a greedy sampler"
+            "expected a trajectory sampled at a temperature > 0, because greedy decoding draws from no distribution "
+            "that a learner could share; got one from a greedy sampler"
         )
 
 
@@ -105,7 +105,7 @@ def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: M
     """One teacher-forced pass. `mask` None replays the sampler's mask and reproduces its log-probabilities.
 
     Raises:
-      TypeError: for a model without the five members, or a trajectory of another class.
+      TypeError: for a model that is no LanguageModel, or a trajectory of another class.
       ValueError: if the sampler was greedy.
     """
     check_model(model)
@@ -137,8 +137,8 @@ def replay_hidden(
         logits = response_logits(model, params, hidden, trajectory, columns)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         # Logits of tokens that could not be drawn are very low but finite: they add 0 * finite, where -inf would add
-        # NaN. Without entropy_gradient it is a constant: otherwise the backward pass would work on the logits'
-        # gradient twice.
+        # NaN. Without entropy_gradient the entropy is a constant: otherwise the backward pass would compute the
+        # logits' gradient twice.
         known = logprobs if entropy_gradient else jax.lax.stop_gradient(logprobs)
         entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)
         return Replay(jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0], entropy)
@@ -178,7 +178,7 @@ def make_replay(
     The returned function raises ValueError for rows of `rows_per_prompt` without a common prompt.
 
     Raises:
-      ValueError: for another visibility.
+      ValueError: for an unknown visibility.
     """
     check_choice("visibility", visibility, get_args(Visibility))
 
@@ -211,7 +211,7 @@ def is_traced(tree: Any) -> bool:
 def check_shared_prompts(rows: int, trajectory: Trajectory) -> None:
     """Raises ValueError for `rows` consecutive rows whose prompts differ, or were read under different masks. Call it
     outside of jit; under a trace it checks nothing."""
-    # A batch that does not divide has an error of its own.
+    # A batch that does not divide raises its own error.
     if rows == 1 or is_traced(trajectory) or len(trajectory.tokens) % rows:
         return
     with jax.ensure_compile_time_eval():  # of a constant batch, also in a jit of the caller's

@@ -178,8 +178,8 @@ def check_new_metrics(term: Term, metrics: Metrics, logged: Metrics) -> None:
 
 @jax.custom_vjp
 def _without_gradient(entropy: Array, logprobs: Array) -> Array:
-    """The entropies for a term that does not need their gradient. They count as a function of the log-probabilities,
-    so that a loss that differentiates them is refused; otherwise it would train nothing."""
+    """The entropies for a term that does not need their gradient. Differentiating them raises, because a loss with
+    constant entropies would train nothing; for this they are a function of the log-probabilities."""
     return entropy
 
 

@@ -60,8 +60,8 @@ class TrainBatch(struct.PyTreeNode):
       trajectory: `[batch, ...]`.
       advantages: `[batch]`, or `[batch, R]` with one per token.
       old_logprobs: `[batch, R]`, log-probabilities of the learner at the rollout's parameters; None: those at the
-        current parameters, which the update computes. The sampler's own, `trajectory.logprobs`, say that sampler and
-        learner are one policy, as under shadow masks. With a dense learner they make the ratio that of
+        current parameters, which the update computes. The sampler's own, `trajectory.logprobs`, declare sampler and
+        learner one policy, as under shadow masks. With a dense learner they make the ratio that of
         `smd.corrections.Bypass`, and corrections that measure the mismatch refuse them.
       counted_rows: `[batch]`, false for rows to leave out of the loss and all denominators; None: all rows count.
       old_values, returns: `[batch, R]`, the critic's values at the rollout's parameters, and its targets; None
@@ -79,7 +79,7 @@ class TrainBatch(struct.PyTreeNode):
 
 
 def check_parts(model: object, optimizer: object, config: object, kind: type) -> None:
-    """Raises TypeError for a model without the five members, an optimizer that is not optax's, and a config that is not
+    """Raises TypeError for a model that is no LanguageModel, an optimizer that is not optax's, and a config that is not
     of the class `kind`."""
     check_model(model)
     check_instance("optimizer", optimizer, optax.GradientTransformation)

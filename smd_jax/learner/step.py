@@ -126,8 +126,8 @@ def _after_step(schedule: Any) -> Any:
 def with_schedules_advanced(opt_state: optax.OptState) -> optax.OptState:
     """The optimizer's state after a step that only its schedules count.
 
-    Schedules of `optax.scale_by_schedule` and `optax.inject_hyperparams`; moments and their own counters do not change,
-    nor schedules with another state than a counter, nor those inside of `optax.MultiSteps`.
+    Advances schedules of `optax.scale_by_schedule` and `optax.inject_hyperparams`. Moments and their own counters do
+    not change, nor do schedules whose state is no counter and those inside of `optax.MultiSteps`.
     """
     scheduled = (
         optax.MultiStepsState,

@@ -62,7 +62,7 @@ class Needs:
                 check_choice(f"the masks in {field} of Needs", mask, get_args(Visibility))
 
     def __or__(self, other: Needs) -> Needs:
-        """What both need."""
+        """The union of both."""
         fields = (field.name for field in dataclasses.fields(self))
         return Needs(**{name: getattr(self, name) | getattr(other, name) for name in fields})
 
@@ -203,7 +203,7 @@ class Term:
 
     @property
     def needs(self) -> Needs:
-        """What the update must compute for this term."""
+        """Inputs that the update must compute for this term."""
         return Needs()
 
     def check(self, setup: LearnerSetup) -> None:

@@ -50,7 +50,7 @@ def make_update(
     without a common prompt.
 
     Raises:
-      TypeError: for a model without the five members, and an optimizer or a config of another class.
+      TypeError: for a model that is no LanguageModel, and an optimizer or a config of another class.
       ValueError: for a config with `pack_columns`, which `make_packed_update` takes.
     """
     check_parts(model, optimizer, config, UpdateConfig)

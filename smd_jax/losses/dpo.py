@@ -92,7 +92,7 @@ def pair_weights(counted: Bool[Array, " pairs"]) -> Float[Array, " pairs"]:
 
 
 def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """`sum(weights * l(h))`, h = (log policy - log reference) of chosen less that of rejected:
+    """`sum(weights * l(h))`, h = (log policy - log reference) of chosen minus that of rejected:
 
     sigmoid   l = -log sigmoid(beta h)      (arXiv:2305.18290 eq. 7)
     ipo       l = (h - 1 / (2 beta))^2      (arXiv:2310.12036 eq. 17), of sums over tokens, as in TRL's online trainer

@@ -46,8 +46,7 @@ def reference_kl(
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:
     """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance.
 
-    The log ratio is cut at 20 as in verl, where the estimate is 485 million, to avoid overflow; there is no gradient
-    beyond.
+    The log ratio is cut at 20 (an estimate of 485 million) to avoid overflow, as in verl; there is no gradient beyond.
     """
     # Cut only from above: far below 0 the exponential vanishes and the rest is linear.
     log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)

@@ -61,7 +61,8 @@ class Surrogate:
 
 @dataclass(frozen=True)
 class Clip(Surrogate):
-    """PPO's (arXiv:1707.06347 eq. 7): min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r the ratio, A the advantage.
+    """PPO's clipping (arXiv:1707.06347 eq. 7): min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), with the ratio r and
+    the advantage A.
 
     Metrics: `clip_ratio/low_mean`, `clip_ratio/high_mean` and `clip_ratio/region_mean`, the shares of tokens without
     gradient because of the bounds. Tokens cut by `delta` are not counted.
@@ -118,8 +119,8 @@ class Clip(Surrogate):
 
 @dataclass(frozen=True)
 class ClipWeight(Surrogate):
-    """CISPO's (arXiv:2506.13585 eq. 4 and 5): sg(min(r, 1 + epsilon_high)) A log p. The clipped ratio is a weight, so
-    every token keeps its gradient.
+    """CISPO's surrogate (arXiv:2506.13585 eq. 4 and 5): sg(min(r, 1 + epsilon_high)) A log p. The clipped ratio is a
+    weight, so every token keeps its gradient.
 
     Metrics: `cispo_clip_ratio`, the share of tokens with a positive advantage and a cut weight, as in TRL.
 
@@ -147,8 +148,8 @@ class ClipWeight(Surrogate):
 
 @dataclass(frozen=True)
 class SoftGate(Surrogate):
-    """SAPO's (arXiv:2511.20347): 4 / tau * sigmoid(tau (r - 1)) * A. A smooth gate instead of clipping: its slope is
-    that of r A at r = 1, and falls to 0 far away.
+    """SAPO's gate (arXiv:2511.20347): 4 / tau * sigmoid(tau (r - 1)) * A, smooth instead of clipped: its slope is that
+    of r A at r = 1, and falls to 0 far away.
 
     Metrics: `sapo_gate_mean`, the mean of slope / A, 4 sigmoid (1 - sigmoid): 1 on-policy.
 

@@ -113,7 +113,7 @@ def ordered_logprob(
     """log p of evicting these candidates in this order, see above; 0 without evictions.
 
     Args:
-      logits: worth of the keys, higher = keep.
+      logits: of the keys, higher = keep.
       order: ascending order of the evicted keys; other values are ignored.
     """
     # Evicted keys in their order, then kept keys, then others without weight. Finite, because a sum over only -inf is

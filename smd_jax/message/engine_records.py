@@ -3,8 +3,8 @@
 TensorRT-LLM's TriAttention, from the rounds and kept ordinals. Facts of
 `tensorrt_llm/_torch/kv_cache_compression/triattention/{triattention,compaction}.py` at 1.2 (PR #16957):
 
-* Every `beta` generated tokens the cache of a request is compacted in place to the prompt and `top_B` keys of what
-  follows. Kept keys keep their RoPE positions.
+* Every `beta` generated tokens the cache of a request is compacted in place to the prompt and `top_B` keys of the
+  response. Kept keys keep their RoPE positions.
 * Ordinals are indices in the current cache, not positions in the text; after the first round they differ.
 * Under the overlap scheduler the next forward pass is already enqueued when a round runs. Its query still sees every
   key, and its own key follows the kept ones (`protected_tail`).

@@ -1,4 +1,4 @@
-"""Eviction gates: the worth of each key, from the key, its value, its position, its age and the newest query.
+"""Eviction gates: a logit for each key, from the key, its value, its position, its age and the newest query.
 
     params    embed … norm      eviction_gate/layers_0, layers_1, …
               └─ the model ─┘   └─ a pytree of the gate's for every layer ─┘
@@ -43,7 +43,7 @@ class Gate:
         also before the gate has learned it.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: if `sinks` is negative.
     """
 
@@ -64,8 +64,8 @@ class Gate:
     def logits(
         self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
     ) -> Worth:
-        """Worth of each key at each compression, `[batch, kv_heads, compressions, keys]`, higher = keep, in float32 or
-        wider. Values for empty slots (negative positions) and for keys after the compression are ignored.
+        """Logit of each key at each compression, `[batch, kv_heads, compressions, keys]`, higher = keep, in float32 or
+        wider. Logits of empty slots (negative positions) and of keys after the compression are ignored.
 
         The sampler passes one compression and the cached keys, the learner all compressions and keys. Both must agree,
         so a key's logit may not depend on the other keys.
@@ -79,17 +79,17 @@ class Gate:
         """
 
     def keep_sinks(self, logits: Worth, positions: Positions) -> Worth:
-        """The logits that sampler and learner draw by: `KEPT` for the sinks."""
+        """The logits from which evictions are drawn: `KEPT` for the sinks."""
         return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
 
 
 @dataclass(frozen=True)
 class LinearGate(Gate):
-    """Worth that is linear in the key's features, and changes with its age:
+    """A logit that is linear in the key's features and changes with its age:
 
         logit = a(x) + b(x) log(1 + age)        x = (key, value, 1, log(1 + position)), age = newest - position
 
-    `a` and `b` are linear, per KV head, and start at zero: all keys have the same worth, as in `Random`.
+    `a` and `b` are linear, per KV head, and start at zero: all keys have the same logit, as in `Random`.
     """
 
     def init(self, kv_heads: int, head_dim: int, dtype: DTypeLike) -> dict[str, Array]:
@@ -112,14 +112,14 @@ class LinearGate(Gate):
 
 @dataclass(frozen=True)
 class AttentionGate(Gate):
-    """Worth as the model's own attention sees it, without parameters of a gate:
+    """The model's own attention score as logit, without parameters of a gate:
 
         logit = mean over the query heads of a KV head of  q · k / sqrt(head_dim) / temperature
 
     q is the newest query. At temperature 1, with one query head per KV head and without a soft cap, a logit is the
     logarithm of the key's attention weight plus a constant of the query, which draws do not depend on. The eviction
-    term trains the model's queries and keys, so the model learns what to forget with the weights by which it attends,
-    as in Neural Garbage Collection (arXiv:2604.18002). That paper draws the kept keys; `LearnedGate` draws the evicted
+    term trains the model's queries and keys, so the same weights learn attention and eviction, as in Neural Garbage
+    Collection (arXiv:2604.18002). That paper draws the kept keys; `LearnedGate` draws the evicted
     ones.
 
     Attributes:
@@ -197,7 +197,7 @@ def gate_parameters(params: Mapping[str, Any], gate: Gate, layer: int) -> Any:
         return ()
     if EVICTION_GATE not in params:
         raise ValueError(
-            f"expected parameters with {EVICTION_GATE!r}, because a LearnedGate chooses by it: "
+            f"expected parameters with {EVICTION_GATE!r}, because a LearnedGate reads them: "
             f"smd.eviction.add_gate(params, gate, …); got {sorted(params)}"
         )
     return params[EVICTION_GATE][f"layers_{layer}"]

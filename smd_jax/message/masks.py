@@ -43,7 +43,7 @@ MaskClass = TypeVar("MaskClass")
 
 def _clip_numpy(mask: KeyInterval | ShadowMask) -> None:
     """Converts the `evicted_at` of a new mask from NumPy integers to int32."""
-    # Here, because a jitted function of the user would convert them without clipping, and hide keys that stayed.
+    # Converted here, because a user's jitted function would convert without clipping and hide keys that stayed.
     if isinstance(mask.evicted_at, np.ndarray) and np.issubdtype(mask.evicted_at.dtype, np.integer):
         object.__setattr__(mask, "evicted_at", to_int32(mask.evicted_at))
 
@@ -108,7 +108,7 @@ class ShadowMask(struct.PyTreeNode):
         """The mask of one layer.
 
         Raises:
-          ValueError: a layer that the mask does not have. One that all layers share has every layer.
+          ValueError: a layer that the mask does not have; a mask that all layers share has every layer.
         """
         check_shape("evicted_at", self.evicted_at, EVICTED_AT)
         _check_layer(index, max(self.evicted_at.shape[1], len(self.segments)))
@@ -302,7 +302,7 @@ def head_mask(mask: Mask, layer: int, num_heads: int) -> Bool[Array, "#batch hea
 
 
 def check_full_precision(mask: LayerMask) -> None:
-    """Raises ValueError for the mask of a quantised cache: booleans and columns do not say what was rounded."""
+    """Raises ValueError for the mask of a quantised cache, because booleans and columns cannot describe rounding."""
     if isinstance(mask, KeyInterval) and mask.quantized is not None:
         raise ValueError(
             "expected the mask of a cache in full precision, because other attention reads no quantised keys; got one "

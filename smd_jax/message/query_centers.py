@@ -51,7 +51,7 @@ class QueryCenters:
         if not all(np.isfinite(numbers).all() for numbers in (mean, length, frequencies)):
             raise ValueError("expected finite query centers; got NaN or infinity")
         if (np.abs(mean) > length * (1 + 1e-3) + 1e-6).any():
-            raise ValueError("expected mean absolute values of at least the absolute mean in length; got smaller ones")
+            raise ValueError("expected mean absolute values of at least |mean| in length; got smaller ones")
         numbers = b"".join(np.ascontiguousarray(x).tobytes() for x in (mean, length, frequencies))
         found = {"mean": mean, "length": length, "frequencies": frequencies}
         for name, value in (found | {"digest": hashlib.sha256(numbers).hexdigest()[:16]}).items():

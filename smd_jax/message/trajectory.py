@@ -37,8 +37,8 @@ class Trajectory(struct.PyTreeNode):
         row.
       sampled: `[batch, R]` which tokens of a response the policy sampled. The others were given, such as the answer of
         a tool: queries see them, and the loss leaves them out. None: all valid ones were sampled.
-      routing: experts that each token went to, of every layer with experts; -1 for a token that was not read. The
-        learner replays them, and recomputes their gates. None: the learner's router chooses.
+      routing: experts of each token in every layer with experts; -1 for a token that was not read. The learner replays
+        them, and recomputes their gates. None: the learner's router chooses.
       expert_count: experts per layer of the sampler's model; a model with another number is refused. None: unknown.
         Static.
       longest: tokens of the longest possible row, which the model's context must hold; a batch of unequal prompts has
@@ -168,7 +168,7 @@ class Trajectory(struct.PyTreeNode):
         if self.packing is not None:
             return self.packing.positions
         found = positions(self.valid)
-        # Padding behind a row has a position of the model's context, too.
+        # Padding after a row also needs a position within the model's context.
         return found if self.longest is None else jnp.minimum(found, self.longest - 1)
 
     def dense_mask(self) -> ShadowMask:

@@ -60,7 +60,7 @@ class DecodeLayer(struct.PyTreeNode):
 @dataclass(frozen=True)
 class DecodeAttend:
     """Attention of response tokens or of a prompt's chunk: writes the keys to their slots and attends to every live
-    key, including the new ones. A layer's state is a DecodeLayer, also afterwards, with the new cache."""
+    key, including the new ones. A layer's state is a DecodeLayer; the new state has the new cache."""
 
     shape: ModelShape
 
@@ -99,7 +99,7 @@ class DecodeAttend:
                 q, cache.keys, cache.values, visible[:, :, 0], attention.decode_impl, softcap, sinks, codes
             )
         else:
-            # Scores and visibility of all tokens with all slots exist, of a few rows at a time.
+            # Scores and visibility of all tokens × slots exist for a few rows at a time.
             def attend(q: Array, slots: LayerCache, columns: Array, evicted_at: Array | None) -> tuple[Array, Array]:
                 visible = kv_cache.visible(slots, columns, layer.window, evicted_at)
                 return attend_and_observe(q, slots.keys, slots.values, visible, softcap, sinks)
@@ -165,5 +165,5 @@ def layer_states(runs: Sequence[range], states: Sequence[LayerState]) -> tuple[L
 
 
 def states_of(layers: Sequence[LayerState]) -> list[Any]:
-    """The inverse of `layer_states`, of what came back from the model."""
+    """The inverse of `layer_states`, for the states that the model returned."""
     return [layer.state if isinstance(layer, LayerRun) else layer for layer in layers]

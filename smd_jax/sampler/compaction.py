@@ -70,11 +70,11 @@ class CompactingRespondent:
 
     Attributes:
       inner: answers the turns.
-      prompts: tokens of each conversation's own prompt. prompt_width: tokens of a prompt at most.
-      turns: of a conversation at most, its summaries not counted; None: no limit. `converse` counts the turns of a
-        context, summaries included, so its own limit must be higher.
-      next_prompts: prompts of contexts that follow, by conversation.
-      summaries: int64 `[conversations]` summaries that were written, those included that did not fit or were cut off.
+      prompts: tokens of each conversation's own prompt. prompt_width: maximum tokens of a prompt.
+      turns: maximum per conversation, without summaries; None: no limit. `converse` counts the turns of a context,
+        summaries included, so its own limit must be higher.
+      next_prompts: prompts of the next contexts, by conversation.
+      summaries: int64 `[conversations]` written summaries, including those that did not fit or were cut off.
     """
 
     inner: Respondent
@@ -101,7 +101,7 @@ class CompactingRespondent:
     def end_context(self, endings: Sequence[str]) -> None:
         """Ends the context, given how each conversation ended in it."""
         for row in self._answers:
-            # Such a summary was never sent. After any other ending none was begun.
+            # A summary cut off by the length limit was never sent. With any other ending none was begun.
             self.summaries[row] += endings[row] == LENGTH
         self._answers = {}
 
@@ -139,7 +139,7 @@ class CompactingRespondent:
         return replies
 
     def _wrong_end(self, row: int) -> Reply | None:
-        """Cuts off a conversation whose newest turn has another end than `ask` and the answers continue."""
+        """Cuts off a conversation whose newest turn does not end with `end_token`."""
         end, last = self.config.end_token, self._last[row]
         if end is None or last == end:
             return None
@@ -210,7 +210,7 @@ def converse_compacting(
 
 
 def _without_absent(trajectory: Trajectory, active: Bool[Array, " rows"]) -> Trajectory:
-    """The trajectory, in which rows that are not active have no valid token."""
+    """The trajectory without valid tokens in rows that are not active."""
     there = active[:, None, None, None]
     evicted_at = jnp.where(there, trajectory.mask.evicted_at, 0)
     # Rows without visible keys keep to any budget.

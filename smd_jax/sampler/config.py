@@ -75,7 +75,7 @@ class RolloutConfig:
 
 
 def check_sampler(model: object, policy: object, config: object) -> None:
-    """Raises TypeError for a model, a policy or a config by which no sampler can be compiled."""
+    """Raises TypeError for an object that is no valid model, eviction policy or RolloutConfig."""
     check_model(model)
     check_policy(policy)
     check_instance("config", config, RolloutConfig)

@@ -78,7 +78,7 @@ def conversation_sampler(
     A policy that never evicts gets a budget for every token, because rows that wait would waste the slots of a ring.
 
     Raises:
-      ValueError: a quantised cache, a policy that draws evictions to be trained, and what Sampler raises.
+      ValueError: a quantised cache, a policy that draws evictions to be trained, and the errors of Sampler.
     """
     if policy.gate is not None:
         raise ValueError(
@@ -107,7 +107,7 @@ def begin_conversations(
     Args:
       prompts: `[prompts, P]`; the rows of a prompt are contiguous.
       keys: of the rows. prompt_keys: for random policies while prompts are read.
-      limit: `[rows]` tokens of the first turn at most; 0 for rows without a conversation.
+      limit: `[rows]` maximum tokens of the first turn; 0 for rows without a conversation.
     """
     prefilled = prefill(sampler, params, prompts, prompt_keys)
     count, response = keys.shape[0], sampler.config.max_new_tokens
@@ -150,7 +150,7 @@ def read_chunk(
       tokens: continue after the tokens that were read. The first chunk of an answer begins with the last token of the
         turn before it.
       lengths: 0 for rows that read nothing.
-      limit: tokens after the prompt at most, for rows that sample a new turn after this chunk; 0 for all others.
+      limit: maximum tokens after the prompt, for rows that sample a new turn after this chunk; 0 for all others.
     """
     rows, place = state.rows, jnp.arange(sampler.config.buffer, dtype=jnp.int32)[None]
     there = place < lengths[:, None]
@@ -190,7 +190,7 @@ def read_chunk(
 
 
 def _put(first: Int[Array, " rows"], there: Bool[Array, "rows buffer"], old: Array, new: Array) -> Array:
-    """An array `[rows, R, …]` with the new entries `[rows, buffer, …]` that are there, from `first` of each row on."""
+    """Writes the new entries `[rows, buffer, …]` where `there` into `[rows, R, …]`, from `first` of each row on."""
     rows, buffer = there.shape
     # Numbers that are scattered after the last column are dropped.
     column = jnp.where(there, first[:, None] + jnp.arange(buffer, dtype=jnp.int32)[None], old.shape[1])
@@ -210,7 +210,7 @@ def _compressed(
         step=read,
         rng=eviction_keys(rows.rng),
     )
-    # Every row counts its queries as if all that it read were its prompt: see `kv_cache.settle`.
+    # Every row counts its queries as if everything it has read were its prompt: see `kv_cache.settle`.
     newest = jnp.int32(sampler.prompt_width - 1)
     cache, evicted_at = [], []
     settle = partial(kv_cache.settle, written=written, buffer=sampler.config.buffer)

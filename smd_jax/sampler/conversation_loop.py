@@ -57,8 +57,8 @@ class ConversationConfig:
     """Limits of a conversation; static.
 
     Attributes:
-      turns: turns of the policy at most.
-      turn_tokens: tokens of a turn at most, its end included; None: as many as there is room for. All tokens after the
+      turns: maximum turns of the policy.
+      turn_tokens: maximum tokens of a turn, its end included; None: as many as there is room for. All tokens after the
         prompt, answers included, are at most `RolloutConfig.max_new_tokens`.
     """
 
@@ -95,7 +95,7 @@ class Respondent(Protocol):
         ...
 
     def receive(self, wait: bool) -> list[tuple[int, Reply]]:
-        """Replies that have come, as (row, reply); with `wait` at least one."""
+        """Replies that have arrived, as (row, reply); with `wait` at least one."""
         ...
 
 
@@ -105,7 +105,7 @@ class ConversationStats(NamedTuple):
     Attributes:
       sampled, read: tokens. segments: of up to `buffer` steps. chunks: calls that read answers.
       utilisation: share of the cache's rows that sampled a token, the mean over all steps.
-      waited_seconds: in which no row had anything to do.
+      waited_seconds: seconds in which no row had anything to do.
       moved: how often a conversation took another one's row.
     """
 
@@ -122,8 +122,8 @@ class Conversed(NamedTuple):
     """Conversations that have ended.
 
     Attributes:
-      trajectory: a row each; `terminated` where the respondent ended it, and did not cut it off.
-      endings: why each ended: `TURNS`, `LENGTH`, `ROOM`, or what the respondent said.
+      trajectory: one row per conversation; `terminated` where the respondent ended it without cutting it off.
+      endings: why each ended: `TURNS`, `LENGTH`, `ROOM`, or the respondent's `Reply.ending`.
     """
 
     trajectory: Trajectory
@@ -150,8 +150,8 @@ def converse(
 
     Args:
       active: conversations to sample; the others stay empty. None: all.
-      decode_rows: rows of the cache, whole groups of which divide the conversations. A conversation that waits for its
-        answer gives its row to one that has something to do. None: every conversation keeps a row.
+      decode_rows: rows of the cache, a multiple of `group_size` that divides the conversations. A conversation that
+        waits for its answer gives its row to one that has something to do. None: every conversation keeps a row.
 
     `config.eos_token_id` and `stop` end a turn, and `config.max_new_tokens` counts all tokens after the prompt. An
     answer is read in chunks of `config.buffer` tokens, and the cache is compressed after each.
@@ -160,7 +160,7 @@ def converse(
       TypeError: a model, policy, config or prompts of another class, as `rollout`.
       ValueError: decode_rows that do not divide the conversations, `active` of another shape, neither
         `config.eos_token_id` nor `stop`, turns without room for the shortest response, a quantised cache, an answer
-        without tokens or with ids outside the vocabulary, a reply without a turn, and what `rollout` raises.
+        without tokens or with ids outside the vocabulary, a reply without a turn, and the errors of `rollout`.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
     check_sampler(model, policy, config)
@@ -251,7 +251,7 @@ class ConversationRows:
         self._device = next(iter(devices))
 
     def exchange(self, seat: int, conversation: int) -> None:
-        """A parked conversation takes a row, whose own is parked."""
+        """Parks the conversation of a row and seats a parked one there."""
         self.parked[int(self.seats[seat])] = _on_host(self.state, seat)
         row = jax.device_put(self.parked.pop(conversation), self._device)
         self.state = _put(self.state, row, jnp.int32(seat))
@@ -302,7 +302,7 @@ class _Loop:
       last: `[rows]` last token of the turn.
       unread: tokens of an answer that a row has not read yet, the last token of its turn first.
       endings: why rows ended; None for those that continue. terminated: `[rows]` rows that no limit ended.
-      rows: of the cache; its state is donated to every program that changes it. Elsewhere here a row is a conversation.
+      rows: of the cache; its state is donated to every program that changes it. In `[rows]` a row is a conversation.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class _Loop:
         return Conversed(trajectory, endings, stats)
 
     def _limit(self, begins: int) -> int:
-        """Tokens after the prompt at which a turn that begins after so many of them is cut off."""
+        """Tokens after the prompt at which a turn is cut off that begins after `begins` of them."""
         most = self.sampler.config.max_new_tokens
         return min(begins + (self.conversation.turn_tokens or most), most)
 
@@ -409,7 +409,7 @@ class _Loop:
             self.rows.exchange(seat, row)
 
     def _read(self) -> None:
-        """One chunk for every row of the cache that has something to read."""
+        """Reads one chunk in every row of the cache that has something to read."""
         buffer = self.sampler.config.buffer
         seats = self.rows.seats.tolist()
         tokens = np.full((len(seats), buffer), self.sampler.config.pad_token_id, np.int32)
@@ -433,7 +433,7 @@ class _Loop:
         self.chunks += 1
 
     def _sample(self) -> None:
-        """One segment for every row that samples; turns that ended are sent."""
+        """Samples one segment in every row that samples, and sends the turns that ended."""
         seats = self.rows.seats
         live = self.live[seats]
         self.rows.state = sample_segment(self.sampler, self.params, self.rows.state, self.stop)

@@ -197,7 +197,7 @@ class Engine:
         """Moves the trajectory from the host to the learner's sharding: rows over the mesh, if they divide."""
         rows = trajectory.terminated.shape[0]
         if self.mesh is None:
-            # Where JAX puts a new array: the default device, whichever the user chose.
+            # The device of new arrays, because the user may have changed the default device.
             return jax.device_put(trajectory, jnp.zeros(()).sharding)
         # Rows that do not divide over the devices are replicated.
         whole = NamedSharding(self.mesh, PartitionSpec())

@@ -56,7 +56,7 @@ class EnvironmentRespondent:
 
     Args:
       rows: of a task, one for each prompt; `group_size` conversations begin from each.
-      prompt_width: tokens of a prompt at most.
+      prompt_width: maximum tokens of a prompt.
       vocab_size: of the model; None: ids are not checked. A tokenizer can have tokens that its model lacks, and a text
         with one of them is a failure.
 
@@ -86,7 +86,7 @@ class EnvironmentRespondent:
         self._last_token: dict[int, str] = {}
         self._failed_before: list[int] = []
         self._tools: dict[int, Sequence[Mapping[str, Any]]] = {}
-        # By conversation, as its prompt: variables of the chat template that its row sets.
+        # Variables of the chat template that the row of each conversation sets.
         self._variables = [template_kwargs_of(row, "an environment's row") for row in rows for _ in range(group_size)]
         answers = environments.reset([row for row in rows for _ in range(group_size)])
         self.conversations = [self._opened(number, answer, prompt_width) for number, answer in enumerate(answers)]

@@ -61,8 +61,8 @@ def rollout(
         group: random policies evict the same keys of each copy. Static.
 
     Raises:
-      TypeError: for a model without the five members, or a config of another class; for a policy that is no
-        EvictionPolicy, cannot be hashed or has settings that are no fields; for prompts that are no PromptBatch of
+      TypeError: for a model that is no LanguageModel, or a config of another class; for a policy that is no
+        EvictionPolicy, cannot be hashed or has attributes that are no fields; for prompts that are no PromptBatch of
         whole numbers and booleans.
       ValueError: if the budget cannot hold what the policy protects, or prompt and response exceed the model's context;
         for prompts that are empty, not left-padded or hold ids outside of the vocabulary, and limits outside

@@ -30,7 +30,7 @@ class _OnDevice(NamedTuple):
     """Records on the device, and their place on the host.
 
     Attributes:
-      rooms: arrays of the host, which get `record` at `where`.
+      rooms: arrays on the host that receive `record` at `where`.
       chosen: entries of the record; the others are padding or free rows.
     """
 

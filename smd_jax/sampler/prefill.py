@@ -228,7 +228,7 @@ def _read_chunk(sampler: Sampler, params: Params, chunks: _Chunks, index: Array,
 
 
 def _columns(sampler: Sampler, prompts: PromptBatch) -> Int[Array, "prompts tokens"]:
-    """Columns of the tokens, those of the widest prompt also for a narrower batch; -1 for padding."""
+    """Columns of the tokens, counted as in the widest prompt; -1 for padding."""
     width = prompts.tokens.shape[1]
     return jnp.where(prompts.valid, sampler.prompt_width - width + jnp.arange(width, dtype=jnp.int32), EMPTY)
 

@@ -62,7 +62,7 @@ class PromptLayer(struct.PyTreeNode):
       columns: `[prompts, tokens]` ascending; -1 for padding.
       progress: of the rows at the prompt's end.
       span_evicted_at: `[prompts, tokens]` of token-triggered spans, see `TokenSpans.read`; None without any.
-      own: of the policy in this layer.
+      own: the policy's inputs for this layer.
       compression: static.
     """
 
@@ -120,7 +120,7 @@ class PrefillAttend:
         return out, run.replace(result=kv_cache.put_layer(run.result, result, layer.index))
 
     def nothing_read(self, prompt: PromptLayer, layers: int) -> PromptResult:
-        """Zeros for the results of a run, whose prompt this is, see PromptRun."""
+        """Zeros for the results of a run of layers, see PromptRun."""
         shape = self.sampler.model.shape
         rows, tokens = prompt.columns.shape
         q, k = (

@@ -98,7 +98,7 @@ def assemble(
     read: Int[Array, " rows"],
     terminated: Bool[Array, " rows"],
 ) -> Trajectory:
-    """The trajectory of prompts and what follows them. Its mask has no segments: a caller adds them.
+    """The trajectory of prompts and the tokens after them. Its mask has no segments: the caller adds them.
 
     Args:
       prompts: `[prompts, P]`; the rows of a prompt are adjacent.

@@ -120,7 +120,7 @@ def _uniforms(keys: Key[Array, " rows"], index: Int[Array, "rows buffer"]) -> Fl
 
 
 def no_record(sampler: Sampler, rows: int, tokens: int) -> SegmentRecord:
-    """The record of so many tokens before any is sampled."""
+    """The record of `tokens` columns before any token is sampled."""
     shape = (rows, tokens)
     numbers = jnp.zeros(shape, jnp.promote_types(sampler.model.shape.dtype, jnp.float32))
     form = drawable_form(sampler.config.sampling, sampler.model.shape.vocab_size)

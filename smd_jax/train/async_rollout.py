@@ -43,8 +43,8 @@ class RolloutAhead:
     """Samples at most one rollout in a thread.
 
     Args:
-      sample: samples the rollout of a number with these parameters and the key of the run, in the thread. The returned
-        function may grade it, in the thread that calls `take`.
+      sample: called in the thread with the parameters, the run's key and the number of the rollout. `take` calls the
+        returned function, which may grade the rollout, in its own thread.
     """
 
     def __init__(self, sample: Callable[[Params, jax.Array, int], Callable[[], Samples]]) -> None:
@@ -58,7 +58,7 @@ class RolloutAhead:
         self._begun = index, params, self._pool.submit(self._sample, params, jnp.copy(key), index)
 
     def wait(self) -> None:
-        """Waits for a rollout that was begun. `take` raises its error."""
+        """Waits for the rollout in the thread; its error is raised by `take`."""
         if self._begun is not None:
             wait([self._begun[2]])
 
@@ -77,7 +77,7 @@ class RolloutAhead:
 
 
 def _same_buffers(left: Params, right: Params) -> bool:
-    """Whether these are the same arrays in memory; another run of the same loop has others."""
+    """Whether these are the same arrays in memory; another run of the same loop has different ones."""
 
     left_at, right_at = ([x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)] for tree in (left, right))
     return left_at == right_at

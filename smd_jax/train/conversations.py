@@ -42,8 +42,8 @@ ASK = "Summarise this conversation in a few sentences: what you know, and what i
 
 @dataclass(frozen=True, kw_only=True)
 class TextCompaction:
-    """Several contexts of a conversation: the policy summarises a full one, and continues in a new one that begins with
-    the prompt and the summary; see `smd_jax.sampler.compaction`. Static.
+    """Text-level compaction: the policy summarises a full context and continues in a new one, which begins with the
+    prompt and the summary; see `smd_jax.sampler.compaction`. Static.
 
     Attributes:
       contexts: maximum per conversation.
@@ -104,11 +104,11 @@ class EnvironmentConfig:
 class ConversationRollouts(Rollouts):
     """Samples conversations with an environment; see Rollouts.
 
-    `prompt_width` is that of a prompt, and with compaction of a prompt with its summary.
+    `prompt_width` is the width of a prompt, with compaction including its summary.
 
     Raises:
-      ValueError: several processes, columns that devices share, `decode_rows` on several devices, and what Rollouts
-        and Dialogue raise.
+      ValueError: several processes, columns that devices share, `decode_rows` on several devices, and the errors of
+        Rollouts and Dialogue.
     """
 
     environment: EnvironmentConfig = field(kw_only=True)
@@ -155,8 +155,8 @@ class ConversationRollouts(Rollouts):
     def compaction(self) -> CompactionConfig | None:
         """The compaction in tokens; None: one context.
 
-        A chat template closes the turn before an answer, unless the turn's own end token did: then only turns with that
-        end are continued.
+        A chat template closes the turn before an answer unless an end token has closed it. If there is such an end
+        token, only turns that end with it are continued.
         """
         wanted, ends = self.environment.compaction, self.config.eos_token_id
         if wanted is None:
@@ -242,7 +242,7 @@ class ConversationRollouts(Rollouts):
             conversations[row // self.contexts].contexts.append(text)
 
     def shapes(self, params: Params, prompts: int) -> Trajectory:
-        """The shapes of the trajectory of this number of prompts."""
+        """The shapes of the trajectory for this number of prompts."""
         sampler = conversation_sampler(self.model, self.policy, self.config, self.prompt_width)
         rows = prompts * self.group_size * self.contexts
 
@@ -257,7 +257,7 @@ class ConversationRollouts(Rollouts):
 def _measured(
     trajectory: Trajectory, contexts: np.ndarray, summaries: np.ndarray, stats: Sequence[ConversationStats]
 ) -> dict[str, float]:
-    """Metrics of conversations; `contexts` and `summaries` are the numbers of each, `stats` are those of each context's
+    """Metrics of conversations from the numbers of contexts and summaries of each, and the statistics of each context's
     batch."""
     count = len(contexts)
     turns = np.asarray(jnp.max(trajectory.turns(), axis=1)).reshape(count, -1).sum(axis=1)
@@ -277,8 +277,8 @@ def _measured(
 
 
 def turn_rewards(conversations: Sequence[Conversation], trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """The reward of every turn, `[batch, turns]` float32, and a mask of the existing turns. A turn that was cut off,
-    and so never answered, has reward 0."""
+    """The reward of every turn, `[batch, turns]` float32, and a mask of the existing turns. A turn that was cut off
+    before its answer has reward 0."""
     counts = np.asarray(jnp.max(trajectory.turns(), axis=1))
     rewards = np.zeros((len(conversations), max(int(counts.max()), 1)), np.float32)
     for row, conversation in enumerate(conversations):

@@ -55,7 +55,7 @@ class Decode:
     """One way of decoding; None takes the value of the evaluation's rollout configuration.
 
     Attributes:
-      name: of its metrics, `eval/{name}/reward`: letters, digits, "_", "-" and ".".
+      name: part of its metrics' names, `eval/{name}/reward`: letters, digits, "_", "-" and ".".
       policy: eviction policy.
       budget: keys kept per layer and KV head. buffer: queries between two compressions.
       sampling: temperature and filters; `SamplingConfig(temperature=0.0)` is greedy, which training refuses.
@@ -82,7 +82,7 @@ class Decode:
         """`base` with this way of decoding.
 
         Raises:
-          ValueError: if the two are incompatible, such as a quantisation group that does not divide the buffer.
+          ValueError: an invalid combination, such as a quantisation group that does not divide the buffer.
         """
         return replace(
             base,
@@ -109,7 +109,7 @@ class EvaluationConfig:
       rollout: lengths, special tokens and sampling; a way of decoding may override them.
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
       group_size: completions per prompt.
-      rows: most completions that are decoded at once; each device decodes at least one prompt.
+      rows: maximum number of completions decoded at once; each device decodes at least one prompt.
       stop_strings: texts that end a completion and stay part of it.
       seed: of the sampler, from 0 to 2**32 - 1.
     """
@@ -228,15 +228,15 @@ class Evaluator:
     """Evaluates models on a task; each way of decoding is compiled once.
 
     Attributes:
-      task: its rows all count.
+      task: all of its rows are evaluated.
       mesh: devices of parameters and batches; one device by default.
       rewards: grades the completions; None: the task's own `reward`, in this process and without a time limit.
-      environment: samples and grades conversations instead of single completions. The first batch of each way of
-        decoding compiles its programs within `Evaluated.tokens_per_second`.
+      environment: samples and grades conversations instead of single completions. `Evaluated.tokens_per_second` then
+        includes the compilation in the first batch of each way of decoding.
 
     Raises:
       ValueError: no rows, a way of decoding that fits neither model nor conversations, `rewards` with an environment,
-        `rewards` that ask for a column which the rows lack, and what ConversationRollouts raises.
+        `rewards` that ask for a column which the rows lack, and the errors of ConversationRollouts.
     """
 
     model: LanguageModel
@@ -316,7 +316,7 @@ class Evaluator:
                 report(decode.name, min(first + self.prompts_at_once, count), count)
         rewards = np.concatenate([batch.graded.rewards for batch in batches])
         failures = tuple(failure for batch in batches for failure in batch.graded.failures)
-        # Of all completions together: a short last batch may have few.
+        # Checked over all batches together, because the last one may be short.
         check_failures(Graded(rewards, {}, failures), self._grader.max_failed)
         texts = [text for batch in batches for text in batch.completions]
         shape, seconds = (count, self.config.group_size), sum(batch.measured["time/rollout"] for batch in batches)
@@ -334,7 +334,7 @@ class Evaluator:
         self, params: Params, rollouts: Rollouts, first: int
     ) -> tuple[GradedBatch, Int[np.ndarray, " completions"], Bool[np.ndarray, " completions"]]:
         """The batch that begins with prompt `first`: its grades, the lengths, and whether each completion ended."""
-        # The last one is padded with the first prompts, because another size would need another program.
+        # The last batch is padded with the first prompts, because another size would need another program.
         numbers = np.arange(first, first + self.prompts_at_once)
         with all_or_none():  # rows may be read from a network
             rows = [self.task[int(number) % len(self.task)] for number in numbers]
@@ -354,7 +354,7 @@ class Evaluator:
           params: arrays where the sampler reads them, or their shapes with shardings.
         """
         prompts = self.prompts_at_once
-        # Keys outside the mesh, as in a batch: within it they have another type.
+        # Keys are made outside the mesh, as for a batch: inside, their type differs.
         keys = self._keys(np.arange(prompts)[self.placement.data_shards.part(prompts)])
         return self.rollouts[decode].lower(params, keys, prompts)
 

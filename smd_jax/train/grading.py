@@ -34,8 +34,8 @@ class GradedBatch(NamedTuple):
 
     Attributes:
       completions: their texts. graded: their rewards.
-      measured: numbers about the sampling. Times, named `time/…`, become the maximum over processes when they are
-        gathered; everything else becomes the mean.
+      measured: metrics of the sampling. Gathering takes the maximum over processes of times, named `time/…`, and the
+        mean of all others.
     """
 
     completions: list[str]
@@ -54,7 +54,7 @@ def grade(
     """Texts and rewards of the completions of all processes; all must call it, each with its own part.
 
     Args:
-      grader: an environment has already given the rewards of its conversations.
+      grader: reward functions; or the environment, which has already rewarded its conversations.
       count: number of completions to grade, the first ones; None: all.
     """
     rows = repeat_each(sampled.rows, group_size)
@@ -111,7 +111,7 @@ def gather_graded(data_shards: DataShards, part: GradedBatch) -> GradedBatch:
     graded = part.graded
     message = {
         "completions": part.completions,
-        # JSON writes a Python float, which holds every float32, so that it reads back as the same number.
+        # A float32 survives JSON unchanged, because a Python float holds it exactly.
         "rewards": graded.rewards.tolist(),
         "parts": {name: values.tolist() for name, values in graded.parts.items()},
         "failures": [list(failure) for failure in graded.failures],
@@ -164,7 +164,7 @@ def rollout_metrics(trajectory: Trajectory, batch: GradedBatch, group_size: int,
 
 
 def part_metrics(name: str, part: np.ndarray) -> Metrics:
-    """TRL's metrics of one reward function, over the completions that it has given a number.
+    """TRL's metrics of one reward function, over the completions that it has graded.
 
     NaN without any such completion; the deviation (n - 1) of a single one is 0.
     """

@@ -57,7 +57,7 @@ class GRPOConfig(PolicyConfig):
             if self.update.loss.ratio_level != "token":
                 raise ValueError(
                     "expected ratio_level 'token' with rollouts_ahead 1, which takes the ratio to the sampler: in 16 "
-                    "bits both round more differently than a response's bounds allow; got "
+                    "bits the rounding of the two differs by more than a response's bounds allow; got "
                     f"{self.update.loss.ratio_level!r}"
                 )
             exact = self.update.policy_term.matches_sampler and self.update.correction.traits.needs_old
@@ -99,8 +99,8 @@ class GRPOLoop(PolicyLoop):
     """The static parts of a GRPO or RLOO run; see Loop.
 
     Raises:
-      ValueError: credit 'turn' with an option that knows only the rewards of responses; compaction with
-        rows_per_prompt > 1 but without pack_columns; and what PolicyLoop raises.
+      ValueError: credit 'turn' with an option that supports only rewards of responses; compaction with
+        rows_per_prompt > 1 but without pack_columns; and the errors of PolicyLoop.
     """
 
     config: GRPOConfig
@@ -116,8 +116,8 @@ class GRPOLoop(PolicyLoop):
                 )
             if update.loss.ratio_level != "token" or any(each.traits.judges_responses for each in update.corrections):
                 raise ValueError(
-                    "expected ratio_level 'token' and a correction of tokens with credit 'turn', because what judges a "
-                    f"whole response has one advantage for all its turns; got {update.loss.ratio_level!r} and "
+                    "expected ratio_level 'token' and a correction of tokens with credit 'turn', because those of a "
+                    f"whole response have one advantage for all its turns; got {update.loss.ratio_level!r} and "
                     f"{update.corrections}"
                 )
             if config.dynamic_sampling is not None:

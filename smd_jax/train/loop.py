@@ -65,7 +65,7 @@ from smd_jax.train.samples import RefusedRolloutError, Samples, select_groups
 class Loop:
     """The static parts of a training run: model, task, optimizer, configuration.
 
-    Subclasses give the programs of an algorithm (`update`, `replay`, `learn`, `learner_batch`).
+    Subclasses define an algorithm (`update`, `replay`, `learn`, `learner_batch`).
 
     Attributes:
       mesh: devices of state and batches; one device by default.
@@ -73,7 +73,7 @@ class Loop:
       rewards: grades the completions of every task; None: the task's own `reward`, in this process and without a time
         limit.
       watch: called with the number of a rollout, from 0, and its samples, before the update. Its time counts in
-        `step_time` and in no other time. Of several processes the first calls it, with all rows; all must have one.
+        `step_time` only. With several processes the first one calls it, with all rows; all must have one.
       watch_every: number of rollouts between two calls of `watch`; it always sees the first and the last rollout.
       guard: largest allowed sampler–learner mismatch; None disables the check.
       max_skipped: number of consecutive rollouts with skipped updates that ends the run.
@@ -81,7 +81,7 @@ class Loop:
 
     Raises:
       ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh does not fit the configuration; for
-        an environment with `rewards` or rollouts_ahead, and what ConversationRollouts raises.
+        an environment with `rewards` or rollouts_ahead, and the errors of ConversationRollouts.
     """
 
     model: LanguageModel
@@ -185,7 +185,7 @@ class Loop:
         """
         started = time.perf_counter()
         self.check(state)  # before the rollout, which takes long
-        # From another placement the first step would compile programs that no later step uses.
+        # With another placement the first step would compile programs that no later step uses.
         state = shard_tree(state, self.mesh)
         # Skipped updates count as steps, so the step gives the number of the rollout.
         index = int(state.step) // self.config.steps_per_rollout
@@ -220,7 +220,7 @@ class Loop:
 
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that the sampler or the learner cannot use."""
-        # Raises if the parameters lack what the eviction policy reads, such as a gate.
+        # Raises if the parameters lack those of the eviction policy, such as a gate.
         self.config.policy.parameters(self.policy_params(state.params), 0)
         ahead = self.config.samples_ahead
         if ahead != (state.sampler_params is not None):
@@ -299,7 +299,7 @@ class Loop:
           params: those that sampled it, if no step was taken.
         """
         bound, found = self.max_difference, metrics.get(DIFFERENCE, 0.0)
-        # A single step that meets a NaN skips its update, and says so.
+        # A NaN in a single step is handled below as a skipped update.
         if bound is not None and is_beyond(found, bound) and not (math.isnan(found) and "update/skipped" in metrics):
             why = f"sampler and learner within {bound:.3g} nats at every token; got {found:.3g}"
             # Metrics are the same in all processes, so all of them come here.

@@ -31,7 +31,7 @@ class LoopConfig:
       seed: order of the task's rows, from 0 to 2**32 - 1.
 
     Raises:
-      TypeError: for a value that the type of its field does not allow.
+      TypeError: for a value of the wrong type.
       ValueError: if a number is out of range, sampling is greedy, or prompts do not divide into minibatches.
     """
 

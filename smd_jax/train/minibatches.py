@@ -39,8 +39,8 @@ LEAST_STEP = 32
 def response_widths(max_new_tokens: int, sizes: int, ways: int = 1) -> tuple[int, ...]:
     """At most `sizes` widths in equal steps of at least `LEAST_STEP`, ascending; the last is `max_new_tokens`.
 
-    Where that width and its prompt divide over `ways` devices, the others do, too: each is rounded up until it differs
-    from the last one by a multiple of `ways`.
+    Each differs from the last one by a multiple of `ways`, so that all of them divide over `ways` devices, prompt
+    included, if the last one does.
     """
     count = max(min(sizes, max_new_tokens // max(LEAST_STEP, ways)), 1)
     equal = (-(-max_new_tokens * number // count) for number in range(1, count + 1))
@@ -121,7 +121,7 @@ def over_steps(steps: Sequence[Metrics], before: Metrics) -> Metrics:
 def _of_steps(steps: Sequence[Metrics]) -> Metrics:
     stacked = jax.tree.map(lambda *values: jnp.stack(values), *steps)
     ones = jnp.ones(len(steps))
-    # An update of one's own may return no weights.
+    # A custom update may return no weights.
     tokens, learns = (stacked.pop(name, ones) for name in ("update/tokens", "update/learns"))
     counts = (tokens > 0) | ~(tokens > 0).any()
 
@@ -138,7 +138,7 @@ def _of_steps(steps: Sequence[Metrics]) -> Metrics:
 
 
 def _mean(values: Array, weights: Float[Array, " steps"]) -> Array:
-    """The weighted mean; without any weight the plain one, of what such steps say: 0 or 1."""
+    """The weighted mean; the plain mean if all weights are 0."""
     weights = jnp.where(weights.any(), weights, 1.0)
     # Shares first, so that a single step keeps its value bitwise. A step that does not count may hold NaN.
     return jnp.where(weights > 0, values * (weights / weights.sum()), 0.0).sum()

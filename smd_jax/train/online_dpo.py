@@ -41,7 +41,7 @@ class OnlineDPOConfig(LoopConfig):
     """Configuration of an online DPO run; the other attributes are those of LoopConfig. TRL has group_size 2.
 
     Attributes:
-      update: the learner.
+      update: the learner's configuration.
       missing_eos_penalty: subtracted from the reward of a completion that the length limit truncated, when pairs are
         chosen; the metric `reward` stays the task's. None: no penalty.
     """
@@ -62,13 +62,13 @@ class OnlineDPOConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class OnlineDPOLoop(Loop):
-    """The static parts of an online DPO run; see Loop. Its compiled programs are made once.
+    """The static parts of an online DPO run; see Loop. Its jitted functions are cached.
 
     With an environment, a pair is the best and the worst conversation of a group, by the sums of their rewards.
 
     Raises:
       ValueError: an environment with credit "turn" or with compaction; pairs that do not divide into microbatches or
-        over the mesh; and what Loop raises.
+        over the mesh; and the errors of Loop.
     """
 
     config: OnlineDPOConfig
@@ -103,7 +103,7 @@ class OnlineDPOLoop(Loop):
         check_sync(state, self.config.update.reference_sync)
 
     def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """Takes the optimizer steps of one rollout; none beyond `max_difference`, which `step` refuses."""
+        """Takes the optimizer steps of one rollout; none if the mismatch exceeds `max_difference`."""
         pairs = self.pairs(samples)
         with jax.set_mesh(self.mesh):
             batch = pair_batch(samples.trajectory, pairs)

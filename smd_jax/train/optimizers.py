@@ -10,8 +10,8 @@
     clip by global norm ─► adamw or adafactor ─► + weight decay * parameter ─► * -learning rate
 
 AdamW is torch's. Adafactor (arXiv:1804.04235) saves memory and behaves like AdamW at AdamW's learning rates: the same
-second moment, stored by rows and columns, scales its steps. Lion is not offered: it takes the sign of every gradient,
-so that a batch without signal moves every weight as far, and it needs other learning rates.
+second moment, stored by rows and columns, scales its steps. Lion is not offered: it steps by the gradient's sign, so a
+batch without signal moves every weight as far as any other, and it needs other learning rates.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OptimizerConfig:
 
     Attributes:
       optim: the optimizer.
-      learning_rate: its maximum.
+      learning_rate: maximum learning rate.
       lr_scheduler_type: after the warm-up: "constant", or "linear" or "cosine" (half a wave) until the end of the run.
       warmup_steps: optimizer steps in which the learning rate rises from 0; below 1 their share of the run, rounded up.
       min_lr_rate: end of "linear" and "cosine" as a share of `learning_rate` (cosine_with_min_lr in transformers).
@@ -146,7 +146,7 @@ def _faster_gate(speed: float) -> optax.GradientTransformation:
 
 
 def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
-    """`optax.clip_by_block_rms`, with every one of stacked layers (`smd_jax.model.stacked_params`) as a block."""
+    """`optax.clip_by_block_rms`, with each of stacked layers (`smd_jax.model.stacked_params`) as its own block."""
 
     def clipped(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         names = (jax.tree_util.keystr((key,), simple=True) for key in path)

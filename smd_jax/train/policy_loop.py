@@ -1,4 +1,4 @@
-"""What GRPO, RLOO and PPO share: a policy loss, its compiled programs, and the optimizer steps on a rollout."""
+"""Base of GRPO, RLOO and PPO: a policy loss, its compiled programs, and the optimizer steps on a rollout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PolicyConfig(LoopConfig):
     """Configuration of an algorithm with a policy loss; the other attributes are those of LoopConfig.
 
     Attributes:
-      update: the learner.
+      update: the learner's configuration.
     """
 
     update: UpdateConfig = UpdateConfig()
@@ -50,7 +50,7 @@ class PolicyConfig(LoopConfig):
 
 @dataclass(frozen=True)
 class PolicyLoop(Loop):
-    """A loop whose learner has a policy loss; see Loop. Its compiled programs are made once. A subclass gives
+    """A loop whose learner has a policy loss; see Loop. Its jitted functions are cached. A subclass defines
     `rollout_batch` and `learner_batch`.
 
     Raises:
@@ -127,7 +127,7 @@ class PolicyLoop(Loop):
 
     @cached_property
     def skip(self) -> Callable[[TrainState], TrainState]:
-        """A step in which no row counts. If it may move the reference it is jitted and donates the old state."""
+        """The step of a minibatch in which no row counts. With a reference sync it is jitted and donates the state."""
         sync = self.config.update.reference_sync
         return skip_step if sync is None else jax.jit(lambda state: skip_step(state, sync), donate_argnums=0)
 
@@ -145,7 +145,7 @@ class PolicyLoop(Loop):
 
     @property
     def unpacked_config(self) -> UpdateConfig:
-        """The update without packing, with as much work at a time."""
+        """The update's configuration without packing, with `rows_of_a_pass` rows per microbatch."""
         if not self.packs_rows:
             return self.config.update
         rows = self.rows_of_a_pass
@@ -169,7 +169,7 @@ class PolicyLoop(Loop):
         """The batch of a whole rollout, before it is split into minibatches, and metrics of it.
 
         Args:
-          penalty: what `kl_penalty` subtracts from the rewards of tokens; None without a KL in the reward.
+          penalty: of `kl_penalty`, subtracted from the rewards of tokens; None without a KL in the reward.
         """
         raise NotImplementedError(f"{type(self).__name__} must define rollout_batch")
 
@@ -177,8 +177,8 @@ class PolicyLoop(Loop):
         """Takes the optimizer steps of one rollout.
 
         A minibatch in which no row counts does not change the parameters, although momentum and weight decay would.
-        With distillation every token counts; for terms of one's own, `Term.learns` decides. A rollout beyond
-        `max_difference` gets no step; `step` refuses it.
+        With distillation every token counts; for custom terms, `Term.learns` decides. A rollout whose mismatch exceeds
+        `max_difference` gets no step, and `step` refuses it.
         """
         config, update = self.config, self.config.update
         index = int(state.step) // config.steps_per_rollout

@@ -44,7 +44,7 @@ class PPOConfig(PolicyConfig):
     `num_iterations` is TRL's num_ppo_epochs (4 there).
 
     Attributes:
-      update: the learner, with a critic (`UpdateConfig.value`).
+      update: the learner's configuration, with a critic (`UpdateConfig.value`).
       gamma, lam: discount and decay, see `smd_jax.losses.value.gae`.
       whiten_advantages: shift and scale them to mean 0 and variance 1 over the tokens of a rollout, as in TRL.
     """
@@ -142,10 +142,10 @@ class PPOLoop(PolicyLoop):
     """The static parts of a PPO run; see Loop.
 
     With an environment, credit "trajectory" gives the last token of a conversation the sum of its rewards, and "turn"
-    gives the last token of each turn its own. Tokens that were read are no steps of GAE.
+    gives the last token of each turn its own. GAE skips tokens that were read.
 
     Raises:
-      ValueError: an environment with compaction; and what PolicyLoop raises.
+      ValueError: an environment with compaction; and the errors of PolicyLoop.
     """
 
     config: PPOConfig

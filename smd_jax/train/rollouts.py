@@ -149,7 +149,7 @@ class Rollouts:
             return rollout_program.lower(self.model, params, shapes, key, **self._options(copies))
 
     def shapes(self, params: Params, prompts: int) -> Trajectory:
-        """The shapes of the whole trajectory of this number of prompts; call it under the mesh."""
+        """The shapes of the whole trajectory for this number of prompts; call it under the mesh."""
         copies = self._copies(prompts // len(self.placement.data_shards.process_groups))
         shapes = rows_on(self._prompt_shapes(prompts * copies), self.placement.mesh)
         return rollout_program.eval_shape(self.model, params, shapes, jax.random.key(0), **self._options(copies))

@@ -1,5 +1,4 @@
-"""One rollout on its way from the sampler to the learner, the choice among several with dynamic sampling, and the dump
-of a refused one.
+"""One graded rollout, the selection of groups from several rollouts (dynamic sampling), and the dump of a refused one.
 
     arrays = safetensors.numpy.load_file("refused_41.safetensors")
     tokens, valid        [rows, T]       prompts and responses
@@ -104,7 +103,7 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
     }
     conversations = [each for samples in rollouts for each in samples.conversations]
     parts = {name: np.concatenate([each.reward_parts[name] for each in rollouts]) for name in rollouts[0].reward_parts}
-    # Of all rewards at once: a rollout without any has the mean NaN, and deviations do not average.
+    # From all rewards at once: the mean of a rollout without any is NaN, and deviations cannot be averaged.
     metrics |= reward_metrics(jnp.asarray(rewards), group_size, jnp.asarray(~np.isnan(rewards)))
     for name, part in parts.items():
         metrics |= part_metrics(name, part)

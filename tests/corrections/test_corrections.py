@@ -336,7 +336,7 @@ def test_without_sampler_logprobs_only_those_that_never_look_at_them(correction)
 
 @pytest.mark.parametrize("correction", [OPSM(), DPPOTV()])
 def test_two_need_the_present_logprobs(correction):
-    with pytest.raises(ValueError, match=r"expected the learner's present log-probabilities .* got None"):
+    with pytest.raises(ValueError, match=r"expected the learner's current log-probabilities .* got None"):
         correction.terms(golden_inputs().replace(logprobs=None))
 
 
