@@ -45,9 +45,9 @@ class ModelSource:
 class ModelArgs(ModelSource):
     """The model, and which of its parameters are trained."""
 
-    gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # what the backward pass recomputes
+    gradient_checkpointing: Literal["none", "dots", "full"] = "full"  # parts that the backward pass recomputes
     scan_layers: bool = False  # loop over equal layers: compiles deep models faster; on CPUs it samples more slowly
-    lora_r: Basic[int | None] = None  # rank of the LoRA adapters, which are then all that is trained; None: no LoRA
+    lora_r: Basic[int | None] = None  # rank of LoRA adapters; only these are trained then. None: no LoRA
     lora_alpha: float = 32.0  # adapters are scaled by alpha / rank
     lora_target_modules: tuple[Target, ...] = TARGETS  # projections of every layer that get adapters
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
@@ -62,13 +62,13 @@ class DataSource:
     dataset_config: str | None = None  # the subset, where a dataset has several
     split: Basic[str | None] = None  # such as test, train[:1000], train[90%:]; None: the dataset's default
     dataset_size: int = 10_000  # rows of a procedural dataset
-    dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, as min_terms=2
+    dataset_parameters: tuple[str, ...] = ()  # of a procedural dataset, such as min_terms=2
     prompt_column: Basic[str | None] = None  # text or chat messages; None: "prompt"
     # Message before every prompt, for models with a chat template. Text prompts and their completions then become chat
     # messages; smd.tasks.completion_text reads both
     system_prompt: Basic[str | None] = None
     chat_template: Literal["auto", "none"] = "auto"  # auto: the tokenizer's, if there is one; none: plain text
-    chat_template_kwargs: tuple[str, ...] = ()  # variables of the chat template, as enable_thinking=false
+    chat_template_kwargs: tuple[str, ...] = ()  # variables of the chat template, such as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
     max_prompt_length: int | None = None  # tokens; None: the length of the longest prompt
 
@@ -88,7 +88,7 @@ class RewardArgs:
 class EvaluationRows:
     """Evaluation: number of prompts, and ways of decoding."""
 
-    eval_rows: int = 256  # prompts, at most
+    eval_rows: int = 256  # maximum number of prompts
     eval_seed: int | None = None  # seed of a procedural dataset's rows, so that all runs share them; None: --seed
     # Ways of decoding: sampler, as in training; dense; or policy:budget[+buffer], as 'snapkv(window=16):512+128'
     eval_decode: Basic[tuple[str, ...]] = ("sampler", "dense")
@@ -104,11 +104,11 @@ class EvaluationArgs(EvaluationRows):
     eval_split: str | None = None  # as --split
     eval_temperature: float | None = None  # 0: greedy; None: --temperature
     metric_for_best_model: str | None = None  # keep the checkpoint with the best value, such as eval/dense/reward
-    greater_is_better: bool | None = None  # of that metric; None: no if its name ends in "loss", as in transformers
+    greater_is_better: bool | None = None  # whether that metric is maximised; None: unless its name ends in "loss"
 
     @property
     def objective(self) -> Objective | None:
-        """What the best checkpoint is best at; None without such a metric."""
+        """The metric of the best checkpoint and its direction; None without one."""
         metric, greater = self.metric_for_best_model, self.greater_is_better
         if metric is None:
             return None
@@ -151,7 +151,7 @@ class SamplerArgs(SamplingArgs):
 class ComputeArgs:
     """Devices."""
 
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # refuse to start on another platform
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # required platform; auto: any
     attention: AttentionName = "auto"  # auto: kernels on Hopper GPUs and TPUs; portable: plain JAX everywhere
     data_parallel: int = 1  # devices that split rows
     fsdp: int = 1  # devices that split rows and weights
@@ -163,7 +163,7 @@ class DeviceArgs(ComputeArgs):
     """Devices, and their memory. data-parallel * fsdp * tensor * sequence devices are used."""
 
     sequence: int = 1  # devices that split the columns of each row in the update, for very long rows
-    memory: str | None = None  # limit per device, such as 80GiB: chooses sizes that fit; None: sizes stay
+    memory: str | None = None  # limit per device, such as 80GiB: chooses sizes that fit; None: sizes as set
     microbatch: int | None = None  # rows of one pass (online-dpo: pairs); None: all, or as many as fit into --memory
 
 
@@ -172,14 +172,14 @@ class LossArgs:
     """The loss, and the correction for the difference between sampler and learner."""
 
     correction: Basic[CorrectionName] = "shadow"  # shadow: replay the evictions; all others train a dense learner
-    dense_share: float = 0.0  # share of the policy loss for a dense learner with TIS, cut at 2
-    distill: Distillation = "none"  # teacher of a distillation beside the reward; anchor: the frozen start, dense
+    dense_share: float = 0.0  # share of the policy loss for a dense learner with TIS, truncated at 2
+    distill: Distillation = "none"  # teacher of an additional distillation loss; anchor: the frozen start, dense
     distill_coef: float = 0.1  # weight of the distillation in the loss
     loss_type: Basic[LossName] = "grpo"  # with its paper's token weighting and bounds
     epsilon: float | None = None  # lower bound of the ratio's clipping; None: the paper's
-    epsilon_high: float | None = None  # the upper bound less 1 (TRL's cispo: the bound itself); None: the paper's
+    epsilon_high: float | None = None  # the upper bound minus 1 (TRL's cispo: the bound itself); None: the paper's
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    top_entropy_quantile: float = 1.0  # share of the tokens, those with the highest entropy, that are trained on
+    top_entropy_quantile: float = 1.0  # share of tokens to train on, those with the highest entropy
     minibatches: int = 1  # optimizer steps per pass over a rollout
     num_iterations: int = 1  # passes over a rollout
     mask_truncated_completions: bool = False  # leave out completions that the length limit cut off
@@ -205,22 +205,22 @@ class OptimizerArgs:
     """The optimizer, and its learning rate."""
 
     optim: Literal["adamw", "adafactor"] = "adamw"  # adafactor needs little memory in addition to the weights
-    learning_rate: Basic[float | None] = None  # the highest of the run; None: 1e-6, with LoRA 1e-5
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Basic[float | None] = None  # maximum of the run; None: 1e-6, with LoRA 1e-5
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # schedule after the warm-up
     warmup_steps: float = 0.0  # optimizer steps; below 1: their share of the run
-    min_lr_rate: float = 0.0  # where linear and cosine end, as a share of the learning rate
+    min_lr_rate: float = 0.0  # end of linear and cosine, as a share of the learning rate
     weight_decay: float = 0.0  # of matrices; norms and biases do not decay
     adam_beta1: float = 0.9  # decay of AdamW's mean of gradients
     adam_beta2: float = 0.999  # decay of AdamW's mean of squared gradients
-    adam_epsilon: float = 1e-8  # added to the root of the latter
+    adam_epsilon: float = 1e-8  # added to the root of that mean in AdamW's denominator
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of AdamW's momentum
-    max_grad_norm: float | None = 1.0  # longer gradients are scaled down to it; None: never
+    max_grad_norm: float | None = 1.0  # gradients with a larger norm are scaled down to it; None: never
     gate_speed: float = 30.0  # learning rate of the gate of --eviction gate, relative to that of the model
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
-    """The run: its length, its directory, its reports."""
+    """The run: length, directory and reports."""
 
     output_dir: Basic[Path] = Path("runs/train")  # metrics, checkpoints, plots and the trained model
     max_steps: Basic[int] = 100  # rollouts
@@ -254,7 +254,7 @@ class GroupArgs:
 
     # Divide advantages by the standard deviation of rewards in the group or in the batch, or not at all
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    dynamic_sampling: int | None = None  # extra rollouts at most, to replace groups without signal; 0: only drop these
+    dynamic_sampling: int | None = None  # maximum extra rollouts that replace groups without signal; 0: only drop these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,10 +265,10 @@ class ConversationArgs:
     # the dataset, graded by its own reward; None: single completions. --max-completion-length counts all tokens
     # after the prompt
     environment: Basic[str | None] = None
-    max_turns: int = 8  # turns of the policy at most
+    max_turns: int = 8  # maximum turns of the policy
     max_turn_length: int | None = None  # tokens of a turn; None: as many as there is room for
     environment_timeout: float | None = 60.0  # seconds for one call; None: no limit, called in the main process
-    contexts: int = 1  # per conversation; from 2 on a full one is summarised, and the next begins with the summary
+    contexts: int = 1  # maximum per conversation; a full one is summarised, and the next begins with the summary
     context_length: int | None = None  # tokens after the prompt from which a context is full; needed with --contexts
     summary_request: str | None = None  # text that asks the policy for a summary; None: a default
     summary_heading: str = ""  # text between prompt and summary in the next context
@@ -283,7 +283,7 @@ class EnvironmentArgs(ConversationArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class AheadArgs:
-    """What runs in parallel with the update."""
+    """Rollouts in parallel with the update."""
 
     rollouts_ahead: Literal[0, 1] = 0  # 1: sample the next rollout during the update; one device, shadow masks
 

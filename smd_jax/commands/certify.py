@@ -40,7 +40,7 @@ class Args:
     record: tyro.conf.Positional[Path]  # .npz or .safetensors
     model: str  # directory of a checkpoint in Hugging Face's format, or an id on the Hub: the model to be trained
     tokenizer: str | None = None  # a directory, or an id on the Hub; None: the model's own, if it has one
-    previous: str | None = None  # an older checkpoint that the sampler may have had
+    previous: str | None = None  # an older checkpoint that the sampler may have used
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype of the sampler
     rows: int = 8  # number of replayed rows, from the first on
     out: Path | None = None  # .html or .json

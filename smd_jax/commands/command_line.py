@@ -64,7 +64,7 @@ def parse_options(kind: type[T], prog: str, description: str, words: Sequence[st
 
 
 def parse_words(kind: Any, prog: str, description: str, words: Sequence[str], default: Any = None) -> Any:
-    """What tyro reads."""
+    """Parses the words with tyro."""
     given = ["--help" if word == HELP_ALL else word for word in words]
     options: dict[str, Any] = {} if default is None else {"default": default}
     flat = (tyro.conf.OmitArgPrefixes,)

@@ -32,7 +32,7 @@ from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
-LIKE_A_FLAG = re.compile(r"--?[^\W\d]|--\Z")  # what the parser takes for a flag among several values
+LIKE_A_FLAG = re.compile(r"--?[^\W\d]|--\Z")  # values that the parser takes for flags
 RUN_CONFIG, RUN_FILES = "config.yaml", ("metrics.jsonl", "checkpoints", LOCK)  # in the directory of a run
 
 
@@ -79,7 +79,7 @@ def check_once(words: Sequence[str], arguments: type) -> None:
             continue
         behind = [*words[places[-1] + 1 :], "--"][0]
         if "=" in words[places[-1]] or not behind.startswith("--"):
-            raise UserError(f"expected {flag} once, with all its values behind it; got it {len(places)} times")
+            raise UserError(f"expected {flag} once, with all its values after it; got it {len(places)} times")
 
 
 def _takes_several(kind: Any) -> bool:
@@ -107,7 +107,7 @@ def preset_path(name: str) -> Path:
     folder = Path(str(resources.files("smd_jax.commands") / "presets"))
     there = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in there:
-        raise UserError(f"expected a preset, one of {there}; got {name!r}. A file of your own is --config FILE")
+        raise UserError(f"expected a preset, one of {there}; got {name!r}. For your own file use --config FILE")
     return folder / f"{name}.yaml"
 
 

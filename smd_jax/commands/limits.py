@@ -54,7 +54,7 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "without --environment",
     ),
     (("context_length", "summary_request", "summary_heading"), lambda run: run.contexts > 1, "without --contexts"),
-    # Policies of evaluations have the same sinks.
+    # Eviction policies of evaluations have the same sinks.
     (
         ("sinks", "budget"),
         lambda run: not {run.eviction, *run.eval_decode} <= {"dense", "sampler"},

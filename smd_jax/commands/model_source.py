@@ -95,7 +95,7 @@ def model_directory(name: str, revision: str | None = None) -> Path:
 
 
 def local_directory(name: str, flag: str, revision: str | None, files: Sequence[str]) -> Path:
-    """The local directory of this name, or the repository of which files of these patterns are downloaded.
+    """The local directory of this name, or the downloaded files of a repository that match these patterns.
 
     `flag` is the option that gave the name, `revision` a branch, tag or commit on the Hub (None: the main branch).
     Raises UserError for neither a directory nor a repository on the Hub, and for a revision of a local directory.
@@ -143,7 +143,7 @@ def load_tokenizer(model: Path, name: str | None = None, revision: str | None = 
     # transformers and tokenizers raise any type of exception for files that they cannot parse, even plain Exception.
     with Caught() as caught:
         tokenizer = open_tokenizer(directory)
-        tokenizer.encode("a", add_special_tokens=True)  # some open, and cannot be used
+        tokenizer.encode("a", add_special_tokens=True)  # some load but cannot encode
     if tokenizer is None or caught.error is not None:
         raise UserError(
             f"expected a tokenizer in {directory} that transformers can read without running its code; got "

@@ -1,4 +1,4 @@
-"""The files of a run: absolute paths, so that it can be resumed from any folder; and digests.
+"""Absolute paths of a run's files, so that it can be resumed from any folder, and their digests.
 
 A resumed run compares digests, not paths, so files may be moved:
 

@@ -27,7 +27,7 @@ from smd_jax.monitor.run_plots import plot_runs
 class Args:
     """Draws runs."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of runs, or above them
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of runs, or their parents
     out: Path = Path("runs.html")  # .html, .png or .svg
     title: str = "smd_jax"  # of the page
     debug: bool = False  # show the traceback of every error

@@ -76,7 +76,7 @@ EXPECTED = (
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The console script, with the words of a command line after the command's name; None: those of the process."""
+    """The console script. `words`: arguments after the command's name; None: those of the process."""
     given = list(sys.argv[1:] if words is None else words)
     with report_errors("--debug" in given, *EXPECTED), plain_warnings():
         algorithm, args = parse(given)

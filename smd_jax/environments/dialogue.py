@@ -24,7 +24,7 @@ from smd_jax.text.token_bytes import special_tokens
 
 # Turns that test a template. Templates with thinking look for this tag.
 PLAIN, THINKING = "b", "<think>\na\n</think>\n\nb"
-# What templates with thinking may add to the generation prompt alone: an empty thinking, or the beginning of one.
+# Text that templates with thinking may add to the generation prompt only: an empty thinking, or its beginning.
 BEGUN_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
@@ -101,7 +101,7 @@ class Dialogue:
         """The text between two turns of the policy.
 
         Args:
-          content: what the environment says, a text or chat messages.
+          content: the environment's answer, a text or chat messages.
           last: text of the last token of the previous turn; if it ends the message, it is not repeated.
           tools, variables: of the prompt: a tokenizer may have another template for conversations with tools.
 
@@ -136,7 +136,7 @@ class Dialogue:
         write: Callable[[list[Message]], str],
         place: str,
     ) -> str:
-        """What `write` makes of the messages; raises TemplateError if it leaves out the content of a role."""
+        """The text that `write` gives for the messages; raises TemplateError if it leaves out the content of a role."""
         text, template = write(messages), self._tokenizer.get_chat_template(tools=variables.get("tools"))
         for role in dict.fromkeys(str(message["role"]) for message in messages):
             others = [_longer(message) if str(message["role"]) == role else message for message in messages]

@@ -129,7 +129,7 @@ class Conversation:
                 raise AnswerError(
                     f"expected the methods {' and '.join(METHODS)}; got {made} without {' and '.join(missing)}"
                 )
-            # A copy, because an environment may change what it gets, and conversations of a group share the row.
+            # A copy, because an environment may change its argument, and conversations of a group share the row.
             return self._environment.reset(copy.deepcopy(row))
 
         return self._call(begin, checked_opening)
@@ -173,7 +173,7 @@ def serve(parent: Connection) -> None:
         for name, file in files:
             reward_calls.load_file(name, file)
         factory = pickle.loads(pickled)
-        # Forks share what the environment's `prepare` imports and reads, if its class has one.
+        # Forks share the imports and data of the environment's `prepare`, if its class has one.
         if hasattr(getattr(factory, "func", factory), "prepare"):  # `func`: the class of a partial
             factory().prepare()
     if caught.error is not None:
@@ -209,13 +209,13 @@ def fork(parent: Connection, factory: Callable[[], Any]) -> int:
     handle = reduction.recv_handle(parent)
     process = os.fork()
     if process:
-        # A group of its own, because an environment that runs a program and times out leaves the program behind.
+        # Its own process group, because an environment that times out may leave a program running.
         with contextlib.suppress(OSError):
             os.setpgid(process, process)
         os.close(handle)
         return process
     parent.close()
-    # Whatever it raises, this process must not go on as the one that forked it.
+    # After any exception, this process must not continue as a copy of its parent.
     with reward_calls.Caught(BaseException) as caught, contextlib.suppress(EOFError, ConnectionError):
         converse(Connection(handle), factory)
     if caught.error is not None:

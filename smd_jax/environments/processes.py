@@ -25,7 +25,7 @@ from smd_jax.tasks.reward_callers import START_SECONDS, pickled_function
 from smd_jax.tasks.task import Row
 from smd_jax.text.child_process import ChildEndedError, ChildProcess, pickled_value
 
-OTHER_FILES = 512  # that the run may still open, with some to spare
+OTHER_FILES = 512  # for the rest of the run, with some to spare
 LONGEST_BYTES = 12 * environment_process.LONGEST + 4096  # of an answer: JSON writes a character in up to 12 bytes
 
 
@@ -226,7 +226,7 @@ class EnvironmentsInProcesses:
 
 
 def allow_open_files(more: int) -> None:
-    """Raises this process's limit of open files for so many more, as far as the system lets it.
+    """Raises this process's limit of open files by this number, as far as the system allows.
 
     Each conversation has a connection, and the usual limit is 1,024. Other sets of environments may be open, such as
     that of the evaluation, so the open files count too.

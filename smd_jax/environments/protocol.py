@@ -42,7 +42,7 @@ class Failure(NamedTuple):
     """A call that gave no answer.
 
     Attributes:
-      kind: the same for errors of one kind, such as the name of an exception. message: of this one.
+      kind: such as the name of an exception; each kind is reported once. message: of this failure.
     """
 
     kind: str

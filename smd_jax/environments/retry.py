@@ -19,9 +19,9 @@ class RetryEnvironment:
         factory = functools.partial(RetryEnvironment, ReasoningGymTask("chain_sum", seed=0, size=100))
 
     Attributes:
-      task: whose rows and reward these are.
-      attempts: turns at most. right: reward from which an answer is right.
-      hint: what the policy reads after a wrong answer.
+      task: gives the rows and the reward.
+      attempts: maximum turns. right: reward from which an answer is right.
+      hint: text that the policy reads after a wrong answer.
     """
 
     task: Task
@@ -30,7 +30,7 @@ class RetryEnvironment:
     hint: str = "That is not right. Try again."
 
     def prepare(self) -> None:
-        """Makes the dataset, and imports what `math_answer` needs, which take seconds, once for all conversations."""
+        """Makes the dataset and imports the packages of `math_answer` once for all conversations: it takes seconds."""
         self.task[0]
         if own_reward(self.task) is math_answer:
             same_answer("1", "1")

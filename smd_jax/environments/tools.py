@@ -16,7 +16,7 @@ from smd_jax.tasks.task import Row
 # As Hermes, Qwen2.5 and Qwen3 write calls: {"name": …, "arguments": {…}}.
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 LONGEST_RESULT = 2**16  # characters of a tool's result
-Step = tuple[str | list[Message], float, bool | str]  # what Environment.step gives
+Step = tuple[str | list[Message], float, bool | str]  # result of Environment.step
 
 
 class ToolCallError(ValueError):
@@ -96,7 +96,7 @@ class ToolEnvironment:
     reward: Callable[[str, Row], float | Awaitable[float]]
 
     def prepare(self) -> None:
-        """Imports what describes the tools; raises ValueError for tools that cannot be described."""
+        """Imports the packages that describe the tools; raises ValueError for tools that cannot be described."""
         schemas(self.tools)
 
     def reset(self, row: Row) -> Opening:
@@ -137,7 +137,7 @@ def _graded(reward: Any) -> Step:
 
 
 def _called(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Message | Awaitable[Message]:
-    """Calls a tool; what it raises becomes its result."""
+    """Calls a tool; an exception becomes its result."""
     returned: Any = None
     with Caught() as caught:
         returned = tool(**arguments)

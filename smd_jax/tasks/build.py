@@ -35,7 +35,7 @@ GOVREPORT_INSTRUCTION = "Summarise this report of the government."
 
 @dataclass(frozen=True)
 class Preset:
-    """A ready task.
+    """A predefined task.
 
     Attributes:
       train, held_out: the rows to train on, and the rows to evaluate on.
@@ -149,7 +149,7 @@ class TaskChoice:
     """Data and reward to train or evaluate on.
 
     Attributes:
-      name: a preset of `PRESETS`; "reasoning_gym:NAME"; or what `DataSource.name` takes.
+      name: a preset of `PRESETS`; "reasoning_gym:NAME"; or a `DataSource.name`.
       source: replaces the rows of a preset by others in its layout; same values as `DataSource.name`.
       config, split: see DataSource. None: the preset's own, or the only one.
       held_out: take the evaluation rows of a preset or a procedural data set.

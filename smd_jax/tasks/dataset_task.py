@@ -81,7 +81,7 @@ class SelectedRows:
 
 
 def place(task: Task, index: int) -> str:
-    """Where the row at this index is, for errors."""
+    """The location of the row at this index, for errors."""
     if isinstance(task, SelectedRows):
         return place(task.task, int(task.numbers[index]))
     return _place(task.rows[index] if isinstance(task, DatasetTask) else {}, index)
@@ -92,7 +92,7 @@ def _place(row: Row, index: int) -> str:
 
 
 def first_rows(task: Task, count: int) -> Task:
-    """The task of the first `count` rows, or of all if there are fewer, to show or to evaluate on."""
+    """The task of the first `count` rows, or of all if there are fewer."""
     if count < 1:
         raise ValueError(f"expected at least one row; got {count}")
     return task if count >= len(task) else SelectedRows(task, np.arange(count))

@@ -24,7 +24,7 @@ from smd_jax.text.visible_text import one_line
 
 T = TypeVar("T")
 
-FILE_MODULE = "_file_"  # begins the names of modules that were files
+FILE_MODULE = "_file_"  # prefix of the names of modules that were files
 
 
 def import_function(where: str) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ def readable_answer(dataset: str, answer: str) -> str:
     if dataset in EXPRESSIONS and not _is_arithmetic(answer):
         return "?"
     if dataset == "complex_arithmetic" and "nan" in answer.replace(" ", "").lower():
-        return "?"  # the verifier takes a distance of NaN for none
+        return "?"  # the verifier would accept NaN as a distance of 0
     return answer
 
 

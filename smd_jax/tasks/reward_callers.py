@@ -1,4 +1,4 @@
-"""Where reward functions run: in this process, or each in a process that is killed when a call takes too long.
+"""Calls reward functions in this process, or each in its own process, which is killed when a call takes too long.
 
 In its own process a function has the main thread, the only one in which math-verify can set a timer, and several
 functions run at the same time. The process is a new Python, so it must find the function by import.
@@ -17,7 +17,7 @@ from smd_jax.tasks.functions import FILE_MODULE
 from smd_jax.tasks.reward_calls import EventLoop, Outcome
 from smd_jax.text.child_process import ChildEndedError, ChildProcess, pickled_value
 
-START_SECONDS = 300.0  # for the imports of a function, which no limit of the user covers
+START_SECONDS = 300.0  # for the imports of a function, which the user's time limit does not cover
 
 
 class UnloadableRewardError(RuntimeError):
@@ -65,7 +65,7 @@ class CallsInProcess:
         self._seconds = seconds
         self._process: ChildProcess | None = None
         self._loaded = False
-        self._due: tuple[float, int] | None = None  # deadline and number of rewards of the call that runs
+        self._due: tuple[float, int] | None = None  # deadline and number of rewards of the running call
 
     def start(self) -> None:
         """Starts the process unless it runs, and does not wait for it."""
@@ -137,7 +137,7 @@ def pickled_function(
     """
     try:
         pickled = pickled_value(function)
-        if b"\x08__main__" in pickled:  # behind its length: the name of the module, not a part of a text
+        if b"\x08__main__" in pickled:  # after its length: the name of the module, not a part of a text
             raise ValueError("one of the script or notebook that runs")
     except ValueError as error:
         raise ValueError(

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 Failed = tuple[str, str]  # kind and message
-Value = float | None | Failed  # a reward; no opinion; or none
+Value = float | None | Failed  # a reward; None: does not apply; or a failure
 Outcome = list[Value] | Failed  # one value per completion, or why the call failed as a whole
 
 ANOTHER_NUMBER = "another number of rewards"  # kind of a call that returned more or fewer than there are completions
@@ -38,16 +38,16 @@ LONGEST_MESSAGE = 400  # characters of an exception
 
 THIS_LIBRARY = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
-INSTALLED = {"site-packages", "dist-packages"}  # folders within it that are not of it
+INSTALLED = {"site-packages", "dist-packages"}  # folders within it that do not belong to it
 
-GRACE_SECONDS = 5.0  # added to the limit, at which the caller ends this process; later it ends itself
+GRACE_SECONDS = 5.0  # after the limit; then this process ends itself, if the caller has not ended it
 
 
 class Caught:
-    """`with Caught() as caught:` keeps the exception that its body raises, because foreign code may raise anything.
+    """`with Caught() as caught:` catches the exception that its body raises: foreign code may raise any class.
 
     Args:
-      others: classes to keep that are no Exception, such as SystemExit. Without them Ctrl-C and `sys.exit` go through.
+      others: further classes to catch, such as SystemExit. Without them Ctrl-C and `sys.exit` propagate.
     """
 
     def __init__(self, *others: type[BaseException]) -> None:
@@ -88,7 +88,7 @@ def outcome_of(returned: Any, rows: int) -> Outcome:
 
 
 def value_of(reward: Any) -> Value:
-    """Rounds a reward to float32, keeps None, or says what is wrong with it."""
+    """Rounds a reward to float32, keeps None, or describes why it is invalid."""
     if reward is None:
         return None
     number = _number(reward)
@@ -119,7 +119,7 @@ def described(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(error)).strip()
     if len(text) > LONGEST_MESSAGE:  # it may quote a whole completion
         text = f"{text[:LONGEST_MESSAGE]}…"
-    # The first frames are our call, and what imports a file or waits for a coroutine.
+    # The first frames are our call, and the import of a file or the wait for a coroutine.
     own = list(dropwhile(_is_ours, traceback.extract_tb(error.__traceback__)))
     if not own:
         return text

@@ -29,13 +29,13 @@ GRADED_CHARACTERS = 2_000  # at the end of a completion; matching a longer text 
 GRADING_SECONDS = 2  # sympy never finishes an answer such as 9^9^9^9
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
 THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
-# Between a letter or sign of Chinese, Japanese or Korean, or a word with a colon, and a number. Not behind full-width
-# signs of numbers: they are parts of it.
+# The place between a Chinese, Japanese or Korean character, or a word with a colon, and a number. Not after full-width
+# signs, which are part of the number.
 _GLUED = re.compile(
     r"(?:(?<=[\u3000-\u30fb\u30fd-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0a\uff0c\uff1a-\uff65])|(?<=[^\W\d_]{2}:))"
     r"(?<![0-9]\uff0c)(?=[-+]?[0-9])"
 )
-# A word, or a letter of Chinese or Japanese, which have no blanks.
+# A word, or one character of Chinese or Japanese, which have no spaces.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -214,9 +214,9 @@ def gsm8k_gold(solution: str) -> str:
 
 def final_answer(completion: str) -> str:
     r"""The part of a completion to grade: its last boxed answer, or the line after its last "####", whichever comes
-    last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number. A
-    line after "####" without a number or LaTeX is a heading, and what follows it is graded. Outside of a box, numbers
-    behind letters of Chinese, Japanese or Korean and behind a colon get a blank, without which math-verify finds none.
+    last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number. If
+    the line after "####" has no number or LaTeX, the lines after it are graded. Outside of a box, a space is added
+    between a number and a preceding colon or CJK character, because math-verify finds no number there.
     """
     end = completion[-GRADED_CHARACTERS:]
     # The last marker, because the last correction counts.
@@ -279,8 +279,8 @@ def _best(score: Callable[[str], float], golds: object) -> float | None:
 
 
 def _words(text: str) -> list[str]:
-    """Normalises as SQuAD does: case, punctuation, articles, white space. Keeps articles, or punctuation, where
-    nothing else is: "A" is the answer to a multiple-choice question."""
+    """Normalises as SQuAD does: case, punctuation, articles, white space. Keeps articles or punctuation if nothing
+    else is left: "A" is the answer to a multiple-choice question."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     return _ARTICLES.sub(" ", plain).split() or plain.split() or text.split()
 

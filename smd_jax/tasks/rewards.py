@@ -243,7 +243,7 @@ class Rewards:
     def _call_all(self, arguments: Mapping[str, Sequence[Any]], rows: int) -> dict[str, list[Value]]:
         """Every function's value of every row."""
         calls = {
-            # Copies, because a function may change what it gets. Only messages are copied whole.
+            # Copies, because a function may change its arguments. Only messages are copied whole.
             name: {
                 accepted: copy.deepcopy(arguments[accepted]) if accepted in GIVEN else list(arguments[accepted])
                 for accepted in accepted_names(name, function, arguments)

@@ -1,4 +1,4 @@
-"""Makes a row of a data set into a row of a task: the map function, the prompt column, the system prompt.
+"""Converts a row of a data set to a row of a task: the map function, the prompt column, the system prompt.
 
 {"q": "1 + 1?", "a": "2"}  ──map_row──►  {"question": "1 + 1?", "answer": "2"}
                            ──prompt_column "question"──►  {"prompt": "1 + 1?", "answer": "2"}
@@ -63,7 +63,7 @@ class RowFormat:
     def _mapped(self, raw: Mapping[str, Any], where: str) -> Row:
         assert self.map_row is not None
         try:
-            # A copy: rows of text files stay in memory, and a function may change what it gets.
+            # A copy: rows of text files stay in memory, and a function may change its argument.
             mapped = self.map_row(copy.deepcopy(dict(raw)))
         except _ROW_ERRORS as error:
             raise ValueError(

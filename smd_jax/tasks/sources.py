@@ -25,7 +25,7 @@ from smd_jax.tasks.text_files import FORMATS, FileRow, check_first_bytes, data_f
 from smd_jax.text.visible_text import one_line
 from smd_jax.text.yaml_limits import load_yaml
 
-# What `datasets` raises for data that it cannot read.
+# Errors of `datasets` for data that it cannot read.
 _DATA_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<file>.+)")
@@ -90,8 +90,8 @@ def load_rows(source: DataSource, columns: Sequence[str] = ()) -> Rows:
 
 
 def _path_of(name: str) -> Path | None:
-    """The existing file or folder of this name; None for a data set of the Hub. Raises FileNotFoundError for a name
-    that must mean a path, where nothing is, and ValueError for a name that nothing can have."""
+    """The existing file or folder of this name; None for a data set of the Hub. Raises FileNotFoundError for a path
+    that does not exist, and ValueError for a name that neither can have."""
     try:
         path = Path(name).expanduser().absolute()
         if name and path.exists():
@@ -163,8 +163,8 @@ def _of_folder(path: Path, source: DataSource, columns: Sequence[str]) -> Rows:
 
 
 def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
-    """The rows of a data set of the Hub. CSV and JSON are fetched and read as those of a folder, also without a network
-    if they were fetched before: `datasets` would guess types."""
+    """The rows of a data set of the Hub. CSV and JSON files are downloaded, or taken from the cache, and read like
+    those of a folder, because `datasets` would guess types."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -247,7 +247,7 @@ def _check_columns(row: Row, wanted: Sequence[str], where: str) -> None:
 
 @contextmanager
 def _one_error(name: str) -> Iterator[Any]:
-    """Gives the package `datasets`, imported late because that takes a second, and shortens its errors to one line."""
+    """Yields the package `datasets`, imported here because that takes a second, and shortens its errors to one line."""
     try:
         import datasets
         from datasets.exceptions import DatasetsError

@@ -4,8 +4,8 @@ Rewards have TRL's signature, so a reward function written for TRL works here an
 
     reward(prompts, completions, **columns) -> list[float | None]
 
-The columns are `completion_ids` and the rows' other fields, one list each. The completion of a text is text, and that
-of chat messages is one message of the assistant.
+The columns are `completion_ids` and the rows' other fields, one list each. The completion of a text prompt is text;
+that of chat messages is one assistant message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with variables for a row'
 
 @runtime_checkable
 class Task(Protocol):
-    """Rows and their reward. Rows are dicts with a "prompt"; their other fields come back to `reward` as columns."""
+    """Rows and their reward. Rows are dicts with a "prompt"; `reward` gets their other fields as columns."""
 
     def __len__(self) -> int: ...
 

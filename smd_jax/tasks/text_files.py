@@ -1,8 +1,8 @@
 """Rows of CSV, TSV and JSON files, with every value as the file has it.
 
 A field of CSV is text: "007", "NA" and "None" are unchanged. A value of JSON has the type that JSON gives it. Files
-that would lose something are refused: two columns of one name, a row of another length, halves of characters, text
-after a closing quote, a quote that nothing closes.
+that would lose something are refused: two columns of one name, a row of another length, lone surrogates, text after a
+closing quote, an unclosed quote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIRST_BYTES: Mapping[bytes, str] = {
     b"version https://git-lfs": "a pointer of Git LFS, without the data: get it with `git lfs pull`",
 }
 
-# A compressed file may unpack to the larger of these: rows repeat themselves 5 to 50 times, zeros 1,000 times.
+# Limit of an unpacked file: the larger of this size and ratio. Rows compress 5 to 50 times, zeros 1,000 times.
 FREE_BYTES, MAX_RATIO = 2**26, 200
 MAX_DEPTH = 64  # of lists and objects in a row; chat messages with schemas of tools have 10
 MAX_FIELD = 2**26  # characters of a field of CSV
@@ -52,8 +52,8 @@ class FileRow(dict[str, Any]):
 
 
 def data_format(path: Path) -> str:
-    """Which of "json", "csv", "parquet" and "arrow" a file's name promises; only text may be compressed. Raises
-    ValueError for another name."""
+    """The format by a file's name: "json", "csv", "parquet" or "arrow"; only text may be compressed. Raises ValueError
+    for another name."""
     plain = path.with_suffix("") if path.suffix.lower() in UNPACKERS else path
     found = FORMATS.get(plain.suffix.lower())
     if found is None or (plain != path and found not in ("json", "csv")):
@@ -136,7 +136,7 @@ def _fields(text: str, delimiter: str) -> Iterator[list[str]]:
 
 
 def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
-    """One list of objects, or an object per line."""
+    """Rows of a JSON file: one list of objects, or one object per line."""
     if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         listed = _parsed(content, str(path))
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(listed, start=1))
@@ -148,7 +148,7 @@ def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, Row]]:
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    """Parses a JSON text. Refuses halves of characters, which JSON can write as `\\ud83d` and no tokenizer takes."""
+    """Parses a JSON text. Refuses lone surrogates, which JSON can write as `\\ud83d` and no tokenizer takes."""
     try:
         value = json.loads(text, object_pairs_hook=_object)
         is_deep = _depth(value) > MAX_DEPTH

@@ -1,4 +1,4 @@
-"""Chat templates: foreign programs in Jinja that write the prompt.
+"""Chat templates: foreign Jinja programs that render the prompt.
 
 A separate process renders them, with limits on CPU time, memory and the length of the text. The date that a template
 reads by `strftime_now` is fixed by the row or by this process, so that a run resumed on another day has the same
@@ -43,7 +43,7 @@ def render_messages(
     that the variable `strftime_now` names. Without it, on the day on which this process first rendered such a template.
 
     Raises:
-      TemplateError: see there.
+      TemplateError: the template raised or exceeded a limit.
       ValueError: several templates without a default; a day that is no date, or a variable that cannot be pickled.
     """
     # As transformers does. Templates test whether a message has a key, and `datasets` fills in None for missing ones.
@@ -60,7 +60,7 @@ def render_messages(
 
 
 class Renderer:
-    """The process that renders. It starts with the first rendering, and again after it was ended."""
+    """The process that renders. It starts with the first rendering, and restarts after it was ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -108,5 +108,5 @@ def _renderer(process: int) -> Renderer:
 
 @functools.cache
 def first_day() -> datetime.date:
-    """The day on which this process first asked."""
+    """The day of this process's first call."""
     return datetime.date.today()

@@ -42,8 +42,8 @@ class ChildProcess:
 
     Args:
       script: path of a Python file.
-      environment: variables to set besides those of this process.
-      quiet: discard what the process prints.
+      environment: variables to set in addition to those of this process.
+      quiet: discard the output of the process.
 
     Attributes:
       groups: further process groups that end with the process, such as those of its forks.
@@ -51,7 +51,7 @@ class ChildProcess:
 
     def __init__(self, script: str, environment: Mapping[str, str], *, quiet: bool = False) -> None:
         ours, theirs = multiprocessing.Pipe()
-        # What it prints goes to standard error: our own output may be read by a program.
+        # Its output goes to standard error: our own output may be read by a program.
         output = subprocess.DEVNULL if quiet else 2
         with theirs:
             self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Imports of Hugging Face's packages, without their advice.
+"""Imports Hugging Face's packages without their installation advice.
 
 transformers advises to install PyTorch, and tqdm to install ipywidgets in a notebook; the library needs neither. Only
 the first import prints this advice. No environment variable is set, and other messages are printed.
@@ -31,7 +31,7 @@ def _without_advice() -> Iterator[None]:
 
 @contextmanager
 def errors_only() -> Iterator[None]:
-    """Silences what transformers logs below errors."""
+    """Silences the log messages of transformers below errors."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -130,12 +130,12 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) 
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str, last: str = "") -> list[int]:
-    """Encodes a text that stands behind another one; without special tokens.
+    """Encodes a text that continues another one, without special tokens.
 
-    Tokenizers of the sentencepiece kind put a blank in front of every text, which does not belong between two.
+    Sentencepiece tokenizers put a blank in front of every text, which would be wrong between two.
 
     Args:
-      last: text of the special token before it, behind which some tokenizers begin as at the start of a text.
+      last: text of the preceding special token, after which some tokenizers encode as at the start of a text.
     """
 
     def encoded(text: str) -> list[int]:
@@ -221,7 +221,7 @@ def decode_completions(
 ) -> list[str]:
     """The text of every row where `mask` (the response mask) is True, without special tokens such as EOS.
 
-    Spare rows of an embedding have ids without a token and without text. Warns if over a tenth of the ids are such.
+    Ids of spare rows of an embedding have no token and no text. Warns if over a tenth of the ids are such.
     """
     tokens, mask = np.asarray(tokens), np.asarray(mask)
     sampled = tokens[mask]

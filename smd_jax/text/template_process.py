@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
     Attributes:
       seconds: CPU time.
-      memory: bytes above what the process needs without a template.
+      memory: bytes above the need of the process without a template.
       characters: of the rendered text.
     """
 

@@ -12,7 +12,7 @@ def visible(text: str) -> str:
     """Replaces every control or format character except newlines by visible text.
 
     An escape sequence becomes `␛[31m`, so that a completion cannot colour, clear or retitle a terminal. Characters that
-    change the direction of writing, and halves of characters, become `\\u202e` and the like.
+    change the direction of writing, and lone surrogates, become `\\u202e` and the like.
     """
     return "".join(_visible(character) for character in text)
 

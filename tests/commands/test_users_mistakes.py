@@ -67,7 +67,7 @@ class Count:
         ("--dataset FOLDER/prompts.jsonl --dataset-parameters", "Name one: --reward path/to/file.py:function"),
         ("--dataset FOLDER/rows.jsonl --dataset-parameters --reward format", "prompt_column"),
         ("--reward nonsense", "expected --reward as one of"),
-        ("--reward format --reward overlong", "expected --reward once, with all its values behind it; got it 2 times"),
+        ("--reward format --reward overlong", "expected --reward once, with all its values after it; got it 2 times"),
         ("--stop a --stop=b", "expected --stop once"),
         ("--max-prompt-length 3", "expected a prompt of 1 to 3 tokens; got none"),
         ("--chat-template-kwargs a", "expected --chat-template-kwargs as name=value; got 'a'"),
