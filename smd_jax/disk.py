@@ -1,4 +1,4 @@
-"""Checks of the disk before a run, files that replace others whole, and one-line errors when a write fails."""
+"""Checks of the disk before a run, atomic replacement of files, and one-line errors when a write fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_writable(directory: str | Path) -> None:
     if not there.is_dir():
         raise NotADirectoryError(f"expected a directory, or nothing, at {directory}; got the file {there}")
     try:
-        # Permission bits are not enough: they allow root everything, also on a read-only file system.
+        # Permission bits are not enough: they allow root everything, even on a read-only file system.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:

@@ -1,6 +1,6 @@
 """Fields of configurations: checks of their types, and fields that were added later.
 
-Without the checks a text instead of a number fails later, as `'<' not supported between instances of 'str' and 'int'`.
+Without the checks a text in place of a number fails later: `'<' not supported between instances of 'str' and 'int'`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def failing_save(limit: str, says: str) -> Fault:
         words = [sys.executable, "-c", FAILING_SAVE, str(folder / "run"), limit]
         done = subprocess.run(words, capture_output=True, text=True, timeout=300)
         one_line = done.returncode == 0 and not done.stderr and done.stdout.count("\n") == 1
-        yield Outcome(one_line and says in done.stdout and "Earlier checkpoints are as they were" in done.stdout)
+        yield Outcome(one_line and says in done.stdout and "Earlier checkpoints are unchanged" in done.stdout)
 
     return fault
 

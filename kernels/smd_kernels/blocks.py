@@ -28,7 +28,7 @@ LATEST = np.iinfo(np.int32).max
 
 def to_int32(columns: Any) -> Any:
     """Columns as int32: 0 for a negative one, `LATEST` for one that int32 cannot hold. A NumPy array stays one."""
-    # Clipped before the conversion, which would make it negative; in NumPy, because JAX without x64 converts on sight.
+    # Clipped before the conversion, which would wrap to negative; in NumPy, because JAX without x64 always converts.
     if not np.can_cast(columns.dtype, np.int32):
         columns = (np if isinstance(columns, np.ndarray) else jnp).clip(columns, 0, LATEST)
     return columns.astype(np.int32)
@@ -88,7 +88,7 @@ class BlockSizes:
       rows_dq, keys_dq: tile in the backward pass for dq, which loops over the keys of a row tile.
       rows_dkv, keys_dkv: tile in the backward pass for dk and dv, which loops over the rows of a key tile.
       stages: tiles in flight between main and on-chip memory.
-      scores: most scores that `XlaKernel` holds at once, over several blocks.
+      scores: maximum number of scores that `XlaKernel` holds at once, over several blocks.
       blocks: blocks per kernel call in `segment_attention`; more blocks take more memory, fewer need more launches.
 
     Raises:

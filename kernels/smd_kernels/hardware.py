@@ -40,10 +40,10 @@ class Limits:
 
     Attributes:
       dtypes: names of the supported dtypes of queries, keys and values.
-      because: the reason, appended to the message about the dtype.
+      because: reason for these dtypes, appended to the error message.
       head_dims: the supported head dims; None for any multiple of `head_dim_multiple`.
       slots_multiple: the number of cache slots must be a multiple of it. Decoding only.
-      group: most query heads per KV head; None for any number. Decoding only.
+      group: maximum of query heads per KV head; None for any number. Decoding only.
     """
 
     dtypes: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 The interpreter runs each Pallas thread as its own XLA:CPU program, inside a callback of the program that called the
 kernel. The callback blocks a thread of XLA's pool, and so does every Pallas thread that waits at a barrier. The pool
-needs one thread more than the kernel: with fewer, all of them may wait for a Pallas thread that cannot start.
+needs one more thread than the kernel: with fewer, all may wait for a Pallas thread that cannot start.
 """
 
 from __future__ import annotations

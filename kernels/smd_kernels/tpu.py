@@ -3,7 +3,7 @@
 The online softmax and its recomputation in the backward pass follow FlashAttention-2 (arXiv 2307.08691). The forward
 and dq passes loop over the keys of a row tile; the dk and dv pass loops over the rows of a key tile. The inner axis of
 the grid runs in order, so sums stay in vector memory: no atomics, and results are bitwise reproducible. Score tiles
-without a visible pair are neither computed nor fetched; a gap of them between live tiles may fetch one tile in vain.
+without a visible pair are neither computed nor fetched, except that a gap between live tiles may fetch one unused tile.
 
 Per-row and per-key numbers arrive along lanes (`tpu_walk`). Where a score tile needs them along sublanes, each outer
 tile transposes its own once. The dk and dv pass computes transposed scores, `[keys, rows]`.
@@ -61,7 +61,7 @@ def masked(scores: Any, column: Any, born: Any, evicted_at: Any) -> Any:
 
 
 def through_cap(d_scores: Any, scores: Any, softcap: float | None) -> Any:
-    """The gradient of the scores before they were capped; the derivative is that of tanh."""
+    """The gradient of the scores before the cap, by the derivative of tanh."""
     return d_scores if softcap is None else d_scores * (1.0 - jnp.square(scores / softcap))
 
 
@@ -226,7 +226,7 @@ class MosaicTpuKernel:
     Attributes:
       sizes: largest tiles, rounded up to multiples of 128. Rows and keys are split evenly into as few tiles as
         possible. `stages` is 1 or 2.
-      softcap: scores are squeezed into ±softcap by tanh; None: they are not.
+      softcap: scores are squeezed into ±softcap by tanh; None: no cap.
       interpret: True or parameters run the kernel in an interpreter of Pallas, on any device; for tests.
 
     Raises:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from smd_kernels.blocks import Blocks, key_extremes, live_tiles, row_extremes
 
 LANES = 128
-SCALAR_MEMORY = 2**20 - 2**14  # bytes: 1 MiB on TPU v5e, less what the compiler needs itself; v6e takes as much
+SCALAR_MEMORY = 2**20 - 2**14  # bytes: 1 MiB on TPU v5e, minus the compiler's own use; the same on v6e
 
 
 class Spans(NamedTuple):

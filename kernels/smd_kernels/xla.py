@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows
 from smd_kernels.reference import product_precision, soft_capped
 
-# Measured on two cores with 512 KiB of cache each: longer tiles do not fit the cache, and wider ones skip fewer keys.
+# Measured on two cores with 512 KiB of cache each: longer tiles exceed the cache, and wider ones skip fewer keys.
 CPU_SIZES = BlockSizes(rows=384, keys=96, scores=2**19, blocks=8)
 ACCELERATOR_SIZES = BlockSizes(rows=2048, keys=2048, scores=2**27, blocks=64)
 
@@ -29,7 +29,7 @@ class XlaKernel:
 
     Attributes:
       sizes: tile sizes, of which it uses `rows`, `keys` and `scores`.
-      softcap: scores are squeezed into ±softcap by tanh; None: they are not.
+      softcap: scores are squeezed into ±softcap by tanh; None: no cap.
     """
 
     sizes: BlockSizes = CPU_SIZES

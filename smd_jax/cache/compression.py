@@ -2,8 +2,8 @@
 
     [ 3 7 8 9 | 10 11 12 ]   ── score, keep 4 ──►   [ 3 8 10 12 | . . . ]      record: 7, 9 and 11 are evicted
 
-Rows are independent, so a cache is compressed in place, a few rows of each device at a time. There is never a second
-cache, nor scratch space of a policy for all rows, except on a mesh with a tensor axis (`smd_jax.cache.row_parts`).
+Rows are independent, so a cache is compressed in place, a few rows of each device at a time. So there is never a second
+cache or a policy's scratch memory for all rows, except on a mesh with a tensor axis (`smd_jax.cache.row_parts`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from smd_jax.devices.sharding import over_rows, splits_rows_only
 
-PARTS = 16  # most parts; the last one may have fewer rows
+PARTS = 16  # maximum number of parts; the last one may have fewer rows
 
 
 def in_place(f: Callable[[Any, Any], tuple[Any, Any]], written: Any, read: Any) -> tuple[Any, Any]:

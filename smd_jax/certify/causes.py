@@ -1,7 +1,7 @@
 """Conditions under which a sampler may have sampled a record's tokens, and known causes.
 
-A cause of a mismatch between sampler and learner is hypothetical conditions of the sampler. `smd_jax.certify.verdict`
-replays a record under each of them. The cause whose replay gives the recorded log-probabilities is the right one.
+A cause of a mismatch implies other conditions in the sampler than the record states. `smd_jax.certify.verdict` replays
+a record under each cause's conditions. The cause whose replay gives the recorded log-probabilities is the right one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Conditions(struct.PyTreeNode):
       tokens, positions: int32 `[rows, T]`.
       evicted_at: int32 `[rows, layers or 1, kv_heads or 1, T]`.
       first: int32 `[rows]` column of the first response token.
-      routing: int32 `[rows, T, layers with experts, experts of a token]`, -1 for tokens that choose themselves; None:
-        all do.
+      routing: int32 `[rows, T, layers with experts, experts of a token]`, -1 where the learner's router chooses; None:
+        it chooses for all tokens.
     """
 
     tokens: np.ndarray
@@ -57,8 +57,8 @@ class Conditions(struct.PyTreeNode):
         )
 
     def with_prefix(self, prefixes: list[np.ndarray], positions: np.ndarray) -> Conditions:
-        """The conditions of rows that begin with these tokens, at most as many as spare columns. They stay.
-        `positions`: of the row's own tokens."""
+        """The conditions of rows that begin with these tokens, at most as many as spare columns; their keys
+        are never evicted. `positions`: of the row's own tokens."""
         counts = np.array([len(prefix) for prefix in prefixes])
         found = self._moved(np.zeros_like(counts), counts, positions)
         for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):

@@ -163,7 +163,7 @@ def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
     """The arrays of a trajectory of this library, without its padding.
 
     Raises:
-      ValueError: what a record cannot hold: tokens of a response that were not sampled, such as a tool's answer; a
+      ValueError: a trajectory that a record cannot hold: with tokens that were not sampled, such as a tool's answer; a
         quantised cache; a minimum length; packed rows.
     """
     if trajectory.packing is not None:

@@ -91,7 +91,7 @@ class Replayed(struct.PyTreeNode):
         return over_columns(of_block, self.params, size, jnp.arange(responses), self.hidden, *arrays)
 
     def rolled(self, by: int) -> Replayed:
-        """The states moved by so many response tokens."""
+        """The states moved by `by` response tokens."""
         return self.replace(hidden=jnp.roll(self.hidden, by, axis=1))
 
 

@@ -79,7 +79,7 @@ def to_html(verdict: Verdict, title: str) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<body><h1>{html.escape(title)}</h1><pre>{text}</pre>"
-        f'<img alt="difference by token, and what each tested cause leaves" src="data:image/png;base64,{picture}">'
+        f'<img alt="difference by token, and the rest under each tested cause" src="data:image/png;base64,{picture}">'
         "</body></html>\n"
     )
 
@@ -97,7 +97,7 @@ def _picture(verdict: Verdict) -> bytes:
     names = [f"{finding.cause}: {finding.detail}"[:60] for finding in shown]
     right.barh([*names, "as recorded"], [*(max(finding.difference, 1e-8) for finding in shown), verdict.mean_abs])
     right.axvline(verdict.tolerance, color="black", linestyle=":")
-    right.set(xscale="log", xlabel="mean |difference| (nats)", title="what each tested cause leaves")
+    right.set(xscale="log", xlabel="mean |difference| (nats)", title="rest under each tested cause")
     right.tick_params(axis="y", labelsize=6)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)

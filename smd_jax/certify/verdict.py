@@ -17,7 +17,7 @@ from smd_jax.model.protocol import LanguageModel, Params
 
 # Mean |difference| in nats up to which a float32 sampler and learner are one policy.
 TOLERANCE = 1e-4
-# Mean |difference| of a bfloat16 sampler, as a multiple of what bfloat16 changes in our own replay.
+# Largest mean |difference| of a bfloat16 sampler, as a multiple of bfloat16's effect in our own replay.
 ROUNDING = 3.0
 # A cause is named if its replay leaves at most this share of the mean |difference|.
 EXPLAINED = 0.25
@@ -27,7 +27,7 @@ MOST_DRAWABLE = 2048
 SUSPECTS = 6
 # Nats at which the difference of one number is cut off: a token outside of a tested set has no probability.
 MOST_DIFFERENT = 50.0
-# Correlation of the difference with what the other dtype changes, below which the other dtype is its cause.
+# Correlation of the difference with the other dtype's effect, below which the other dtype is its cause.
 FOLLOWS = -0.5
 # Largest mean |difference| of tokens before any eviction, as a share of later tokens', if evictions are the cause.
 EARLY = 0.3
@@ -54,7 +54,7 @@ class Models(NamedTuple):
       model, params: to certify.
       other: the same weights in another compute dtype; None: not compared.
       other_dtype: its name.
-      previous: older parameters that the sampler may have had; None: not compared.
+      previous: older parameters that the sampler may have used; None: not compared.
     """
 
     model: LanguageModel
@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """What to do about the cause."""
+        """The fix for the cause."""
         return FIXES[self.cause]
 
 
@@ -83,7 +83,7 @@ class Verdict:
     """The comparison of a record with its replay.
 
     Attributes:
-      difference: `[rows, responses]` learner less sampler in nats, NaN outside of responses.
+      difference: `[rows, responses]` learner minus sampler in nats, NaN outside of responses.
       tolerance: mean |difference| up to which the two are one policy.
       cause: the named cause; None for one policy, and where no tested explanation holds.
       findings: the tested explanations, the best first. One that leaves only rounding ends the search.
@@ -168,11 +168,11 @@ class _Replays:
         return replay(self.models.model, params, conditions, self.responses)
 
     def differences(self, replayed: Replayed, whose: str | None = None) -> np.ndarray:
-        """Learner less sampler over the recorded support, `[rows, responses, 1 + k]`; NaN only where no token is.
+        """Learner minus sampler over the recorded support, `[rows, responses, 1 + k]`; NaN only where no token is.
 
         Args:
-          whose: name of the replayed model in the message of a ValueError, which a model without numbers raises; None:
-            they count as `MOST_DIFFERENT`.
+          whose: name of the replayed model for the ValueError that NaN log-probabilities raise; None: they count as
+            `MOST_DIFFERENT`.
         """
         return self._over(replayed, [self.record.temperature], self.support, whose)[0]
 
@@ -333,7 +333,7 @@ def _of_alignment(replays: _Replays, replayed: Replayed, differences: np.ndarray
 def _by_elimination(
     replays: _Replays, differences: np.ndarray, rounding: np.ndarray | None, allowed: float, tolerance: float
 ) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
-    """A cause that no single replay shows: rounding, other weights, or evictions other than recorded."""
+    """A cause that no single replay shows: rounding, other weights, or unrecorded evictions."""
     difference, base = differences[..., 0], _mean_abs(differences)
     if rounding is not None:
         # Both differences have the sampler subtracted once: if the sampler computed in the other dtype, the replay in

@@ -46,8 +46,8 @@ def join(coordinator: str | None = None, count: int | None = None, index: int | 
     given = (coordinator, count, index)
     if any(x is None for x in given) and not all(x is None for x in given):
         raise ValueError(
-            "expected coordinator, count and index of a process together, or none of them where JAX finds out by "
-            f"itself; got {coordinator}, {count} and {index}"
+            "expected coordinator, count and index of a process together, or none of them where JAX detects them; "
+            f"got {coordinator}, {count} and {index}"
         )
     if count is not None and index is not None and not 0 <= index < count:
         raise ValueError(f"expected the index of a process from 0 to {count - 1}, of {count} processes; got {index}")
@@ -151,8 +151,8 @@ def differences(expected: Any, got: Any, name: str = "", words: tuple[str, str] 
     """One line per field in which two JSON values differ.
 
     Args:
-      name: begin of every line.
-      words: stand before the two values.
+      name: beginning of every line.
+      words: before the two values.
     """
     left, right = _fields(expected), _fields(got)
     if left and right and (isinstance(expected, dict) or len(left) == len(right)):

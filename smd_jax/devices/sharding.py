@@ -289,7 +289,7 @@ def over_rows(f: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def splits_rows_only(rows: int) -> bool:
-    """Whether the mesh in `jax.set_mesh` splits a batch of `rows` and nothing else, so that `over_rows` gathers
+    """Whether the mesh in `jax.set_mesh` splits only the rows of a batch of `rows`, so that `over_rows` gathers
     nothing."""
     mesh = _mesh()
     return mesh is not None and mesh.size == row_ways(mesh) and rows % mesh.size == 0

@@ -47,7 +47,7 @@ class RolloutMemory:
 
     Attributes:
       decoding: during one segment with `decode_rows`, otherwise during the whole rollout.
-      reading: while `prefill_rows` prompts are read beside the cache of the decode rows; 0 without `decode_rows`.
+      reading: while `prefill_rows` prompts are read, with the cache of the decode rows; 0 without `decode_rows`.
     """
 
     decoding: int

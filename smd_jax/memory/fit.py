@@ -35,14 +35,14 @@ MOST_BYTES = 64 * UNITS["TiB"]
 
 
 def fit_loop(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, LoopMemory]:
-    """The loop with a microbatch, decode rows and prefill rows that fit into `memory_bytes` a device, and its memory.
+    """The loop with microbatch, decode rows and prefill rows that fit into `memory_bytes` per device, and its memory.
 
     Args:
       state: of the run, or its shapes (`jax.ShapeDtypeStruct`).
 
     Raises:
-      ValueError: if one row a device, or a size that is set, does not fit; names what to lower. An environment or
-        pack_columns, which run other programs than those that are measured.
+      ValueError: if one row per device, or a given size, does not fit; names the options to lower. An environment or
+        pack_columns, whose programs are not measured.
     """
     if loop.environment is not None:
         raise ValueError("expected single completions, whose programs are measured; got an environment: set the sizes")

@@ -44,7 +44,7 @@ from smd_kernels.observed import attend_and_observe
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 
-# Cost of a score over gathered keys relative to one of the causal triangle, from the break-even in
+# Cost of a score of gathered keys relative to one of the causal triangle, from the break-even in
 # experiments/results/attention_cpu_budgets.json; not measured on GPU and TPU.
 GATHERED_SCORE = 1.6
 
@@ -182,7 +182,7 @@ def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
 
 
 def best(q: Array, k: Array, mask: LayerMask, softcap: float | None = None, v: Array | None = None) -> Implementation:
-    """The implementation for `impl=None`. Warns once if the device has a kernel for this dtype and head dim that cannot
+    """The implementation for `impl=None`. Warns once if the device's kernel supports this dtype and head dim but cannot
     run for another reason, such as a soft cap."""
     # Only interval masks allow skipping tiles; any other mask is read as a whole.
     if not isinstance(mask, KeyInterval):

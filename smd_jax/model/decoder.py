@@ -96,7 +96,7 @@ def flat(x: Float[Array, "batch tokens width"]) -> Float[Array, "... width"]:
 
 
 class Attention(nn.Module):
-    """Projections around an attention that the caller passes in."""
+    """Projections around the attention that the caller passes in."""
 
     config: ModelConfig
 
@@ -228,7 +228,7 @@ class Layer(nn.Module):
         return constrain_tokens(x), Routed(state, *routing) if routed else state
 
 
-# What a layer stores for the backward pass: everything; only its input; or its input and the products with weights, so
+# Stored by a layer for the backward pass: everything; only its input; or its input and the products with weights, so
 # that attention and elementwise operations are recomputed.
 Remat = Literal["none", "full", "dots"]
 

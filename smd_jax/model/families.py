@@ -22,12 +22,12 @@ class Family:
       architecture: class of transformers.
       always: fields of ModelConfig that every model of the family has.
       biases: boolean fields of ModelConfig, and the key of each.
-      windows: which layers may have a sliding window: "all" of them or none, or "some"; None: no layer.
+      windows: which layers may have a sliding window: "all" (all or none) or "some"; None: no layer.
       partial_rope: whether only a part of the channels may be rotated (Phi).
       query_beta: whether queries are scaled by their position, under YaRN (Ministral 3).
       experts: whether layers have experts.
       layout: of the tensors in a checkpoint.
-      only: keys of config.json and the values that the decoder supports. The first is written; null is allowed.
+      only: keys of config.json and their supported values. The first value is written; null is allowed.
     """
 
     architecture: str

@@ -77,7 +77,7 @@ _ROPE_ANYWHERE = {
 _ROPE_EXTRA = {"yarn": {"mscale", "mscale_all_dim", "finetuned"}}  # the last is a note in early files
 # `type` and `rope_type` of published files: Qwen2-VL, and Phi-3, whose class renames both.
 _OTHER_TYPES = {("mrope", "default"), ("su", "longrope"), ("yarn", "longrope")}
-# Keys whose values transformers would check against torch or the vocabulary, and that are read elsewhere or not at all.
+# Keys that are read elsewhere or not at all; transformers would check their values against torch or the vocabulary.
 _NOT_PARSED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -361,7 +361,7 @@ def hf_config_from_model(config: ModelConfig, dtype: FloatName, model_type: str 
     """The config.json of `config`, with weights stored as `dtype`, for transformers 4 and 5 alike.
 
     Args:
-      model_type: the one to write where several express `config` (Llama and Mistral do, without windows and biases).
+      model_type: preferred if several express `config` (as Llama and Mistral do, without windows and biases).
 
     Raises:
       TypeError: for a config of another class, such as ModelShape.
@@ -392,7 +392,7 @@ def model_type_of(config: ModelConfig, prefer: str | None = None) -> str:
 
 
 def _differences(config: ModelConfig, model_type: str) -> list[str]:
-    """Differences of a model that is written as this type and read again."""
+    """Differences of `config` after it is written as this type and read again."""
     try:
         again = model_config_from_hf(_written(config, model_type), config.dtype)
     except ValueError as error:

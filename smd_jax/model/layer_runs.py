@@ -21,7 +21,7 @@ from smd_jax.pytrees import stack
 
 LEAST = 4  # layers of a loop; a shorter run compiles fast enough one by one
 
-# Static and hashable: a layer's variables, what all layers share (encoded positions), its input and its state ─► its
+# Static and hashable: a layer's variables, the encoded positions of all layers, its input and its state ─► its
 # output and new state.
 OneLayer = Callable[[Any, Any, Array, LayerState], tuple[Array, LayerState]]
 
@@ -89,7 +89,7 @@ def run_of(state: LayerState) -> LayerRun | None:
 
 
 def state_kind(state: LayerState, index: int) -> Any:
-    """Equal for layers whose states can be stacked. Explicit boolean masks are not: all layers may share one."""
+    """Equal for layers whose states can be stacked. Boolean masks cannot, because all layers may share one."""
     shared = any(jnp.ndim(x) == 4 and x.dtype == jnp.bool_ for x in jax.tree.leaves(state))
     return index if shared else structure(state)
 
@@ -107,7 +107,7 @@ def equal_runs(kinds: Sequence[Any], *, first: int = 0) -> Iterator[range]:
 
 
 def structure(tree: Any) -> Any:
-    """What two pytrees must share to be stacked: structure, shapes and dtypes."""
+    """Structure, shapes and dtypes, which pytrees must share to be stacked."""
     return jax.tree.structure(tree), tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree))
 
 

@@ -51,8 +51,8 @@ class LoraConfig:
     Attributes:
       rank: rank of A and B.
       alpha: the scale is alpha / rank, so that the learning rate does not depend on the rank.
-      targets: projections that get an adapter, in every layer. The default, all seven, means those that the model has:
-        AFM has no gate_proj.
+      targets: projections that get an adapter, in every layer. The default, all seven, leaves out those that the model
+        lacks: AFM has no gate_proj.
       rank_stabilised: use the scale alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
     """
 
@@ -97,7 +97,7 @@ def has_lora(params: Any) -> bool:
 
 
 def check_reads_lora(model: object, params: Any) -> None:
-    """Checks that a model reads the adapters of its parameters. One that does says so: `reads_lora = True`.
+    """Checks that a model reads the adapters of its parameters, which it declares by `reads_lora = True`.
 
     Raises:
       TypeError: another model with adapters of `add_lora`, which would compute the base and train nothing.
@@ -120,8 +120,8 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
       key: consumed.
 
     Raises:
-      ValueError: if there are adapters already, or the model lacks a target. Of the default it needs only one; the
-        config in the result has those that are there.
+      ValueError: if there are adapters already, or the model lacks a target. Of the default targets it needs only one;
+        the config in the result has those that exist.
     """
     if has_lora(params):
         raise ValueError("expected parameters without adapters; got some: merge_lora(params) merges them")
@@ -131,7 +131,7 @@ def add_lora(params: Mapping[str, Any], config: LoraConfig, key: Key[Array, ""])
     found |= {path: leaf for path, leaf in flat.items() if path[-2:-1] == (EXPERTS,) and path[-1] in TARGETS}
     there = {path[-1] for path in found}
     targets = tuple(target for target in config.targets if target in there)
-    # The default, all seven, means those that the model has.
+    # The default, all seven, leaves out those that the model lacks.
     if len(targets) < len(config.targets) and (not targets or len(config.targets) < len(TARGETS)):
         known = [target for target in TARGETS if target in there]
         missing = [target for target in config.targets if target not in there]

@@ -59,7 +59,7 @@ _FUSED: dict[str, tuple[Target, ...]] = {
 _OF_EXPERTS: dict[str, tuple[Target, ...]] = {"gate_up_proj": _FUSED["gate_up_proj"], "down_proj": ("down_proj",)}
 _MLP_TARGETS = (*_FUSED["gate_up_proj"], "down_proj")
 _ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(base_layer\.)?lora_[AB]\.weight$")
-# How PEFT finds a parameter of experts: `model.layers.0.mlp.experts.NAME` or an end of it.
+# PEFT's names of a parameter of experts: `model.layers.0.mlp.experts.NAME` or an end of it.
 _TARGET_PARAMETER = re.compile(r"((.*\.)?experts\.)?(gate_up_proj|down_proj)")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 
@@ -257,7 +257,7 @@ def _fused_names(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
 
 
 def _fused_targets(lora: LoraConfig, names: Sequence[str]) -> dict[str, tuple[Target, ...]]:
-    """Those of the fused matrices that have adapters, and their parts; PEFT cannot say adapters of only some parts."""
+    """Fused matrices with adapters, and their parts; PEFT's format cannot express adapters on only some parts."""
     found = {}
     for name in names:
         parts = _FUSED[name]

@@ -162,7 +162,7 @@ class ModelShape:
         if self.dtype == "float64" and jax.dtypes.canonicalize_dtype("float64") != "float64":
             raise ValueError(
                 "expected 64-bit numbers to be enabled for a model in float64, jax.config.update('jax_enable_x64', "
-                "True), because JAX would compute in float32 without a word; got jax_enable_x64 False"
+                "True), because JAX would silently compute in float32; got jax_enable_x64 False"
             )
 
     def window(self, layer: int) -> int | None:
@@ -219,8 +219,8 @@ class LanguageModel(Protocol):
         ...
 
     def compute_params(self, params: Params) -> Params:
-        """Converts parameters once instead of at each use; the other methods must return bitwise the same. Decoding
-        reads every matrix once per step, and float32 is twice the bytes of bfloat16. `return params` is also
+        """Converts parameters once instead of at each use; the other methods must return bitwise the same results.
+        Decoding reads every matrix once per step, and float32 has twice the bytes of bfloat16. `return params` is also
         correct."""
         ...
 
@@ -245,7 +245,7 @@ def check_logits(shape: ModelShape, logits: Array) -> None:
 
 
 def check_model(model: object) -> None:
-    """Raises TypeError unless the object has the five members of a model and can be hashed; a class is no model."""
+    """Raises TypeError unless the object has the five members of a model and is hashable; a class is no model."""
     if isinstance(model, type) or not isinstance(model, LanguageModel):
         raise TypeError(
             "expected a model with shape, encode_positions, hidden, logits and compute_params, such as "

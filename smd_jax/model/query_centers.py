@@ -23,7 +23,7 @@ from smd_jax.model.teacher_forced import layer_masks
 def measure_query_centers(
     model: Decoder, params: Params, tokens: Int[Array, "rows columns"], valid: Bool[Array, "rows columns"]
 ) -> QueryCenters:
-    """Query centers over all tokens of some texts, read densely.
+    """Query centers over all tokens of these texts, read with dense attention.
 
     Args:
       tokens, valid: texts like those that the model will write, padded on the left or the right.

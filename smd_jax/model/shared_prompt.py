@@ -78,7 +78,7 @@ class SharedPrompt:
 
 @dataclass(frozen=True)
 class SharedAttend:
-    """`attend` of separate rows, for a model that has them in one row."""
+    """`attend` over separate rows, for a model that reads them in one row."""
 
     attend: Attend
     rows: int

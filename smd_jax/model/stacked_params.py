@@ -1,7 +1,7 @@
 """Parameters of a model with one entry per layer, or with equal layers stacked.
 
     layers_0/mlp/up_proj/kernel [in, out], layers_1/… up to layers_29      the form of checkpoints and adapters on disk
-    layers_0_to_29/mlp/up_proj/kernel [30, in, out]                        what a loop over layers reads without a copy
+    layers_0_to_29/mlp/up_proj/kernel [30, in, out]                        a loop over layers reads it without a copy
 
 A Decoder takes either form, with the same results.
 """
@@ -26,7 +26,7 @@ def _runs_in(tree: Mapping[str, Any]) -> dict[range, str]:
 
 
 def check_names(params: Mapping[str, Any], layers: int, tied: bool) -> None:
-    """Raises ValueError for parameters that a model of so many layers would not read. Flax raises for missing ones.
+    """Raises ValueError for parameters that a model of `layers` layers would not read. Flax raises for missing ones.
 
     Args:
       tied: whether the embeddings are the output layer, so that there is no lm_head.

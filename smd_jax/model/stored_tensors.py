@@ -182,7 +182,7 @@ def _check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> 
 
 
 def load_parameter(parts: Sequence[Part], leaf: Leaf, dtype: FloatName, sharding: Sharding | None) -> jax.Array:
-    """A parameter on the devices of this process, of which only their shards are read.
+    """A parameter on the devices of this process; reads only their shards.
 
     Args:
       parts: the tensors that hold it: one, or one for each expert.
@@ -190,7 +190,7 @@ def load_parameter(parts: Sequence[Part], leaf: Leaf, dtype: FloatName, sharding
     """
     if sharding is None:
         return jnp.asarray(_read_shard(parts, leaf, tuple((0, side) for side in leaf.shape), dtype))
-    shards: dict[Bounds, np.ndarray] = {}  # devices with the same shard share what was read
+    shards: dict[Bounds, np.ndarray] = {}  # read once for devices with the same shard
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
@@ -275,7 +275,7 @@ def dequantised(
 
 
 def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """With weights of experts instead of the blocks and scales that hold them."""
+    """The tensors with MXFP4 weights of experts in place of their blocks and scales."""
     found = dict(stored)
     for blocks_name, blocks in stored.items():
         name = blocks_name.removesuffix("_blocks")
@@ -308,14 +308,14 @@ def shown(value: object) -> str:
 
 
 def some(words: list[str]) -> str:
-    """The first words of a list, each cut after 80 characters, and how many more there are."""
+    """The first words of a list, each cut after 80 characters, and the number of the others."""
     cut = [word if len(word) <= _SHOWN else word[: _SHOWN - 1] + "…" for word in words[:_WORDS]]
     more = f", and {len(words) - _WORDS} more" if len(words) > _WORDS else ""
     return ", ".join(cut) + more
 
 
 def check_names(missing: Iterable[str], extra: Iterable[str], where: str) -> None:
-    """Raises ValueError if there are any."""
+    """Raises ValueError for missing or extra tensors."""
     problems = [
         f"{word} {some(sorted(names))}" for word, names in (("missing", missing), ("unexpected", extra)) if names
     ]

@@ -34,7 +34,7 @@ class StoredTensor:
 
     Attributes:
       leaves: the parameters in it, concatenated along their last axis; usually one.
-      transposed: whether it is stored transposed.
+      transposed: whether the file stores it transposed.
       expert: index of this tensor on the parameters' first axis; None: it holds the parameters as a whole.
       interleaved: whether the parameters are interleaved along their last axis instead of concatenated.
     """

@@ -3,7 +3,7 @@
     train(loop, state, run, directory, config=config, loggers=[TensorBoardLogger(directory)])
 
 metrics.jsonl is the record, and a run that cannot write it stops. Each logger writes a copy on its own thread, so that
-a slow network costs no step. A logger that raises gets no more rows, and one line says so. TensorBoard needs
+a slow network delays no step. A logger that raises gets no more rows, and one line says so. TensorBoard needs
 `tensorboardX` (`pip install -e '.[train]'`), Weights & Biases needs `wandb` (`pip install -e '.[wandb]'`).
 """
 
@@ -54,7 +54,7 @@ class Logger(Protocol):
 def dashboard_name(name: str) -> str:
     """`train/reward` for `reward`; `eval/sparse` is unchanged.
 
-    These are the names of transformers' Trainer and TRL on dashboards, so that runs of both share their charts.
+    transformers' Trainer and TRL have the same names on dashboards, so that their runs and ours share charts.
     """
     return name if name.startswith("eval/") else f"train/{name}"
 
@@ -153,7 +153,7 @@ class TensorBoardLogger:
         from tensorboardX.summary import scalar
 
         if self._writer is None:
-            # The training row of an evaluation that the run before left out is in its file, and stays valid.
+            # If the earlier run skipped an evaluation, the training row of that step is in its file and stays valid.
             first = step + (step > 0 and is_evaluation(metrics))
             # Files are named by the second, and opening one empties it: a number separates quick restarts.
             number = len(list(self._folder.iterdir()))
@@ -186,8 +186,8 @@ class WandbLogger:
     """Logs to Weights & Biases, or with "offline" only into `directory/wandb`, for a later `wandb sync`.
 
     `directory/wandb.json` holds the run's id and its next steps. A resumed run continues under the same id and skips
-    the steps that were logged before: repeated steps are bitwise equal. Weights & Biases takes no row of an earlier
-    step, so an evaluation that the run before left out appears one step later, unless that step has one, too.
+    the steps that were logged before: repeated steps are bitwise equal. Weights & Biases rejects rows of earlier
+    steps, so an evaluation that the earlier run skipped appears one step later, unless that step has one, too.
 
     Args:
       directory: of the run.

@@ -141,7 +141,7 @@ class MetricsWriter:
     (`read_metrics` returns NaN). With several processes only one may write a file.
 
     Args:
-      path: the file; its directory is made when absent.
+      path: the file; its directory is created if absent.
       next_step: None for a new run. For a resumed run, its first step: rows of that step and later ones are dropped, so
         that every step is in the file once, as is an incomplete last line.
 

@@ -24,7 +24,7 @@ from smd_jax.monitor.completions import SavedMask, load_masks
 from smd_jax.monitor.run_plots import Run, load_runs, main_metrics, runs_figure, save_figure
 from smd_jax.text.visible_text import visible
 
-MASK_NUMBERS = 4_000_000  # most eviction times in a page, of 5.3 characters each: about 20 MB
+MASK_NUMBERS = 4_000_000  # maximum of eviction times in a page, of 5.3 characters each: about 20 MB
 SECURITY = "default-src 'none'; img-src data:; style-src '{style}'; script-src '{script}'"
 
 
@@ -113,5 +113,5 @@ def asset(name: str) -> str:
 
 
 def digest(content: str) -> str:
-    """The name of a style or script in a security policy."""
+    """The hash by which a security policy allows a style or script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()

@@ -93,7 +93,7 @@ def _plain_report(file: TextFile | None, name: str, total: int, start: int, ever
 
 
 def status(metrics: Mapping[str, float]) -> str:
-    """`reward 0.550 mismatch 2.1e-06 eval dense 0.910`, without what `metrics` lacks."""
+    """`reward 0.550 mismatch 2.1e-06 eval dense 0.910`, as far as `metrics` has them."""
     parts = []
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")
@@ -105,7 +105,7 @@ def status(metrics: Mapping[str, float]) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """`0:01:20`; hours go on after a day."""
+    """`0:01:20`; hours may exceed 24."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 

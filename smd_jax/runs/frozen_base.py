@@ -3,7 +3,7 @@
     writer.save(step, without_base(state), …)
     state = with_base(checkpoint.restore(directory, without_base(state), …).state, state)
 
-Both keep the parameters of a state without adapters.
+Both leave the parameters of a state without adapters unchanged.
 """
 
 from __future__ import annotations

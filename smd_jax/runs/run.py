@@ -204,7 +204,7 @@ def _print_resume(directory: Path, start: int, steps: int, without_config: bool)
             repeated = f"; {later} later {'one is' if later == 1 else 'ones are'} repeated" if later > 0 else ""
             print(f"resumes after {start} of {steps} rollouts{repeated}", flush=True)
             if without_config:
-                print("not compared with the run before: model, task, optimizer (train(config=...) compares them)")
+                print("not compared with the earlier run: model, task, optimizer (train(config=...) compares them)")
 
 
 @dataclass
@@ -214,7 +214,7 @@ class ActiveRun:
     Attributes:
       config, noted: saved with every checkpoint, see `smd_jax.runs.run.train`.
       evaluate: None: never.
-      state: the newest; at first where the run begins.
+      state: the newest; initially that of the start.
       done: finished rollouts.
       stopped: the signal that one of the processes received; None without any.
     """

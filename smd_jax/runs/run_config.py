@@ -13,8 +13,8 @@ class Objective:
     """A metric to maximize or to minimize; the run keeps the checkpoint with its best value.
 
     Attributes:
-      metric: its name, such as `eval/dense/reward`; it counts at every rollout or evaluation whose metrics have it.
-      maximize: whether more is better.
+      metric: its name, such as `eval/dense/reward`; compared at every rollout or evaluation that logs it.
+      maximize: whether higher is better.
     """
 
     metric: str

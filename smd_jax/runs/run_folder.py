@@ -29,7 +29,7 @@ def check_progress(directory: Path, resume: bool, run: RunConfig) -> None:
     """Refuses a resume that would lose rollouts. Cheap, and changes nothing.
 
     Raises:
-      ValueError: more rollouts are finished than the run shall have, or a line of a metrics file cannot be read.
+      ValueError: more rollouts are finished than `run.steps`, or a line of a metrics file cannot be read.
       FileNotFoundError: the metrics show that checkpoints were saved, and none exists.
     """
     finished = latest_step(directory / CHECKPOINTS)

@@ -79,7 +79,7 @@ def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, caplog):
         start(run, 4, state=state, resume=True)
     message = str(caught.value)
     assert message.startswith(f"checkpoint 4 in {run / 'checkpoints'} could not be written (")
-    assert message.endswith(" free on the disk): File too large. Earlier checkpoints are as they were")
+    assert message.endswith(" free on the disk): File too large. Earlier checkpoints are unchanged")
     assert not caplog.records, "nobody else says it, with a traceback"
     assert saved(run) == [2]
     assert_bitwise_equal(start(run, 4, state=state, resume=True), whole)

@@ -284,7 +284,7 @@ def test_a_resume_without_a_config_says_what_it_does_not_compare(tmp_path, capsy
     train(PlainLoop(), new_state(), RunConfig(steps=1), tmp_path, resume=True)
     assert "not compared" not in capsys.readouterr().out, "nothing is resumed"
     train(PlainLoop(), new_state(), RunConfig(steps=2), tmp_path, resume=True)
-    assert capsys.readouterr().out.count("not compared with the run before: model, task, optimizer") == 1
+    assert capsys.readouterr().out.count("not compared with the earlier run: model, task, optimizer") == 1
 
 
 def test_without_a_config_that_of_the_loop_is_compared(tmp_path, capsys):

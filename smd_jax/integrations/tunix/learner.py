@@ -51,7 +51,7 @@ class SmdGRPOLearner(grpo_learner.GRPOLearner):
 
     Old log-probabilities are the sampler's own. With `GRPOConfig(policy_loss_fn="smd_grpo")` the learner is the sampled
     policy, and the ratio of the first step is 1. With "grpo" it is the dense policy, and the ratio shows the mismatch.
-    The reference policy of the KL always sees what the sampler saw.
+    The reference policy of the KL always sees the sampler's keys.
     """
 
     def __init__(

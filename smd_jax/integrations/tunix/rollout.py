@@ -157,7 +157,7 @@ class SmdRollout(base_rollout.BaseRollout):
         runs = [(prompt, len(list(copies))) for prompt, copies in itertools.groupby(prompts)]
         group = math.gcd(*(count for _, count in runs))
         texts = [prompt for prompt, count in runs for _ in range(count // group)]
-        # One beginning-of-sequence token, if the tokenizer has it: so Tunix' own sampler encodes prompts.
+        # One beginning-of-sequence token, if the tokenizer has it, as Tunix' own sampler does.
         begin = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
         rows = [self._tokenizer.dedup_bos_ids(begin + self._tokenizer.encode(text)) for text in texts]
         for text, ids in zip(texts, rows, strict=True):
@@ -190,7 +190,7 @@ def check_tokenizer(tokenizer: TokenizerAdapter, vocab_size: int) -> None:
 
 
 def _typed_key(seed: Array | int | None) -> Key[Array, ""]:
-    """The key of Tunix' seed: None, a number, or what `jax.random.PRNGKey` and `jax.random.key` return."""
+    """The key of Tunix' seed: None, a number, or a key of `jax.random.PRNGKey` or `jax.random.key`."""
     if seed is None or isinstance(seed, int):
         return jax.random.key(seed or 0, impl="threefry2x32")
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):

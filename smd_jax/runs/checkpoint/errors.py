@@ -73,7 +73,7 @@ def disk_failure_named(directory: Path, step: int) -> Iterator[None]:
             message = f"expected all processes to write their parts of checkpoint {step} in {directory}; one did not: "
             raise OSError(f"{message}{error}") from error
         message = failure(f"checkpoint {step} in {directory}", directory, error)
-        raise OSError(f"{message}. Earlier checkpoints are as they were") from error
+        raise OSError(f"{message}. Earlier checkpoints are unchanged") from error
 
 
 def _is_worth_printing(record: logging.LogRecord) -> bool:
@@ -88,7 +88,7 @@ def _is_worth_printing(record: logging.LogRecord) -> bool:
 
 
 def _quiet_late_writes() -> None:
-    """Stops the printing of what follows a failed write: later writes end after orbax has closed its event loop.
+    """Silences the errors that follow a failed write: later writes end after orbax has closed its event loop.
 
     TensorStore sends their RuntimeErrors to `sys.unraisablehook`; Python warns of those that never started. Other
     errors and warnings are printed.

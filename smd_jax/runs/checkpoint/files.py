@@ -26,7 +26,7 @@ from smd_jax.runs.checkpoint.errors import OtherFormatError
 FORMAT = 1
 ITEMS = ("state", "meta")
 CHECKSUMS = "checksums.json"
-# Files that an interrupted deletion may leave, and that do not tell which library wrote them.
+# Files that an interrupted deletion may leave; they do not show which library wrote the checkpoint.
 REMAINS = {"_CHECKPOINT_METADATA", f"{CHECKSUMS}.tmp"}
 
 # A checkpoint is moved here before its files are deleted, so that an interrupted deletion leaves no partial checkpoint.
