@@ -124,6 +124,7 @@ def test_a_mistake_is_one_box(
         ("budget: true", "expected a number or a text in 'budget'; got 'True'"),
         ("dry_run: 'true'", "expected true or false in 'dry_run'; got 'true'"),
         ("- budget", "expected options, one `name: value` a line"),
+        ("budget: 3\nsinks: 1\nbudget: 4", "expected each option once; got 'budget' 2 times"),
         ("budget: [", "expected YAML; got"),
         ("budget: {a: 1}", "expected a number, a text or a list of them in 'budget'"),
         ("algorithm: ppo", "expected 'algorithm' as grpo; got 'ppo'"),
