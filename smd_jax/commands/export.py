@@ -24,20 +24,19 @@ from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
-from smd_jax.commands.model_source import OpenedModel, model_directory, open_model
+from smd_jax.commands.model_source import model_directory, open_model, save_model
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import lora_config, shapes, with_parts
 from smd_jax.config import ModelConfig
 from smd_jax.disk import check_writable
-from smd_jax.message.gate import drop_gate
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.gate_format import save_gate
-from smd_jax.model.lora import has_lora, merge_lora
+from smd_jax.model.lora import has_lora
 from smd_jax.model.peft_format import save_peft
 from smd_jax.model.protocol import Params
 from smd_jax.model.value_head import drop_value_head
-from smd_jax.model.weights import check_export, load_checkpoint, read_config, save_checkpoint
+from smd_jax.model.weights import check_export, load_checkpoint, read_config
 from smd_jax.runs.checkpoint.errors import DamagedCheckpointError
 from smd_jax.runs.checkpoint.reading import restore_part
 from smd_jax.runs.frozen_base import params_with_base, params_without_base
@@ -104,19 +103,6 @@ def run(args: Args) -> None:
         opened = open_model(trained.model, trained.data, trained.sampler)
         save_model(args.out, params, opened, args.export_dtype)
     print(args.out)
-
-
-def save_model(out: Path, params: Params, opened: OpenedModel, dtype: Literal["float32", "bfloat16"]) -> None:
-    """Writes a model in Hugging Face's format, with merged adapters."""
-    save_checkpoint(
-        out,
-        jax.device_get(merge_lora(drop_gate(params))),
-        opened.config,
-        dtype=dtype,
-        tokenizer_from=opened.directory,
-        tokenizer=opened.exported_tokenizer,
-        end_token_ids=opened.ends,
-    )
 
 
 def trained_model(args: Args, trained: Common, directory: Path, config: ModelConfig) -> Params:

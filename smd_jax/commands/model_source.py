@@ -1,4 +1,4 @@
-"""Opens a model and its tokenizer, from a directory in Hugging Face's format or from the Hub."""
+"""Opens a model and its tokenizer, from a directory in Hugging Face's format or from the Hub; saves a trained one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -15,10 +15,13 @@ from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.task_source import parameters_of
 from smd_jax.config import ModelConfig
+from smd_jax.message.gate import drop_gate
 from smd_jax.model.hf_config import LARGEST
+from smd_jax.model.lora import merge_lora
+from smd_jax.model.protocol import Params
 from smd_jax.model.stored_tensors import INDEX_FILE, SINGLE_FILE, read_json, shard_names
 from smd_jax.model.tokenizer_files import GENERATION, token_ids
-from smd_jax.model.weights import read_config
+from smd_jax.model.weights import read_config, save_checkpoint
 from smd_jax.tasks.reward_calls import Caught
 from smd_jax.tasks.sources import HUB_ID
 from smd_jax.text.hugging_face import snapshot_download
@@ -212,6 +215,19 @@ def tokenizer_to_export(tokenizer: Any, is_models_own: bool, ends: Sequence[int]
     changed = copy.deepcopy(tokenizer)
     changed.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     return changed
+
+
+def save_model(out: Path, params: Params, opened: OpenedModel, dtype: Literal["float32", "bfloat16"]) -> None:
+    """Writes a model in Hugging Face's format, with merged adapters."""
+    save_checkpoint(
+        out,
+        jax.device_get(merge_lora(drop_gate(params))),
+        opened.config,
+        dtype=dtype,
+        tokenizer_from=opened.directory,
+        tokenizer=opened.exported_tokenizer,
+        end_token_ids=opened.ends,
+    )
 
 
 def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:

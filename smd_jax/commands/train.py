@@ -28,10 +28,9 @@ from smd_jax.commands.arguments import Common, LaunchArgs
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
-from smd_jax.commands.export import save_model
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
-from smd_jax.commands.model_source import shown_tokens
+from smd_jax.commands.model_source import save_model, shown_tokens
 from smd_jax.commands.places import by_content, check_output_dir, with_absolute_paths
 from smd_jax.commands.policy_texts import trained_gate
 from smd_jax.commands.prepare import Prepared, learning_rate, prepare, state_of, state_shapes, with_parts
