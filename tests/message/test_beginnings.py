@@ -65,7 +65,3 @@ def test_a_longer_beginning_would_be_no_interval(seed: int, equal: int, left: in
 
     if left and right:
         assert found == max(n for n in allowed if in_any_order(n))
-
-
-def test_without_evictions():
-    assert shared_beginning(np.arange(5), np.array([0, 1, 2, 9, 9])) == 3

@@ -19,7 +19,6 @@ from smd_jax.corrections import TIS, Shadow
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.distill import distill_term
-from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
 from smd_jax.learner.forward import response_hidden
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
@@ -34,7 +33,7 @@ from smd_jax.model.teacher_forced import apply_model
 from smd_jax.ratios import overlap
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.testing import tiny_model_config
-from tests.tiny_update import RECORD, copied, distance, rows_of, spread_params
+from tests.tiny_update import RECORD, copied, distance, spread_params
 from tests.under_test import gap, left_padded, records_of, replay_jitted
 
 ROWS, WIDTH, LENGTH, VOCAB, EOS, MINIMUM = 4, 8, 10, 300, 5, 4
@@ -377,15 +376,3 @@ def distilled(name: str, config: DistillConfig, weights: Any) -> Any:
     result, grads = term(PARAMS, reference)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     return result
-
-
-def test_online_dpo():
-    """Margins of the implicit rewards equal the plain definition over the drawable tokens."""
-    trajectory = sampled("all")
-    chosen, rejected = (rows_of(trajectory, rows) for rows in ([0, 3], [2, 1]))
-    pairs = PairBatch(chosen, rejected, jnp.array([True, True]))
-    metrics, _ = one_step(make_dpo_update(MODEL, RECORD, DPOUpdateConfig(microbatch_size=1)), pairs)
-    assert metrics["sampling/sampling_logp_difference/max"] < 2e-5
-    policy, reference = (plain_token_logprobs("all", params, "shadow") for params in (PARAMS, REFERENCE))
-    rewards = 0.1 * np.where(trajectory.response_mask, policy - reference, 0.0).sum(1)
-    assert metrics["rewards/margins"] == pytest.approx(np.mean(rewards[[0, 3]] - rewards[[2, 1]]), rel=1e-3)

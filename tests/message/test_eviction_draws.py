@@ -25,7 +25,7 @@ from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.policy import eviction_loss, eviction_weights
 from smd_jax.message.draws import STAYED, ordered_logprob
-from smd_jax.message.gate import EVICTION_GATE, KEPT, AttentionGate, LinearGate, add_gate, drop_gate
+from smd_jax.message.gate import EVICTION_GATE, KEPT, AttentionGate, LinearGate, add_gate
 from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.trajectory import Trajectory
@@ -388,10 +388,6 @@ def test_what_does_not_go(tmp_path: Any):
     prompts = left_padded([8, 5, 3, 8], 8, 32)
     with pytest.raises(ValueError, match="without a gate"):
         add_gate(params, LinearGate(), num_layers=1, num_kv_heads=2, head_dim=8)
-    with pytest.raises(ValueError, match=r"expected parameters with 'eviction_gate'.*smd.eviction.add_gate"):
-        rollout(
-            MODEL, drop_gate(params), prompts, jax.random.key(0), policy=LearnedGate(), config=RolloutConfig(4, 5, 2)
-        )
     quant = QuantConfig(bits=4, group=2)
     refused: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"quant": quant}]
     for options in refused:

@@ -355,10 +355,11 @@ def test_attention_with_parities_of_another():
     (q, k, v, _), _, mask = problem()
     assert mask.quantized is not None
     near = k + 1e-6 * jax.random.normal(jax.random.key(0), k.shape)
-    out, again = (attend(q, x, v, mask, "xla") for x in (k, near))
+    attend_jitted = jax.jit(attend, static_argnums=4)
+    out, again = (attend_jitted(q, x, v, mask, "xla") for x in (k, near))
     np.testing.assert_allclose(out, again, atol=1e-4)
     wrong = mask.quantized.replace(parity=jax.tree.map(lambda x: ~x, mask.quantized.parity))
-    assert np.abs(attend(q, k, v, mask.replace(quantized=wrong), "xla") - out).max() > 0.1
+    assert np.abs(attend_jitted(q, k, v, mask.replace(quantized=wrong), "xla") - out).max() > 0.1
 
 
 # Bad input.

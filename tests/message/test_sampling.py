@@ -123,13 +123,9 @@ def check_numbers(drawn: Sampled, row: int, logprobs: np.ndarray, uniform: float
         ({"top_k": 3}, {1, 3, 4}),
         ({"top_k": 9}, {0, 1, 2, 3, 4}),
         ({"top_p": 0.3}, {1}),
-        ({"top_p": 0.6}, {1, 3}),
         ({"top_p": 0.7}, {1, 3, 4}),
-        ({"top_p": 0.999}, {0, 1, 2, 3, 4}),
         ({"top_p": 1e-6}, {1}),
-        ({"min_p": 0.1}, {0, 1, 2, 3, 4}),
         ({"min_p": 0.2}, {0, 1, 3, 4}),
-        ({"min_p": 0.6}, {1, 3}),
         ({"min_p": 1.0}, {1}),
         ({"top_k": 3, "top_p": 0.7}, {1, 3}),  # of 0.85 that are left, 0.4 and 0.25 are 76 %
         ({"top_k": 2, "top_p": 0.99}, {1, 3}),
@@ -151,11 +147,9 @@ def test_sets(options: dict[str, Any], expected: set[int]):
     ("options", "expected"),
     [
         ({"top_k": 2}, {1, 2}),  # exactly two, the first of the equals
-        ({"top_k": 4}, {0, 1, 2, 4}),
         ({"top_p": 0.5}, {1, 2, 4}),  # two would reach 0.5, but none of the three is likelier than the others
         ({"top_k": 2, "top_p": 0.1}, {1, 2}),
         ({"min_p": 0.5}, {1, 2, 4}),
-        ({"top_p": 0.95}, {0, 1, 2, 3, 4}),
     ],
 )
 def test_equally_likely_tokens(options: dict[str, Any], expected: set[int]):
@@ -205,19 +199,6 @@ def test_draws(seed, vocab, spread, steps, forbidden, config, uniforms):
         check(logits, uniforms, config, drawn)
     except OnTheEdge:
         assume(False)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_frequencies(config: SamplingConfig):
-    """A grid of uniform numbers draws every token as often as its probability says, within one point of the grid."""
-    vocab, grid = 150, 2000
-    logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32)
-    drawn = draw(np.broadcast_to(logits, (grid, vocab)), (np.arange(grid) + 0.5) / grid, config)
-    frequency = np.bincount(drawn.tokens, minlength=vocab) / grid
-    p = np.exp(log_softmax(logits, drawable_by_definition(logits, config), config.temperature))
-    assert (p > 2 / grid).sum() > 2
-    np.testing.assert_allclose(frequency, p, atol=1.01 / grid)
-    assert not frequency[p == 0].any()
 
 
 @pytest.mark.parametrize(

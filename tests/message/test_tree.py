@@ -87,9 +87,10 @@ def test_a_token_counts_in_every_branch_or_once():
 
 
 def test_branches_as_rows():
-    """Prompts end before the first sampled token; later given tokens are not in the response mask."""
+    """Prompts end before the first sampled token; later given tokens are not in the response mask and have no set."""
     given_late = Branch([1, 2, 3, 4, 5], [False, False, True, False, True], [0, 0, -1, 0, -2])
     nothing = Branch([1, 2, 3], [False] * 3)
+    none = [-1, -1]
     rows = tree.to_trajectory([given_late, nothing], temperature=0.5)
     assert rows.prompt_width == 2 and rows.temperature == 0.5
     assert rows.tokens.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]]
@@ -97,15 +98,8 @@ def test_branches_as_rows():
     assert rows.logprobs.tolist() == [[-1, 0, -2], [0, 0, 0]]
     assert rows.first_columns(2).response_mask.tolist() == [[True, False], [False] * 2]
     assert rows.terminated.tolist() == [True, True] and rows.drawable is None and rows.longest is None
-
-
-def test_support_and_endings_of_branches():
-    """Support begins at the first sampled token of a branch; given tokens have none."""
-    given_late = Branch([1, 2, 3, 4, 5], [False, False, True, False, True], [0, 0, -1, 0, -2])
-    nothing = Branch([1, 2, 3], [False] * 3)
     support = [([3, 7, 5], [0, 2, 2, 3]), ([], [0, 0])]
     rows = tree.to_trajectory([given_late, nothing], support=support, terminated=[False, True], longest=5)
-    none = [-1, -1]
     assert rows.drawable is not None and rows.drawable.sets is not None
     assert rows.drawable.sets.tolist() == [[[3, 7], none, [5, -1]], [none] * 3]
     assert rows.terminated.tolist() == [False, True] and rows.longest == 5

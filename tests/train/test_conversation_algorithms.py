@@ -108,6 +108,7 @@ def test_a_step_of_online_dpo():
     assert samples.rewards[np.asarray(pairs.rejected)].tolist() == rewards.min(axis=1).tolist()
     state, metrics = loop.learn(new_state(), samples)
     assert float(metrics["sampling/sampling_logp_difference/max"]) <= 2e-5 and float(metrics["grad_norm"]) > 0
+    assert float(metrics["kl"]) == pytest.approx(0, abs=1e-6), "the reference has the drawable tokens of the policy"
     unsampled = ~np.asarray(samples.trajectory.response_mask)
     changed = samples.trajectory.replace(logprobs=jnp.where(unsampled, -7.0, samples.trajectory.logprobs))
     same, _ = loop.learn(new_state(), samples._replace(trajectory=changed))
