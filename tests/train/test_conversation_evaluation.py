@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,11 @@ def test_whole_conversations_count(decodes: Any):
 
 
 def test_several_contexts():
-    (result,) = new_evaluator(
-        decodes=DECODES[1:], compaction=TextCompaction(contexts=2, after_tokens=3, ask="?!?")
-    ).run(PARAMS)
-    assert result.rewards.shape == result.lengths.shape == result.clipped.shape == (3, 2)
+    """In the sizes of the loop's tests, whose programs it shares."""
+    evaluator = new_evaluator(decodes=DECODES[1:], compaction=TextCompaction(contexts=2, after_tokens=3, ask="?!?"))
+    sizes: dict[str, Any] = {"rollout": single.WIDER.rollout, "prompt_width": 32, "group_size": 4, "rows": 8}
+    (result,) = replace(evaluator, config=replace(evaluator.config, **sizes)).run(PARAMS)
+    assert result.rewards.shape == result.lengths.shape == result.clipped.shape == (3, 4)
     assert any("?!?" in text for texts in result.completions for text in texts)
 
 

@@ -18,7 +18,7 @@ import pytest
 from smd_jax.corrections.trust_region import OPSM
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.environments.processes import EnvironmentsHere
-from smd_jax.eviction.policies import Dense, LearnedGate, SnapKV
+from smd_jax.eviction.policies import Dense, SnapKV
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.policy_term import DenseLearner
@@ -305,7 +305,6 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
             "that records its draws, .* got .*EvictionTerm",
         ),
         (None, {"dynamic_sampling": 1}, {"credit": "turn"}, "expected dynamic_sampling None with credit 'turn'.*got 1"),
-        (None, {"policy": LearnedGate()}, {}, "in a conversation, which records no draws; got LearnedGate"),
     ],
 )
 def test_refused(compaction: Any, changes: dict[str, Any], options: dict[str, Any], message: str):

@@ -100,11 +100,10 @@ def test_a_way_of_decoding_is_the_rollout_of_that_name(params):
 
 
 def test_stop_strings_end_completions_of_every_way_of_decoding(params):
-    """Greedy: each completion is that without a stop string up to its end; one table serves all ways."""
-    decodes = (Decode("dense", sampling=GREEDY), Decode("short", H2O(), budget=4, sampling=GREEDY))
-    whole = evaluator(decodes=decodes).run(params)
+    """Each completion is that without a stop string up to its end; one table serves all ways."""
+    whole = evaluator().run(params)
     stop = next(text[0] for (text,) in whole[0].completions if text[0].isascii() and len(text) > 1)
-    stopping = evaluator(decodes=decodes, stop_strings=(stop,))
+    stopping = evaluator(stop_strings=(stop,))
     assert len({id(rollouts.stop) for rollouts in stopping.rollouts.values()}) == 1
     for result, unstopped in zip(stopping.run(params), whole, strict=True):
         cut = [[text[: text.find(stop) + 1] if stop in text else text] for (text,) in unstopped.completions]
@@ -191,21 +190,25 @@ def test_completions_without_a_reward_are_left_out():
     assert math.isnan(nothing.reward) and nothing.row["reward"] is None
 
 
-class Ungraded(Numbered):
-    """The last row cannot be graded."""
+class Graded(Numbered):
+    """Nine rows, of which the first ones can be graded."""
+
+    def __init__(self, graded: int):
+        super().__init__(9)
+        self.graded = graded
 
     def reward(self, prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        return [None if number == self.size - 1 else 1.0 for number in columns["number"]]
+        return [1.0 if number < self.graded else None for number in columns["number"]]
 
 
 def test_failures_count_over_all_rows(params):
     """The last batch has one row, which has no reward: 1 of 9, where a quarter may fail."""
-    evaluate = replace(evaluator(decodes=DECODES[:1]), task=Ungraded(9))
+    evaluate = replace(evaluator(decodes=DECODES[:1]), task=Graded(8))
     with pytest.warns(RewardWarning):
         (result,) = evaluate.run(params)
     assert result.row["without_reward"] == 1 and result.reward == 1.0
-    with pytest.warns(RewardWarning), pytest.raises(TooManyFailures, match="at most 25% .*; got 1 of 3"):
-        replace(evaluate, task=Ungraded(3)).run(params)
+    with pytest.warns(RewardWarning), pytest.raises(TooManyFailures, match="at most 25% .*; got 3 of 9"):
+        replace(evaluate, task=Graded(6)).run(params)
 
 
 def test_a_reward_that_asks_for_a_column_that_the_rows_lack():

@@ -13,10 +13,10 @@ import pytest
 
 from smd_jax.corrections import TIS, Naive, Shadow
 from smd_jax.devices.sharding import shard_batch
-from smd_jax.eviction.policies import H2O, Dense, SnapKV
+from smd_jax.eviction.policies import H2O, Dense
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import replay
-from smd_jax.learner.state import TrainBatch, init_state
+from smd_jax.learner.state import TrainBatch
 from smd_jax.learner.terms import Minibatch, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
@@ -32,11 +32,10 @@ from smd_jax.metrics import EVALUATION_METRICS, SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
 from smd_jax.monitor.metrics_log import MEMORY_METRICS, METRICS
-from smd_jax.runs import checkpoint
 from smd_jax.tasks.dataset_task import DatasetTask
-from smd_jax.tasks.rewards import RewardWarning, TooManyFailures
+from smd_jax.tasks.rewards import RewardWarning
 from smd_jax.tasks.task import Prompt, Row
-from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.testing import tiny_model_config
 from smd_jax.train import grpo
 from smd_jax.train.async_rollout import STALENESS
 from smd_jax.train.grpo import GRPOLoop
@@ -94,7 +93,7 @@ NAMES = {
 
 @pytest.mark.parametrize(
     ("policy", "visibility", "minibatches"),
-    [(H2O(), "shadow", 2), (SnapKV(window=2), "dense", 2), pytest.param(Dense(), "shadow", 1, marks=pytest.mark.slow)],
+    [(H2O(), "shadow", 2), (H2O(), "dense", 2), pytest.param(Dense(), "shadow", 1, marks=pytest.mark.slow)],
 )
 def test_steps_under_several_policies(policy, visibility, minibatches):
     update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else Naive())
@@ -158,6 +157,9 @@ def test_rewards_belong_to_their_completions():
     expected = [n / max(len(x.strip()), 3) for n, x in zip(share, texts, strict=True)]
     np.testing.assert_allclose(rewards, expected, rtol=1e-6)
     assert rewards.dtype == np.float32 and len(set(expected)) > 1
+    assert samples.counted_rows is None and samples.rewarded_rows is None and samples.reward_parts == {}
+    assert [name for name in samples.metrics if name.startswith("rewards/")] == ["rewards/failed"]
+    assert samples.metrics["rewards/failed"] == 0
 
 
 @pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -401,19 +403,6 @@ def test_a_step_depends_on_the_state_alone():
     assert third != first
 
 
-def test_six_steps_equal_three_and_three(tmp_path):
-    whole, rows = run(new_loop(DISTILLED), new_state(), 6)
-    half, first = run(new_loop(DISTILLED), new_state(), 3)
-    with checkpoint.Writer(tmp_path) as writer:
-        writer.save(3, half, config=DISTILLED)
-    like = init_state(random_params(MODEL.config, seed=9), optimizer(), jax.random.key(9))
-    restored = checkpoint.restore(tmp_path, like, config=dataclasses.replace(DISTILLED))
-    resumed, second = run(new_loop(DISTILLED), restored.state, 3)
-    assert first + second == rows
-    assert len({row["loss"] for row in rows}) == 6
-    assert_bitwise_equal(resumed, whole)
-
-
 # --- it learns
 
 
@@ -431,7 +420,6 @@ def test_an_easy_reward_rises():
     ("options", "message"),
     [
         ({"group_size": 1}, "expected groups of at least 2 completions.*; got group_size 1"),
-        ({"group_size": 1, "scale_rewards": "none"}, "expected groups of at least 2 completions.*; got group_size 1"),
         (
             {"update": UpdateConfig(value=ValueConfig())},
             r"update.value None, because .* no critic.*; got ValueConfig\(",
@@ -478,21 +466,6 @@ def test_a_reference_that_is_missing(monkeypatch):
 def test_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match="expected a microbatch_size that divides 8 rows; got 3"):
         new_loop(dataclasses.replace(CONFIG, update=UpdateConfig(microbatch_size=3)))
-
-
-def test_a_prompt_that_is_too_long():
-    with pytest.raises(ValueError, match=r"at most 7 tokens \(the width of the batch\); prompt 0 has 8"):
-        new_loop(dataclasses.replace(CONFIG, prompt_width=7)).step(new_state())
-
-
-def test_a_reward_that_is_no_number():
-    class Broken(Sevens):
-        def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]):
-            return [float("nan")] * len(completions)
-
-    message = "reward 'reward' failed on completion 0: expected a finite float32 or None; got nan"
-    with pytest.warns(RewardWarning, match=message), pytest.raises(TooManyFailures, match=f"got 8 of 8.*{message}"):
-        new_loop(task=Broken()).step(new_state())
 
 
 def test_a_reward_that_raises_is_named_by_its_own_file():

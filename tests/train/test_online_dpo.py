@@ -140,16 +140,10 @@ def test_what_is_rewarded_becomes_frequent():
 # --- bad input
 
 
-def test_a_missing_reference():
-    with pytest.raises(ValueError, match="expected reference parameters in the train state"):
-        new_loop().step(new_state().replace(reference=None))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"group_size": 1}, "at least 2 completions, to compare them; got group_size 1"),
-        ({"minibatches": 3}, "a group is never split; got 4"),
         ({"missing_eos_penalty": 0.0}, "expected missing_eos_penalty > 0, or None; got 0.0"),
     ],
 )

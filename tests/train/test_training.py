@@ -15,7 +15,7 @@ from smd_jax.train.samples import Samples
 from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
 
 
-def test_completions_and_masks_of_a_run(tmp_path):
+def test_completions_masks_and_times_of_a_run(tmp_path):
     seen = []
 
     def watch(step: int, samples: Samples) -> None:
@@ -28,9 +28,14 @@ def test_completions_and_masks_of_a_run(tmp_path):
     share_programs(loop)
     train(loop, new_state(), RunConfig(steps=4), tmp_path)
     assert [step for step, _ in seen] == [0, 2, 3], "every second, and the last"
-    of_run = [row["reward"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    of_run = read_metrics(tmp_path / "metrics.jsonl")
+    for row in of_run:
+        assert TIME_METRICS.keys() - {"time/environment"} <= row.keys()
+        assert 0 < row["time/rollout"] + row["time/grading"] + row["time/update"] <= row["step_time"] + 1e-3
+        assert row["rollout/tokens"] == 8 * row["completions/mean_length"]
+        assert row["rollout/tokens_per_second"] == pytest.approx(row["rollout/tokens"] / row["time/rollout"])
     for step, samples in seen:
-        assert samples.rewards.mean() == pytest.approx(of_run[step])
+        assert samples.rewards.mean() == pytest.approx(of_run[step]["reward"])
         groups = samples.advantages.reshape(-1, CONFIG.group_size)
         np.testing.assert_allclose(groups.mean(1), 0, atol=1e-6)
     assert sorted(path.name for path in (tmp_path / "completions").glob("*.parquet")) == [
@@ -44,12 +49,3 @@ def test_completions_and_masks_of_a_run(tmp_path):
         causal = np.tril(np.ones(expected.shape[-2:], bool))
         for query in range(len(keep)):
             np.testing.assert_array_equal(mask.forgotten(query), causal[query] & ~expected[:, :, query])
-
-
-def test_times_are_parts_of_a_step(tmp_path):
-    train(new_loop(), new_state(), RunConfig(steps=2), tmp_path)
-    for row in read_metrics(tmp_path / "metrics.jsonl"):
-        assert TIME_METRICS.keys() - {"time/environment"} <= row.keys()
-        assert 0 < row["time/rollout"] + row["time/grading"] + row["time/update"] <= row["step_time"] + 1e-3
-        assert row["rollout/tokens"] == 8 * row["completions/mean_length"]
-        assert row["rollout/tokens_per_second"] == pytest.approx(row["rollout/tokens"] / row["time/rollout"])
