@@ -150,21 +150,6 @@ def test_the_batch_ignores_the_failed_completion():
     np.testing.assert_array_equal(batch.counted_rows, counted)
 
 
-def test_a_task_reward_without_failures():
-    """No rows are left out, and no metrics per reward function are logged."""
-    samples, _ = drawn()
-    assert samples.counted_rows is None and samples.rewarded_rows is None and samples.reward_parts == {}
-    rewards = TASK.reward(
-        [row["prompt"] for row in samples.task_rows],
-        samples.completions,
-        answer=[row["answer"] for row in samples.task_rows],
-        metadata=[row["metadata"] for row in samples.task_rows],
-    )
-    np.testing.assert_array_equal(samples.rewards, np.array(rewards, np.float32))
-    assert not [name for name in samples.metrics if name.startswith("rewards/") and name != "rewards/failed"]
-    assert samples.metrics["rewards/failed"] == 0
-
-
 def test_several_functions_in_a_loop():
     def longest(completion_ids):
         return [len(ids) for ids in completion_ids]
@@ -225,16 +210,19 @@ def test_rows_with_different_fields(seed):
     assert graded.rewards.tolist() == [2.0] and seen[-1] == [None]
 
 
-def test_dynamic_sampling_judges_groups_by_their_rewards():
-    def rollout(*rewards):
-        array = np.array(rewards, np.float32)
-        metrics = drawn()[0].metrics | {"rewards/failed": jnp.float32(np.isnan(array).sum())}
-        return drawn()[0]._replace(rewards=array, reward_parts={"f": array + 10}, metrics=metrics)
+def rollout_of(rewards, of_f):
+    """The first rollout with other rewards, and with those of a function `f`."""
+    whole, part = np.array(rewards, np.float32), np.array(of_f, np.float32)
+    failed = {"rewards/failed": jnp.float32(np.isnan(whole).sum())}
+    metrics = reward_metrics(jnp.asarray(whole), 4, jnp.asarray(~np.isnan(whole))) | part_metrics("f", part) | failed
+    samples = drawn()[0]
+    return samples._replace(rewards=whole, reward_parts={"f": part}, metrics=samples.metrics | metrics)
 
+
+def test_dynamic_sampling_judges_groups_by_their_rewards():
     # The rewards that the second group of the first rollout has left are equal.
-    got = select_groups(
-        [rollout(1, NAN, 0, 1, 2, 2, NAN, 2), rollout(0, 0, 0, 0, NAN, NAN, 3, 4)], group_size=4, groups=2
-    )
+    drawn_rewards = np.array([[1, NAN, 0, 1, 2, 2, NAN, 2], [0, 0, 0, 0, NAN, NAN, 3, 4]])
+    got = select_groups([rollout_of(row, row + 10) for row in drawn_rewards], group_size=4, groups=2)
     assert np.isnan(got.rewards).tolist() == [False, True, False, False, True, True, False, False]
     assert got.rewards[~np.isnan(got.rewards)].tolist() == [1, 0, 1, 3, 4]
     assert got.counted_rows is not None
@@ -245,15 +233,8 @@ def test_dynamic_sampling_judges_groups_by_their_rewards():
 
 def test_dynamic_sampling_measures_the_rewards_of_all_rollouts_at_once():
     """One rollout may be without any reward, and the deviation of all is more than those inside of the rollouts."""
-
-    def rollout(rewards, of_f):
-        arrays = np.array(rewards, np.float32), np.array(of_f, np.float32)
-        metrics = reward_metrics(jnp.asarray(arrays[0]), 4, jnp.asarray(~np.isnan(arrays[0])))
-        metrics = drawn()[0].metrics | metrics | part_metrics("f", arrays[1])
-        return drawn()[0]._replace(rewards=arrays[0], reward_parts={"f": arrays[1]}, metrics=metrics)
-
-    nothing = rollout([NAN] * 8, [NAN] * 8)
-    got = select_groups([nothing, rollout([0] * 8, [1, 3] * 4), rollout([0, 4] * 4, [NAN] * 8)], group_size=4, groups=2)
+    parts = (([NAN] * 8, [NAN] * 8), ([0] * 8, [1, 3] * 4), ([0, 4] * 4, [NAN] * 8))
+    got = select_groups([rollout_of(*each) for each in parts], group_size=4, groups=2)
     expected = {
         "reward": 1.0,
         "reward_std": np.std([0] * 12 + [4] * 4, ddof=1),

@@ -33,7 +33,8 @@ Usage = namedtuple("Usage", "total used free")
 def test_a_disk_without_room_is_refused_before_the_first_rollout(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 3000))
     state = new_state(size=250)  # 1,000 bytes, the step and the key
-    assert disk.stored_bytes(state) == 1000 + 4 + 8
+    assert disk.stored_bytes(jax.eval_shape(lambda: state)) == disk.stored_bytes(state) == 1000 + 4 + 8
+    assert disk.stored_bytes({"a": np.zeros((2, 3), np.int64)}) == 48
     with pytest.raises(
         OSError, match=r"expected 3.95 KiB free on the disk of .*run, for 4 checkpoints of 1012 B; got 2"
     ):
@@ -152,9 +153,3 @@ def test_an_export_to_a_disk_that_is_full_leaves_what_was_there(tmp_path, traine
         save_checkpoint(tmp_path / "model", params, config, dtype="float32")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
-
-
-def test_stored_bytes_of_shapes():
-    state = new_state(size=10)
-    assert disk.stored_bytes(jax.eval_shape(lambda: state)) == disk.stored_bytes(state) == 40 + 4 + 8
-    assert disk.stored_bytes({"a": np.zeros((2, 3), np.int64)}) == 48

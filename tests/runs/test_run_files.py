@@ -31,21 +31,15 @@ def test_rows_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_loggers_get_every_row_and_none_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    sound = Recorder()
-    start(tmp_path, 3, loggers=[Recorder(fails_at=1), sound])
+    sound, values = Recorder(), {0: 0.5, 1: 0.25, 2: 1.0}
+    start(tmp_path, 2, evaluate_every=1, evaluate=Evaluations(values), loggers=[Recorder(fails_at=1), sound])
+    assert [step for step, _ in sound.rows] == [0, 1, 1, 2, 2], "a rollout, then its evaluation"
+    assert {step: row[DENSE] for step, row in sound.rows if DENSE in row} == values
+    of_rollouts = [(step, row) for step, row in sound.rows if DENSE not in row]
     # Loggers count finished rollouts; rows are numbered from 0.
-    assert [row | {"step": step - 1} for step, row in sound.rows] == read_metrics(tmp_path / "metrics.jsonl")
-    assert len(sound.rows) == 3 and sound.closed == 1
-    assert all({"memory/host_bytes"} <= row.keys() for _, row in sound.rows)
+    assert [row | {"step": step - 1} for step, row in of_rollouts] == read_metrics(tmp_path / "metrics.jsonl")
+    assert sound.closed == 1 and all({"memory/host_bytes"} <= row.keys() for _, row in of_rollouts)
     assert "Recorder failed and gets no more metrics of this run" in capsys.readouterr().err
-
-
-def test_loggers_get_the_evaluation_before_training(tmp_path: Path):
-    logger = Recorder()
-    start(tmp_path, 2, evaluate_every=1, evaluate=Evaluations({0: 0.5, 1: 0.25, 2: 1.0}), loggers=[logger])
-    evaluations = [(step, row[DENSE]) for step, row in logger.rows if DENSE in row]
-    assert evaluations == [(0, 0.5), (1, 0.25), (2, 1.0)]
-    assert [step for step, _ in logger.rows] == [0, 1, 1, 2, 2], "a rollout, then its evaluation"
 
 
 def test_rows_after_the_last_checkpoint_are_written_again(tmp_path: Path):

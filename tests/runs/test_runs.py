@@ -26,10 +26,23 @@ from tests.plain_runs import CURVE, DENSE, DiedError, Evaluations, dies_at, neve
 # --- evaluations
 
 
-def test_start_interval_and_end_are_evaluated(tmp_path):
+class Followed(PlainLoop):
+    """Keeps the numbers of the rollouts that may be the last, as a loop asks once the rollout is there."""
+
+    last_ones: list[int] = []
+
+    def step(self, state: Any, follows: Callable[[], bool] = lambda: True) -> Any:
+        if not follows():
+            self.last_ones.append(int(state.step))
+        return super().step(state, follows)
+
+
+def test_start_interval_and_end_are_evaluated(tmp_path, monkeypatch):
+    """And a step knows before its update whether it is the last, whose completions and masks are kept."""
+    monkeypatch.setattr(Followed, "last_ones", [])
     evaluate = Evaluations(CURVE)
-    start(tmp_path, 7, evaluate_every=2, evaluate=evaluate)
-    assert evaluate.asked == [0, 2, 4, 6, 7]
+    start(tmp_path, 7, Followed(), evaluate_every=2, evaluate=evaluate)
+    assert evaluate.asked == [0, 2, 4, 6, 7] and Followed.last_ones == [6]
     assert not any(DENSE in row for row in rows(tmp_path))
     assert rows(tmp_path, "evaluations.jsonl") == [{"step": n, DENSE: CURVE[n]} for n in evaluate.asked]
 
@@ -146,30 +159,10 @@ def test_a_resumed_run_does_not_evaluate_its_start_again(tmp_path):
 # --- the objective
 
 
-class Followed(PlainLoop):
-    """Keeps the numbers of the rollouts that may be the last, as a loop asks once the rollout is there."""
-
-    last_ones: list[int] = []
-
-    def step(self, state: Any, follows: Callable[[], bool] = lambda: True) -> Any:
-        if not follows():
-            self.last_ones.append(int(state.step))
-        return super().step(state, follows)
-
-
-def test_the_last_rollout_is_known_before_its_update(tmp_path, monkeypatch):
-    """Its completions and masks are kept."""
-    found: list[int] = []
-    monkeypatch.setattr(Followed, "last_ones", found)
-    start(tmp_path, 7, Followed(), evaluate_every=2, evaluate=Evaluations(CURVE))
-    assert found == [6]
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"steps": 0}, "expected steps >= 1, a whole number .*; got 0"),
-        ({"steps": -1}, "expected steps >= 1.*; got -1"),
         ({"checkpoint_every": -1}, "expected checkpoint_every >= 0.*; got -1"),
         ({"evaluate_every": -2}, "expected evaluate_every >= 0.*; got -2"),
         ({"keep": 0}, "expected keep >= 1.*; got 0"),
