@@ -166,24 +166,19 @@ def test_a_padding_token_without_a_row_is_another_one(model: Path):
     assert exported.pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
 
 
-def test_an_exported_tokenizer_ends_where_training_did():
+def test_an_exported_tokenizer_ends_where_training_did(model: Path):
     tokenizer = byte_tokenizer()
     assert tokenizer_to_export(tokenizer, True, (256, 258)) is None
     assert tokenizer_to_export(tokenizer, False, (256, 258)) is tokenizer
     changed = tokenizer_to_export(tokenizer, True, (256,))
     assert (changed.eos_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
     assert changed.encode("a<|im_end|>") == tokenizer.encode("a<|im_end|>")
+    # The first of the named ends.
+    ends = end_token_ids(model, tokenizer, ("<|im_start|>", "<|endoftext|>", "<|im_start|>"))
+    assert ends == (257, 256) and tokenizer_to_export(tokenizer, True, ends).eos_token == "<|im_start|>"
     # Prompts that have EOS in them stay as they were.
     tokenizer.chat_template = "{{ messages[0].content + eos_token }}"
     assert tokenizer_to_export(tokenizer, True, (256,)) is None
-
-
-def test_the_exported_tokenizer_has_the_first_of_the_named_ends(model: Path):
-    tokenizer = byte_tokenizer()
-    ends = end_token_ids(model, tokenizer, ("<|im_end|>", "<|endoftext|>", "<|im_end|>"))
-    assert ends == (258, 256)
-    tokenizer.eos_token = "<|im_start|>"
-    assert tokenizer_to_export(tokenizer, True, ends).eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +208,7 @@ def test_files_of_a_tokenizer_that_cannot_be(file: str, content: str, model: Pat
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}'])
+@pytest.mark.parametrize("content", ["{", "[1]", *(f'{{"eos_token_id": {ids}}}' for ids in ('"x"', "[true]", "[1.5]"))])
 def test_files_with_ends_that_cannot_be(file: str, content: str, model: Path):
     tokenizer = load_tokenizer(model)
     (model / "generation_config.json").unlink()

@@ -115,19 +115,19 @@ def test_conversations_of_a_row_share_their_prompt(talked: tuple[Any, Any]):
     assert ending.startswith("reset: expected the same prompt") and np.isnan(second.reward)
 
 
-class Zed:
-    """Begins with what its row says, and answers with a letter whose id is 122."""
+class Listens:
+    """Begins with what its row says, and answers with the turn that it reads."""
 
     def reset(self, row: dict[str, Any]) -> str:
         return row["prompt"]
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        return "z", 1.0, False
+        return f"z{text}z", 0.0, False
 
 
 def test_a_token_that_the_model_lacks_is_a_failure_of_its_conversation():
     """As of a tokenizer with image tokens that the embedding does not have."""
-    given: Any = EnvironmentsHere(Zed), Dialogue(TOKENIZER), TOKENIZER, [{"prompt": "abc"}, {"prompt": "xyz"}]
+    given: Any = EnvironmentsHere(Listens), Dialogue(TOKENIZER), TOKENIZER, [{"prompt": "abc"}, {"prompt": "xyz"}]
     respondent = EnvironmentRespondent(*given, group_size=1, prompt_width=16, vocab_size=122)
     said = "vocabulary: expected tokens below 122, the model's; got 122, 'z'"
     assert str(respondent.conversations[1].failure) == said and np.asarray(respondent.prompts.valid)[1].sum() == 1
@@ -155,16 +155,6 @@ def test_a_row_sets_variables_of_its_template():
     assert (row, respondent.conversations[1].answers) == (1, ["[long] turn 1 <|im_end|>[bot]"])
 
 
-class Listens:
-    """Answers with the turn that it reads."""
-
-    def reset(self, row: dict[str, Any]) -> str:
-        return row["prompt"]
-
-    def step(self, text: str) -> tuple[str, float, bool]:
-        return f"({text})", 0.0, False
-
-
 def test_a_turn_keeps_special_tokens_but_not_its_end():
     tokenizer: Any = byte_tokenizer(chat=False)
     tokenizer.add_special_tokens({"bos_token": "<s>", "unk_token": "<unk>"})
@@ -177,4 +167,4 @@ def test_a_turn_keeps_special_tokens_but_not_its_end():
         respondent.receive(wait=True)
     said = respondent.conversations[0]
     assert said.turns == [f"a {call}", f"a {call}", f"a {call}b"]
-    assert said.answers == [f"({turn})" for turn in said.turns]
+    assert said.answers == [f"z{turn}z" for turn in said.turns]

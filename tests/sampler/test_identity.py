@@ -137,7 +137,7 @@ def test_float64(name: str):
 
 
 def test_bfloat16():
-    run = roll(dataclasses.replace(SHAPES["GQA"], dtype="bfloat16"), POLICIES["H2O"], SMALL)
+    run = roll(dataclasses.replace(ONE_LAYER, dtype="bfloat16"), POLICIES["H2O"], SMALL)
     difference = gap(*run)
     print(f"H2O in bfloat16: mean |dlogp| {difference.mean():.1e}, max {difference.max():.1e}")
     assert difference.mean() <= 2e-2

@@ -44,7 +44,7 @@ LENGTHS, WIDTH = [12, 5, 9], 12
 SIZES = RolloutConfig(max_new_tokens=20, budget=8, buffer=4, eos_token_id=7)
 SPANS = TokenSpans(open=3, close=4, summary=(5, 6))
 CASES: dict[str, tuple[ModelConfig, EvictionPolicy, RolloutConfig]] = {
-    "per head": (MIXED, H2O(), SIZES),
+    "per head": (SHAPE, H2O(), SIZES),
     "budgets": (SHAPE, Pyramid(H2O(), beta=4.0), SIZES),
     "gate": (SHAPE, LearnedGate(), SIZES),
     "attention gate": (SHAPE, LearnedGate(AttentionGate()), SIZES),

@@ -230,7 +230,7 @@ def test_refusals():
 
 
 def test_the_mask_and_its_bits_belong_together():
-    run = roll("H2O", quantised(2))
+    run = roll("H2O", quantised(8))
     mask, (model, trajectory) = recorded(run), run
     with pytest.raises(ValueError, match="by which the cache was quantised, first=12 and length=8; got Segments"):
         mask.with_segments((Segments(WIDTH, 16, 27),))

@@ -90,7 +90,6 @@ def expected_spans(spans: TokenSpans, trajectory: Trajectory) -> np.ndarray:
 
 IN_CHUNKS = replace(SIZES, prefill_chunk=5)
 CASES = [
-    pytest.param(OnTokens(MEMENTO), SIZES, id="Memento"),
     pytest.param(OnTokens(FOLD), replace(SIZES, prefill_chunk=1), id="fold, a token at a time"),
     pytest.param(OnTokens(MEMENTO, inner=SnapKV(window=4, kernel=3)), SIZES, id="Memento and SnapKV"),
     pytest.param(Protect(OnTokens(FOLD, inner=H2O()), sinks=1), IN_CHUNKS, id="fold and H2O in chunks"),
