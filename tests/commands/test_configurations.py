@@ -335,7 +335,6 @@ def check_names(error: Exception, values: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("grpo", {"seed": -1}, "expected seed >= 0, a whole number; got -1"),
         ("grpo", {"prefill_rows": 0}, "expected prefill_rows >= 1; got 0"),
         ("grpo", {"prompt_width": 60}, r"expected prompt_width \+ max_new_tokens within .* 32 tokens; got 60 \+ 8"),
         ("grpo", {"rollout.budget": 1, "policy": policies.SnapKV(2)}, "expected a budget of at least 2 keys .*; got 1"),

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,9 +41,9 @@ from smd_jax.runs.stop import RunStoppedError
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.tasks.build import TaskChoice, build_task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
-from smd_jax.text.prompts import PromptBatch
 from smd_jax.train.evaluation import Evaluated
 from tests.commands.conftest import Words
+from tests.under_test import left_padded
 
 NEEDED = ["--model", "somewhere", "--dataset", "reasoning_gym:chain_sum"]
 
@@ -258,16 +257,18 @@ def test_a_tasks_own_reward_has_the_limits_of_any():
     assert (rewards.seconds, rewards.max_failed, rewards.logged_names) == (7.0, 0.5, ("chain_sum",))
 
 
-@pytest.mark.parametrize(("prompt", "tokens"), [(8, 8), (8, 9), (9, 8), (12, 4), (12, 5), (13, 4)])
-def test_whether_a_key_will_be_lost(prompt: int, tokens: int):
+def test_whether_a_key_will_be_lost():
     """Twelve keys and a buffer of four; what is compressed behind the last token is lost to nobody."""
-    decoder = Decoder(tiny_model_config(num_layers=1))
-    policy, config = H2O(), RolloutConfig(tokens, budget=12, buffer=4, eos_token_id=None)
-    prompts = PromptBatch(jnp.ones((1, prompt), jnp.int32), jnp.ones((1, prompt), bool))
-    params = random_params(decoder.config)
-    drawn = rollout(decoder, params, prompts, jax.random.key(0), policy=policy, config=config)
-    evicted = float(evicted_share(drawn.mask.evicted_at, drawn.valid)) > 0
-    assert evicts_keys(policy, config, 1, prompt) == evicted
+    prompts, tokens = [8, 8, 9, 12, 12, 13], [8, 9, 8, 4, 5, 4]
+    decoder, policy, config = Decoder(tiny_model_config(num_layers=1)), H2O(), RolloutConfig(9, budget=12, buffer=4)
+    batch, params = left_padded(prompts, 13, decoder.config.vocab_size), random_params(decoder.config)
+    drawn = rollout(decoder, params, batch, jax.random.key(0), policy=policy, config=config, limits=np.array(tokens))
+    lost = [
+        bool(evicted_share(drawn.mask.evicted_at[row : row + 1], drawn.valid[row : row + 1]) > 0) for row in range(6)
+    ]
+    assert lost == [False, True, True, False, True, True]
+    for prompt, count, evicts in zip(prompts, tokens, lost, strict=True):
+        assert evicts_keys(policy, dataclasses.replace(config, max_new_tokens=count), 1, prompt) == evicts
 
 
 def test_weights_and_biases_gets_the_options_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

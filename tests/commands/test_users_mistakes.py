@@ -98,7 +98,6 @@ class Count:
         ("--environment FOLDER/own.py:Count --reward format", "expected no --reward with --environment"),
         ("--environment nowhere.py:Count --max-prompt-length 64", "expected a file of Python code at"),
         (f"{CONVERSATION} --quant-bits 8 --buffer 32", "expected quant None in a conversation"),
-        (f"{CONVERSATION} --contexts 2 --context-length 4", "below max_new_tokens 5 together"),
         (f"{CONVERSATION} --contexts 2 --context-length 2 --turn-credit turn", "expected credit 'trajectory'"),
         ("--contexts 2", "expected --contexts of at least 2 with --context-length"),
         ("--contexts 2 --context-length 40", "expected --environment with --contexts"),
