@@ -69,15 +69,14 @@ class Packing(struct.PyTreeNode):
 def shared_beginning(
     left: Int[np.ndarray, " n"],
     right: Int[np.ndarray, " m"],
-    evicted: tuple[Int[np.ndarray, "layers kv_heads n"], Int[np.ndarray, "layers kv_heads m"]] | None = None,
+    evicted: tuple[Int[np.ndarray, "layers kv_heads n"], Int[np.ndarray, "layers kv_heads m"]],
     routing: tuple[Int[np.ndarray, "n mixtures per_token"], Int[np.ndarray, "m mixtures per_token"]] | None = None,
 ) -> int:
     """Number of first tokens of two sequences that one row can hold once.
 
     Args:
       left, right: ids.
-      evicted: `evicted_at` of each in positions, its length or more for keys that were never evicted; None without
-        evictions.
+      evicted: `evicted_at` of each in positions, its length or more for keys that were never evicted.
       routing: experts of each token; tokens of other experts differ. None: no experts, or none recorded.
     """
     shortest = min(len(left), len(right))
@@ -85,7 +84,7 @@ def shared_beginning(
     if routing is not None:
         differs |= (routing[0][:shortest] != routing[1][:shortest]).any((1, 2))
     shared = int(differs.argmax()) if differs.any() else shortest
-    if evicted is None or shared == 0:
+    if shared == 0:
         return shared
     first, second = (
         np.where(at < tokens, at, NEVER)[..., :shared]

@@ -182,7 +182,7 @@ def never_evicted(evicted_at: np.ndarray, layer: int, head: int) -> None:
 
 
 def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
-    own = evicted_at[:, layer, head]
+    own = evicted_at[1:, layer, head]
     own[(own > 0) & (own < NEVER)] += 1
 
 
@@ -191,7 +191,7 @@ def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
     [({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2, "sequence": 2}, 1, 1)],
 )
 def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer, head):
-    """The mask evicts one query late in one head; also with sharded weights and columns."""
+    """The mask evicts one query late in one head of all rows but the first; also with sharded weights and columns."""
     params, trajectory = sampled
     wrong = with_mask(trajectory, lambda x: one_late(x, layer, head))
     delta = np.where(trajectory.response_mask, REPLAY(params, wrong) - trajectory.logprobs, 0.0)

@@ -231,8 +231,9 @@ def test_steps(visibility, config):
 @pytest.mark.slow
 def test_it_learns():
     """Rewards rise, and the critic comes to know them; all steps run the same programs."""
+    start = new_state()  # whose supervised step is another `update`
     with count_compilations() as counts:
-        _, rows = run(new_loop(TWICE, SEVENS), new_state(), 25)
+        _, rows = run(new_loop(TWICE, SEVENS), start, 25)
     # Other tests may have compiled the update before.
     assert counts["train_batch"] == 1 and counts["update"] <= 1
     rewards = [row["reward"] for row in rows]
