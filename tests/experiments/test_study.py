@@ -23,13 +23,16 @@ from lib.lookup import Lookup
 from lib.problems import PROBLEMS, WALK_EDGES, WALK_ENDS, CopySums, Sorting, Walk, problem_of, tokenizer
 from lib.runs import DECODINGS, Job
 from lib.samplers import sampler_of
-from lib.starts import examples_of
+from lib.starts import StartLevel, examples_of
 from smd_jax.text.prompts import eos_token_id
+from smd_jax.train.evaluation import Decode
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.study
 
 CELL = Cell(Sorting(4), sampler_of("tova-heads:4+1"), arms_of(("untrained", "naive", "shadow")), (0,))
+# From a start after one step.
+SIZES = replace(QUICK, start=StartLevel(0.0, rows=16, every=1))
 CLOCKS = {"cpu_seconds", "date"}
 
 
@@ -51,7 +54,7 @@ class HerePool:
 
 def make_grid(folder: Path, **options: Any) -> Grid:
     settings = {"cells": (CELL,), "rates": (1e-4, 1e-3), "pilot_seeds": (100,), "clean": False} | options
-    return Grid("experiments/study.py", sizes=QUICK, runs=folder / "study", results=folder / "rows.json", **settings)
+    return Grid("experiments/study.py", sizes=SIZES, runs=folder / "study", results=folder / "rows.json", **settings)
 
 
 def run_here(study: Grid) -> list[dict[str, Any]]:
@@ -126,7 +129,7 @@ def test_pilots_beyond_the_first_rates_come_along_to_another_machine(folder: Pat
 
 
 def test_runs_of_other_settings_are_refused(folder: Path):
-    job = Job(CELL.problem, CELL.sampler, CELL.arms[1], 1e-4, 100, True, replace(QUICK, rollouts=3))
+    job = Job(CELL.problem, CELL.sampler, CELL.arms[1], 1e-4, 100, True, replace(SIZES, rollouts=3))
     with pytest.raises(ValueError, match="a run of the present settings.*got.*rollouts=2"):
         runs.kept_row(job, folder / "study")
 
@@ -218,9 +221,11 @@ def test_a_part_of_a_study_leaves_the_committed_rows_alone():
 
 
 @pytest.mark.parametrize("arm", arms_of(("anchor-then-shadow", "quantised-cache")), ids=lambda arm: arm.name)
-def test_exact_arms_run(arm: Arm, tmp_path: Path):
+def test_exact_arms_run(arm: Arm, folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Phases share prompts, curve and parameters; a rollout whose learner is not the sampler raises."""
-    row = runs.execute(Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(QUICK, last=2)), tmp_path / "study")
+    # One program in place of four.
+    monkeypatch.setattr(runs, "decodings", lambda policy: tuple(Decode(name, policy) for name in DECODINGS))
+    row = runs.execute(Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(SIZES, last=2)), folder / "arms")
     assert [point["step"] for point in row["curve"]] == [0, 1, 2] and row["mismatch_kl"] <= 1e-6
     assert row["sparse"] == pytest.approx(np.mean([point["sparse"] for point in row["curve"][-2:]]), rel=1e-5)
 
