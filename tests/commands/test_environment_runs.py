@@ -48,8 +48,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.slow
 def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
-    evaluate = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "dense", "sampler"]
-    main([*words, *evaluate, "--output-dir", str(run), "--max-steps", "1", "--print-completions", "1"])
+    more = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "dense", "sampler", "--print-completions", "1"]
+    more += ["--turn-credit", "turn", "--decode-rows", "2"]
+    main([*words, *more, "--output-dir", str(run), "--max-steps", "1"])
     (row,) = read_metrics(run / "metrics.jsonl")
     assert row["conversations/turns"] > 1 and row["sampling/sampling_logp_difference/max"] <= 2e-5
     table = pyarrow.parquet.read_table(run / "completions" / "completions_00000.parquet").to_pydict()
@@ -69,20 +70,12 @@ def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_contexts_are_summarised(words: list[str], tmp_path: Path):
+def test_contexts_are_summarised_and_retry_takes_the_rewards_of_the_dataset(words: list[str], tmp_path: Path):
     run = tmp_path / "run"
-    contexts = ["--contexts", "2", "--context-length", "12", "--summary-request", "Sum up!"]
-    main([*words, *contexts, "--max-prompt-length", "160", "--output-dir", str(run), "--max-steps", "1"])
+    more = ["--contexts", "2", "--context-length", "12", "--summary-request", "Sum up!", "--environment", "retry"]
+    main([*words, *more, "--max-prompt-length", "160", "--output-dir", str(run), "--max-steps", "1"])
     (row,) = read_metrics(run / "metrics.jsonl")
-    assert row["conversations/contexts"] > 1 and row["sampling/sampling_logp_difference/max"] <= 2e-5
+    assert row["conversations/contexts"] > 1 and 0 <= row["reward"] <= 1
+    assert row["sampling/sampling_logp_difference/max"] <= 2e-5
     table = pyarrow.parquet.read_table(run / "completions" / "completions_00000.parquet").to_pydict()
     assert "<|im_start|>user\nSum up!<|im_end|>\n<|im_start|>assistant\n" in max(table["contexts"], key=len)[0]
-
-
-@pytest.mark.slow
-def test_retry_takes_the_rewards_of_the_dataset(words: list[str], tmp_path: Path):
-    run = tmp_path / "run"
-    more = ["--environment", "retry", "--turn-credit", "turn", "--decode-rows", "2", "--max-prompt-length", "160"]
-    main([*words, *more, "--output-dir", str(run), "--max-steps", "1"])
-    (row,) = read_metrics(run / "metrics.jsonl")
-    assert row["conversations/turns"] > 1 and 0 <= row["reward"] <= 1

@@ -55,11 +55,10 @@ def assert_same_gradients(got, expected, at_most: float = 1e-5):
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
-        (HALVES, PLAIN),
         (OVER_ALL, FULL),  # with a teacher
         (HALVES, UpdateConfig(visibility="dense", correction=TIS(), entropy_coef=0.1)),
     ],
-    ids=["halves", "every axis", "dense learner"],
+    ids=["every axis", "dense learner"],
 )
 def test_an_update_is_the_same(sizes, config):
     (one, one_grads), (many, many_grads) = updated(ONE, config), updated(sizes, config)

@@ -219,14 +219,15 @@ def test_compressed_rows_by_hand():
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # the first call compiles
+@settings(deadline=None)  # new sizes compile
 @given(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=1, max_size=6), st.booleans())
 def test_sets_come_back(sets, as_bits):
     ids = [token for one in sets for token in sorted(one)]
     offsets = np.cumsum([0, *map(len, sets)])
     response = [min(one) for one in sets]
-    drawable = DrawableTokens.from_csr([(ids, offsets)], [response], vocab_size=100 if as_bits else None)
-    boolean = np.asarray(drawable.to_boolean(100, jnp.arange(len(sets))))[0]
+    vocab_size = 100 if as_bits else None
+    drawable = DrawableTokens.from_csr([(ids, offsets)], [response], response_width=6, vocab_size=vocab_size)
+    boolean = np.asarray(drawable.to_boolean(100, jnp.arange(6)))[0, : len(sets)]
     assert [set(np.flatnonzero(row).tolist()) for row in boolean] == sets
 
 
