@@ -287,7 +287,7 @@ def test_a_run_with_a_policy_of_ones_own(
     # It goes on from anywhere, with the same policy and no other.
     monkeypatch.chdir("/")
     (folder / "a (b)" / "own_policies.py").write_text(f"{OWN}# another file\n")
-    again = ["--config", str(run / "config.yaml"), "--resume", "--max-steps", "2", "--eviction"]
+    again = ["--config", str(run / "config.yaml"), "--resume", "--max-steps", "2", "--eval-steps", "0", "--eviction"]
     for other, difference in (
         (f"{folder}/own_policies.py:FadingH2O", "loop.policy.inner.half_life: expected 16, got 64.0"),
         ("h2o", "loop.policy.inner._class: expected "),

@@ -113,18 +113,18 @@ def test_masks_keep_to_their_segments(name: str, shape: str, config: RolloutConf
     mask.with_segments(mask.segments)  # raises otherwise
 
 
+ONE_LAYER = dataclasses.replace(SHAPES["GQA"], num_layers=1)
+
+
 @pytest.mark.slow
 def test_compiled_as_for_users():
     """With the compiler's polish, which reorders sums; the other tests do without. (H2O is compiled so in
     tests/sampler/test_quantized_rollout.py.)"""
-    model, trajectory = roll(SHAPES["GQA"], POLICIES["SnapKV"], SMALL, polished_rollout)
+    model, trajectory = roll(ONE_LAYER, POLICIES["SnapKV"], SMALL, polished_rollout)
     params = make_params(model.config)
     program = replay_jitted.lower(model, params, trajectory).compile(POLISHED)
     difference = np.abs(np.asarray(program(params, trajectory).logprobs - trajectory.logprobs))
     assert difference[np.asarray(trajectory.response_mask)].max() <= 2e-5
-
-
-ONE_LAYER = dataclasses.replace(SHAPES["GQA"], num_layers=1)
 
 
 @pytest.mark.slow
