@@ -40,7 +40,7 @@ pytestmark = pytest.mark.multiprocess
 # Without these instructions XLA rounds some logits of four rows otherwise than those of two (seen on an AMD EPYC, one
 # log-probability by 4.8e-7).
 HAS_AVX512 = Path("/proc/cpuinfo").exists() and "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-LIMIT = 900  # seconds for a set of processes
+LIMIT = 420  # seconds for a set of processes
 
 
 class Found(NamedTuple):
