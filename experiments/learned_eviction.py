@@ -13,7 +13,7 @@ Arms       untrained          under every rule
            attention-frozen   tokens trained, evictions drawn from the model's attention
            attention-joint    both trained, at temperature 1 and (sampler "attention-cold") 0.3
 Rollouts   240 of 16 x 8 responses, one optimizer step on each; an evaluation every 20. `sparse_decided`, in the curve:
-           greedy tokens, and the keys with the lowest worth are evicted without chance.
+           greedy tokens, and the keys with the lowest logits are evicted without chance.
 Command    python experiments/learned_eviction.py --workers 1 [--samplers …] [--arms …] [--seeds …] [--minutes …]
            In a clean clone. Finished runs are kept; --rows-from FILE adds the rows of another clone.
 Result     experiments/results/learned_eviction.json, a row a run

@@ -140,7 +140,11 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
 def largest(cell: RoomCell, others: Sequence[RoomCell]) -> str:
     """Says so if no other cell has a larger lead over its rival."""
     leads = [one.contrast(OURS, one.best_rival("budget"), "sparse_greedy").mean for one in (cell, *others)]
-    return f"This cell has the largest lead over the rival of the pilot, of {len(leads)} that ran. " if max(leads) == leads[0] else ""
+    return (
+        f"This cell has the largest lead over the rival of the pilot, of {len(leads)} that ran. "
+        if max(leads) == leads[0]
+        else ""
+    )
 
 
 def still_rises(cell: RoomCell, arm: str, kind: str) -> bool:

@@ -82,7 +82,7 @@ def section(rows: Sequence[Row]) -> str:
 Neural Garbage Collection (arXiv:2604.18002) draws evictions from the model's own attention and trains them by the
 reward. `LinearGate` has parameters of its own for that. Sorting 12 digits, 13 + 2 of 26 keys, starts at 97 % with the
 full cache ({start:.3f} greedily), 240 rollouts, {len(SEEDS)} seeds, one rate per arm, chosen on two pilot seeds.
-*Decided*: greedy tokens, and the keys of the lowest worth are evicted without chance.
+*Decided*: greedy tokens, and the keys of the lowest logits are evicted without chance.
 
 {table(["evictions by", "rate", "budget", "greedy", "decided", "full cache, greedy"], lines)}
 

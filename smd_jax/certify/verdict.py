@@ -333,7 +333,7 @@ def _of_alignment(replays: _Replays, replayed: Replayed, differences: np.ndarray
 def _by_elimination(
     replays: _Replays, differences: np.ndarray, rounding: np.ndarray | None, allowed: float, tolerance: float
 ) -> tuple[Finding | None, tuple[tuple[int, float], ...]]:
-    """A cause that no single replay shows: rounding, other weights, or unrecorded evictions."""
+    """A cause that no single replay shows: rounding, other weights, or evictions other than recorded."""
     difference, base = differences[..., 0], _mean_abs(differences)
     if rounding is not None:
         # Both differences have the sampler subtracted once: if the sampler computed in the other dtype, the replay in

@@ -56,11 +56,11 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("context_length", "summary_request", "summary_heading"), lambda run: run.contexts > 1, "without --contexts"),
     # Eviction policies of evaluations have the same sinks.
     (
-        ("sinks", "budget"),
+        ("sinks",),
         lambda run: not {run.eviction, *run.eval_decode} <= {"dense", "sampler"},
         "without an --eviction policy",
     ),
-    (("pyramid",), lambda run: run.eviction != "dense", "without an --eviction policy"),
+    (("budget", "pyramid"), lambda run: run.eviction != "dense", "without an --eviction policy"),
     # DPO replays the masks, too.
     (
         ("mismatch_bound",),

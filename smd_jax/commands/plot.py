@@ -3,7 +3,8 @@
     smd-plot runs/train runs/other                 writes runs.html, one page that needs no network
     smd-plot runs/train --out curves.png           only the curves, as a picture; .svg, too
 
-A directory may be a run or hold several. --config FILE reads options from a YAML file; flags override them.
+A directory may be a run, or hold several at any depth. --config FILE reads options from a YAML file; flags override
+them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Keys = Float[Array, "batch kv_heads keys head_dim"]
 Positions = Int[Array, "batch heads_or_one keys"]
 Newest = Int[Array, "batch compressions"]
 Queries = Float[Array, "batch heads compressions head_dim"]
-Worth = Float[Array, "batch kv_heads compressions keys"]
+Logits = Float[Array, "batch kv_heads compressions keys"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Gate:
     @abstractmethod
     def logits(
         self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
-    ) -> Worth:
+    ) -> Logits:
         """Logit of each key at each compression, `[batch, kv_heads, compressions, keys]`, higher = keep, in float32 or
         wider. Logits of empty slots (negative positions) and of keys after the compression are ignored.
 
@@ -78,7 +78,7 @@ class Gate:
           queries: `[batch, heads, compressions, head_dim]` the newest query at each compression, after RoPE.
         """
 
-    def keep_sinks(self, logits: Worth, positions: Positions) -> Worth:
+    def keep_sinks(self, logits: Logits, positions: Positions) -> Logits:
         """The logits from which evictions are drawn: `KEPT` for the sinks."""
         return jnp.where(positions[:, :, None] < self.sinks, KEPT, logits) if self.sinks else logits
 
@@ -97,7 +97,7 @@ class LinearGate(Gate):
 
     def logits(
         self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
-    ) -> Worth:
+    ) -> Logits:
         del queries
         wide = jnp.promote_types(keys.dtype, jnp.float32)
         # Cast to the compute dtype first, because the sampler casts its parameters and the learner does not.
@@ -105,9 +105,9 @@ class LinearGate(Gate):
         places = jnp.broadcast_to(positions[..., None], (*keys.shape[:3], 1))
         features = [keys.astype(wide), values.astype(wide), jnp.ones(places.shape, wide), _log1p(places, wide)]
         # A small product per key. Accelerators multiply float32 in fewer bits by default.
-        worth = jnp.einsum("bhsf,hfo->bhso", jnp.concatenate(features, axis=-1), kernel, precision="highest")
+        logits = jnp.einsum("bhsf,hfo->bhso", jnp.concatenate(features, axis=-1), kernel, precision="highest")
         ages = _log1p(newest[:, None, :, None] - positions[:, :, None], wide)
-        return worth[:, :, None, :, 0] + worth[:, :, None, :, 1] * ages
+        return logits[:, :, None, :, 0] + logits[:, :, None, :, 1] * ages
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class AttentionGate(Gate):
 
     def logits(
         self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
-    ) -> Worth:
+    ) -> Logits:
         del parameters, values, newest
         wide = jnp.promote_types(keys.dtype, jnp.float32)
         batch, kv_heads, _, head_dim = keys.shape

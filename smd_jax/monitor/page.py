@@ -29,7 +29,7 @@ SECURITY = "default-src 'none'; img-src data:; style-src '{style}'; script-src '
 
 
 def write_page(paths: Sequence[str | Path], out: str | Path, title: str = "smd_jax") -> list[Path]:
-    """Writes the page of all runs at or below the paths, atomically, and returns the folders of these runs.
+    """Writes the page of the runs that `load_runs` finds, atomically, and returns their folders.
 
     Raises:
       FileNotFoundError, ValueError: as `load_runs` and `runs_figure`.

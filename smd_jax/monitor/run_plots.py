@@ -15,7 +15,6 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +63,33 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
-        # glob follows links to folders, as rglob doesn't.
-        pattern = Path(escape(str(path)), "**", METRICS_FILE)
-        here = (
-            [path]
-            if (path / METRICS_FILE).is_file()
-            else sorted(Path(file).parent for file in glob(str(pattern), recursive=True))
-        )
+        here = run_folders(path)
         if not here:
             raise FileNotFoundError(f"expected a run, or a folder with runs, each with a {METRICS_FILE}; got {path}")
-        found |= {run.resolve(): run for run in here}
+        for run in here:
+            found.setdefault(run.resolve(), run)
     histories = {path: history for path, run in found.items() if (history := read_history(run))}
     if not histories:
         raise ValueError(f"expected runs with at least one row of metrics; got none in {', '.join(map(str, paths))}")
     shared = os.path.commonpath([path.parent for path in histories])
     return [Run(path.relative_to(shared).as_posix(), found[path], history) for path, history in histories.items()]
+
+
+def run_folders(path: Path) -> list[Path]:
+    """The folders of runs at this path, or below it if it is none, in order. Follows links, into each folder once."""
+    if (path / METRICS_FILE).is_file():
+        return [path]
+    found, seen = list[Path](), set[str]()
+    for folder, names, files in os.walk(path, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        # A run keeps the name of its own folder, if a link is there, too.
+        names.sort(key=lambda name: (os.path.islink(os.path.join(folder, name)), name))
+        if METRICS_FILE in files:
+            found.append(Path(folder))
+    return sorted(found)
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
@@ -110,7 +121,7 @@ def points_of(run: Run, *names: str) -> list[tuple[float | int, ...]]:
 
 
 def plot_runs(paths: Sequence[str | Path], out: str | Path) -> None:
-    """Draws the main metrics of all runs at or below the paths, one line per run.
+    """Draws the main metrics of the runs that `load_runs` finds, one line per run.
 
     Args:
       out: the image file; its ending chooses the format.

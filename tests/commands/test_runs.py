@@ -122,7 +122,8 @@ def test_sizes_that_fit_the_memory(train_words: Words, capsys: pytest.CaptureFix
     less = max(whole.memory.rollout, whole.memory.update) - 1
     main(train_words(*evaluate, "--dry-run", "--memory", str(less)))
     said = capsys.readouterr().out
-    assert "weights, optimizer, reference" in said and "microbatch all, decode rows all" not in said
+    assert "weights, optimizer, reference" in said and "sizes that fit: microbatch " in said
+    assert "microbatch all, decode rows all" not in said
 
 
 @pytest.fixture

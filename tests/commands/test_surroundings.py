@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from smd_jax.commands import compilation_cache, console_scripts
@@ -155,5 +156,7 @@ def test_the_users_own_folder_stays(
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
     compilation_cache.cache_programs()
+    assert jax.config.jax_compilation_cache_dir == before
     assert not capsys.readouterr().err and not (tmp_path / "smd_jax").exists()

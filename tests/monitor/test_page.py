@@ -87,8 +87,10 @@ def test_runs_are_found_once_and_named_apart(tmp_path, runs):
     assert [run.name for run in load_runs([tmp_path / "studies"])] == ["a/shadow", "b/shadow"]
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "first").symlink_to(runs / "naive")
-    write_run(tmp_path / "links" / "second", [1.0])
-    assert len(load_runs([tmp_path / "links"])) == 2
+    write_run(tmp_path / "links" / ".second", [1.0])
+    (tmp_path / "links" / "latest").symlink_to(".second")
+    (tmp_path / "links" / "up").symlink_to(".")
+    assert [run.path.name for run in load_runs([tmp_path / "links"])] == [".second", "first"]
     write_run(runs / "naive" / "inside", [1.0])
     assert [run.name for run in load_runs([runs / "naive"])] == ["naive"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from smd_jax.config import Experts, ModelConfig
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.policies import H2O, Dense, LearnedGate, SnapKV
+from smd_jax.eviction.policies import H2O, Dense, LearnedGate, SnapKV, StreamingLLM
 from smd_jax.eviction.wrappers import OnTokens, Pyramid
 from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.forward import replay
@@ -45,11 +45,12 @@ SIZES = RolloutConfig(max_new_tokens=20, budget=8, buffer=4, eos_token_id=7)
 QUANTISED = dataclasses.replace(SIZES, quant=QuantConfig(bits=4, group=4))
 SPANS = TokenSpans(open=3, close=4, summary=(5, 6))
 CASES: dict[str, tuple[ModelConfig, EvictionPolicy, RolloutConfig]] = {
-    "per head": (SHAPE, H2O(), SIZES),
+    "per head": (MIXED, H2O(), SIZES),
     "budgets": (SHAPE, Pyramid(H2O(), beta=4.0), SIZES),
     "gate": (SHAPE, LearnedGate(), SIZES),
     "attention gate": (SHAPE, LearnedGate(AttentionGate()), SIZES),
     "spans": (SHAPE, OnTokens(SPANS, inner=SnapKV(window=3)), SIZES),
+    "experts": (EXPERTS, StreamingLLM(sinks=2), SIZES),
     "chunks, experts": (EXPERTS, SnapKV(window=3), dataclasses.replace(SIZES, prefill_chunk=5)),
     "codes": (SHAPE, SnapKV(window=3), QUANTISED),
     "codes alone": (SHAPE, Dense(), QUANTISED),

@@ -346,3 +346,5 @@ def test_compiles_once():
             policy, sizes = Protect(Knorm(), sinks=1, recent=2), replace(SIZES, max_new_tokens=9)
             rollout(Decoder(replace(SHAPE)), params, prompts, jax.random.key(seed), policy=policy, config=sizes)
     assert counts["rollout_program"] == 1
+    # Programs are found by their policy.
+    assert Protect(Knorm(), sinks=1, recent=2) != Protect(Knorm(), sinks=1, recent=3)

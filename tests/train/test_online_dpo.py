@@ -155,6 +155,7 @@ def test_bad_configurations(options, message):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
+        ({"minibatches": 3}, "a group is never split; got 4"),
         ({"minibatches": 4}, r"minibatch \(prompts_per_step / minibatches\) that .*; got 1"),
         ({"update": DPOUpdateConfig(microbatch_size=1)}, r"microbatch \(microbatch_size\) that .*; got 1"),
     ],

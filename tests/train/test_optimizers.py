@@ -143,7 +143,7 @@ def test_an_optimizer_without_a_rate_in_its_state_logs_none():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rate": -1e-6}, "expected a finite learning_rate > 0; got -1e-06"),
+        ({"learning_rate": 0.0}, "expected a finite learning_rate > 0; got 0.0"),
         ({"adam_epsilon": math.inf}, "expected a finite adam_epsilon > 0; got inf"),
         ({"adam_beta2": 1.0}, "expected 0 <= adam_beta2 < 1; got 1.0"),
         ({"min_lr_rate": 2.0, "lr_scheduler_type": "linear"}, "expected 0 <= min_lr_rate <= 1, a share.*; got 2.0"),
