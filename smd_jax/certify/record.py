@@ -228,9 +228,11 @@ def check_record(
     if unknown:
         raise ValueError(f"expected the arrays {', '.join((*REQUIRED, *OPTIONAL))}; got {', '.join(unknown)[:200]}")
     for name, array in arrays.items():
-        kind = np.floating if name in FLOATS else np.integer
-        if not np.issubdtype(array.dtype, kind):
-            raise ValueError(f"{name}: expected {'floats' if kind is np.floating else 'integers'}; got {array.dtype}")
+        if name in FLOATS and array.dtype not in (np.float32, np.float64):
+            # The errors of 16 bits, about 1e-3 nats, would be taken for those of other weights.
+            raise ValueError(f"{name}: expected float32 or float64, which hold 1e-4 nats; got {array.dtype}")
+        if name not in FLOATS and not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name}: expected integers; got {array.dtype}")
     tokens = arrays["tokens"]
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens: expected [rows, columns]; got the shape {tokens.shape}")
@@ -260,12 +262,12 @@ def check_record(
     temperature = float(arrays.get("temperature", np.float32(1.0)))
     if not 0 < temperature < np.inf:
         raise ValueError(f"temperature: expected a number > 0; got {temperature}")
-    positions = arrays.get("positions", np.broadcast_to(np.arange(columns), tokens.shape)).astype(np.int32)
-    if (positions[inside] < 0).any():
-        raise ValueError(f"positions: expected numbers >= 0; got {positions[inside].min()}")
+    positions = arrays.get("positions", np.broadcast_to(np.arange(columns), tokens.shape))
+    wrong = inside & ((positions < 0) | (positions >= MOST_IDS))
+    _refuse(wrong, positions, f"positions: expected numbers from 0 to {MOST_IDS - 1}; got {{}} in {{}}")
     return Record(
         tokens=np.where(inside, tokens, 0).astype(np.int32),
-        positions=positions,
+        positions=np.where(inside, positions, np.arange(columns)).astype(np.int32),
         prompt_lengths=prompts,
         lengths=lengths,
         logprobs=np.where(response, logprobs, 0).astype(np.float32),
@@ -337,7 +339,7 @@ def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int
         raise ValueError(
             f"top_ids, top_logprobs: expected two arrays {(*response.shape, 'k')}; got {ids.shape} and {logprobs.shape}"
         )
-    ids = np.where(response[..., None], ids, -1)
+    ids = np.where(response[..., None], ids.astype(np.int64), -1)
     there = ids != -1
     _refuse(
         there & ((ids < 0) | (ids >= vocab_size)),
@@ -370,7 +372,7 @@ def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, experts: Rout
     _refuse(wrong & read, given, f"routing: expected experts from 0 to {experts.count - 1}; got {{}} in {{}}")
     twice, again = _repeated(given)
     _refuse(twice & read, again, "routing: expected different experts for a token; got {} twice in {}")
-    return np.where(wrong, -1, given).astype(np.int32)
+    return np.where(wrong, -1, given.astype(np.int32))
 
 
 def _both(arrays: Mapping[str, np.ndarray], one: str, other: str) -> bool:

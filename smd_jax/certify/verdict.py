@@ -212,13 +212,14 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
       facts: of the tokenizer; None: causes that need one are not tested.
 
     Raises:
-      ValueError: the record has expert routing, and the model has no experts; a row is longer than the model's context;
-        the model, the one in another dtype or the previous weights give NaN for a recorded token.
+      ValueError: the record has expert routing, and the model has no experts; a row or a position is beyond the
+        model's context; the model, the one in another dtype or the previous weights give NaN for a recorded token.
     """
     if record.routing is not None and models.model.shape.routing is None:
         raise ValueError(f"routing: expected a model with experts; got {type(models.model).__name__} without any")
-    longest, most = int(record.lengths.max()), models.model.shape.max_positions
-    if longest > most:
+    inside = np.arange(record.tokens.shape[1]) < record.lengths[:, None]
+    longest = max(int(record.lengths.max()), int(record.positions[inside].max()) + 1)
+    if longest > (most := models.model.shape.max_positions):
         raise ValueError(f"lengths: expected rows of at most {most} tokens (the model's context); got {longest}")
     replays = _Replays(models, record, facts or PromptFacts())
     replayed = replays.under(replays.stated)

@@ -41,11 +41,12 @@ from smd_jax.learner.packs import (
 )
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
 from smd_jax.learner.update import Update, apply_gradients
-from smd_jax.message.masks import Segments, ShadowMask
+from smd_jax.message.masks import EVICTED_AT, Segments, ShadowMask
 from smd_jax.message.packing import Packing
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, ModelShape
 from smd_jax.model.routing import NOT_RECORDED
+from smd_jax.shapes import check_shape
 
 
 def make_packed_update(
@@ -176,6 +177,8 @@ def check_packable(trajectory: Trajectory) -> None:
         raise ValueError(
             "expected a mask in interval form (ShadowMask.from_boolean) in a rollout to be packed; got booleans"
         )
+    # Tokens are taken by their row: one mask for all rows would be read beyond its end.
+    check_shape("the mask's evicted_at", trajectory.mask.evicted_at, (len(trajectory.tokens), *EVICTED_AT[1:]))
     if trajectory.mask.quantized is not None:
         raise ValueError("expected a cache that is not quantised in a rollout to be packed; got a quantised one")
     if trajectory.evictions is not None:

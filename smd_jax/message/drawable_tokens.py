@@ -72,7 +72,8 @@ class DrawableTokens(struct.PyTreeNode):
             for row, sets in enumerate(support)
         ]
         width = check_width("response_width", response_width, [len(sets) for sets in by_row])
-        most = max(1, *(len(ids) for sets in by_row for ids in sets))
+        # A power of two: the longest set differs from batch to batch, and every width is a program of the update.
+        most = 1 << (max(1, *(len(ids) for sets in by_row for ids in sets)) - 1).bit_length()
         size = ID_BYTES * most if vocab_size is None else packed_size(vocab_size, 1)
         if as_bits := ID_BYTES * most > size:
             found = np.zeros((len(by_row), width, size), np.uint8)

@@ -71,7 +71,8 @@ def tensorrt_llm_evictions(
     kv_heads: int,
     full_layers: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """`evicted_at [layers, kv_heads, tokens]` of every row, for `Trajectory.from_records(evicted_at=...)`.
+    """`evicted_at [layers, kv_heads, tokens]` of every row, for `Trajectory.from_records(evicted_at=...)`. Layers or KV
+    heads that share their evictions have an axis of 1.
 
     Args:
       prompts, responses: token ids.
@@ -95,8 +96,11 @@ def tensorrt_llm_evictions(
     found = []
     for row, of_row in enumerate(rounds):
         prompt, tokens = len(prompts[row]), len(prompts[row]) + len(responses[row])
-        evicted_at = np.full((layers, kv_heads, tokens), NEVER, np.int64)
-        evicted_at[compacted] = _after_rounds(of_row, prompt, tokens, shape[0] * shape[1], row).reshape(*shape, tokens)
+        evicted_at = _after_rounds(of_row, prompt, tokens, shape[0] * shape[1], row).reshape(*shape, tokens)
+        if full_layers:
+            whole = np.full((layers, shape[1], tokens), NEVER, np.int64)
+            whole[compacted] = evicted_at
+            evicted_at = whole
         found.append(evicted_at)
     return found
 
@@ -134,7 +138,7 @@ def _ordinals(one: Round, prompt: int, selections: int, where: str) -> np.ndarra
     """The kept ordinals `[selections, keep]`, checked."""
     kept = np.asarray(one.kept)
     shape = (1, *kept.shape) if selections == 1 and kept.ndim == 1 else kept.shape
-    if len(shape) != 2 or shape[0] != selections or not np.issubdtype(kept.dtype, np.integer):
+    if len(shape) != 2 or shape[0] != selections or (kept.size and not np.issubdtype(kept.dtype, np.integer)):
         expected = "[keep]" if selections == 1 else f"[{selections}, keep]"
         raise ValueError(f"expected whole numbers {expected} in kept; got {kept.shape} {kept.dtype} ({where})")
     kept = kept.reshape(shape).astype(np.int64)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 import numpy as np
 
 from smd_jax.message.masks import NEVER
+from smd_kernels.blocks import to_int32
 
 Ints = Sequence[SupportsIndex] | np.ndarray
 Floats = Sequence[SupportsFloat] | np.ndarray
@@ -343,7 +344,7 @@ def _check_evicted_at(found: np.ndarray, row: int, shape: tuple[int, int, int]) 
             f"expected evicted_at of at least {key + 1}, because a query sees its own key; got "
             f"{found[layer, head, key]} (row {row}, {_place(layer, head)}, key {key})"
         )
-    return np.minimum(found, NEVER).astype(np.int32)
+    return to_int32(found)
 
 
 def _place(layer: SupportsIndex, head: SupportsIndex) -> str:

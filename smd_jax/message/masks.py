@@ -288,6 +288,7 @@ def head_mask(mask: Mask, layer: int, num_heads: int) -> Bool[Array, "#batch hea
     `jax.nn.dot_product_attention` and `flax.nnx.MultiHeadAttention` take it directly; `equinox.nn.MultiheadAttention`
     takes it under a `jax.vmap` over the batch. It holds `queries * keys` booleans per head; `attend` needs none. For a
     query that sees no key, such as padding, these functions return the mean of all values or NaN; `attend` returns 0.
+    The mask of a rollout here has the layer's sliding window; that of `Trajectory.from_records` lacks it.
 
     Raises:
       ValueError: num_heads is not a multiple of the mask's KV heads; the mask of a quantised cache.

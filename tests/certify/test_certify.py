@@ -488,7 +488,9 @@ def top_arrays(ids, logprob):
         ({"tokens": None}, "tokens missing"),
         ({"masks": np.zeros(1, int)}, "got masks"),
         ({"routing": np.zeros(1, int)}, "routing: expected no expert routing, because the model has no experts"),
-        ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected floats; got int64"),
+        ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected float32 or float64, .*; got int64"),
+        ({"logprobs": np.zeros((4, 44), np.float16)}, "logprobs: expected float32 or float64, .*; got float16"),
+        ({"positions": np.full((4, 44), 2**33)}, "positions: expected numbers from 0 to .*; got 8589934592 in row 0"),
         ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
         ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
         # A record that can be certified can be trained on, see `Trajectory.from_records`.
@@ -512,6 +514,22 @@ def test_a_bad_record_is_refused(arrays, changed, said):
     given = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
     with pytest.raises(ValueError, match=said):
         checked(given)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.uint32, np.int64, np.uint64])
+def test_whole_numbers_of_any_dtype(arrays, dtype):
+    """Unsigned ones cannot hold -1, with which padding is marked."""
+    largest = min(np.iinfo(dtype).max, int(NEVER))
+    given = {**arrays, "evicted_at": np.minimum(arrays["evicted_at"], largest), **top_arrays([5, 6], -1.0)}
+    given = {name: x if x.dtype.kind == "f" else x.astype(dtype) for name, x in given.items() if x is not None}
+    expected, found = (checked(each) for each in ({**arrays, **top_arrays([5, 6], -1.0)}, given))
+    jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(found), dataclasses.asdict(expected))
+
+
+def test_positions_beyond_the_context_are_refused(params, arrays):
+    far = np.broadcast_to(np.arange(44) + MODEL.shape.max_positions - 5, (4, 44))
+    with pytest.raises(ValueError, match="lengths: expected rows of at most"):
+        named(params, checked({**arrays, "positions": far}))
 
 
 def test_a_key_that_comes_back_is_refused(arrays):

@@ -233,6 +233,10 @@ def test_what_is_refused():
     booleans = given.replace(trajectory=given.trajectory.replace(mask=given.trajectory.mask.to_boolean()))
     with pytest.raises(ValueError, match=r"expected a mask in interval form \(ShadowMask.from_boolean\)"):
         metrics_and_gradients(config, booleans)
+    mask = given.trajectory.mask
+    shared = given.trajectory.replace(mask=mask.replace(evicted_at=mask.evicted_at[:1]))
+    with pytest.raises(ValueError, match="expected the mask's evicted_at"):
+        metrics_and_gradients(config, given.replace(trajectory=shared))
 
 
 # --- parts whose objects are equal although they differ

@@ -213,8 +213,8 @@ def test_compressed_rows_by_hand():
     support = [([3, 5, 7, 1, 2], [0, 2, 5]), ([9], [0, 1])]
     drawable = DrawableTokens.from_csr(support, [[5, 1], [9]])
     assert drawable.sets is not None and drawable.sets.tolist() == [
-        [[3, 5, -1], [7, 1, 2]],
-        [[9, -1, -1], [-1, -1, -1]],
+        [[3, 5, -1, -1], [7, 1, 2, -1]],
+        [[9, -1, -1, -1], [-1, -1, -1, -1]],
     ]
 
 

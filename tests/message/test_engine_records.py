@@ -105,8 +105,9 @@ def test_rounds_are_what_the_queries_saw(
     rows = [[1] * prompt], [[2] * response]
     (evicted_at,) = tensorrt_llm_evictions(*rows, [rounds], mode=mode, layers=LAYERS, kv_heads=HEADS)
     query = np.arange(tokens)
+    assert evicted_at.shape[:2] == {"union": (1, 1), "per_head": (1, HEADS)}.get(mode, (LAYERS, HEADS))
     seen = (query <= query[:, None]) & (query[:, None] < evicted_at[:, :, None])
-    np.testing.assert_array_equal(seen[:, :, :-1], visible[:, :, :-1])
+    np.testing.assert_array_equal(np.broadcast_to(seen, visible.shape)[:, :, :-1], visible[:, :, :-1])
 
 
 def of_one_row(rounds: Any, mode: Any = "union", full_layers: Any = ()) -> np.ndarray:
@@ -119,7 +120,9 @@ def test_the_picture():
     for late in (0, 1):
         rounds = [Round(6, [3, 4], late), Round(6, [2, 5], late)]
         expected = [NEVER, NEVER, 6 + late, NEVER, 8 + late, 6 + late, 8 + late, NEVER, NEVER, NEVER]
-        assert of_one_row([rounds], full_layers=[1]).tolist() == [[expected] * 2, [[NEVER] * 10] * 2]
+        assert of_one_row([rounds]).tolist() == [[expected]]
+        assert of_one_row([rounds], full_layers=[1]).tolist() == [[expected], [[NEVER] * 10]]
+    assert of_one_row([[Round(6, [])]]).tolist() == [[[NEVER] * 2 + [6] * 4 + [NEVER] * 4]]
 
 
 @pytest.mark.parametrize(
