@@ -6,6 +6,7 @@ Each is of a kind that a user writes; the names say what goes wrong.
 import asyncio
 import os
 import re
+import subprocess
 import time
 from dataclasses import dataclass
 
@@ -73,6 +74,14 @@ def spins_in_c(completions):
         float(re.fullmatch("(a+)+", "a" * 60 + "b" if completion == "bad" else "aa") is not None)
         for completion in completions
     ]
+
+
+def leaves_a_program(completions, file):
+    """Starts a program, and ends its process."""
+    program = subprocess.Popen(["sleep", "1000"])
+    with open(file[0], "w") as opened:
+        opened.write(str(program.pid))
+    os._exit(3)
 
 
 def ends_its_process(completions):

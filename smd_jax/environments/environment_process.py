@@ -156,12 +156,15 @@ def converse(connection: Connection, factory: Callable[[], Any]) -> None:
     """Answers the calls of one conversation until the other side closes the connection."""
     random.seed(0)
     np.random.seed(0)
+    process = os.getpid()
     # One event loop for all calls, because an async environment may keep a client that belongs to it.
     with asyncio.Runner() as runner:
         conversation = Conversation(factory, lambda x: runner.run(reward_calls.awaited(x)))
         while True:
             method, argument = connection.recv()
             fields = conversation.reset(argument) if method == "reset" else conversation.step(argument)
+            if os.getpid() != process:  # a fork by foreign code must not answer, too
+                os._exit(0)
             connection.send_bytes(json.dumps(fields).encode())
 
 
@@ -173,9 +176,8 @@ def serve(parent: Connection) -> None:
         for name, file in files:
             reward_calls.load_file(name, file)
         factory = pickle.loads(pickled)
-        # Forks share the imports and data of the environment's `prepare`, if its class has one.
-        if hasattr(getattr(factory, "func", factory), "prepare"):  # `func`: the class of a partial
-            factory().prepare()
+        prepare(factory)  # forks share its imports and data
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes of conversations
     if caught.error is not None:
         parent.send_bytes(f"{type(caught.error).__name__}: {reward_calls.described(caught.error)}".encode())
         return
@@ -195,6 +197,15 @@ def serve(parent: Connection) -> None:
     finally:  # the parent may have been killed
         for process in forked:
             end(process)
+
+
+def prepare(factory: Callable[[], Any]) -> None:
+    """Calls the environment's `prepare`, if its class has one."""
+    method = getattr(getattr(factory, "func", factory), "prepare", None)  # `func`: the class of a partial
+    if inspect.iscoroutinefunction(method):
+        raise TypeError("expected a `prepare` without async, because it runs before the event loop; got an async one")
+    if method is not None:
+        factory().prepare()
 
 
 def end(process: int) -> int:

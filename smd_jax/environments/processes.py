@@ -55,29 +55,33 @@ class Environments(Protocol):
 
 
 class EnvironmentsHere:
-    """Environments in this process and thread, without a time limit: for closures, notebooks and tests."""
+    """Environments in this process and thread, one call at a time and without a time limit: for closures and notebooks."""
 
     def __init__(self, factory: Callable[[], Environment]) -> None:
         check_factory(factory)
         self._factory = factory
         self._conversations: list[Conversation] = []
-        self._answers: list[tuple[int, Answer]] = []
+        self._asked: list[tuple[int, str]] = []
+        self._prepared = False
         self._loop = reward_calls.EventLoop()
 
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
-        self._answers.clear()
+        self._asked.clear()
+        if not self._prepared:
+            environment_process.prepare(self._factory)
+            self._prepared = True
         if not self._loop.close.alive:
             self._loop = reward_calls.EventLoop()
         self._conversations = [Conversation(self._factory, self._loop.result) for _ in rows]
         return [answer_of(each.reset(row)) for each, row in zip(self._conversations, rows, strict=True)]
 
     def step(self, conversation: int, text: str) -> None:
-        self._answers.append((conversation, answer_of(self._conversations[conversation].step(text))))
+        self._asked.append((conversation, text))
 
     def receive(self, wait: bool) -> list[tuple[int, Answer]]:
-        answers, self._answers = self._answers, []
-        assert answers or not wait, "nothing was asked"
-        return answers
+        asked, self._asked = self._asked, []
+        assert asked or not wait, "nothing was asked"
+        return [(number, answer_of(self._conversations[number].step(text))) for number, text in asked]
 
     def close(self) -> None:
         self._loop.close()

@@ -48,6 +48,8 @@ class RetryEnvironment:
         return when_ready(graded, self._graded)
 
     def _graded(self, graded: Sequence[float | None]) -> tuple[str, float, bool]:
-        reward = float(graded[0] or 0.0)
+        if graded[0] is None:
+            raise ValueError("expected a reward; got None: it does not apply to this row")
+        reward = float(graded[0])
         done = reward >= self.right or not self._left
         return self.hint, reward if done else 0.0, done

@@ -105,7 +105,7 @@ class ConversationStats(NamedTuple):
     Attributes:
       sampled, read: tokens. segments: of up to `buffer` steps. chunks: calls that read answers.
       utilisation: share of the cache's rows that sampled a token, the mean over all steps.
-      waited_seconds: seconds in which no row had anything to do.
+      waited_seconds: seconds in `Respondent.receive`.
       moved: how often a conversation took another one's row.
     """
 
@@ -378,8 +378,7 @@ class _Loop:
         wait = not self.unread and not self.live.any()
         began = time.perf_counter()
         replies = self.respondent.receive(wait)
-        if wait:
-            self.waited += time.perf_counter() - began
+        self.waited += time.perf_counter() - began
         for row, reply in replies:
             if not self._waits(row):
                 raise ValueError(f"expected one reply to each turn that was sent; got another of conversation {row}")

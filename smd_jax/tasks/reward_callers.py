@@ -6,6 +6,7 @@ functions run at the same time. The process is a new Python, so it must find the
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import time
@@ -35,8 +36,8 @@ class CallsHere:
         """Does nothing."""
 
     def begin(self, arguments: Mapping[str, Any], rows: int) -> None:
-        """Keeps the arguments for `finish`, which must get `rows` rewards."""
-        self._pending = arguments, rows
+        """Keeps a copy of the arguments for `finish`, which must get `rows` rewards: a function may change them."""
+        self._pending = copy.deepcopy(dict(arguments)), rows
 
     def finish(self) -> Outcome:
         """Calls the function."""

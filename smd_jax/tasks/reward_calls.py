@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import pickle
 import reprlib
 import sys
@@ -223,12 +224,15 @@ def serve(connection: Connection) -> None:
         return
     connection.send_bytes(packed([]))
     # One event loop for all calls, because an async function may keep a client that belongs to it.
+    process = os.getpid()
     with asyncio.Runner() as runner:
         while True:
             seconds, rows, arguments = connection.recv()
             # A timer in a thread of C, which works even if the function never releases Python's lock.
             faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=2)
             outcome = call(function, arguments, rows, lambda returned: runner.run(awaited(returned)))
+            if os.getpid() != process:  # a fork by the function must not answer, too
+                os._exit(0)
             faulthandler.cancel_dump_traceback_later()
             connection.send_bytes(packed(outcome))
 

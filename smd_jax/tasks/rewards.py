@@ -9,7 +9,6 @@ rewards, to seek) failures. A mean instead would shrink the deviation that divid
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import reprlib
@@ -243,11 +242,7 @@ class Rewards:
     def _call_all(self, arguments: Mapping[str, Sequence[Any]], rows: int) -> dict[str, list[Value]]:
         """Every function's value of every row."""
         calls = {
-            # Copies, because a function may change its arguments. Only messages are copied whole.
-            name: {
-                accepted: copy.deepcopy(arguments[accepted]) if accepted in GIVEN else list(arguments[accepted])
-                for accepted in accepted_names(name, function, arguments)
-            }
+            name: {accepted: list(arguments[accepted]) for accepted in accepted_names(name, function, arguments)}
             for name, function in zip(self.logged_names, self.functions, strict=True)
         }
         # Begins all calls before it waits for the first.

@@ -77,9 +77,11 @@ class Renderer:
         """Renders one prompt; raises TemplateError."""
         with self._lock:
             process = self._running_process()
-            process.send((template, messages, variables, tuple(limits), add_generation_prompt))
             try:
+                process.send((template, messages, variables, tuple(limits), add_generation_prompt))
                 answer = json.loads(process.receive(WALL_FACTOR * limits.seconds))
+            except RecursionError as error:
+                raise TemplateError("its messages are nested too deeply") from error
             except TimeoutError as error:
                 raise TemplateError(f"it takes longer than {WALL_FACTOR * limits.seconds:g} s") from error
             except ChildEndedError as error:

@@ -62,7 +62,8 @@ class ChildProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | dict(environment),
+                # A fixed order of sets: a restarted process answers as the one before.
+                env={"PYTHONHASHSEED": "0"} | os.environ | dict(environment),
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
             )
         self._connection = ours
@@ -129,6 +130,7 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, groups: Set[i
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    if process.poll() is None:
+    # If it has ended, too: programs that it started may still run.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

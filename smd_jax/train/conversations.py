@@ -227,7 +227,7 @@ class ConversationRollouts(Rollouts):
                 summaries = compacting.summaries
                 self._add_contexts(conversations, trajectory, present)
         for each, ending in zip(conversations, endings, strict=True):
-            each.ending = ending
+            each.ending = ending if each.failure is None else str(each.failure)
         trajectory = shard_batch(trajectory, mesh)
         contexts = np.ones(len(endings), int) if present is None else present.reshape(len(endings), -1).sum(axis=1)
         measured = {"time/rollout": time.perf_counter() - began, **_measured(trajectory, contexts, summaries, stats)}

@@ -156,7 +156,7 @@ def test_the_users_own_folder_stays(
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.read("jax_compilation_cache_dir")
     compilation_cache.cache_programs()
-    assert jax.config.jax_compilation_cache_dir == before
+    assert jax.config.read("jax_compilation_cache_dir") == before
     assert not capsys.readouterr().err and not (tmp_path / "smd_jax").exists()

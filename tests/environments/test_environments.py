@@ -47,6 +47,8 @@ class Echo:
                     time.sleep(0.01)
             case "exit":
                 os._exit(7)
+            case "fork":
+                os.fork()
             case "nothing":
                 return None
             case "10 MB":
@@ -95,6 +97,11 @@ class Prepared:
         return "", 0.0, True
 
 
+class AsyncPrepared(Echo):
+    async def prepare(self) -> None:
+        pass
+
+
 class Unprepared(Echo):
     def prepare(self) -> None:
         raise OSError("no such index")
@@ -111,6 +118,14 @@ class Awaited:
 class Opener:
     def reset(self, row: dict[str, Any]) -> str:
         return row["prompt"]
+
+
+class Set(Opener):
+    def reset(self, row: dict[str, Any]) -> str:
+        return " ".join({"red", "green", "blue", "black"})
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
 
 
 class Late(Opener):
@@ -237,6 +252,15 @@ def lives(program: str) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def ends(program: str) -> bool:
+    """Whether a killed process ends, when the system gets to it."""
+    for _ in range(200):
+        if not lives(program):
+            return True
+        time.sleep(0.05)
+    return False
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("how", ["late", "next reset", "close"])
 def test_programs_of_a_conversation_end_with_it(how: str):
@@ -249,12 +273,7 @@ def test_programs_of_a_conversation_end_with_it(how: str):
         found.reset(ROWS[:1])
     else:
         found.close()
-    # A killed process ends when the system gets to it.
-    for _ in range(200):
-        if not lives(program):
-            break
-        time.sleep(0.05)
-    assert not lives(program)
+    assert ends(program)
     found.close()
 
 
@@ -267,6 +286,32 @@ def test_prepare_is_called_once_before_the_forks():
     found.close()
     with pytest.raises(UnloadableEnvironmentError, match=r"OSError: no such index \(.*test_environments.py, line"):
         EnvironmentsInProcesses(Unprepared, seconds=20.0).reset(ROWS)
+    with pytest.raises(UnloadableEnvironmentError, match="expected a `prepare` without async"):
+        EnvironmentsInProcesses(AsyncPrepared, seconds=20.0).reset(ROWS)
+
+
+def test_prepare_is_called_here_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Prepared, "prepared_by", None)
+    found = open_environments(Prepared, None)
+    for _ in range(2):
+        assert [answer.content.split()[0] for answer in found.reset(ROWS)] == [str(os.getpid())] * len(ROWS)
+
+
+def test_a_fork_by_an_environment_gives_one_answer():
+    found = EnvironmentsInProcesses(Echo, seconds=20.0)
+    found.reset(ROWS[:1])
+    assert [asked(found, 0, text).content for text in ("fork", "a", "b")] == ["1: fork", "2: a", "3: b"]
+    found.close()
+
+
+def test_sets_have_the_same_order_in_every_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    orders = set[str]()
+    for _ in range(4):
+        found = EnvironmentsInProcesses(Set, seconds=20.0)
+        orders.add(found.reset(ROWS[:1])[0].content)
+        found.close()
+    assert len(orders) == 1
 
 
 def test_the_limit_of_open_files_is_raised_for_many_conversations():

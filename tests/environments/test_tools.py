@@ -220,3 +220,5 @@ def test_retry_grades_by_the_task():
     environment.step("no")
     text, reward, done = environment.step("no")
     assert done and reward < 1
+    with pytest.raises(ValueError, match="expected a reward; got None: it does not apply to this row"):
+        environment._graded([None])

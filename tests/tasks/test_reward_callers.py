@@ -13,6 +13,7 @@ from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.reward_callers import CallsInProcess, UnloadableRewardError, pickled_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from tests import reward_cases
+from tests.environments.test_environments import ends
 from tests.tasks.test_reward_rules import graded, numbers
 
 LONG = 300.0  # a limit that nothing here reaches
@@ -65,6 +66,14 @@ def test_a_crash_costs_its_row():
     with pytest.warns(RewardWarning, match="failed on completion 0: its process ended with exit code 7"):
         got = graded(rewards, ["bad", "ok"])
     assert numbers(got.rewards) == [None, 1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_programs_of_a_process_that_ended_end_with_it(tmp_path: Path):
+    rewards = Rewards((reward_cases.leaves_a_program,), seconds=LONG, max_failed=1.0)
+    with pytest.warns(RewardWarning, match="its process ended with exit code 3"):
+        graded(rewards, ["ok"], file=[str(tmp_path / "number")])
+    assert ends((tmp_path / "number").read_text())
 
 
 @pytest.mark.parametrize("function", [reward_cases.as_number, reward_cases.slow_as_number])

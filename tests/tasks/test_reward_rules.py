@@ -91,6 +91,20 @@ def test_a_function_may_change_what_it_gets():
     assert prompts == [[{"role": "user", "content": "a"}]] and columns == {"answer": ["x"]}
 
 
+def test_a_function_that_changes_what_it_gets_and_fails_is_asked_again_with_all_of_it():
+    def consumes(completions, answer):
+        found = []
+        while completions:
+            gold = answer.pop(0).pop()
+            found.append(float(completions.pop(0)) - gold)
+        return found
+
+    golds = [[1], [2], [3]]
+    with pytest.warns(RewardWarning, match="could not convert string to float: 'bad'"):
+        got = graded(Rewards((consumes,), seconds=None, max_failed=0.5), ["5", "6", "bad"], answer=golds)
+    assert numbers(got.rewards) == [4, 4, None] and golds == [[1], [2], [3]]
+
+
 def test_chat_prompts_have_chat_completions():
     seen = []
 

@@ -1,6 +1,7 @@
 """Chat templates: equal to transformers, limited in time and memory, and rendered on one day."""
 
 import datetime
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,15 @@ def test_a_template_is_limited(template, limits, reason):
     with pytest.raises(TemplateError, match=reason):
         RENDERER.render(template, chat, {}, limits)
     assert RENDERER.render("{{ messages[0].content }}", chat, {}, Limits()) == "Hi"
+
+
+def test_messages_that_are_nested_too_deeply():
+    arguments: Any = {}
+    for _ in range(5000):
+        arguments = {"a": arguments}
+    with pytest.raises(TemplateError, match="its messages are nested too deeply"):
+        RENDERER.render("x", [{"role": "user", "content": arguments}], {}, Limits())
+    assert RENDERER.render("x", CHAT, {}, Limits()) == "x"
 
 
 def test_a_variable_that_no_process_can_have():
