@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import jax
+
 
 def check_types(config: Any) -> None:
     """Checks every field of a dataclass against its annotation.
@@ -92,8 +94,8 @@ def _is_union(hint: Any) -> bool:
 
 
 def _is_number(value: Any, method: str) -> bool:
-    # Also of NumPy and JAX. True and False would pass for 1 and 0.
-    return hasattr(value, method) and not isinstance(value, bool)
+    # Also of NumPy. True and False would pass for 1 and 0; an array of JAX cannot be hashed, and may be traced.
+    return hasattr(value, method) and not isinstance(value, bool | jax.Array)
 
 
 _SIMPLE: dict[Any, Callable[[Any], bool]] = {

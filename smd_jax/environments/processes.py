@@ -55,7 +55,7 @@ class Environments(Protocol):
 
 
 class EnvironmentsHere:
-    """Environments in this process and thread, one call at a time and without a time limit: for closures and notebooks."""
+    """Environments in this process and thread, one call at a time, without a time limit: for closures, notebooks."""
 
     def __init__(self, factory: Callable[[], Environment]) -> None:
         check_factory(factory)

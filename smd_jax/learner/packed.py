@@ -144,7 +144,8 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
     sequences = Sequences(valid[:, :prompt].sum(1), valid[:, prompt:], counted, prompt)
     if share_beginnings:
         # A shared token has an entry per branch, so a row may have more entries than columns.
-        sizes = PackSizes(config.microbatch_size, config.pack_columns, max(int(counted.sum()), 1))
+        # All of the batch's tokens, a limit that does not depend on the data, so that programs are found again.
+        sizes = PackSizes(config.microbatch_size, config.pack_columns, counted.size)
         tokens, evicted_at = on_host(trajectory.tokens), on_host(trajectory.mask.evicted_at)
         routing = None if trajectory.routing is None else on_host(trajectory.routing)
         packs = pack(sequences, sizes, chains(sequences, tokens, evicted_at, sizes, routing))

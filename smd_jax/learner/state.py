@@ -115,7 +115,10 @@ def init_state(
         raise TypeError(f"expected a key of jax.random.key(seed); got {key!r}")
     # One buffer cannot be donated twice, as policy and as reference.
     reference = jax.tree.map(jnp.copy, shared_reference(reference, params))
-    opt_state = optimizer.init(widened(trained_params(params)))
+    trained = widened(trained_params(params))
+    # Some optimizers keep the first parameters, as optax.contrib.prodigy does.
+    held = {id(leaf) for leaf in jax.tree.leaves(trained)}
+    opt_state = jax.tree.map(lambda x: jnp.copy(x) if id(x) in held else x, optimizer.init(trained))
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, reference, jnp.copy(key))
 
 

@@ -141,8 +141,9 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> RolloutMemory:
         sampling = RolloutMemory(program_bytes(loop.rollouts.lower(read, key, config.prompts_per_step)))
     else:
         sampling = _engine_memory(loop, read)
-    # The program's arguments include the weights that it reads.
-    shared = 0 if placement.has_own_mesh else tree_bytes(params, loop.mesh)
+    # The program's arguments include the weights that it reads. A rollout ahead reads those of the next step, which are
+    # no part of this state.
+    shared = 0 if placement.has_own_mesh or config.samples_ahead else tree_bytes(params, loop.mesh)
     beside = tree_bytes(state, loop.mesh) - shared
     if config.extra_rollouts:
         # Dynamic sampling keeps the earlier trajectories while it samples the last rollout.
@@ -163,8 +164,11 @@ def _engine_memory(loop: PolicyLoop, params: Params) -> RolloutMemory:
     prompts = loop.config.prompts_per_step // len(loop.placement.data_shards.process_groups)
     engine = replace(engine, prefill_rows=engine.prefill_rows_of(prompts))
     segment = segment_memory(engine, params, width)
+    # The engine decodes with a copy of the weights, see `gathered_params`, while those that it was given stay.
+    given = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
     # Free decode rows wait with the others' cache until the next prompts are read.
-    return RolloutMemory(segment.total, program_bytes(engine.prefill_program(params, width)) + segment.state)
+    reading = program_bytes(engine.prefill_program(params, width)) + segment.state
+    return RolloutMemory(segment.total + given, reading + given)
 
 
 def evaluation_memory(evaluator: Evaluator, params: Params, decode: Decode) -> int:

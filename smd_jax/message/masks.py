@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
+from flax import serialization, struct
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.message.quantization import QuantizedReplay
@@ -37,6 +37,8 @@ from smd_kernels.segments import Segments as Segments
 NEVER = np.iinfo(np.int32).max  # evicted_at of a key that is still in the cache at the end
 
 EVICTED_AT = ("batch", "layers", "kv_heads", "keys")
+
+_ARRAYS = ("evicted_at", "quantized")  # fields of masks
 
 MaskClass = TypeVar("MaskClass")
 
@@ -57,7 +59,18 @@ def _drops_segments(mask_class: MaskClass) -> MaskClass:
     def replace(self: Any, **changes: Any) -> Any:
         return plain(self, **({"segments": unknown} | changes if "evicted_at" in changes else changes))
 
+    def state_of(mask: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(getattr(mask, name)) for name in _ARRAYS}
+
+    def restored(mask: Any, state: dict[str, Any]) -> Any:
+        if set(state) != set(_ARRAYS):
+            raise ValueError(f"expected a mask's fields {sorted(_ARRAYS)}; got {sorted(state)}")
+        parts = {name: serialization.from_state_dict(getattr(mask, name), state[name], name) for name in _ARRAYS}
+        return plain(mask, **parts)
+
     kind.replace = replace
+    # flax restores by `replace`, which would drop the segments of the mask that it fills.
+    serialization.register_serialization_state(kind, state_of, restored, override=True)
     return mask_class
 
 

@@ -11,6 +11,7 @@ def look_up(
     table: Float[Array, "vocab hidden"], tokens: Int[Array, "batch tokens"]
 ) -> Float[Array, "batch tokens hidden"]:
     """The rows of the tokens, in the dtype of the table. The gradient of a row is summed in float32 or wider."""
+    table = jnp.asarray(table)  # a NumPy array cannot be indexed by traced tokens
     # JAX's own gradient of a table in 16 bits adds in 16 bits: the sum of a frequent token would stagnate. Tables in
     # float32 keep it, because it has forward-mode derivatives, too.
     return _look_up_wide(table, tokens) if table.dtype in (jnp.bfloat16, jnp.float16) else table[tokens]

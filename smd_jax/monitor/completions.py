@@ -230,7 +230,7 @@ def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: i
     # A key that was evicted after the row's last query was visible to all of them.
     local = np.clip(evicted_at[:, :, first:end].astype(np.int64) - first, 0, tokens)
     dtype = np.uint16 if tokens <= np.iinfo(np.uint16).max else np.uint32
-    ids = np.asarray(trajectory.tokens[row, first:end]).tolist()
+    ids = np.asarray(trajectory.tokens[row])[first:end].tolist()
     prompt = trajectory.prompt_width - first
     turns = [0] * prompt + np.asarray(trajectory.turns()[row]).tolist()
     return SavedMask(local.astype(dtype), token_pieces(tokenizer, ids), prompt, step, row, reward, turns[:tokens])

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int, Key
 
+from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import RowProgress
-from smd_jax.cache.slots import EMPTY
+from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.devices.sharding import constrain_rows
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import Recent
@@ -213,11 +214,14 @@ def _compressed(
     # Every row counts its queries as if everything it has read were its prompt: see `kv_cache.settle`.
     newest = jnp.int32(sampler.prompt_width - 1)
     cache, evicted_at = [], []
-    settle = partial(kv_cache.settle, written=written, buffer=sampler.config.buffer)
+
+    def settle(layer: LayerCache, written: Array) -> tuple[LayerCache, tuple[()]]:
+        return kv_cache.each_layer(partial(kv_cache.settle, buffer=sampler.config.buffer), layer, written), ()
+
     compressions = sampler.compressions(sampler.config.buffer)
     runs = zip(sampler.runs, compressions, rows.cache, state.evicted_at, strict=True)
     for layers, compression, layer, record in runs:
-        layer = kv_cache.each_layer(settle, layer)
+        layer, _ = row_parts.in_place(settle, layer, written)  # all rows at once would need a second cache
         layer, evicted = compression.in_place(layer, progress, newest, params, layers)
         assert evicted.dropped is not None, "the buffer is emptied"
         cache.append(layer)

@@ -241,6 +241,7 @@ class ConversationRows:
         for first in range(rows, count, rows):
             others = begin(slice(first, first + rows))
             self.parked |= {first + row: _on_host(others, row) for row in range(rows)}
+            del others  # before the next cache is made
         self.state = begin(slice(0, rows))
         devices = self.state.read.devices()
         if self.parked and len(devices) > 1:

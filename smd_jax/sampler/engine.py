@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
-from smd_jax.devices.sharding import batch_sharding, check_rows, row_ways
+from smd_jax.devices.sharding import AXES, batch_sharding, check_rows, row_ways
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
@@ -117,6 +117,8 @@ class Engine:
         check_whole("prefill_rows", self.prefill_rows, 1)
         if self.mesh is None:
             return
+        if not set(AXES) <= set(self.mesh.axis_names):
+            raise ValueError(f"expected a mesh of smd.make_mesh, with the axes {AXES}; got {self.mesh.axis_names}")
         if len(elsewhere := {device.process_index for device in self.mesh.devices.flat} - {jax.process_index()}):
             raise ValueError(
                 "expected a mesh of devices of this process, because the host sees every row: give each process a "
@@ -197,8 +199,8 @@ class Engine:
         """Moves the trajectory from the host to the learner's sharding: rows over the mesh, if they divide."""
         rows = trajectory.terminated.shape[0]
         if self.mesh is None:
-            # The device of new arrays, because the user may have changed the default device.
-            return jax.device_put(trajectory, jnp.zeros(()).sharding)
+            # New arrays are on the default device, and follow the parameters to another one.
+            return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), trajectory)
         # Rows that do not divide over the devices are replicated.
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.device_put(trajectory, whole if rows % row_ways(self.mesh) else batch_sharding(self.mesh))

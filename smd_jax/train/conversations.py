@@ -280,7 +280,8 @@ def turn_rewards(conversations: Sequence[Conversation], trajectory: Trajectory) 
     """The reward of every turn, `[batch, turns]` float32, and a mask of the existing turns. A turn that was cut off
     before its answer has reward 0."""
     counts = np.asarray(jnp.max(trajectory.turns(), axis=1))
-    rewards = np.zeros((len(conversations), max(int(counts.max()), 1)), np.float32)
+    # A power of two, so that few programs are compiled.
+    rewards = np.zeros((len(conversations), 1 << (max(int(counts.max()), 1) - 1).bit_length()), np.float32)
     for row, conversation in enumerate(conversations):
         rewards[row, : len(conversation.rewards)] = conversation.rewards
     return rewards, np.arange(rewards.shape[1])[None] < counts[:, None]

@@ -86,6 +86,13 @@ def test_a_step_is_a_wide_one_that_is_rounded():
         assert bool((new != exact.astype(jnp.bfloat16)).any()), "not to nearest, where small steps would be lost"
 
 
+def test_an_optimizer_that_keeps_the_first_parameters():
+    """An update donates both, and no buffer can be donated twice."""
+    optimizer = optax.contrib.prodigy()
+    state, _ = make_update(MODEL, optimizer, UpdateConfig())(init_state(params_of(0), optimizer, KEY), batch())
+    assert int(state.step) == 1
+
+
 def test_an_update_of_narrow_parameters():
     """Gradients come in 16 bits, or summed over microbatches in 32; the optimizer's state is wide, and the second step
     finds the program of the first."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -158,6 +159,16 @@ def test_changed_intervals_lose_their_segments():
     kept = recorded.replace(evicted_at=forever, segments=recorded.segments)
     for same in (kept, recorded.replace(quantized=None), recorded.first_columns(3)):
         assert same.segments == recorded.segments
+
+
+def test_flax_restores_masks_with_their_segments():
+    recorded = ShadowMask(jnp.array([[[[2, 3, NEVER, NEVER]]]])).with_segments((Segments(2, 1, 1),))
+    written = serialization.to_bytes({"mask": recorded, "layer": recorded.layer(0)})
+    again: Any = serialization.from_bytes({"mask": recorded, "layer": recorded.layer(0)}, written)
+    assert again["mask"].segments == recorded.segments and again["layer"].segments == Segments(2, 1, 1)
+    assert again["mask"].evicted_at.tolist() == recorded.evicted_at.tolist()
+    with pytest.raises(ValueError, match="expected a mask's fields"):
+        serialization.from_state_dict(recorded, {"evicted_at": recorded.evicted_at})
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])

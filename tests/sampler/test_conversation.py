@@ -16,7 +16,7 @@ from smd_jax.certify.record import arrays_of
 from smd_jax.config import ModelConfig
 from smd_jax.devices.sharding import make_mesh, shard_batch, shard_tree
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.eviction.policies import LearnedGate, SnapKV
+from smd_jax.eviction.policies import H2O, LearnedGate, SnapKV
 from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_jax.message.quantization import QuantConfig
@@ -24,8 +24,11 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.spans import TokenSpans
 from smd_jax.message.trajectory import NonFiniteLogitsError
 from smd_jax.model.decoder import Decoder
-from smd_jax.sampler.config import RolloutConfig
+from smd_jax.sampler.config import RolloutConfig, cache_bytes
+from smd_jax.sampler.conversation import begin_conversations, conversation_sampler, sample_segment
 from smd_jax.sampler.conversation_loop import LENGTH, ROOM, TURNS, ConversationConfig, Conversed, Reply, converse
+from smd_jax.sampler.keys import row_keys
+from tests.sampler.test_engine import WIDE
 from tests.under_test import POLICIES, SHAPES, gap, left_padded, make_params
 
 WIDTH, RESPONSE, VOCAB = 10, 96, 64
@@ -321,3 +324,19 @@ def test_conversations_do_not_move_between_devices():
     given = shard_tree(params, mesh), shard_batch(prompts, mesh), key
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="expected decode_rows None .*; got 2 on 2 devices"):
         talk("SnapKV", Scripted(), given=given, decode_rows=2)
+
+
+def test_a_segment_needs_no_second_cache():
+    """17 rows are no whole number of parts."""
+    config = RolloutConfig(248, budget=96, buffer=16, eos_token_id=7)
+    sampler = conversation_sampler(Decoder(WIDE), H2O(), config, 8)
+
+    def begun() -> Any:
+        keys = row_keys(jax.random.key(0), 17)
+        prompts = left_padded([8] * 17, 8, WIDE.vocab_size)
+        return begin_conversations(sampler, make_params(WIDE), prompts, keys, keys, jnp.full(17, 9, jnp.int32))
+
+    params = jax.eval_shape(lambda: make_params(WIDE))
+    compiled = sample_segment.lower(sampler, params, jax.eval_shape(begun), None).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 0.25 * cache_bytes(WIDE, H2O(), config, 8, 17)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, Knorm
+from smd_jax.learner.forward import replay
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
@@ -301,6 +302,19 @@ def test_a_broken_model_is_refused():
 def test_bad_sizes():
     with pytest.raises(ValueError, match="decode_rows >= 1, a whole number; got 0"):
         Engine(MODEL, Knorm(), SIZES, decode_rows=0)
+
+
+def test_mesh_with_other_axes():
+    with pytest.raises(ValueError, match=r"expected a mesh of smd.make_mesh, with the axes .*; got \('x',\)"):
+        Engine(MODEL, Knorm(), SIZES, decode_rows=8, mesh=Mesh(np.array(jax.devices()), ("x",)))
+
+
+def test_a_trajectory_follows_the_parameters_to_their_device():
+    there = jax.devices()[1]
+    found = Engine(MODEL, Knorm(), SIZES, 2).run(
+        jax.device_put(make_params(SHAPE), there), prompts(), jax.random.key(0)
+    )
+    assert replay(MODEL, jax.device_put(make_params(SHAPE), there), found.trajectory).logprobs.devices() == {there}
 
 
 def test_mesh_of_another_process(monkeypatch: pytest.MonkeyPatch):
