@@ -61,6 +61,18 @@ def test_chains_get_as_many_columns_for_responses_as_they_need():
     assert (packs.responses != ABSENT).sum() == 8 and packs.responses.shape[-1] < 64
 
 
+def test_one_more_token_is_no_other_program():
+    """Also where one row holds the whole rollout."""
+    one = jax.tree.map(lambda x: x[:1] if x.ndim else x, trajectory())
+    config = UpdateConfig(microbatch_size=1, pack_columns=32)
+
+    def width(tokens: int) -> int:
+        valid = one.valid.at[:, WIDTH:].set(np.arange(LENGTH) < tokens)
+        return packs_of(one.replace(valid=valid), config, share_beginnings=True).responses.shape[-1]
+
+    assert width(9) == width(10) == 10
+
+
 # --- the same step
 
 ANCHOR = DistillConfig(direction="anchor", coef=0.5)
