@@ -23,6 +23,7 @@ from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from tests import toy_loop
 from tests.tiny_update import (
+    LENGTH,
     MODEL,
     REFERENCE,
     ROWS,
