@@ -154,14 +154,12 @@ class ShadowMask(struct.PyTreeNode):
         evicted_at = np.asarray(self.evicted_at)
         for layer in range(max(layers, len(segments))):
             keys, given = evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)]
-            for column in range(given.first, keys.shape[-1], given.length):
-                # The query at the boundary sees a key only if `column < evicted_at`: keys evicted there do not count.
-                visible = (keys[..., :column] > column).sum(-1)
-                for batch, head in np.argwhere(visible > given.budget)[:1]:
-                    raise ValueError(
-                        f"expected at most {given.budget} earlier keys visible at column {column} for {given}; got "
-                        f"{visible[batch, head]} (batch {batch}, layer {layer}, kv head {head})"
-                    )
+            columns, visible = _visible_at_boundaries(keys, given)
+            for number, batch, head in np.argwhere(visible > given.budget)[:1]:
+                raise ValueError(
+                    f"expected at most {given.budget} earlier keys visible at column {columns[number]} for {given}; got "
+                    f"{visible[number, batch, head]} (batch {batch}, layer {layer}, kv head {head})"
+                )
         return self.replace(segments=segments)
 
     def to_boolean(self) -> Bool[Array, "batch layers kv_heads keys keys"]:
@@ -211,6 +209,21 @@ def _runs(indices: np.ndarray) -> str:
     """`[3, 4, 5, 9]` -> `3-5, 9`."""
     runs = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+def _visible_at_boundaries(
+    evicted_at: Int[np.ndarray, "batch kv_heads keys"], segments: Segments
+) -> tuple[Int[np.ndarray, " boundaries"], Int[np.ndarray, "boundaries batch kv_heads"]]:
+    """The first column of each segment, and the earlier keys that its query sees: those with `evicted_at` after it."""
+    batch, heads, keys = evicted_at.shape
+    columns = np.arange(segments.first, keys, segments.length)
+    gone = np.maximum(evicted_at, np.arange(1, keys + 1))  # a key counts from the column after its own
+    # The number of the first boundary that does not see the key: counted, not compared with every boundary.
+    number = np.clip(-(-(gone - segments.first) // segments.length), 0, len(columns)).reshape(batch * heads, keys)
+    number += (len(columns) + 1) * np.arange(batch * heads)[:, None]
+    counts = np.bincount(number.ravel(), minlength=batch * heads * (len(columns) + 1))
+    left = counts.reshape(batch, heads, -1)[..., :-1].cumsum(-1)
+    return columns, np.moveaxis(columns - left, -1, 0)
 
 
 def dense_mask(valid: Bool[Array, "batch keys"]) -> ShadowMask:
