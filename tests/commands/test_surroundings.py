@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -156,7 +157,8 @@ def test_the_users_own_folder_stays(
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = jax.config.read("jax_compilation_cache_dir")
+    config: Any = jax.config
+    before = config.jax_compilation_cache_dir
     compilation_cache.cache_programs()
-    assert jax.config.read("jax_compilation_cache_dir") == before
+    assert config.jax_compilation_cache_dir == before
     assert not capsys.readouterr().err and not (tmp_path / "smd_jax").exists()
