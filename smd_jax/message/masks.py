@@ -155,10 +155,10 @@ class ShadowMask(struct.PyTreeNode):
         for layer in range(max(layers, len(segments))):
             keys, given = evicted_at[:, min(layer, layers - 1)], segments[min(layer, len(segments) - 1)]
             columns, visible = _visible_at_boundaries(keys, given)
-            for number, batch, head in np.argwhere(visible > given.budget)[:1]:
+            for at, batch, head in np.argwhere(visible > given.budget)[:1]:
                 raise ValueError(
-                    f"expected at most {given.budget} earlier keys visible at column {columns[number]} for {given}; got "
-                    f"{visible[number, batch, head]} (batch {batch}, layer {layer}, kv head {head})"
+                    f"expected at most {given.budget} earlier keys visible at column {columns[at]} for {given}; got "
+                    f"{visible[at, batch, head]} (batch {batch}, layer {layer}, kv head {head})"
                 )
         return self.replace(segments=segments)
 
