@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
+import numpy as np
 
 
 def check_types(config: Any) -> None:
@@ -94,8 +95,8 @@ def _is_union(hint: Any) -> bool:
 
 
 def _is_number(value: Any, method: str) -> bool:
-    # Also of NumPy. True and False would pass for 1 and 0; an array of JAX cannot be hashed, and may be traced.
-    return hasattr(value, method) and not isinstance(value, bool | jax.Array)
+    # Also of NumPy. True and False would pass for 1 and 0; arrays cannot be hashed, and may be traced.
+    return hasattr(value, method) and not isinstance(value, bool | jax.Array | np.ndarray)
 
 
 _SIMPLE: dict[Any, Callable[[Any], bool]] = {

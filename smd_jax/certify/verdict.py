@@ -217,10 +217,12 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     """
     if record.routing is not None and models.model.shape.routing is None:
         raise ValueError(f"routing: expected a model with experts; got {type(models.model).__name__} without any")
-    inside = np.arange(record.tokens.shape[1]) < record.lengths[:, None]
-    longest = max(int(record.lengths.max()), int(record.positions[inside].max()) + 1)
-    if longest > (most := models.model.shape.max_positions):
+    longest, most = int(record.lengths.max()), models.model.shape.max_positions
+    if longest > most:
         raise ValueError(f"lengths: expected rows of at most {most} tokens (the model's context); got {longest}")
+    inside = np.arange(record.tokens.shape[1]) < record.lengths[:, None]
+    if (last := int(record.positions[inside].max())) >= most:
+        raise ValueError(f"positions: expected numbers below {most} (the model's context); got {last}")
     replays = _Replays(models, record, facts or PromptFacts())
     replayed = replays.under(replays.stated)
     differences = replays.differences(replayed, "the learner")

@@ -177,7 +177,8 @@ def serve(parent: Connection) -> None:
             reward_calls.load_file(name, file)
         factory = pickle.loads(pickled)
         prepare(factory)  # forks share its imports and data
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit codes of conversations
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # it would take the exit codes of conversations
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if caught.error is not None:
         parent.send_bytes(f"{type(caught.error).__name__}: {reward_calls.described(caught.error)}".encode())
         return

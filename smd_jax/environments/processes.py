@@ -30,7 +30,7 @@ LONGEST_BYTES = 12 * environment_process.LONGEST + 4096  # of an answer: JSON wr
 
 
 class UnloadableEnvironmentError(RuntimeError):
-    """An environment that this process can import and its own process cannot."""
+    """An environment that this process can import and its own process cannot, or whose `prepare` failed."""
 
 
 @runtime_checkable
@@ -68,7 +68,13 @@ class EnvironmentsHere:
     def reset(self, rows: Sequence[Row]) -> list[Answer]:
         self._asked.clear()
         if not self._prepared:
-            environment_process.prepare(self._factory)
+            with reward_calls.Caught(SystemExit) as caught:
+                environment_process.prepare(self._factory)
+            if caught.error is not None:
+                said = f"{type(caught.error).__name__}: {reward_calls.described(caught.error)}"
+                raise UnloadableEnvironmentError(
+                    f"expected an environment {_name(self._factory)!r} that can be prepared; got {said[:300]}"
+                ) from caught.error
             self._prepared = True
         if not self._loop.close.alive:
             self._loop = reward_calls.EventLoop()

@@ -25,7 +25,8 @@ class Environment(Protocol):
     every conversation, so a resumed run samples the same conversations.
 
     A class may also have a method `prepare()`. It is called once, on another object, before the processes of the
-    conversations are forked: for slow imports and data that all conversations share. It must not start threads.
+    conversations are forked, or here without a time limit: for slow imports and data that all conversations share. It
+    must not be async, nor start threads.
     """
 
     def reset(self, row: Row) -> Any:

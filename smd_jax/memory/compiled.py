@@ -145,6 +145,8 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> RolloutMemory:
     # no part of this state.
     shared = 0 if placement.has_own_mesh or config.samples_ahead else tree_bytes(params, loop.mesh)
     beside = tree_bytes(state, loop.mesh) - shared
+    if config.samples_ahead and placement.has_own_mesh:
+        beside += tree_bytes(params, loop.mesh)
     if config.extra_rollouts:
         # Dynamic sampling keeps the earlier trajectories while it samples the last rollout.
         with jax.set_mesh(loop.mesh):

@@ -29,7 +29,7 @@ Scalar = Array | np.ndarray | np.generic | float | int
 TIME_METRICS: dict[str, str] = {
     "step_time": "wall time of one step with its rollout, seconds",
     "time/rollout": "of it, prompts to trajectory, seconds",
-    "time/environment": "of time/rollout, waiting for environments with nothing else to do, seconds",
+    "time/environment": "of time/rollout, in calls of environments or waiting for them, seconds",
     "time/grading": "of it, texts of the completions and their rewards, seconds",
     "time/update": "of it, from the trajectory to the last optimizer step's metrics, seconds",
     "rollout/tokens_per_second": "rollout/tokens / time/rollout",

@@ -37,7 +37,7 @@ class CallsHere:
 
     def begin(self, arguments: Mapping[str, Any], rows: int) -> None:
         """Keeps a copy of the arguments for `finish`, which must get `rows` rewards: a function may change them."""
-        self._pending = copy.deepcopy(dict(arguments)), rows
+        self._pending = {name: _copied(values) for name, values in arguments.items()}, rows
 
     def finish(self) -> Outcome:
         """Calls the function."""
@@ -46,6 +46,14 @@ class CallsHere:
     @functools.cached_property
     def _loop(self) -> EventLoop:
         return EventLoop()
+
+
+def _copied(values: Any) -> Any:
+    """A deep copy; of what has none, such as a client or a lock, a list of the same objects."""
+    with reward_calls.Caught() as caught:
+        return copy.deepcopy(values)
+    assert caught.error is not None
+    return list(values)
 
 
 class CallsInProcess:

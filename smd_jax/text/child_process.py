@@ -68,7 +68,7 @@ class ChildProcess:
             )
         self._connection = ours
         self.groups = set[int]()
-        self.close = weakref.finalize(self, _end, self._process, ours, self.groups)
+        self.close = weakref.finalize(self, _end, os.getpid(), self._process, ours, self.groups)
 
     @property
     def is_running(self) -> bool:
@@ -123,9 +123,11 @@ def pickled_value(value: Any) -> bytes:
         raise ValueError(f"expected values that can be pickled; got {error}") from error
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, groups: Set[int]) -> None:
-    """Ends the process and the processes that it started."""
+def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, groups: Set[int]) -> None:
+    """Ends the process and the processes that it started. In a fork of its owner it only closes the connection."""
     connection.close()
+    if os.getpid() != owner:
+        return
     # First the groups: while the process lives, the numbers of its children belong to them.
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -528,7 +528,7 @@ def test_whole_numbers_of_any_dtype(arrays, dtype):
 
 def test_positions_beyond_the_context_are_refused(params, arrays):
     far = np.broadcast_to(np.arange(44) + MODEL.shape.max_positions - 5, (4, 44))
-    with pytest.raises(ValueError, match="lengths: expected rows of at most"):
+    with pytest.raises(ValueError, match="positions: expected numbers below .*the model's context"):
         named(params, checked({**arrays, "positions": far}))
 
 

@@ -296,6 +296,9 @@ def test_prepare_is_called_here_too(monkeypatch: pytest.MonkeyPatch):
     for _ in range(2):
         assert [answer.content.split()[0] for answer in found.reset(ROWS)] == [str(os.getpid())] * len(ROWS)
 
+    with pytest.raises(UnloadableEnvironmentError, match="can be prepared; got .*no such index"):
+        open_environments(Unprepared, None).reset(ROWS)
+
 
 def test_a_fork_by_an_environment_gives_one_answer():
     found = EnvironmentsInProcesses(Echo, seconds=20.0)

@@ -164,7 +164,7 @@ def test_numbers_of_numpy_are_numbers():
         ROLLOUT, budget=np.int64(6), sampling=SamplingConfig(temperature=cast(float, np.float32(0.5)))
     )
     assert config.budget == 6
-    for wrong in (jnp.float32(0.5), jnp.linspace(0.5, 1.0, 3)[1]):  # arrays cannot be hashed
+    for wrong in (jnp.float32(0.5), jnp.linspace(0.5, 1.0, 3)[1], np.array(0.5)):  # arrays cannot be hashed
         with pytest.raises(TypeError, match="expected temperature of SamplingConfig to be float; got"):
             SamplingConfig(temperature=cast(float, wrong))
     assert get_type_hints(ModelConfig)["hidden_size"] is int

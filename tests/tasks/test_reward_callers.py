@@ -2,8 +2,10 @@
 
 import functools
 import multiprocessing
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from smd_jax.tasks import reward_callers, reward_calls
 from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.reward_callers import CallsInProcess, UnloadableRewardError, pickled_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
+from smd_jax.text import child_process
 from tests import reward_cases
 from tests.environments.test_environments import ends
 from tests.tasks.test_reward_rules import graded, numbers
@@ -152,6 +155,25 @@ def test_columns_that_cannot_be_sent():
         ValueError, match="columns that can be sent to the process of reward 'matches', or seconds=None"
     ):
         graded(rewards, ["a"], answer=[lambda: 0])
+
+
+def test_columns_that_cannot_be_copied_are_taken_here():
+    locks = [threading.Lock(), threading.Lock()]
+
+    def same(completions, lock):
+        return [float(one is two) for one, two in zip(lock, locks, strict=True)]
+
+    rewards = Rewards((same,), seconds=None)
+    assert graded(rewards, ["a", "b"], lock=locks).rewards.tolist() == [1, 1]
+
+
+def test_a_fork_of_the_owner_leaves_its_process_alone():
+    process = child_process.ChildProcess(reward_calls.__file__, {})
+    ours, _ = multiprocessing.Pipe()
+    child_process._end(os.getpid() + 1, process._process, ours, set())
+    assert process.is_running
+    process.close()
+    assert not process.is_running
 
 
 def test_the_process_imports_nothing_of_the_library():
