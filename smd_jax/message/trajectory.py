@@ -218,7 +218,9 @@ def check_finite(logprobs: Float[Array, "rows columns"] | Float[np.ndarray, "row
     Args:
       logprobs: of the sampled tokens, 0 after the end of a row.
     """
-    bad = int(jnp.sum(~jnp.all(jnp.isfinite(jnp.asarray(logprobs)), axis=1)))
+    # Host arrays in NumPy: on a device every new number of rows would be a program.
+    xp = np if isinstance(logprobs, np.ndarray) else jnp
+    bad = int(xp.sum(~xp.all(xp.isfinite(logprobs), axis=1)))
     if bad:
         raise NonFiniteLogitsError(
             f"expected finite logits in the sampler; got NaN or infinity in {bad} of {len(logprobs)} rows. Either the "

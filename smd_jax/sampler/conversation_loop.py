@@ -449,9 +449,7 @@ class _Loop:
         if not len(stopped):
             return
         tokens, logprobs = jax.device_get((state.record.tokens, state.record.logprobs))
-        # Before a respondent acts on tokens that mean nothing. In NumPy: `stopped` has any number of rows.
-        if not np.isfinite(logprobs[stopped]).all():
-            check_finite(logprobs)
+        check_finite(logprobs[stopped])  # before a respondent acts on tokens that mean nothing
         for seat in stopped.tolist():
             row, end = int(seats[seat]), int(drawn[seat])
             self.last[row] = tokens[seat, end - 1]
