@@ -18,7 +18,7 @@ from numpy.lib.format import MAGIC_PREFIX
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from smd_jax.message.drawable_tokens import split_support
+from smd_jax.message.drawable_tokens import checked_support
 from smd_jax.message.foreign import MOST_IDS, ROUNDING, evicted_by_row
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
@@ -327,7 +327,8 @@ def _support(
         return None
     ids, offsets, drawn = arrays["support_ids"], arrays["support_offsets"], tokens[response]
     where = " (support_ids, support_offsets)"
-    return tuple(split_support(ids, offsets, drawn, vocab_size, where, np.ones(len(drawn), bool)))
+    ids, sizes = checked_support(ids, offsets, drawn, vocab_size, where, np.ones(len(drawn), bool))
+    return tuple(np.split(ids, np.cumsum(sizes)[:-1]))
 
 
 def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int) -> Top | None:

@@ -68,25 +68,24 @@ class DrawableTokens(struct.PyTreeNode):
             raise ValueError("expected at least one response, of at least one token each; got none, or an empty one")
         flags = check_sampled(sampled, responses)
         by_row = [
-            split_support(*sets, responses[row], vocab_size, f" of row {row}", flags[row])
+            checked_support(*sets, responses[row], vocab_size, f" of row {row}", flags[row])
             for row, sets in enumerate(support)
         ]
-        width = check_width("response_width", response_width, [len(sets) for sets in by_row])
+        width = check_width("response_width", response_width, [len(sizes) for _, sizes in by_row])
         # A power of two: the longest set differs from batch to batch, and every width is a program of the update.
-        most = 1 << (max(1, *(len(ids) for sets in by_row for ids in sets)) - 1).bit_length()
+        most = 1 << (max(1, *(int(sizes.max()) for _, sizes in by_row)) - 1).bit_length()
         size = ID_BYTES * most if vocab_size is None else packed_size(vocab_size, 1)
         if as_bits := ID_BYTES * most > size:
             found = np.zeros((len(by_row), width, size), np.uint8)
         else:
             found = np.full((len(by_row), width, most), -1, np.int32)
-        for row, sets in enumerate(by_row):
-            for column, ids in enumerate(sets):
-                if as_bits:
-                    inside = np.zeros(8 * size, bool)
-                    inside[ids] = True
-                    found[row, column] = np.packbits(inside, bitorder="little")
-                else:
-                    found[row, column, : len(ids)] = ids
+        for row, (ids, sizes) in enumerate(by_row):
+            columns = np.repeat(np.arange(len(sizes)), sizes)
+            if as_bits:
+                found[row, : len(sizes)] = _bits(ids, columns, len(sizes), size)
+            else:
+                places = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+                found[row, columns, places] = ids
         return cls(jnp.asarray(found))
 
     def first_columns(self, columns: int) -> DrawableTokens:
@@ -126,19 +125,33 @@ class DrawableTokens(struct.PyTreeNode):
         return jnp.where(self.to_boolean(logits.shape[-1], columns), logits, OUTSIDE)
 
 
-def split_support(
+def _bits(ids: np.ndarray, columns: np.ndarray, count: int, size: int) -> np.ndarray:
+    """Sets of ids as bits, uint8 `[count, size]`; `columns`, ascending, has the set of each id."""
+    found = np.empty((count, size), np.uint8)
+    at_once = max(1, 2**18 // size)  # a boolean for each token of the vocabulary, 2 MiB
+    for first in range(0, count, at_once):
+        inside = np.zeros((min(at_once, count - first), 8 * size), bool)
+        among_these = slice(*np.searchsorted(columns, (first, first + at_once)))
+        inside[columns[among_these] - first, ids[among_these]] = True
+        found[first : first + at_once] = np.packbits(inside, axis=-1, bitorder="little")
+    return found
+
+
+def checked_support(
     ids: Ints, offsets: Ints, tokens: Ints, vocab_size: int | None, where: str, sampled: np.ndarray
-) -> list[np.ndarray]:
-    """The checked set of every token; arguments and errors are those of `DrawableTokens.from_csr`, for one row.
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of the sampled tokens' sets, one set after the other, and the size of each token's set.
+
+    Arguments and errors are those of `DrawableTokens.from_csr`, for one row.
 
     Args:
       where: suffix of "sampling support" in messages.
-      sampled: the sets of tokens that were not sampled may be empty and are left out.
+      sampled: the sets of other tokens may be empty; they are left out, with size 0.
     """
     ids = whole_numbers(ids, f"token ids of the sampling support{where}")
     offsets = whole_numbers(offsets, f"offsets of the sampling support{where}")
-    count = len(tokens)
-    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < sampled).any():
+    count, sizes = len(tokens), np.diff(offsets)
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (sizes < sampled).any():
         raise ValueError(
             f"expected {count + 1} rising offsets from 0 to {len(ids)} in the sampling support{where}, one more than "
             f"response tokens; got {np.array2string(offsets, threshold=8)}"
@@ -146,11 +159,12 @@ def split_support(
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     for place in np.flatnonzero((ids < 0) | (ids >= most))[:1]:
         raise ValueError(f"expected ids from 0 to {most - 1} in the sampling support{where}; got {ids[place]}")
-    sets = [found if counts else found[:0] for found, counts in zip(np.split(ids, offsets[1:-1]), sampled, strict=True)]
-    for place, (token, drawable) in enumerate(zip(tokens, sets, strict=True)):
-        if sampled[place] and int(token) not in drawable:
-            raise ValueError(
-                f"expected the sampled token {int(token)} in its sampling support{where}; it is missing (response "
-                f"token {place})"
-            )
-    return sets
+    token_of_id = np.repeat(np.arange(count), sizes)
+    has_token = np.zeros(count, bool)
+    has_token[token_of_id[ids == np.asarray(tokens)[token_of_id]]] = True
+    for place in np.flatnonzero(sampled & ~has_token)[:1]:
+        raise ValueError(
+            f"expected the sampled token {int(tokens[place])} in its sampling support{where}; it is missing (response "
+            f"token {place})"
+        )
+    return ids[sampled[token_of_id]], np.where(sampled, sizes, 0)

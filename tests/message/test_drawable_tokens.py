@@ -256,7 +256,18 @@ def test_support_without_tokens_is_refused(responses: list[list[int]]):
         DrawableTokens.from_csr([([], [0])] * len(responses), responses)
 
 
-def test_bits_are_packed_token_by_token():
+def test_bits_of_many_tokens():
+    """More tokens than are packed at once; only the first set is large."""
+    vocab, tokens = 20_000, 300
+    ids = np.concatenate([np.arange(700), np.arange(1, tokens) * 60])
+    drawable = DrawableTokens.from_csr([(ids, [0, *range(700, len(ids) + 1)])], [[0, *ids[700:]]], vocab_size=vocab)
+    expected = np.zeros((tokens, vocab), bool)
+    expected[0, :700] = True
+    expected[np.arange(1, tokens), ids[700:]] = True
+    assert np.array_equal(np.asarray(drawable.to_boolean(vocab, jnp.arange(tokens)))[0], expected)
+
+
+def test_bits_are_packed_in_blocks():
     """The booleans of all tokens at once would take 4 MB; the bits take 0.5 MB."""
     vocab, tokens, most = 20_000, 200, 700
     support = [(np.tile(np.arange(most), 4), most * np.arange(5))]
