@@ -129,7 +129,8 @@ def _parsed(content: Mapping[str, Any]) -> Any:
     original = fields.get("original_max_position_embeddings")
     for key in ("rope_scaling", "rope_parameters"):
         rope = fields.get(key)
-        if isinstance(rope, dict) and original is not None and not {FULL, SLIDING} & rope.keys():
+        # transformers ignores the outer key in families whose parameters are nested by kind of layer.
+        if isinstance(rope, dict) and original is not None and not _has_nested_rope(fields["model_type"]):
             rope["original_max_position_embeddings"] = original
     _keep_rope_theta(fields)
     try:
@@ -152,7 +153,7 @@ def _keep_rope_theta(fields: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    supported: dict[str, tuple[Any, ...]] = {**family.only}
+    supported: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None,), **family.only}
     if not family.experts:
         supported |= dict.fromkeys(_EXPERT_COUNT, (None, 0))
     for key in ("attention_bias", "mlp_bias"):
@@ -217,7 +218,7 @@ def _read(hf: Any, content: Mapping[str, Any], family: Family, dtype: FloatName)
 
 def _read_rope(hf: Any, family: Family, head_dim: int) -> dict[str, Any]:
     """RoPE's fields of ModelConfig."""
-    by_kind = hf.rope_parameters if FULL in _defaults(hf.model_type)["rope_parameters"] else None
+    by_kind = hf.rope_parameters if _has_nested_rope(hf.model_type) else None
     rope = hf.rope_parameters if by_kind is None else by_kind[FULL]
     own = {_QUERY_BETA, "max_position_embeddings"} if family.query_beta else set[str]()
     for each in [rope] if by_kind is None else [rope, by_kind[SLIDING]]:
@@ -297,6 +298,9 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | 
     fields = {name: _of_json(value) for name, value in given.items() if value is not None}
     if "original_max_positions" in fields:
         fields["original_max_positions"] = int(fields["original_max_positions"])
+    if kind == "yarn":
+        fields.setdefault("original_max_positions", max_positions)
+        fields["truncate"] = bool(rope.get("truncate", True))  # null: false, as in transformers
     if kind in ("yarn", "longrope"):
         fields.setdefault("factor", max_positions / fields["original_max_positions"])
     if kind == "yarn" and fields["factor"] > 1 and rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -320,7 +324,7 @@ def _key(field: dataclasses.Field[Any]) -> str:
 def _read_windows(hf: Any, content: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
     """The window of each layer; empty if none has one."""
     window = getattr(hf, "sliding_window", None) if family.windows else None
-    kinds = [SLIDING if window else FULL] * hf.num_hidden_layers
+    kinds = [FULL if window is None else SLIDING] * hf.num_hidden_layers
     if family.windows == "some":
         kinds = hf.layer_types
     elif content.get("layer_types") not in (None, kinds):
@@ -417,6 +421,11 @@ def _defaults(model_type: str) -> dict[str, Any]:
     return _parsed({"model_type": model_type}).to_dict()
 
 
+def _has_nested_rope(model_type: str) -> bool:
+    """Whether layers with and without a window have RoPE parameters of their own."""
+    return FULL in _defaults(model_type)["rope_parameters"]
+
+
 def _written(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """config.json without dtypes and ids of tokens."""
     family, known = FAMILIES[model_type], _defaults(model_type)
@@ -484,7 +493,7 @@ def _rope_to_hf(config: ModelConfig, model_type: str) -> dict[str, Any]:
             # The Phi-3 of transformers 4 takes these three keys and derives the rest.
             factors = {key: rope[key] for key in ("short_factor", "long_factor")}
             keys["rope_scaling"] = {"type": "longrope", **factors}
-    if FULL not in _defaults(model_type)["rope_parameters"]:
+    if not _has_nested_rope(model_type):
         return {**keys, "rope_parameters": new}
     theta = config.rope_theta if config.local_rope_theta is None else config.local_rope_theta
     if model_type == "gemma3_text":

@@ -153,10 +153,19 @@ def test_keys_of_rope_in_published_files(model_type: str, rope: dict[str, Any]):
         ({"factor": None, "original_max_position_embeddings": 16}, YarnRope(4.0, 16)),
         ({"factor": 4.0, "attention_factor": 0.5, "beta_fast": 8}, YarnRope(4.0, 64, 8.0, attention_factor=0.5)),
         ({"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}, YarnRope(4.0, 64, attention_factor=1.0)),
+        ({"factor": 4.0, "truncate": None}, YarnRope(4.0, 64, truncate=False)),
     ],
 )
 def test_yarn(rope: dict[str, Any], expected: YarnRope):
     assert model_config_from_hf(SMALL | {"rope_scaling": {"type": "yarn", **rope}}).rope_scaling == expected
+
+
+@pytest.mark.parametrize(("inner", "expected"), [({"original_max_position_embeddings": 32}, 32), ({}, 64)])
+def test_nested_rope_has_its_own_original_context(inner: dict[str, int], expected: int):
+    """As in transformers: the outer key counts only in families with one RoPE for all layers."""
+    outer = {"model_type": "olmo3", "original_max_position_embeddings": 16}
+    config = model_config_from_hf(SMALL | outer | {"rope_scaling": YARN | {"factor": 2.0} | inner})
+    assert isinstance(config.rope_scaling, YarnRope) and config.rope_scaling.original_max_positions == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [(32_768, 131_072), (40_960, 131_072), (262_144, 262_144)])
@@ -237,6 +246,9 @@ def test_every_field_of_transformers_is_read(model_type: str, monkeypatch: pytes
         ("llama", {"num_hidden_layers": 100_000}, "expected num_hidden_layers from 1 to 4096; got 100000"),
         ("llama", {"num_key_value_heads": 3}, "num_heads to be a multiple of num_kv_heads; got 4 and 3"),
         ("llama", {"num_local_experts": 8}, "num_local_experts=8 is not supported; only num_local_experts=None or"),
+        ("llama", {"is_causal": False}, "is_causal=False is not supported; only is_causal=True is"),
+        ("llama", {"per_layer_config": {"1": {"hidden_act": "gelu"}}}, "only per_layer_config=None is"),
+        ("mistral", {"num_key_value_heads": 4, "sliding_window": 0}, "a window of sliding_windows.*got 0"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only hidden_act='silu' is"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} .*; only .*=None is"),
