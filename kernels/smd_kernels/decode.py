@@ -39,7 +39,7 @@ def decode_attention(
         `smd_kernels.why_not_decode` accepts; "xla" takes any.
       valid: which slots hold a key; in any order.
       impl: "xla" runs anywhere, "mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs. All multiply matrices in the dtype
-        of the inputs and keep scores and softmax in float32. Static.
+        of the inputs and keep scores and softmax in float32. Kernels need at least one row. Static.
       softcap, sinks: as in `reference.attention_weights`; only "xla" supports them.
 
     Returns:

@@ -87,6 +87,7 @@ def attend(
     """Attention under one layer's mask.
 
     Args:
+      k, v: finite also where no query sees them: NaN times a weight of 0 is NaN.
       mask: booleans `[batch, kv_heads, queries, keys]`, or a KeyInterval over as many keys as queries.
       impl: see above. None chooses the fastest by platform, dtype, length and budget. On a Hopper GPU or a TPU these
         are the Mosaic kernels if they support the inputs: compiled ahead of time and checked in JAX's interpreters, but
