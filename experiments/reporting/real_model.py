@@ -96,6 +96,9 @@ def bullet(rows: Sequence[Row]) -> str:
         mixed += f"""
   The eviction policy matters more: under SnapKV the model starts at {before[0]} and naive ends at {after[0]}, under
   R-KV at {before[1]} and {after[1]}. Shadow masks minus naive is {again} under R-KV."""
+        if "tis" in other:
+            mixed += f"""
+  Exploratory: shadow masks minus TIS {lead(other["shadow"], other["tis"], "sparse")} under R-KV. {corrected(other)}"""
     return f"""* *Real model.* [SmolLM2](#a-real-model) under SnapKV, eight seeds, temperature 1: shadow masks minus
   naive {main} under the budget, the planned contrast, and {full} with the full cache{verdict}.{mixed}"""
 
@@ -168,7 +171,9 @@ def corrected(arms: Arms) -> str:
     """What Holm's correction over all leads leaves."""
     found = [p_value(arms[arm], arms[rival], kind) for arm, rival in pairs(arms) for kind in KINDS]
     kept = sum(p < 0.05 for p in holm(found))
-    survive = f"{kept} of {len(found)} leads survive" if kept else f"None of {len(found)} leads survives"
+    survive = f"{kept} of {len(found)} leads {'survives' if kept == 1 else 'survive'}"
+    if not kept:
+        survive = f"None of {len(found)} leads survives"
     return f"{survive} Holm's correction (smallest p {min(found):.2g}, paired t over seeds)."
 
 
