@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from smd_jax.devices.sharding import (
+    AXES,
     batch_sharding,
     check_rows,
     make_mesh,
@@ -79,9 +80,22 @@ def data_shards(mesh: Mesh) -> DataShards:
 @dataclass(frozen=True)
 class SamplerPlacement:
     """The devices on which this process samples its rows. If that is the mesh itself, its methods return their
-    arguments."""
+    arguments.
+
+    Raises:
+      ValueError: for a mesh with other axes than those of `make_mesh`, another order of them, or explicit ones.
+    """
 
     mesh: Mesh
+
+    def __post_init__(self) -> None:
+        # Blocks of rows are read off the array of devices, so the order counts.
+        types = self.mesh.axis_types
+        if self.mesh.axis_names != AXES or any(kind != AxisType.Auto for kind in types):
+            raise ValueError(
+                f"expected a mesh of smd.make_mesh, or one with the axes {AXES} in this order, all of type Auto; got "
+                f"{self.mesh.axis_names} of types {', '.join(kind.name for kind in types)}"
+            )
 
     @cached_property
     def data_shards(self) -> DataShards:

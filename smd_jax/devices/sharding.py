@@ -53,7 +53,8 @@ def make_mesh(
     """A mesh over the first `data * fsdp * sequence * tensor` devices; those of a process are contiguous.
 
     Raises:
-      ValueError: for an axis below 1; if there are fewer devices; with several processes also if there are more.
+      ValueError: for an axis below 1; if there are fewer devices; with several processes also if there are more; for a
+        device given twice.
     """
     for axis, size in (("data", data), ("fsdp", fsdp), ("tensor", tensor), ("sequence", sequence)):
         # The product of two negative sizes is positive.
@@ -68,6 +69,8 @@ def make_mesh(
             f"expected {needed} devices, the product of data axis {data}, fsdp axis {fsdp}, sequence axis {sequence} "
             f"and tensor axis {tensor}; got {len(available)}{where}"
         )
+    if len(set(available)) < len(available):
+        raise ValueError(f"expected different devices; got {available}")
     # Tensor, the last axis, communicates most, and rows of one process must be contiguous.
     available.sort(key=lambda device: device.process_index)
     grid = np.asarray(available[:needed]).reshape(data, fsdp, sequence, tensor)

@@ -177,15 +177,20 @@ def converse(
     if active.shape != (rows,):
         raise ValueError(f"expected active of shape [{rows}], one value per conversation; got {list(active.shape)}")
     decode_rows = rows if decode_rows is None else decode_rows
+    check_decode_rows(decode_rows, rows, group_size)
+    loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop, active, decode_rows)
+    loop.run()
+    return loop.result()
+
+
+def check_decode_rows(decode_rows: int, rows: int, group_size: int) -> None:
+    """Raises ValueError unless `decode_rows` divide the conversations, `rows`, into parts of whole groups."""
     check_whole("decode_rows", decode_rows, 1)
     if rows % decode_rows or decode_rows % group_size:
         raise ValueError(
             f"expected decode_rows that divide {rows} conversations into parts of whole groups of {group_size}; got "
             f"{decode_rows}"
         )
-    loop = _Loop(sampler, params, prompts, key, respondent, conversation, group_size, stop, active, decode_rows)
-    loop.run()
-    return loop.result()
 
 
 def check_shortest_turn(config: RolloutConfig, conversation: ConversationConfig) -> None:

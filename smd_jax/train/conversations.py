@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Key
 
 from smd_jax.config import check_choice, check_whole
-from smd_jax.devices.sharding import sequence_ways, shard_batch
+from smd_jax.devices.sharding import check_rows, sequence_ways, shard_batch
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import Environments
 from smd_jax.message.trajectory import Trajectory
@@ -26,6 +26,7 @@ from smd_jax.sampler.conversation_loop import (
     ConversationStats,
     Conversed,
     Respondent,
+    check_decode_rows,
     check_shortest_turn,
     converse,
 )
@@ -141,6 +142,15 @@ class ConversationRollouts(Rollouts):
                 "together, so that there is room for a summary; got "
                 f"{compaction.after_tokens + len(compaction.ask)} tokens"
             )
+
+    def check_batch(self, prompts: int) -> None:
+        """Raises ValueError for a number of prompts that cannot be sampled together."""
+        super().check_batch(prompts)
+        of_prompt = self.group_size if self.compaction is None else 1
+        if self.decode_rows is not None:
+            check_decode_rows(self.decode_rows, prompts * self.group_size, of_prompt)
+        if self.compaction is None:
+            check_rows(prompts, self.placement.mesh, "prompts_per_step with an environment")
 
     @property
     def contexts(self) -> int:

@@ -28,11 +28,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from smd_jax.devices.process_rows import SamplerPlacement, check_prompts_divide
+from smd_jax.devices.process_rows import SamplerPlacement
 from smd_jax.devices.processes import all_or_none, is_first, on_host
 from smd_jax.devices.sharding import (
     check_rows,
-    check_sampled_rows,
     check_sequence,
     make_mesh,
     sequence_ways,
@@ -107,11 +106,10 @@ class Loop:
         if self.environment is not None and config.samples_ahead:
             raise ValueError("expected rollouts_ahead 0 with an environment; got 1")
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
-        check_prompts_divide(config.prompts_per_step, self.placement.data_shards)
-        _ = self.rollouts  # built here so that an invalid config fails before compilation
+        # Built here so that an invalid config fails before compilation.
+        self.rollouts.check_batch(config.prompts_per_step)
         minibatch = config.completions_per_step // config.minibatches
         check_rows(minibatch, self.mesh, "a minibatch (prompts_per_step * group_size / minibatches)")
-        check_sampled_rows(config.completions_per_step, self.mesh)
         check_sequence(config.columns, self.model.shape.num_heads, self.mesh)
         self.check_update()
         if config.samples_ahead and self.mesh.size > 1:

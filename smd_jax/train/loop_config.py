@@ -21,8 +21,9 @@ class LoopConfig:
       policy: eviction policy of the sampler.
       rollout: budget, lengths and sampling of the rollout.
       decode_rows: completions that are decoded at the same time; finished ones make room for others, see
-        `smd_jax.sampler.engine`. None decodes a whole rollout at once, in one program.
-      prefill_rows: with decode_rows, prompts that are read at the same time.
+        `smd_jax.sampler.engine`; with an environment a number that divides the conversations into whole groups. None
+        decodes a whole rollout at once, in one program.
+      prefill_rows: with decode_rows, prompts that are read at the same time; with an environment all are.
       stop_strings: texts that end a completion and stay part of it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
       num_iterations: passes over a rollout; each further pass has another order of groups.

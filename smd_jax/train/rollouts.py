@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Key
 
-from smd_jax.devices.process_rows import SamplerPlacement, local_key
+from smd_jax.devices.process_rows import SamplerPlacement, check_prompts_divide, local_key
 from smd_jax.devices.processes import all_or_none
-from smd_jax.devices.sharding import batch_sharding, gathered_shardings, row_ways, shard_batch
+from smd_jax.devices.sharding import batch_sharding, check_sampled_rows, gathered_shardings, row_ways, shard_batch
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
@@ -131,6 +131,11 @@ class Rollouts:
         # The sampler has read its log-probabilities by now, so the device has finished, too.
         measured["time/rollout"] = time.perf_counter() - began
         return Sampled(rows, trajectory, measured)
+
+    def check_batch(self, prompts: int) -> None:
+        """Raises ValueError for a number of prompts that cannot be sampled together."""
+        check_prompts_divide(prompts, self.placement.data_shards)
+        check_sampled_rows(prompts * self.group_size, self.placement.mesh)
 
     def lower(
         self, params: Params, key: Key[Array, ""] | Key[Array, " completions"], prompts: int

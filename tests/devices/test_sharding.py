@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from smd_jax.config import Experts
+from smd_jax.devices.process_rows import SamplerPlacement
 from smd_jax.devices.sharding import (
+    AXES,
     constrain,
     constrain_tree,
     make_mesh,
@@ -323,6 +325,25 @@ def test_a_mesh_of_more_devices_than_there_are():
         ValueError, match="expected 2 devices, .*data axis 2, fsdp axis 1, sequence axis 1 and tensor axis 1; got 1"
     ):
         make_mesh(2, devices=jax.devices()[:1])
+
+
+def test_a_device_given_twice():
+    with pytest.raises(ValueError, match="expected different devices; got"):
+        make_mesh(2, devices=jax.devices()[:1] * 2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind"),
+    [
+        (("data", "fsdp", "tensor", "sequence"), AxisType.Auto),  # rows are read off the order
+        (("data", "tensor"), AxisType.Auto),
+        (AXES, AxisType.Explicit),
+    ],
+)
+def test_a_sampler_takes_meshes_like_those_of_make_mesh(axes: tuple[str, ...], kind: AxisType):
+    devices = np.array(jax.devices()).reshape((2,) * (len(axes) - 1) + (-1,))
+    with pytest.raises(ValueError, match="expected a mesh of smd.make_mesh, or one with the axes .* in this order"):
+        SamplerPlacement(Mesh(devices, axes, axis_types=(kind,) * len(axes)))
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "sequence"])

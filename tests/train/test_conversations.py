@@ -282,6 +282,8 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
             {"conversation": ConversationConfig(turn_tokens=9)},
             "expected min_new_tokens below turn_tokens and .*, 9, .*; got 9",
         ),
+        (None, {"decode_rows": 2}, {}, "that divide 8 conversations into parts of whole groups of 4; got 2"),
+        (COMPACTION, {"decode_rows": 3}, {}, "that divide 8 conversations into parts of whole groups of 1; got 3"),
         (TextCompaction(after_tokens=47), {}, {}, "below max_new_tokens 48 together"),
         (COMPACTION, {}, {"credit": "turn"}, "expected credit 'trajectory' with compaction"),
         (COMPACTION, {"update": UpdateConfig(rows_per_prompt=2)}, {}, "expected pack_columns with rows_per_prompt"),
@@ -362,6 +364,13 @@ def test_each_context_has_the_advantage_of_its_conversation(penalty: float):
     found = np.asarray(batch.advantages).reshape(8, 3)
     np.testing.assert_allclose(found, np.repeat(expected[:, None], 3, axis=1), atol=1e-6)
     np.testing.assert_array_equal(np.asarray(batch.counted_rows), samples.counted_rows)
+
+
+def test_prompts_that_do_not_divide_over_the_mesh():
+    """Each is read once, for all conversations of its group; with compaction once for each conversation."""
+    with pytest.raises(ValueError, match=r"expected prompts_per_step with an environment that divides .* = 4; got 2"):
+        dataclasses.replace(new_loop(), mesh=make_mesh(4))
+    dataclasses.replace(new_loop(COMPACTION), mesh=make_mesh(4))
 
 
 @pytest.mark.slow
