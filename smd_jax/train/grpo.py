@@ -35,7 +35,8 @@ class GRPOConfig(PolicyConfig):
       scale_rewards: how group-relative advantages are normalised, see `smd_jax.losses.advantages.group_relative`.
       dynamic_sampling: drops groups whose rewards are all equal, which have no gradient, so that they do not count in
         the loss; up to this many further rollouts are sampled to replace them (DAPO, arXiv:2503.14476). 0 only drops
-        them; None keeps them, as in TRL. Prompts of further rollouts that a step does not need are skipped.
+        them; None keeps them, as in TRL. The task's rewards count, before `kl_in_reward`. Prompts of further rollouts
+        that a step does not need are skipped.
       rollouts_ahead: 1 samples the next rollout while the learner takes its steps on this one, with the parameters
         before those steps, see `smd_jax.train.async_rollout`; it needs one device, and a second copy of the
         parameters. The clipped ratio of the loss corrects for the age of the rollout; the shadow mask keeps the
