@@ -25,6 +25,7 @@ KINDS = tuple(kind for kinds in COLUMNS.values() for kind in kinds)
 MAIN = ("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50")  # ran in every cell
 RIVALS = ("naive", "tis-1.5", "tis", "tis-5", "icepop", "geometric", "sparse-rl-paper", "gspo")
 OURS = "mixed-50"
+SHARES = ("mixed-20", "mixed-80", "shadow-published")  # other shares of TIS, and the paper's loss
 FRONT = ("untrained", "full-cache", "naive", "tis-1.5", "tis-5", "shadow", OURS, "anchor-then-shadow")
 DESCRIPTIONS = {
     "untrained": "the start",
@@ -98,7 +99,7 @@ def column_of(kind: str) -> str:
 
 def first_cell(rows: Sequence[Row]) -> RoomCell:
     """The cell of the primary contrast; errors as `cell_of`."""
-    return cell_of(rows, FIRST, {*FRONT, *RIVALS})
+    return cell_of(rows, FIRST, {*FRONT, *RIVALS, *SHARES})
 
 
 def other_cells(rows: Sequence[Row]) -> list[RoomCell]:
