@@ -143,7 +143,8 @@ def other_shares(cell: RoomCell) -> str:
 
     fifth, most, paper = map(leads, SHARES)
     return f"""* *Other shares of TIS, and the paper's loss.* Greedily under the budget and with the full cache,
-  {OURS} minus mixed-20 (one fifth TIS) is {fifth}, minus mixed-80 {most}, minus shadow-published (the paper's loss) {paper}."""
+  {OURS} minus mixed-20 (one fifth TIS) is {fifth}, minus mixed-80 {most}, minus shadow-published
+  (the paper's loss) {paper}."""
 
 
 def largest(cell: RoomCell, others: Sequence[RoomCell]) -> str:

@@ -44,7 +44,7 @@ def test_the_committed_pages_are_those_of_the_rows_and_of_no_others(
     assert ended.value.code == 1 and front.FIGURE in said and dose.FIGURE not in said
 
 
-def room_rows(arms: Sequence[str] = (*room.FRONT, *room.RIVALS)) -> list[dict[str, Any]]:
+def room_rows(arms: Sequence[str] = (*room.FRONT, *room.RIVALS, *room.SHARES)) -> list[dict[str, Any]]:
     """Every rate is best for one way of decoding; arm number n has n hundredths more than the first."""
     made = []
     for place, arm in enumerate(dict.fromkeys(arms)):
@@ -65,7 +65,7 @@ def test_each_column_has_the_rate_of_its_pilot():
     assert cell.rate("shadow", "budget") == 1e-4 and cell.rate("shadow", "full cache") == 1e-3
     last = room.RIVALS[-1]  # the highest pilot reward of all dense learners
     assert cell.best_rival("budget") == cell.best_rival("full cache") == last
-    order = list(dict.fromkeys((*room.FRONT, *room.RIVALS)))
+    order = list(dict.fromkeys((*room.FRONT, *room.RIVALS, *room.SHARES)))
     expected = 0.01 * (order.index(room.OURS) - order.index("naive"))
     assert cell.contrast(room.OURS, "naive", "dense_greedy").mean == pytest.approx(expected)
 
