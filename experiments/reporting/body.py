@@ -68,6 +68,12 @@ full cache.
 
 {others_of_room}
 
+## A real model, by seed
+
+Leads of SmolLM2 under the budget at temperature 1.
+
+{real_model.by_seeds(rows["smollm2.json"])}
+
 ## Machines
 
 {made}

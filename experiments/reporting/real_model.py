@@ -112,7 +112,7 @@ SmolLM2-135M-Instruct adds three numbers step by step. The prompt has about 161 
 {one["length"] - one["prompt_width"]}; the budget is {one["budget"]} + {one["buffer"]} keys.
 {one["rollouts"]} rollouts of {one["prompts"]} x {one["group"]} responses, LoRA of rank {one["lora_rank"]}, rate 3e-4
 for all arms, {len(SEEDS)} seeds. {one["evaluation_rows"]} questions, the same for all runs, so intervals are from a
-two-way bootstrap over seeds and questions.
+two-way bootstrap over seeds and questions. Leads [by seed](docs/report_appendix.md#a-real-model-by-seed).
 
 {text}
 """
@@ -132,10 +132,6 @@ def part(rule: str, arms: Arms) -> str:
         [f"{arm} minus {rival}", *(str(lead(arms[arm], arms[rival], kind)) for kind in KINDS)]
         for arm, rival in pairs(arms)
     ]
-    by_seeds = [
-        [f"{arm} minus {rival}", *(number(value, 2) for value in seed_leads(arms[arm], arms[rival]))]
-        for arm, rival in pairs(arms)
-    ]
     seconds = ", ".join(
         f"{arm} {np.mean([row['cpu_seconds'] for row in found]):.0f}" for arm, found in arms.items() if arm in LEARNERS
     )
@@ -149,11 +145,20 @@ def part(rule: str, arms: Arms) -> str:
 seeds). {verdict} The other leads are exploratory. {corrected(arms)} Over eight seeds a percentile bootstrap covers a
 little less than 95 %. CPU seconds of a run with its evaluation: {seconds}.
 
-{table(["lead", "budget", "greedy", "full cache", "greedy"], leads)}
+{table(["lead", "budget", "greedy", "full cache", "greedy"], leads)}"""
 
-By seed, under the budget at temperature 1:
 
-{table(["lead", *map(str, SEEDS)], by_seeds)}"""
+def by_seeds(rows: Sequence[Row]) -> str:
+    """A table for each rule, for the appendix: the leads of each seed, under the budget at temperature 1."""
+
+    def of_rule(arms: Arms) -> str:
+        lines = [
+            [f"{arm} minus {rival}", *(number(value, 2) for value in seed_leads(arms[arm], arms[rival]))]
+            for arm, rival in pairs(arms)
+        ]
+        return table(["lead", *map(str, SEEDS)], lines)
+
+    return "\n\n".join(f"{NAMES[rule]}:\n\n{of_rule(arms)}" for rule, arms in of_rules(rows).items())
 
 
 def pairs(arms: Arms) -> list[tuple[str, str]]:
