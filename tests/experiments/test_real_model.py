@@ -207,7 +207,7 @@ def test_nothing_is_reported_before_all_seeds_are_in():
     assert "| shadow | 0.750 |" in said and "at temperature 1: +0.375 (" in said and "is refuted." not in said
     assert "minus\n  naive +0.375 (" in reporting.bullet(rows)
     assert "naive 30, shadow 30." in said and "4 of 4 leads survive" in said
-    assert f"| shadow minus naive | {' | '.join(4 * ['+0.50', '+0.25'])} |" in said
+    assert f"| shadow minus naive | {' | '.join(4 * ['+0.50', '+0.25'])} |" in reporting.by_seeds(rows)
 
 
 def test_the_interval_has_the_error_of_seeds_and_of_questions():
