@@ -176,9 +176,7 @@ def corrected(arms: Arms) -> str:
     """What Holm's correction over all leads leaves."""
     found = [p_value(arms[arm], arms[rival], kind) for arm, rival in pairs(arms) for kind in KINDS]
     kept = sum(p < 0.05 for p in holm(found))
-    survive = f"{kept} of {len(found)} leads {'survives' if kept == 1 else 'survive'}"
-    if not kept:
-        survive = f"None of {len(found)} leads survives"
+    survive = f"{kept or 'None'} of {len(found)} leads {'survive' if kept > 1 else 'survives'}"
     return f"{survive} Holm's correction (smallest p {min(found):.2g}, paired t over seeds)."
 
 
