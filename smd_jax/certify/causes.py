@@ -6,6 +6,7 @@ a record under each cause's conditions. The cause whose replay gives the recorde
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -56,14 +57,14 @@ class Conditions(struct.PyTreeNode):
             routing,
         )
 
-    def with_prefix(self, prefixes: list[np.ndarray], positions: np.ndarray) -> Conditions:
-        """The conditions of rows that begin with these tokens, at most as many as spare columns; their keys
+    def with_prefix(self, prefixes: list[np.ndarray], positions: np.ndarray, begin: int = 0) -> Conditions:
+        """The conditions of rows with these tokens from column `begin` on, at most as many as spare columns; their keys
         are never evicted. `positions`: of the row's own tokens."""
         counts = np.array([len(prefix) for prefix in prefixes])
-        found = self._moved(np.zeros_like(counts), counts, positions)
-        for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
-            found.tokens[row, :count], found.positions[row, :count] = prefix, np.arange(count)
-            found.evicted_at[row, :, :, :count] = NEVER
+        found = self._moved(np.full_like(counts, begin), counts, positions)
+        for row, (prefix, end) in enumerate(zip(prefixes, begin + counts, strict=True)):
+            found.tokens[row, begin:end], found.positions[row, begin:end] = prefix, np.arange(begin, end)
+            found.evicted_at[row, :, :, begin:end] = NEVER
         return found
 
     def without_columns(self, starts: np.ndarray | int, ends: np.ndarray | int) -> Conditions:
@@ -109,7 +110,7 @@ class PromptFacts:
 
     Attributes:
       bos: id of its BOS token; None without one.
-      system: ids that its chat template puts before the user's first message; empty if none.
+      system: ids that its chat template puts before the user's first message, without BOS; empty if none.
       generation: ids that it puts before the answer; empty if none.
     """
 
@@ -131,9 +132,13 @@ def prompt_facts(tokenizer: Any) -> PromptFacts:
     plain, asked = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
     # Turns begin with the same special token, such as `<|im_start|>`; a system message is before the last of them.
     special = set(tokenizer.all_special_ids)
-    begins = [index for index, token in enumerate(plain) if token == plain[0] and token in special]
-    system = tuple(plain[: begins[-1]]) if len(begins) > 1 else ()
-    return replace(without_template, system=system, generation=tuple(asked[len(plain) :]))
+    has_bos = plain[:1] == [tokenizer.bos_token_id] and special.issuperset(plain[1:2])  # not where BOS begins a turn
+    first = int(has_bos)
+    begins = [index for index, token in enumerate(plain) if [token] == plain[first : first + 1] and token in special]
+    system = tuple(plain[first : begins[-1]]) if len(begins) > 1 else ()
+    # Some templates end a text without a generation prompt with EOS.
+    shared = len(os.path.commonprefix([plain, asked]))
+    return replace(without_template, system=system, generation=tuple(asked[shared:]))
 
 
 @dataclass(frozen=True)
@@ -212,11 +217,13 @@ def _template(record: Record, facts: PromptFacts, at: Conditions) -> Iterator[Ca
     system = np.array(facts.system, np.int32)
     count = len(system)
     if count:
-        has = [np.array_equal(record.tokens[row, :count], system) for row in range(rows)]
-        if all(has) and (record.prompt_lengths > count).all():
-            yield Case("the prompts had no system message", at.without_columns(0, count))
+        begin = int(system[0] != facts.bos and (record.tokens[:, 0] == facts.bos).all())  # after a BOS token
+        has = [np.array_equal(record.tokens[row, begin : begin + count], system) for row in range(rows)]
+        if all(has) and (record.prompt_lengths > begin + count).all():
+            yield Case("the prompts had no system message", at.without_columns(begin, begin + count))
         elif not any(has):
-            moved = at.with_prefix([system] * rows, at.positions + count)
+            later = at.positions + count * (np.arange(at.tokens.shape[1]) >= begin)
+            moved = at.with_prefix([system] * rows, later.astype(np.int32), begin)
             yield Case("the prompts had the template's system message", moved)
     generation = np.array(facts.generation, np.int32)
     count = len(generation)

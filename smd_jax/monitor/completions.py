@@ -8,7 +8,6 @@ directory/completions/masks_00020.npz               the shadow masks of the firs
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -27,7 +26,6 @@ from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.visible_text import one_line
 from smd_jax.train.samples import Samples
 
-CONTEXT = 8  # tokens; a character has at most four bytes
 UNFINISHED = "\ufffd"
 
 
@@ -238,13 +236,14 @@ def extract_mask(trajectory: Trajectory, row: int, tokenizer: Tokenizer, step: i
 
 def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """The text that each token adds. If several tokens make one character, the last one has it; others are empty."""
-    pieces = []
-    # A few preceding tokens determine where a word begins and which bytes belong together.
-    for index in range(len(ids)):
-        before = decoded(tokenizer, ids[max(index - CONTEXT, 0) : index])
-        after = decoded(tokenizer, ids[max(index - CONTEXT, 0) : index + 1])
-        shared = len(os.path.commonprefix([before, after]))
-        pieces.append("" if after.endswith(UNFINISHED) else after[shared:])
+    pieces, start, read = list[str](), 0, 0
+    for end in range(1, len(ids) + 1):
+        # From the token before the unread ones, which determines whether a word begins and which bytes belong together.
+        before, after = decoded(tokenizer, ids[start:read]), decoded(tokenizer, ids[start:end])
+        is_whole = end == len(ids) or not after.endswith(UNFINISHED)
+        pieces.append(after[len(before) :] if is_whole else "")
+        if is_whole and len(after) > len(before):
+            start, read = read, end
     return pieces
 
 

@@ -65,10 +65,15 @@ def math_row(row: Row) -> Row:
     solution's last `\\boxed{}`."""
     answer = row.get("answer")
     if answer is None or answer == "":
-        answer = last_box(row["solution"])
-        if answer is None:
+        answer = last_box(row["solution"]) or _unbraced_box(row["solution"])
+        if not answer:
             raise ValueError(f"expected a solution with its answer in \\boxed{{}}; got {row['solution'][-60:]!r}")
     return {**row, "answer": answer, "prompt": f"{row['problem']}\n{MATH_INSTRUCTION}"}
+
+
+def _unbraced_box(solution: str) -> str:
+    r"""The content of `\boxed 2$`, as MATH's authors read it (`last_boxed_only_string`): two rows have no braces."""
+    return solution.rpartition("\\boxed ")[2].partition("$")[0].strip() if "\\boxed " in solution else ""
 
 
 def tldr_row(row: Row) -> Row:

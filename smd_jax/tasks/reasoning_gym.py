@@ -98,10 +98,11 @@ class ReasoningGymTask:
         # Verifiers read more fields than the answer.
         entry = {"question": question, "answer": answer, "metadata": metadata}
         tagged = ANSWER.findall(completion)
-        text = tagged[-1] if tagged else completion.rpartition("</think>")[2]
-        answer = readable_answer(self.name, text.strip())
+        text = (tagged[-1] if tagged else completion.rpartition("</think>")[2]).strip()
+        # The reference itself is safe, and may be no literal: a bare word in "string_insertion".
+        given = text if text == answer else readable_answer(self.name, text)
         try:
-            return float(self.dataset.score_answer(answer=answer, entry=entry))
+            return float(self.dataset.score_answer(answer=given, entry=entry))
         except _UNREADABLE:
             return 0.0
 

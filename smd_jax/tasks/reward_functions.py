@@ -29,12 +29,16 @@ GRADED_CHARACTERS = 2_000  # at the end of a completion; matching a longer text 
 GRADING_SECONDS = 2  # sympy never finishes an answer such as 9^9^9^9
 _INSIDE = r"(?:(?!</?think>|</?answer>).)*"  # anything but the four tags
 THINK_ANSWER = rf"<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>"  # each of them once
-# The place between a Chinese, Japanese or Korean character, or a word with a colon, and a number. Not after full-width
-# signs, which are part of the number.
+# The place between a Chinese, Japanese or Korean character, a quotation mark, or a word with a colon, and a number. Not
+# after full-width signs, which are part of the number.
 _GLUED = re.compile(
-    r"(?:(?<=[\u3000-\u30fb\u30fd-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0a\uff0c\uff1a-\uff65])|(?<=[^\W\d_]{2}:))"
-    r"(?<![0-9]\uff0c)(?=[-+]?[0-9])"
+    r"(?:(?<=[\u3000-\u30fb\u30fd-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0a\uff0c\uff1a-\uff65`\"\u201c])"
+    r"|(?<=[^\W\d_]{2}:))(?<![0-9]\uff0c)(?=[-+]?[0-9])"
 )
+# A fraction, and the punctuation after it, with which math-verify finds only its numerator.
+_FRACTION = re.compile(r"(\d/\d+\)*)(?![\d/]|[.,]\d)(?:\s*(?:\*\*|[^\w\s+*^()%=<>-]))+")
+# A heading after "####", such as "Step 2: add" or "2. Check".
+_HEADING = re.compile(r"(?i)(step|part|case|problem)\b|\d+[.)]\s+[a-z]")
 # A word, or one character of Chinese or Japanese, which have no spaces.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -213,10 +217,11 @@ def gsm8k_gold(solution: str) -> str:
 
 
 def final_answer(completion: str) -> str:
-    r"""The part of a completion to grade: its last boxed answer, or the line after its last "####", whichever comes
-    last; without either the last 2,000 characters, in which math-verify looks for "answer" and for the last number. If
-    the line after "####" has no number or LaTeX, the lines after it are graded. Outside of a box, a space is added
-    between a number and a preceding colon or CJK character, because math-verify finds no number there.
+    r"""The part of a completion's last 2,000 characters to grade: the last boxed answer, or the line after the last
+    "####", whichever comes last; without either all of them, in which math-verify looks for "answer" and for the last
+    number. If the line after "####" is a heading, or has no number or LaTeX, the lines after it are graded. Outside of
+    a box, a number is separated from a preceding colon, quotation mark or CJK character, and a fraction from the
+    punctuation after it, because math-verify finds no number or only the numerator there.
     """
     end = completion[-GRADED_CHARACTERS:]
     # The last marker, because the last correction counts.
@@ -226,8 +231,10 @@ def final_answer(completion: str) -> str:
         return rf"\boxed{{{boxed}}}"
     if marker:
         line, _, rest = after.strip().partition("\n")
-        end = line if re.search(r"[\d$\\]", line) or not rest.strip() else rest
-    return _GLUED.sub(" ", end)
+        is_answer = re.search(r"[\d$\\]", line) and not _HEADING.match(line)
+        end = line if is_answer or not rest.strip() else rest
+    end = _GLUED.sub(" ", end.replace("\u2212", "-"))  # the minus sign of typography
+    return end if re.search(r"[$\\]", end) else _FRACTION.sub(r"\1 ", end)
 
 
 def same_answer(gold: str, answer: str) -> bool:
@@ -262,7 +269,7 @@ def _math_gold(gold: str) -> str:
         return gsm8k_gold(gold)
     # math-verify finds LaTeX only inside of math delimiters or a box.
     boxed = last_box(gold)
-    if boxed is None and ("$" in gold or r"\(" in gold):
+    if boxed is None and re.search(r"(?<!\\)\$|\\\(", gold):  # `\$36` is an amount
         return gold
     return rf"\boxed{{{gold if boxed is None else boxed}}}"
 

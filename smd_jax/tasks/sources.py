@@ -10,6 +10,7 @@ their values unchanged.
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ TEXT_NAME = re.compile(r"\.(jsonl|ndjson|json|csv|tsv)(\.(gz|bz2|xz))?$")
 SAVED = ("dataset_dict.json", "state.json")  # files of a DatasetDict and of a Dataset that `save_to_disk` wrote
 CARDS = ("README.md", ".huggingface.yaml")
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
+OF_EVERY_FORMAT = ("name", "version", "data_dir", "data_files", "description")  # settings of a `BuilderConfig`
 FILE_SPLIT = "train"  # of data without splits, as in `datasets`
 
 
@@ -189,10 +191,15 @@ def _of_hub(source: DataSource, columns: Sequence[str]) -> Rows:
 
 
 def is_text(config: Any) -> bool:
-    """Whether a builder's configuration names only CSV and JSON that `text_rows` reads."""
+    """Whether a builder's configuration names only CSV and JSON that `text_rows` reads, without settings of its own."""
     names = [str(file).lower() for files in (config.data_files or {}).values() for file in files]
-    plain = getattr(config, "sep", ",") in (",", "\t") and getattr(config, "field", None) is None
-    return plain and all(TEXT_NAME.search(name) for name in names)
+    if not all(TEXT_NAME.search(name) for name in names):
+        return False
+    usual = type(config)()
+    settings = {field.name for field in dataclasses.fields(config)} - {*OF_EVERY_FORMAT, "sep"}
+    separators = {"\t" if ".tsv" in name else "," for name in names}
+    has_separator = getattr(config, "sep", None) in (None, *separators)
+    return has_separator and all(getattr(config, name) == getattr(usual, name) for name in settings)
 
 
 def _check_card(path: Path) -> None:

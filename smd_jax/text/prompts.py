@@ -145,10 +145,11 @@ def encode_continuation(tokenizer: Tokenizer, text: str, last: str = "") -> list
         first, whole = encoded(before), encoded(before + text)
         return whole[len(first) :] if whole[: len(first)] == first else None
 
-    line = "\n"  # stands for the text before
-    changes_first = behind(line, "a") not in (None, encoded("a"))
-    tokens = behind(line + last, text) if changes_first else None
-    return encoded(text) if tokens is None else tokens
+    if behind("\n", "a") in (None, encoded("a")):
+        return encoded(text)
+    # Either stands for the text before; a newline may be one token with a newline at the start of the text.
+    found = (behind(before + last, text) for before in "\na")
+    return next((tokens for tokens in found if tokens is not None), encoded(text))
 
 
 def wants_special_tokens(tokenizer: Tokenizer) -> bool:

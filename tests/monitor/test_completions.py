@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from smd_jax.message.masks import NEVER, ShadowMask, dense_mask
 from smd_jax.message.trajectory import Trajectory
@@ -22,6 +25,7 @@ from smd_jax.monitor.completions import (
 )
 from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.testing import byte_tokenizer
+from smd_jax.text.token_bytes import byte_alphabet
 from smd_jax.text.visible_text import one_line, visible
 from smd_jax.train.samples import Samples
 
@@ -179,6 +183,16 @@ def test_token_pieces_join_to_the_text():
     pieces = token_pieces(TOKENIZER, ids)
     assert "".join(pieces) == text and len(pieces) == len(ids)
     assert pieces[:3] == ["a", "", "ñ"]
+
+
+def test_a_token_may_end_one_character_and_begin_another():
+    """Byte-level tokens over 日本: the second one has the last byte of the first character and two of the next."""
+    data, characters = "日本".encode(), {byte: character for character, byte in byte_alphabet().items()}
+    names = ["".join(characters[byte] for byte in part) for part in (data[:2], data[2:5], data[5:])]
+    words = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    words.decoder = decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False)
+    assert token_pieces(tokenizer, [0, 1, 2]) == ["", "", "日本"]
 
 
 def test_conversations(tmp_path):

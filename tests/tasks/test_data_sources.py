@@ -358,10 +358,21 @@ def test_text_files_of_the_hub_are_read_as_files(tmp_path: Path, monkeypatch: py
     assert asked[1:] == [("owner/name", {"repo_type": "dataset", "local_files_only": True})]
 
 
-def test_a_separator_of_the_card(tmp_path: Path):
-    (tmp_path / "README.md").write_text('---\nconfigs:\n- config_name: a\n  data_files: "*.csv"\n  sep: ";"\n---\n')
-    (tmp_path / "rows.csv").write_text("prompt;answer\nq, r;x\n")
-    assert load_rows(DataSource(str(tmp_path)))[0] == {"prompt": "q, r", "answer": "x"}
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ('sep: ";"', "prompt;answer\nq, r;x\n"),
+        ('sep: "\\t"', "prompt\tanswer\nq, r\tx\n"),
+        ("column_names: [prompt, answer]", '"q, r",x\n'),
+        ('comment: "#"', 'prompt,answer\n# no row\n"q, r",x\n'),
+        ('quotechar: "\'"', "prompt,answer\n'q, r',x\n"),
+        ("skiprows: 1", 'made by hand\nprompt,answer\n"q, r",x\n'),
+    ],
+)
+def test_settings_of_the_card(tmp_path: Path, setting: str, text: str):
+    (tmp_path / "README.md").write_text(f'---\nconfigs:\n- config_name: a\n  data_files: "*.csv"\n  {setting}\n---\n')
+    (tmp_path / "rows.csv").write_text(text)
+    assert [*load_rows(DataSource(str(tmp_path)))] == [{"prompt": "q, r", "answer": "x"}]
 
 
 def test_folders_without_data(tmp_path: Path):

@@ -121,6 +121,10 @@ def test_the_answer_of_a_solution():
     row = LAYOUTS["math"][0] | {"answer": "p - q"}
     assert PRESETS["math"].map_row(row)["answer"] == "p - q"
     assert PRESETS["math"].map_row(row | {"answer": 0})["answer"] == 0
+    # Two rows of MATH have no braces: "our answer is $\\boxed 2$".
+    assert (
+        PRESETS["math"].map_row({"problem": "?", "solution": r"Our answer is $\boxed 2$, as $1+1=2$."})["answer"] == "2"
+    )
     with pytest.raises(ValueError, match=r"expected a solution with its answer in \\boxed\{\}; got 'none'"):
         PRESETS["math"].map_row({"problem": "?", "solution": "none"})
 
@@ -192,6 +196,9 @@ def test_every_data_set_of_reasoning_gym():
         assert isinstance(task, Task) and isinstance(task[1]["prompt"], str), name
         # Some verifiers raise at what they cannot read.
         assert all(0.0 <= reward <= 1.0 for reward in rewards(task, task[1], "?", "", "1e999", '{"a": 1}')), name
+        if (right := task[1]["answer"]) is not None and isinstance(task, ReasoningGymTask):
+            known = task.dataset.score_answer(answer=right, entry=task.dataset[1])
+            assert rewards(task, task[1], f"<answer>{right}</answer>") == [known], name
     gc.collect()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizersTokenizer
-from tokenizers import models, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from smd_jax.tasks.task import prompt_length
@@ -19,6 +19,7 @@ from smd_jax.text.prompts import (
     check_prompt_batch,
     check_vocabulary,
     decode_completions,
+    encode_continuation,
     encode_prompt,
     encode_prompts,
     repeat_each,
@@ -86,6 +87,18 @@ def test_special_tokens_go_in_front_and_never_behind(template, text, tokens):
     assert encode_prompt(tokenizer, "ab", add_special_tokens=False) == [A, B]
     if text:
         assert prompt_length({"prompt": text}, tokenizer) == len(tokens)
+
+
+def test_a_continuation_that_begins_with_newlines_gets_no_blank():
+    """A tokenizer that puts a blank in front of every text, and has a token of two newlines."""
+    vocabulary = {"<pad>": 0, "\u2581": 1, "\u2581a": 2, "a": 3, "\n": 4, "\n\n": 5, "\n\n\n": 6}
+    words = TokenizersTokenizer(models.Unigram([(name, -float(index)) for name, index in vocabulary.items()], unk_id=0))
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    words.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    for text in ("a", "\na", "\n\na"):
+        ids = [*tokenizer.encode("a", add_special_tokens=False), *encode_continuation(tokenizer, text)]
+        assert tokenizer.decode(ids) == f"a{text}"
 
 
 def test_groups_lie_together():
