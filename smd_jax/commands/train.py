@@ -59,9 +59,9 @@ from smd_jax.runs.run_folder import CHECKPOINTS, check_directory, check_progress
 from smd_jax.runs.run_log import NoSuchMetricError
 from smd_jax.runs.settings import split_fields, split_settings
 from smd_jax.runs.stop import RunStoppedError
-from smd_jax.tasks.dataset_task import first_rows
 from smd_jax.tasks.task import prompt_length, prompt_text
 from smd_jax.text.visible_text import visible
+from smd_jax.train.conversations import ConversationRollouts
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
 from smd_jax.train.policy_loop import PolicyLoop
@@ -116,6 +116,7 @@ def run(algorithm: str, args: Common) -> None:
         check_output_dir(args)
         check_export(directory / "model", 0)
         ready = prepare(args)
+        prompts = first_prompts(ready)
         size = check_disk(ready, settings)
         compared, noted = run_settings(ready.args, ready.loop)
         if args.run.resume:
@@ -131,7 +132,8 @@ def run(algorithm: str, args: Common) -> None:
                 "--save-total-limit 1 keeps one"
             )
             if args.run.dry_run:
-                print_prompts(ready)
+                for index, (text, length) in enumerate(prompts):
+                    print(f"--- prompt {index}, {length} of {ready.data.width} tokens:\n{visible(text)}")
     if args.run.dry_run:
         return
     with ExitStack() as held:
@@ -245,13 +247,24 @@ def print_plan(ready: Prepared) -> None:
         print(f"{prompts} prompts a rollout from {rows} rows: each rollout has rows more than once")
 
 
-def print_prompts(ready: Prepared) -> None:
-    """Prints the first prompts as the model reads them."""
-    shown = first_rows(ready.data.task, 3)
-    for index in range(len(shown)):
-        row, tokenizer = shown[index], ready.model.tokenizer
-        text = visible(prompt_text(row, tokenizer))
-        print(f"--- prompt {index}, {prompt_length(row, tokenizer)} of {ready.data.width} tokens:\n{text}")
+def first_prompts(ready: Prepared) -> list[tuple[str, int]]:
+    """The first three prompts as the model reads them, each with its length in tokens. An environment writes its own.
+
+    Raises:
+      UserError: an environment begins none of these conversations.
+    """
+    task, tokenizer, rollouts = ready.data.task, ready.model.tokenizer, ready.loop.rollouts
+    rows = [task[index] for index in range(min(len(task), 3))]
+    if not isinstance(rollouts, ConversationRollouts):
+        return [(prompt_text(row, tokenizer), prompt_length(row, tokenizer)) for row in rows]
+    begun = rollouts.respondent(rows, group_size=1).conversations
+    prompts = [each.prompt for each in begun if each.failure is None]
+    if not prompts:
+        raise UserError(
+            f"expected an environment that begins a conversation about each row; got, for the first {len(rows)}: "
+            f"{begun[0].failure}"
+        )
+    return [(prompt, len(rollouts.dialogue.prompt_tokens(prompt))) for prompt in prompts]
 
 
 def initial_state(ready: Prepared) -> TrainState:

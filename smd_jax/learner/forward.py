@@ -111,6 +111,7 @@ def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: M
     check_model(model)
     check_instance("trajectory", trajectory, Trajectory)
     check_replayable(trajectory)
+    trajectory = jax.tree.map(jnp.asarray, trajectory)  # NumPy arrays, as `device_get` gives, take no traced index
     mask = trajectory.mask if mask is None else mask
     return replay_hidden(model, params, response_hidden(model, params, trajectory, mask), trajectory)
 

@@ -90,20 +90,20 @@ def take_step(
     is_finite = jnp.isfinite(norm) & is_finite
     before = trained_params(state.params)
     wide = widened(before)
-    updates, opt_state = optimizer.update(grads, state.opt_state, wide)
+    updates, stepped = optimizer.update(grads, state.opt_state, wide)
     trained = rounded(optax.apply_updates(wide, updates), before, state.key, state.step, PARAMS)
     # Selected elementwise: two branches would each need memory.
     trained, opt_state = jax.tree.map(
         lambda new, old: jnp.where(is_finite & learns, new, old),
-        (trained, opt_state),
+        (trained, stepped),
         (before, with_schedules_advanced(state.opt_state)),
     )
     # Without the constraint the compiler could choose another sharding, and the next step would be compiled again.
     params = with_trained(state.params, constrain_tree(trained))
     new = state.replace(step=state.step + 1, params=params, opt_state=constrain_tree(opt_state))
     metrics = {"grad_norm": norm, "update/skipped": (~is_finite).astype(jnp.float32)}
-    # A schedule has a state of the same name that is not an array.
-    rates = optax.tree.get_all_with_path(opt_state, "learning_rate", lambda _, x: isinstance(x, jax.Array))
+    # Of this step, also of a skipped one. A schedule has a state of the same name that is not an array.
+    rates = optax.tree.get_all_with_path(stepped, "learning_rate", lambda _, x: isinstance(x, jax.Array))
     # With several optimizers there is no single learning rate.
     if len(rates) == 1:
         metrics["learning_rate"] = jnp.asarray(rates[0][1])

@@ -19,7 +19,7 @@ Memento (arXiv:2604.09852), from the tokens and the ids of its four special toke
 `vllm/v1/core/block_masking/{tracker,processor}.py` and `scheduler.py`:
 
 * A block is evicted when its summary's last token has been sampled, before that token's query is computed.
-* `block_end` ends the innermost open block; a summary belongs to the newest closed block that has none yet.
+* `block_end` ends the innermost open block; a summary belongs to the closed block that began last and has none yet.
 * With `keep_last_n_blocks` N, a summary's end evicts the oldest of the remaining blocks if there are more than N.
 * With `keep_last_block_for_answer`, a block is evicted when the next one begins.
 * Keys are evicted in all layers and heads.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params
+from smd_jax.model.protocol import Attend, LayerState, ModelShape, Params, check_attended
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -36,7 +36,8 @@ class AttentionCalls:
       states: the new state of every layer attended so far.
     """
 
-    def __init__(self, attend: Attend, layers: tuple[LayerState, ...]):
+    def __init__(self, shape: ModelShape, attend: Attend, layers: tuple[LayerState, ...]):
+        self._shape = shape
         self._attend = attend
         self._layers = layers
         self.states: tuple[LayerState, ...] = ()
@@ -50,11 +51,12 @@ class AttentionCalls:
         """Attends in the next layer.
 
         Raises:
-          ValueError: at the call after the one of the last layer.
+          ValueError: at the call after the one of the last layer; for arrays of other sizes than those of the shape.
         """
         index = len(self.states)
         if index == len(self._layers):
             raise ValueError(f"expected one attention call per layer, {index} of them; got another one")
+        check_attended(self._shape, q, k, v, heads_axis=2)
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         out, state = self._attend(q, k, v, self._layers[index])
         self.states += (state,)
@@ -102,7 +104,7 @@ class ModuleModel:
         attend: Attend,
         layers: tuple[LayerState, ...],
     ) -> tuple[Float[Array, "batch tokens hidden_size"], tuple[LayerState, ...]]:
-        calls = AttentionCalls(attend, layers)
+        calls = AttentionCalls(self.shape, attend, layers)
         hidden = self.hidden_of(self.with_params(params), tokens, positions, calls)
         if len(calls.states) != len(layers):
             raise ValueError(f"expected one attention call per layer, {len(layers)} of them; got {len(calls.states)}")

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import struct
@@ -225,13 +225,14 @@ class LanguageModel(Protocol):
         ...
 
 
-def check_attended(shape: ModelShape, q: Array, k: Array, v: Array) -> None:
+def check_attended(shape: ModelShape, q: Array, k: Array, v: Array, heads_axis: Literal[1, 2] = 1) -> None:
     """Raises ValueError unless queries, keys and values of a model have the sizes of its `shape`."""
     for name, x, heads in (("q", q, "num_heads"), ("k", k, "num_kv_heads"), ("v", v, "num_kv_heads")):
         size = getattr(shape, heads)
-        if x.ndim != 4 or (x.shape[1], x.shape[3]) != (size, shape.head_dim):
+        if x.ndim != 4 or (x.shape[heads_axis], x.shape[3]) != (size, shape.head_dim):
+            layout = f"{size}, tokens" if heads_axis == 1 else f"tokens, {size}"
             raise ValueError(
-                f"expected {name} of shape [batch, {size}, tokens, {shape.head_dim}] in attend, with {heads} and "
+                f"expected {name} of shape [batch, {layout}, {shape.head_dim}] in attend, with {heads} and "
                 f"head_dim of ModelShape; got {list(x.shape)}"
             )
 

@@ -38,14 +38,14 @@ def import_function(where: str) -> Callable[..., Any]:
         once, also for several of its functions.
 
     Raises:
-      ValueError: another form; no such module; no such name in it (listing its functions), or one that cannot be
-        called; an error during the import (with its line).
+      ValueError: another form; no such module; no such name in it (listing its functions and classes), or one that
+        cannot be called; an error during the import (with its line).
       FileNotFoundError: no such file.
     """
     place, name, module = _located(where, "function")
     if not hasattr(module, name):
-        functions = inspect.getmembers(module, inspect.isfunction)
-        there = [own for own, function in functions if function.__module__ == module.__name__]
+        callables = inspect.getmembers(module, callable)
+        there = [own for own, found in callables if getattr(found, "__module__", None) == module.__name__]
         near = did_you_mean(name, there)
         raise ValueError(f"expected a function {name!r} in {place}; got {there}, without it{near}")
     found = getattr(module, name)

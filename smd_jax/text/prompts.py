@@ -102,7 +102,7 @@ def encode_prompts(
             )
     pad = pad_token_id(tokenizer)
     rows = [encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
-    longest, reason = (max_positions, "the model's context") if width is None else (width, "the width of the batch")
+    longest, reason = (max_positions, "the model's context") if width is None else (width, "the prompt width")
     if width is not None and (width < 1 or (max_positions is not None and width > max_positions)):
         most = "" if max_positions is None else f" to the model's context of {max_positions} tokens"
         raise ValueError(f"expected a width from 1{most}; got {width}")
@@ -112,7 +112,10 @@ def encode_prompts(
         if not row:
             raise ValueError(f"expected at least one token in every prompt; prompt {index} is empty")
         if longest is not None and len(row) > longest:
-            raise ValueError(f"expected prompts of at most {longest} tokens ({reason}); prompt {index} has {len(row)}")
+            raise ValueError(
+                f"expected prompts of at most {longest} tokens ({reason}; a chat template adds tokens); prompt {index} "
+                f"has {len(row)}"
+            )
     return pad_left(rows, max(map(len, rows)) if width is None else width, pad)
 
 

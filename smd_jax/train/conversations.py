@@ -191,15 +191,7 @@ class ConversationRollouts(Rollouts):
         """Samples a group of conversations for each row; arguments as in Rollouts."""
         began = time.perf_counter()
         environment, compaction, mesh = self.environment, self.compaction, self.placement.mesh
-        respondent = EnvironmentRespondent(
-            environment.environments,
-            self.dialogue,
-            self.tokenizer,
-            rows,
-            self.group_size,
-            self.prompt_width,
-            vocab_size=self.model.shape.vocab_size,
-        )
+        respondent = self.respondent(rows, self.group_size)
         limits = environment.conversation
         if compaction is not None:  # a context may hold all turns and a summary
             limits = replace(limits, turns=limits.turns + 1)
@@ -242,6 +234,18 @@ class ConversationRollouts(Rollouts):
         contexts = np.ones(len(endings), int) if present is None else present.reshape(len(endings), -1).sum(axis=1)
         measured = {"time/rollout": time.perf_counter() - began, **_measured(trajectory, contexts, summaries, stats)}
         return Sampled(rows, trajectory, measured, conversations, present)
+
+    def respondent(self, rows: Sequence[Row], group_size: int) -> EnvironmentRespondent:
+        """Begins `group_size` conversations about each row."""
+        return EnvironmentRespondent(
+            self.environment.environments,
+            self.dialogue,
+            self.tokenizer,
+            rows,
+            group_size,
+            self.prompt_width,
+            vocab_size=self.model.shape.vocab_size,
+        )
 
     def _add_contexts(self, conversations: Sequence[Conversation], trajectory: Trajectory, present: np.ndarray) -> None:
         """Adds the text of each context, special tokens included."""

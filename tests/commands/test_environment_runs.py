@@ -45,6 +45,14 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+def test_a_dry_run_shows_the_prompts_of_the_environment(words: list[str], tmp_path: Path, capsys):
+    main([*words, "--output-dir", str(tmp_path), "--dry-run"])
+    shown = capsys.readouterr().out
+    assert "--- prompt 2, " in shown and "<|im_start|>user\nn = " in shown
+    message = error_of([*words, "--output-dir", str(tmp_path), "--max-prompt-length", "5"], capsys)
+    assert "expected an environment that begins a conversation about each row; got, for the first 3: prompt" in message
+
+
 @pytest.mark.slow
 def test_a_run(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"

@@ -19,7 +19,7 @@ from smd_jax.corrections import TIS, Shadow
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.distill import distill_term
-from smd_jax.learner.forward import response_hidden
+from smd_jax.learner.forward import replay, response_hidden
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig, divergence, kl_divergence
@@ -187,6 +187,8 @@ def test_identity(name: str):
     lengths = np.asarray(trajectory.lengths())
     assert (lengths > minimum).all()
     assert largest_gap(trajectory) < 2e-5
+    from_host = replay(MODEL, PARAMS, jax.device_get(trajectory)).logprobs
+    assert abs(from_host - trajectory.logprobs).max(where=trajectory.response_mask, initial=0) < 2e-5
     mask, entropy = np.asarray(trajectory.response_mask), replay_jitted(MODEL, PARAMS, trajectory).entropy
     np.testing.assert_allclose(np.asarray(trajectory.entropy)[mask], np.asarray(entropy)[mask], rtol=1e-4, atol=1e-5)
     assert not np.asarray(trajectory.entropy)[~mask].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 import smd_jax as smd
 from smd_jax.message.masks import head_mask
+from smd_jax.testing import random_params, tiny_model_config
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
@@ -84,16 +86,37 @@ def test_a_wrong_number_of_attention_calls_is_refused(count):
         smd.model.apply_model(model, params, tokens, tokens, smd.dense_mask(tokens > 0))
 
 
+class WrongShape(smd.Decoder):
+    """A decoder whose shape has twice its query heads."""
+
+    @property
+    def shape(self) -> smd.model.ModelShape:
+        return dataclasses.replace(super().shape, num_heads=2 * self.config.num_heads)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_model_that_calls_attend_with_other_sizes_is_refused(chunk):
+    """Heads come before tokens in `attend`, after them in the calls of a module."""
+    model = WrongShape(tiny_model_config(num_layers=1, num_heads=2, num_kv_heads=2))
+    params, tokens = random_params(model.config, 0), jnp.ones((1, 4), int)
+    message = r"expected q of shape \[batch, 4, tokens, \d+\] in attend, with num_heads .*; got \[1, 2, "
+    prompts, config = smd.PromptBatch(tokens, tokens > 0), smd.RolloutConfig(2, 2, 2, prefill_chunk=chunk)
+    with pytest.raises(ValueError, match=message):
+        smd.rollout(model, params, prompts, jax.random.key(0), policy=smd.eviction.Knorm(), config=config)
+    with pytest.raises(ValueError, match=message):
+        smd.model.apply_model(model, params, tokens, tokens, smd.dense_mask(tokens > 0))
+
+
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_heads": 2}, r"expected q of shape \[batch, 2, tokens, 2\] in attend, with num_heads .*; got \[1, 4, "),
+        ({"num_heads": 2}, r"expected q of shape \[batch, tokens, 2, 2\] in attend, with num_heads .*; got \[1, "),
         (
             {"num_kv_heads": 4},
-            r"expected k of shape \[batch, 4, tokens, 2\] in attend, with num_kv_heads .*; got \[1, 2, ",
+            r"expected k of shape \[batch, tokens, 4, 2\] in attend, with num_kv_heads .*; got \[1, ",
         ),
-        ({"head_dim": 4}, r"expected q of shape \[batch, 4, tokens, 4\] in attend"),
+        ({"head_dim": 4}, r"expected q of shape \[batch, tokens, 4, 4\] in attend"),
         ({"vocab_size": 3}, r"expected logits of width 3, the vocab_size of ModelShape; got \[1, 5\]"),
     ],
 )

@@ -83,7 +83,8 @@ def test_schedules_count_the_steps_that_are_left_out(optimizer: optax.GradientTr
     state = init_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0))
     moments = state.opt_state
     state, _ = take_step(state, optimizer, {"w": jnp.ones(1)}, learns=jnp.bool_(False))
-    state, _ = take_step(state, optimizer, {"w": jnp.full(1, jnp.nan)})
+    state, metrics = take_step(state, optimizer, {"w": jnp.full(1, jnp.nan)})
+    assert metrics.get("learning_rate", 0.75) == 0.75
     state = skip_step(state)
     for name in ("mu", "nu"):
         assert_bitwise_equal(optax.tree.get(state.opt_state, name), optax.tree.get(moments, name))

@@ -54,7 +54,11 @@ def test_functions_of_files_and_modules(project: Path):
         (":brevity", ValueError, "expected a function as"),
         ("my_own_rewards.py:a b", ValueError, "expected a function as"),
         ("my own rewards:brevity", ValueError, "expected a function as"),
-        ("my_own_rewards.py:brief", ValueError, r"expected a function 'brief' in my_own_rewards.py; got \['brevity'\]"),
+        (
+            "my_own_rewards.py:bonus",
+            ValueError,
+            r"expected a function 'bonus' in my_own_rewards.py; got \['Bonus', 'brevity'\].*Did you mean Bonus",
+        ),
         ("my_own_rewards.py:number", ValueError, "expected a function as 'number' in .*; got int 3"),
         (
             "rewards.py:brevity",
