@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smd_jax.tasks.task import TEMPLATE_KWARGS, Prompt, Row, template_kwargs_of
+from smd_jax.tasks.text_files import FileRow
 from smd_jax.text.visible_text import one_line
 
 RowFunction = Callable[[Row], Row]
@@ -56,8 +57,12 @@ class RowFormat:
                 f"{where}: expected a column {self.prompt_column!r} with the prompt; got the columns "
                 f"{_names(columns)}; prompt_column says which one has the prompt"
             )
-        prompt = self._with_system(_checked_prompt(columns.pop(self.prompt_column), where), where)
-        values = dict(self.chat_template_kwargs) | template_kwargs_of(columns, where)
+        prompt, variables = columns.pop(self.prompt_column), template_kwargs_of(columns, where)
+        if not isinstance(raw, FileRow):
+            # In Arrow all rows have the same fields, also inside of tool calls and schemas; JSON has those it names.
+            prompt, variables = _without_none(prompt), _without_none(variables)
+        prompt = self._with_system(_checked_prompt(prompt, where), where)
+        values = dict(self.chat_template_kwargs) | variables
         return columns | {"prompt": prompt} | ({TEMPLATE_KWARGS: values} if values else {})
 
     def _mapped(self, raw: Mapping[str, Any], where: str) -> Row:
@@ -97,11 +102,26 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
             f"{where}: expected messages that the model is to answer; got a last one by the assistant: "
             f"{prompt[-1]['content']!r:.80}"
         )
-    return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+    messages = [{name: value for name, value in message.items() if value is not None} for message in prompt]
+    for message in messages:
+        message.setdefault("content", "")  # a message that only calls tools may have none
+    return messages
+
+
+def _without_none(value: Any) -> Any:
+    """Drops the fields of objects that are None, at any depth."""
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
+    return value
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, str) or content is None and bool(message.get("tool_calls"))
 
 
 def _names(row: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
@@ -41,7 +42,7 @@ def lengths_of_completions(prompts: Any, completions: Any, **columns: Any) -> li
     return [float(len(completion)) for completion in completions]
 
 
-def new_task(rows: list[Row], *, prompt_column: str = "prompt", **options: Any) -> DatasetTask:
+def new_task(rows: Any, *, prompt_column: str = "prompt", **options: Any) -> DatasetTask:
     return DatasetTask(rows, lengths_of_completions, RowFormat(prompt_column, **options))
 
 
@@ -72,6 +73,25 @@ def test_the_reward_method_of_a_subclass_grades():
 def test_messages_with_fields_that_other_rows_have():
     message = USER | {"name": None}
     assert new_task([{"prompt": [SYSTEM, message]}])[0]["prompt"] == [SYSTEM, USER]
+
+
+def test_tool_calls_and_schemas_have_only_their_own_fields(tmp_path: Path):
+    """Arrow gives the objects of all rows the same fields; JSON keeps its null."""
+    calls = [[{"function": {"name": name, "arguments": {key: 1}}}] for name, key in (("add", "x"), ("cut", "y"))]
+    schemas = [[{"name": name, "parameters": {key: {"type": "int"}}}] for name, key in (("add", "x"), ("cut", "y"))]
+    rows = list[Row]()
+    for call, schema in zip(calls, schemas, strict=True):
+        messages = [USER, {"role": "assistant", "content": None, "tool_calls": call}, USER]
+        rows.append({"prompt": messages, "chat_template_kwargs": {"tools": schema}})
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    task = new_task(load_rows(DataSource(str(tmp_path / "rows.parquet"))))
+    for row, call, schema in zip((task[0], task[1]), calls, schemas, strict=True):
+        assert row["prompt"] == [USER, {"role": "assistant", "content": "", "tool_calls": call}, USER]
+        assert row["chat_template_kwargs"] == {"tools": schema}
+    variables = {"tools": [{"default": None}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1?", "chat_template_kwargs": variables}))
+    (row,) = load_rows(DataSource(str(tmp_path / "rows.jsonl")))
+    assert new_task([row])[0]["chat_template_kwargs"] == variables
 
 
 @pytest.mark.parametrize("prompt", ["1+1?", [USER]])
