@@ -1,4 +1,4 @@
-"""Records of samplers: read, checked, replayed, and the cause of a mismatch named."""
+"""smd-certify reads, checks and replays records of samplers, and names the cause of a mismatch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LENGTHS = (12, 9, 7, 6)
 
 
 def wide_params(config, seed=0):
-    """Random parameters that are large enough for attention to matter."""
+    """Random parameters, large enough for attention to matter."""
     return jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, random_params(config, seed))
 
 
@@ -44,15 +44,15 @@ def params():
     return wide_params(CONFIG)
 
 
-def sampled(model, params, tokens, valid=None, *, key=0, policy: Any = smd.eviction.H2O(), **sizes):  # noqa: B008
-    """A rollout of these prompts; `valid`: None without padding."""
+def sample(model, params, tokens, valid=None, *, key=0, policy: Any = smd.eviction.H2O(), **sizes):  # noqa: B008
+    """Samples a rollout of these prompts; `valid`: None without padding."""
     valid = np.ones(tokens.shape, bool) if valid is None else valid
     prompts = smd.PromptBatch(jnp.asarray(tokens), jnp.asarray(valid))
     config = smd.RolloutConfig(buffer=4, **sizes)
     return smd.rollout(model, params, prompts, jax.random.key(key), policy=policy, config=config)
 
 
-def rolled_out(params, sampling=None):
+def sample_rollout(params, sampling=None):
     """Four prompts of different lengths that begin with the system message and end with the generation prompt."""
     width = max(LENGTHS)
     tokens = np.array(jax.random.randint(jax.random.key(0), (4, width), 10, 250))
@@ -61,33 +61,33 @@ def rolled_out(params, sampling=None):
         tokens[row, -2:] = FACTS.generation
     valid = np.arange(width) >= width - np.array(LENGTHS)[:, None]
     sizes = {"max_new_tokens": 32, "budget": 12, "sampling": sampling or smd.SamplingConfig()}
-    return sampled(MODEL, params, tokens, valid, key=1, policy=smd.eviction.TOVA(), **sizes)
+    return sample(MODEL, params, tokens, valid, key=1, policy=smd.eviction.TOVA(), **sizes)
 
 
 @pytest.fixture(scope="module")
 def arrays(params):
-    return arrays_of(rolled_out(params))
+    return arrays_of(sample_rollout(params))
 
 
-def checked(arrays) -> Record:
+def record_of(arrays) -> Record:
     return check_record(arrays, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
 
 
-def named(params, record, **more):
+def cause_of(params, record, **more):
     verdict = certify(Models(MODEL, params, **more), record, FACTS)
     return verdict.cause.cause if verdict.cause else None, verdict
 
 
-def sampler_under(params, arrays, conditions, temperature=1.0, model=MODEL):
-    """The record whose log-probabilities come from a replay under the conditions."""
-    record = checked(arrays)
+def record_under(params, arrays, conditions, temperature=1.0, model=MODEL):
+    """The record with log-probabilities of a replay under these conditions."""
+    record = record_of(arrays)
     columns, _ = record.response_columns
     response = np.take_along_axis(record.tokens, columns, axis=1)
     replayed = replay(model, params, conditions, columns.shape[1])
     logprobs = arrays["logprobs"].copy()
-    found = replayed.logprobs(response[..., None], [temperature])[..., 0, 0]
-    np.put_along_axis(logprobs, columns, np.asarray(found), axis=1)
-    return checked({**arrays, "logprobs": logprobs})
+    recomputed = replayed.logprobs(response[..., None], [temperature])[..., 0, 0]
+    np.put_along_axis(logprobs, columns, np.asarray(recomputed), axis=1)
+    return record_of({**arrays, "logprobs": logprobs})
 
 
 # --- verdicts
@@ -95,17 +95,17 @@ def sampler_under(params, arrays, conditions, temperature=1.0, model=MODEL):
 
 @pytest.mark.slow
 def test_a_rollout_is_one_policy(params, arrays):
-    cause, verdict = named(params, checked(arrays))
-    assert checked(arrays).has_evictions
+    cause, verdict = cause_of(params, record_of(arrays))
+    assert record_of(arrays).has_evictions
     assert verdict.is_one_policy and cause is None and verdict.kind == "rounding" and verdict.max_abs < 2e-5
 
 
 @pytest.mark.slow
-def test_recorded_support_is_one_policy(params):
-    given = arrays_of(rolled_out(params, smd.SamplingConfig(top_k=6)))
-    assert named(params, checked(given))[1].is_one_policy
-    without = {name: array for name, array in given.items() if not name.startswith("support")}
-    cause, verdict = named(params, checked(without))
+def test_top_k_is_one_policy_with_recorded_support_only(params):
+    fields = arrays_of(sample_rollout(params, smd.SamplingConfig(top_k=6)))
+    assert cause_of(params, record_of(fields))[1].is_one_policy
+    without = {name: array for name, array in fields.items() if not name.startswith("support")}
+    cause, verdict = cause_of(params, record_of(without))
     assert cause == "sampling support" and not verdict.is_one_policy
 
 
@@ -116,16 +116,16 @@ CASES = [(cause.name, number) for cause in CAUSES for number in range(2)]
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_an_injected_cause_is_named(params, arrays, name, number):
     (cause,) = (cause for cause in CAUSES if cause.name == name)
-    cases = list(cause.cases(checked(arrays), FACTS))
+    cases = list(cause.cases(record_of(arrays), FACTS))
     if number >= len(cases):
         pytest.skip("the cause has one case")
-    found, verdict = named(params, sampler_under(params, arrays, cases[number].conditions))
-    assert found == name, report.lines(verdict)
+    result, verdict = cause_of(params, record_under(params, arrays, cases[number].conditions))
+    assert result == name, report.lines(verdict)
     assert verdict.cause is not None and verdict.cause.detail == cases[number].detail
 
 
 def test_positions_of_slots_count_the_keys_of_the_first_head(arrays):
-    record = checked(arrays)
+    record = record_of(arrays)
     (case,) = CAUSES[3].cases(record, PromptFacts(bos=None))
     for evicted_at, positions in zip(record.evicted_at[:, 0, 0], case.conditions.positions, strict=True):
         visible = [sum(key <= query < end for key, end in enumerate(evicted_at)) for query in range(len(evicted_at))]
@@ -133,43 +133,44 @@ def test_positions_of_slots_count_the_keys_of_the_first_head(arrays):
 
 
 def test_other_injected_causes_are_named(params, arrays):
-    stated = Conditions.of(checked(arrays))
-    cause, verdict = named(params, sampler_under(params, arrays, stated, temperature=0.8))
+    stated = Conditions.of(record_of(arrays))
+    cause, verdict = cause_of(params, record_under(params, arrays, stated, temperature=0.8))
     assert cause == "temperature" and verdict.cause is not None and "0.8;" in verdict.cause.detail
-    assert named(params, checked({**arrays, "logprobs": np.roll(arrays["logprobs"], 1, 1)}))[0] == "tokens misaligned"
+    misaligned = record_of({**arrays, "logprobs": np.roll(arrays["logprobs"], 1, 1)})
+    assert cause_of(params, misaligned)[0] == "tokens misaligned"
     older = jax.tree.map(lambda x: 0.95 * x, params)
-    stale = sampler_under(older, arrays, stated)
-    assert named(params, stale)[0] == "stale weights"
-    cause, verdict = named(params, stale, previous=older)
+    stale = record_under(older, arrays, stated)
+    assert cause_of(params, stale)[0] == "stale weights"
+    cause, verdict = cause_of(params, stale, previous=older)
     assert cause == "stale weights" and verdict.findings[0].difference < 1e-5
     low = smd.Decoder(dataclasses.replace(CONFIG, dtype="bfloat16"))
-    rounded = sampler_under(params, arrays, stated, model=low)
-    assert named(params, rounded, other=(low, params), other_dtype="bfloat16")[0] == "dtype"
+    rounded = record_under(params, arrays, stated, model=low)
+    assert cause_of(params, rounded, other=(low, params), other_dtype="bfloat16")[0] == "dtype"
     verdict = certify(Models(low, params, (MODEL, params), "float32"), rounded, FACTS)
     assert verdict.is_one_policy and verdict.cause is None
-    # A sampler that is as far off on the other side did not compute in bfloat16.
-    own, of_low = (sampler_under(params, arrays, stated, model=model).logprobs for model in (MODEL, low))
-    mirrored = checked({**arrays, "logprobs": np.minimum(2 * own - of_low, 0)})
-    assert named(params, mirrored, other=(low, params), other_dtype="bfloat16")[0] == "stale weights"
+    # Differences of the opposite sign do not come from bfloat16.
+    own, of_low = (record_under(params, arrays, stated, model=model).logprobs for model in (MODEL, low))
+    mirrored = record_of({**arrays, "logprobs": np.minimum(2 * own - of_low, 0)})
+    assert cause_of(params, mirrored, other=(low, params), other_dtype="bfloat16")[0] == "stale weights"
 
 
-def test_evictions_that_the_record_does_not_report(params):
-    """Their first tokens agree; those of other weights do not. Padding after shorter rows is no eviction."""
+def test_unrecorded_evictions_are_named(params):
+    """First tokens agree, unlike under other weights. Padding after shorter rows is no eviction."""
     valid = np.arange(16) >= np.array([1, 0, 0, 0, 0, 0, 0, 0])[:, None]
     tokens = jax.random.randint(jax.random.key(0), valid.shape, 10, 250)
-    given = arrays_of(sampled(MODEL, params, tokens, valid, key=5, max_new_tokens=24, budget=20))
-    assert len(set(given["lengths"])) == 2 and checked(given).has_evictions
-    del given["evicted_at"]
-    assert not checked(given).has_evictions
-    cause, verdict = named(params, checked(given))
+    fields = arrays_of(sample(MODEL, params, tokens, valid, key=5, max_new_tokens=24, budget=20))
+    assert len(set(fields["lengths"])) == 2 and record_of(fields).has_evictions
+    del fields["evicted_at"]
+    assert not record_of(fields).has_evictions
+    cause, verdict = cause_of(params, record_of(fields))
     assert cause == "evictions not recorded" and verdict.cause is not None
     assert "keys may have been evicted" in verdict.cause.detail and "record evicted_at" in verdict.cause.fix
     older = jax.tree.map(lambda x: 0.95 * x, params)
-    assert named(params, sampler_under(older, given, Conditions.of(checked(given))))[0] == "stale weights"
+    assert cause_of(params, record_under(older, fields, Conditions.of(record_of(fields))))[0] == "stale weights"
 
 
-def test_first_tokens_that_cannot_tell():
-    """Other weights leave a token that is nearly certain as it was, and one token agrees by chance."""
+def test_too_few_uncertain_first_tokens_are_no_sign_of_evictions():
+    """Nearly certain tokens agree under other weights too, and a single token may agree by chance."""
     base, changed = np.log(np.array([[0.5, 0.5]] * 4)), np.log(np.array([[1.0, 2.0]] * 4))
 
     def cause(difference, first):
@@ -183,9 +184,9 @@ def test_first_tokens_that_cannot_tell():
     assert differ.cause == "stale weights" and "the first tokens have it, too" in differ.detail
 
 
-def with_top(params, arrays, rows, k=6):
-    """The first rows, cut after one response token, with the sampler's likeliest tokens."""
-    record = checked(arrays)
+def with_top_logprobs(params, arrays, rows, k=6):
+    """Arrays of the first rows, cut after one response token, with the sampler's likeliest tokens."""
+    record = record_of(arrays)
     columns, _ = record.response_columns
     replayed = replay(MODEL, params, Conditions.of(record), columns.shape[1])
     ids = np.asarray(replayed.likeliest(k)[0])
@@ -201,127 +202,127 @@ def with_top(params, arrays, rows, k=6):
 def test_top_logprobs_separate_causes(params, arrays):
     """A temperature explains the log-probability of any single token, but not those of its alternatives."""
     older = jax.tree.map(lambda x: 0.95 * x, params)
-    stale = {**arrays, "logprobs": sampler_under(older, arrays, Conditions.of(checked(arrays))).logprobs}
-    given = with_top(older, stale, rows=1)
-    without = {name: array for name, array in given.items() if not name.startswith("top")}
-    assert named(params, checked(without))[0] in ("temperature", "sampling support")
-    assert named(params, checked(given))[0] == "stale weights"
-    assert named(older, checked(given))[1].is_one_policy
+    stale = {**arrays, "logprobs": record_under(older, arrays, Conditions.of(record_of(arrays))).logprobs}
+    fields = with_top_logprobs(older, stale, rows=1)
+    without = {name: array for name, array in fields.items() if not name.startswith("top")}
+    assert cause_of(params, record_of(without))[0] in ("temperature", "sampling support")
+    assert cause_of(params, record_of(fields))[0] == "stale weights"
+    assert cause_of(older, record_of(fields))[1].is_one_policy
 
 
-MIXED = dataclasses.replace(
+MOE = dataclasses.replace(
     CONFIG, experts=Experts(count=4, per_token=2, intermediate_size=16, layers=(True, False, True))
 )
 
 
 @pytest.mark.slow
 def test_expert_routing_is_replayed(arrays):
-    """Of a model with experts in two of three layers: tokens go where the record says, not where the router would."""
-    model, params = smd.Decoder(MIXED), wide_params(MIXED)
+    """Two of three layers have experts. Tokens go to the recorded experts, not to those of the router."""
+    model, params = smd.Decoder(MOE), wide_params(MOE)
     experts = model.shape.routing
     assert experts is not None and experts.layers == (0, 2)
     shape = arrays["tokens"].shape
-    drawn = np.argsort(np.random.default_rng(0).random((*shape, 2, 4)), axis=-1)[..., :2]
-    sizes = (MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, experts)
-    record = check_record({**arrays, "routing": drawn}, *sizes)
-    theirs = sampler_under(params, arrays, Conditions.of(record), model=model).logprobs
-    recorded = check_record({**arrays, "logprobs": theirs, "routing": drawn}, *sizes)
+    routing = np.argsort(np.random.default_rng(0).random((*shape, 2, 4)), axis=-1)[..., :2]
+    sizes = (MOE.num_layers, MOE.num_kv_heads, MOE.vocab_size, experts)
+    record = check_record({**arrays, "routing": routing}, *sizes)
+    routed_logprobs = record_under(params, arrays, Conditions.of(record), model=model).logprobs
+    recorded = check_record({**arrays, "logprobs": routed_logprobs, "routing": routing}, *sizes)
     assert recorded.first_rows(2).routing is not None
     assert certify(Models(model, params), recorded, FACTS).is_one_policy
-    without = check_record({**arrays, "logprobs": theirs}, *sizes)
+    without = check_record({**arrays, "logprobs": routed_logprobs}, *sizes)
     assert not certify(Models(model, params), without, FACTS).is_one_policy
-    own = sampler_under(params, arrays, Conditions.of(checked(arrays)), model=model).logprobs
-    verdict = certify(Models(model, params), check_record({**arrays, "logprobs": own, "routing": drawn}, *sizes), FACTS)
+    own = record_under(params, arrays, Conditions.of(record_of(arrays)), model=model).logprobs
+    ignored = check_record({**arrays, "logprobs": own, "routing": routing}, *sizes)
+    verdict = certify(Models(model, params), ignored, FACTS)
     assert verdict.cause is not None and verdict.cause.cause == "expert routing"
     with pytest.raises(ValueError, match="routing: expected a model with experts; got Decoder without any"):
         certify(Models(MODEL, params), recorded)
 
 
 @pytest.mark.slow
-def test_the_arrays_of_a_rollout_have_its_experts():
-    model, params = smd.Decoder(MIXED), wide_params(MIXED)
+def test_the_arrays_of_a_rollout_include_its_routing():
+    model, params = smd.Decoder(MOE), wide_params(MOE)
     valid = np.arange(10) >= np.array([[0], [3]])
-    trajectory = sampled(model, params, jnp.arange(20).reshape(2, 10), valid, max_new_tokens=12, budget=12)
-    given = arrays_of(trajectory)
-    record = check_record(given, MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, model.shape.routing)
+    trajectory = sample(model, params, jnp.arange(20).reshape(2, 10), valid, max_new_tokens=12, budget=12)
+    fields = arrays_of(trajectory)
+    record = check_record(fields, MOE.num_layers, MOE.num_kv_heads, MOE.vocab_size, model.shape.routing)
     assert record.routing is not None and (record.routing[1, 0] == np.asarray(trajectory.routing)[1, 3]).all()
     assert certify(Models(model, params), record).is_one_policy
 
 
-def test_what_a_record_cannot_hold_is_refused(params):
-    trajectory = rolled_out(params)
+def test_rollouts_that_no_record_can_hold_are_refused(params):
+    trajectory = sample_rollout(params)
     shortest = DrawableTokens(None, min_new_tokens=4, eos_token_id=7)
     with pytest.raises(ValueError, match="expected min_new_tokens 0; got 4"):
         arrays_of(trajectory.replace(drawable=shortest))
     quant = QuantConfig(bits=4, group=4)
-    quantised = sampled(MODEL, params, jnp.arange(8)[None] + 10, max_new_tokens=4, budget=8, quant=quant)
+    quantised = sample(MODEL, params, jnp.arange(8)[None] + 10, max_new_tokens=4, budget=8, quant=quant)
     with pytest.raises(ValueError, match="expected a cache in full precision"):
         arrays_of(quantised)
 
 
 def test_bad_routing_is_refused(arrays):
-    sizes = (MIXED.num_layers, MIXED.num_kv_heads, MIXED.vocab_size, smd.Decoder(MIXED).shape.routing)
+    sizes = (MOE.num_layers, MOE.num_kv_heads, MOE.vocab_size, smd.Decoder(MOE).shape.routing)
     routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
-    for given, said in (
+    for experts, message in (
         (routing + 3, "routing: expected experts from 0 to 3; got 4 in row 0, column 0, layer 0"),
         (0 * routing, "expected different experts for a token; got 0 twice in row 0, column 0"),
         (routing[:, :, :1], r"routing: expected \(4, 44, 2, 2\), .*; got \(4, 44, 1, 2\)"),
     ):
-        with pytest.raises(ValueError, match=said):
-            check_record({**arrays, "routing": given}, *sizes)
+        with pytest.raises(ValueError, match=message):
+            check_record({**arrays, "routing": experts}, *sizes)
 
 
 def test_a_record_may_fill_the_context(params, arrays):
-    """Its longest row has 44 tokens; columns that causes fill may exceed the context."""
+    """The longest row has 44 tokens; causes may add columns beyond the context."""
     fitting, small = (smd.Decoder(dataclasses.replace(CONFIG, max_positions=most)) for most in (44, 43))
-    assert certify(Models(fitting, params), checked(arrays), FACTS).is_one_policy
+    assert certify(Models(fitting, params), record_of(arrays), FACTS).is_one_policy
     with pytest.raises(ValueError, match=r"rows of at most 43 tokens \(the model's context\); got 44"):
-        certify(Models(small, params), checked(arrays), FACTS)
+        certify(Models(small, params), record_of(arrays), FACTS)
 
 
-def test_a_cause_may_fill_many_columns(params):
-    """Prompts whose lengths differ by 56 tokens, and a system message of 60."""
+def test_causes_may_add_many_columns(params):
+    """Prompt lengths differ by 56 tokens; the system message has 60."""
     tokens = np.random.default_rng(0).integers(10, 250, (2, 72))
-    given = {"tokens": tokens, "prompt_lengths": np.array([60, 4]), "lengths": np.array([72, 16])}
-    given["logprobs"] = np.full((2, 72), -1.0, np.float32)
+    fields = {"tokens": tokens, "prompt_lengths": np.array([60, 4]), "lengths": np.array([72, 16])}
+    fields["logprobs"] = np.full((2, 72), -1.0, np.float32)
     (padding,) = (cause for cause in CAUSES if cause.name == "padding attended")
-    case = next(padding.cases(checked(given), FACTS))
-    cause, verdict = named(params, sampler_under(params, given, case.conditions))
+    case = next(padding.cases(record_of(fields), FACTS))
+    cause, verdict = cause_of(params, record_under(params, fields, case.conditions))
     assert cause == "padding attended", report.lines(verdict)
     facts = PromptFacts(bos=1, system=tuple(range(10, 70)))
-    cases = [case for cause in CAUSES for case in cause.cases(checked(given), facts)]
+    cases = [case for cause in CAUSES for case in cause.cases(record_of(fields), facts)]
     assert {case.conditions.tokens.shape for case in cases} == {(2, 72 + 60)}, "one compiled program"
     (system,) = (case for case in cases if "template's system message" in case.detail)
     np.testing.assert_array_equal(system.conditions.tokens[0], [*facts.system, *tokens[0]])
 
 
 @pytest.mark.parametrize(
-    ("layers", "order", "said"),
+    ("layers", "order", "message"),
     [
         (2, [0, 2, 1, 3], "the KV heads came interleaved, as 2 tensor-parallel devices hold them"),
         (1, [2, 1, 0, 3], "the KV heads 0 and 2 were swapped"),
     ],
 )
-def test_kv_heads_in_another_order_are_found(layers, order, said):
+def test_kv_heads_in_another_order_are_found(layers, order, message):
     config = tiny_model_config(num_layers=layers, num_heads=4, num_kv_heads=4)
     model, params = smd.Decoder(config), wide_params(config)
     tokens = jax.random.randint(jax.random.key(0), (8, 12), 10, 250)
-    given = arrays_of(sampled(model, params, tokens, max_new_tokens=16, budget=8))
-    given["evicted_at"] = given["evicted_at"][:, :, order]
-    verdict = certify(Models(model, params), check_record(given, layers, 4, config.vocab_size))
+    fields = arrays_of(sample(model, params, tokens, max_new_tokens=16, budget=8))
+    fields["evicted_at"] = fields["evicted_at"][:, :, order]
+    verdict = certify(Models(model, params), check_record(fields, layers, 4, config.vocab_size))
     assert verdict.cause is not None and verdict.cause.cause == "layers or heads swapped"
-    assert said in verdict.cause.detail and verdict.cause.difference < verdict.tolerance
+    assert message in verdict.cause.detail and verdict.cause.difference < verdict.tolerance
 
 
 def test_two_swapped_layers_are_found(params, arrays):
     swapped = arrays["evicted_at"][:, [0, 2, 1]]
-    cause, verdict = named(params, checked({**arrays, "evicted_at": swapped}))
+    cause, verdict = cause_of(params, record_of({**arrays, "evicted_at": swapped}))
     assert cause == "layers or heads swapped"
     assert verdict.cause is not None and "layers 1 and 2 were swapped" in verdict.cause.detail
 
 
-def broken_at(params, token):
-    """The parameters with NaN as one token's embedding."""
+def with_nan_embedding(params, token):
     embedding = params["embed"]["embedding"].at[token].set(jnp.nan)
     return {**params, "embed": {"embedding": embedding}}
 
@@ -330,14 +331,14 @@ UNTIED = smd.Decoder(tiny_model_config(num_layers=1, tie_embeddings=False))
 
 
 def test_a_learner_that_gives_nan_is_refused():
-    """Its other rows agree, but a record of which a part was not compared is not certified."""
+    """Only one row has NaN, but a record is certified as a whole."""
     params = random_params(UNTIED.config)
     tokens, shape = jnp.arange(24).reshape(3, 8) + 1, UNTIED.shape
-    given = arrays_of(sampled(UNTIED, params, tokens, max_new_tokens=8, budget=32))
-    unused = next(token for token in range(1, shape.vocab_size) if token not in given["tokens"])
-    given["tokens"][2, 3] = unused
-    record = check_record(given, shape.num_layers, shape.num_kv_heads, shape.vocab_size)
-    broken = broken_at(params, unused)
+    fields = arrays_of(sample(UNTIED, params, tokens, max_new_tokens=8, budget=32))
+    unused = next(token for token in range(1, shape.vocab_size) if token not in fields["tokens"])
+    fields["tokens"][2, 3] = unused
+    record = check_record(fields, shape.num_layers, shape.num_kv_heads, shape.vocab_size)
+    broken = with_nan_embedding(params, unused)
     with pytest.raises(ValueError, match="the learner; got NaN for 8 of 24 response tokens, the first in row 2, .* 0$"):
         certify(Models(UNTIED, broken), record)
     with pytest.raises(ValueError, match="from the previous weights; got NaN for 8 of 24"):
@@ -346,9 +347,8 @@ def test_a_learner_that_gives_nan_is_refused():
         certify(Models(UNTIED, params, (UNTIED, broken), "bfloat16"), record)
 
 
-def test_conditions_that_give_nan_explain_nothing(params, arrays):
-    """Nor do they for the tokens that they leave."""
-    replays = verdict._Replays(Models(MODEL, params), checked(arrays), FACTS)
+def test_nan_under_a_condition_counts_as_the_largest_difference(params, arrays):
+    replays = verdict._Replays(Models(MODEL, params), record_of(arrays), FACTS)
     replayed = replays.under(replays.stated)
     share = 1 / replays.inside.sum()
     assert replays.gaps(replayed, [1.0])[0] < 1e-5
@@ -356,22 +356,22 @@ def test_conditions_that_give_nan_explain_nothing(params, arrays):
     assert replays.gaps(broken, [1.0])[0] == pytest.approx(share * verdict.MOST_DIFFERENT, rel=1e-3)
 
 
-def test_no_logits_of_all_responses(params, arrays, monkeypatch: pytest.MonkeyPatch):
-    """Blocks of a few columns give the numbers of one block, and no array has the size of all logits."""
-    record = checked(arrays)
+def test_logits_are_computed_in_blocks(params, arrays, monkeypatch: pytest.MonkeyPatch):
+    """Blocks of a few columns give the results of one block, and no array has the size of all logits."""
+    record = record_of(arrays)
     columns, _ = record.response_columns
     ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (*columns.shape, 3), np.int32)
     support = np.concatenate([ids, np.full_like(ids, -1)], axis=-1)
     replayed = replay(MODEL, params, Conditions.of(record), columns.shape[1])
     programs: tuple[Any, ...] = (Replayed.logprobs, Replayed.likeliest)
 
-    def answers():
-        for program in programs:  # compiled programs know nothing of the constant
+    def compute():
+        for program in programs:  # compiled programs do not read the changed constant
             program.clear_cache()
         over_all, over_support = (replayed.logprobs(ids, [0.5, 1.0, 2.0], sets) for sets in (None, support))
         return over_all, over_support, *replayed.likeliest(5, 0.7)
 
-    def largest() -> int:
+    def largest_array() -> int:
         texts = [
             programs[0].lower(replayed, ids, [0.5, 1.0, 2.0], support).as_text(),
             programs[1].lower(replayed, 5, 0.7).as_text(),
@@ -379,51 +379,50 @@ def test_no_logits_of_all_responses(params, arrays, monkeypatch: pytest.MonkeyPa
         shapes = [shape for text in texts for shape in re.findall(r"tensor<([\dx]+)x[fi]\d+>", text)]
         return max(int(np.prod([int(side) for side in shape.split("x")])) for shape in shapes)
 
-    whole, logits = answers(), columns.size * CONFIG.vocab_size
-    assert largest() >= logits
-    monkeypatch.setattr(blocks, "LOGIT_BYTES", logits)  # of four bytes each: a quarter of the columns
-    by_blocks = answers()
-    assert largest() <= logits // 4
+    in_one_block, logits = compute(), columns.size * CONFIG.vocab_size
+    assert largest_array() >= logits
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", logits)  # float32, so a block has a quarter of the columns
+    by_blocks = compute()
+    assert largest_array() <= logits // 4
     monkeypatch.undo()
-    for one, other in zip(whole, by_blocks, strict=True):
+    for one, other in zip(in_one_block, by_blocks, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
     for program in programs:
         program.clear_cache()
 
 
-def test_numbers_of_a_verdict():
-    """By hand."""
+def test_statistics_of_a_verdict_by_hand():
     difference = np.array([[0.1, -0.1, 0.4], [0.2, 0.2, np.nan]])
-    found = verdict.Verdict(difference, 1e-4, None, ())
-    assert found.mean_abs == pytest.approx(0.2) and found.max_abs == pytest.approx(0.4)
-    assert found.bias == pytest.approx((0.16, np.std([0.1, -0.1, 0.4, 0.2, 0.2]) / 5**0.5))
-    assert found.growth == pytest.approx((0.15, 0.4)) and found.kind == "bias"
+    result = verdict.Verdict(difference, 1e-4, None, ())
+    assert result.mean_abs == pytest.approx(0.2) and result.max_abs == pytest.approx(0.4)
+    assert result.bias == pytest.approx((0.16, np.std([0.1, -0.1, 0.4, 0.2, 0.2]) / 5**0.5))
+    assert result.growth == pytest.approx((0.15, 0.4)) and result.kind == "bias"
 
 
 # --- the record
 
 
-def test_evicted_at_and_kept_are_the_same(arrays):
+def test_evicted_at_and_kept_give_the_same_record(arrays):
     """A row of five tokens by hand: after query 2, keys 0 and 2 are left."""
     tokens = np.array([[5, 6, 7, 8, 9]])
-    given = {"tokens": tokens, "prompt_lengths": np.array([2]), "lengths": np.array([5])}
-    given["logprobs"] = np.full((1, 5), -1.0, np.float32)
+    fields = {"tokens": tokens, "prompt_lengths": np.array([2]), "lengths": np.array([5])}
+    fields["logprobs"] = np.full((1, 5), -1.0, np.float32)
     kept = {"kept_after": np.array([[2, -1]]), "kept": np.full((1, 2, 3, 2, 2), -1)}
     kept["kept"][0, 0] = [0, 2]
     evicted_at = np.full((1, 1, 1, 5), 99)
     evicted_at[..., 1] = 3
-    one, other = checked({**given, **kept}), checked({**given, "evicted_at": evicted_at})
+    one, other = record_of({**fields, **kept}), record_of({**fields, "evicted_at": evicted_at})
     expected = [NEVER, 3, NEVER, NEVER, NEVER]
     assert (one.evicted_at == expected).all() and (other.evicted_at == expected).all()
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_a_file_comes_back(arrays, tmp_path: Path, suffix):
+def test_record_files_round_trip(arrays, tmp_path: Path, suffix):
     path = tmp_path / f"rollout{suffix}"
     save_record(path, arrays)
     record = load_record(path, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
     for field in dataclasses.fields(Record):
-        np.testing.assert_array_equal(getattr(record, field.name), getattr(checked(arrays), field.name))
+        np.testing.assert_array_equal(getattr(record, field.name), getattr(record_of(arrays), field.name))
     with pytest.raises(FileExistsError, match="expected no file at"):
         save_record(path, arrays)
 
@@ -441,18 +440,18 @@ def test_a_file_that_is_no_record(arrays, tmp_path: Path):
     with pytest.raises(ValueError, match="got .*: an array of Python objects$"):
         load_record(path, *sizes)
     np.savez_compressed(path, **arrays)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     # The name of the first array, 20 bytes of sizes, its compressed bytes. No block of deflate begins with 0xFF.
-    block = whole.index(b".npy") + len(b".npy") + 20
-    kind = whole.index(b"PK\x01\x02") + 10  # the compression, in the directory at the end
-    for at, value in ((block, 0xFF), (kind, 99)):
-        path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+    block = content.index(b".npy") + len(b".npy") + 20
+    compression = content.index(b"PK\x01\x02") + 10  # in the directory at the end
+    for at, value in ((block, 0xFF), (compression, 99)):
+        path.write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
         with pytest.raises(ValueError, match="expected a readable record; got"):
             load_record(path, *sizes)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"lengths": None, "length": np.array([5])}, "lengths missing"),
         ({"reward": np.zeros(4)}, "got reward"),
@@ -463,11 +462,11 @@ def test_a_file_that_is_no_record(arrays, tmp_path: Path):
         ({"routing": np.zeros((4, 44), int)}, "routing: expected"),
     ],
 )
-def test_a_bad_record_is_not_written(arrays, tmp_path: Path, changed, said):
-    given = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
+def test_a_bad_record_is_not_written(arrays, tmp_path: Path, changed, message):
+    fields = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
     path = tmp_path / "rollout.npz"
-    with pytest.raises(ValueError, match=said):
-        save_record(path, given)
+    with pytest.raises(ValueError, match=message):
+        save_record(path, fields)
     assert not path.exists()
 
 
@@ -483,7 +482,7 @@ def top_arrays(ids, logprob):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"tokens": None}, "tokens missing"),
         ({"masks": np.zeros(1, int)}, "got masks"),
@@ -493,7 +492,7 @@ def top_arrays(ids, logprob):
         ({"positions": np.full((4, 44), 2**33)}, "positions: expected numbers from 0 to .*; got 8589934592 in row 0"),
         ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
         ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
-        # A record that can be certified can be trained on, see `Trajectory.from_records`.
+        # `Trajectory.from_records` has the same limit: a certified record can be trained on.
         ({"logprobs": np.full((4, 44), 5e-4)}, "logprobs: expected finite numbers <= 0; got 0.0005"),
         ({"tokens": np.full((4, 44), 264)}, "below 264, .*; got 264 in row 0, column 0. Was the record made with"),
         ({"lengths": np.array([12, 9, 7, 6])}, "expected 1 <= prompt_lengths < lengths <= 44"),
@@ -510,37 +509,37 @@ def top_arrays(ids, logprob):
         ({"support_ids": np.zeros(3, int), "support_offsets": np.arange(4)}, "expected 129 rising offsets from 0 to 3"),
     ],
 )
-def test_a_bad_record_is_refused(arrays, changed, said):
-    given = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
-    with pytest.raises(ValueError, match=said):
-        checked(given)
+def test_a_bad_record_is_refused(arrays, changed, message):
+    fields = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
+    with pytest.raises(ValueError, match=message):
+        record_of(fields)
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.uint32, np.int64, np.uint64])
-def test_whole_numbers_of_any_dtype(arrays, dtype):
-    """Unsigned ones cannot hold -1, with which padding is marked."""
+def test_integers_of_any_dtype(arrays, dtype):
+    """Unsigned dtypes cannot hold -1, which marks padding."""
     largest = min(np.iinfo(dtype).max, int(NEVER))
-    given = {**arrays, "evicted_at": np.minimum(arrays["evicted_at"], largest), **top_arrays([5, 6], -1.0)}
-    given = {name: x if x.dtype.kind == "f" else x.astype(dtype) for name, x in given.items() if x is not None}
-    expected, found = (checked(each) for each in ({**arrays, **top_arrays([5, 6], -1.0)}, given))
-    jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(found), dataclasses.asdict(expected))
+    fields = {**arrays, "evicted_at": np.minimum(arrays["evicted_at"], largest), **top_arrays([5, 6], -1.0)}
+    fields = {name: x if x.dtype.kind == "f" else x.astype(dtype) for name, x in fields.items() if x is not None}
+    expected, converted = (record_of(each) for each in ({**arrays, **top_arrays([5, 6], -1.0)}, fields))
+    jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(converted), dataclasses.asdict(expected))
 
 
 def test_positions_beyond_the_context_are_refused(params, arrays):
     far = np.broadcast_to(np.arange(44) + MODEL.shape.max_positions - 5, (4, 44))
     with pytest.raises(ValueError, match="positions: expected numbers below .*the model's context"):
-        named(params, checked({**arrays, "positions": far}))
+        cause_of(params, record_of({**arrays, "positions": far}))
 
 
 def test_a_key_that_comes_back_is_refused(arrays):
     kept = np.tile(np.arange(3), (4, 2, 3, 2, 1))
     kept[:, 0] += 1  # keys 1, 2, 3 first, then 0, 1, 2
-    given = {name: array for name, array in arrays.items() if name != "evicted_at"}
+    fields = {name: array for name, array in arrays.items() if name != "evicted_at"}
     with pytest.raises(ValueError, match="row 0, compression 1"):
-        checked({**given, "kept": kept, "kept_after": np.tile([5, 9], (4, 1))})
+        record_of({**fields, "kept": kept, "kept_after": np.tile([5, 9], (4, 1))})
 
 
-def test_what_a_tokenizer_says():
+def test_prompt_facts_of_tokenizers():
     facts = prompt_facts(byte_tokenizer())
     assert len(facts.generation) > 0
     assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
@@ -550,7 +549,7 @@ def test_what_a_tokenizer_says():
 
 
 def test_a_chat_template_is_rendered_in_a_limited_process(monkeypatch: pytest.MonkeyPatch):
-    """Not in this one: a record may come with a foreign tokenizer."""
+    """A record may come with an untrusted tokenizer."""
     tokenizer = byte_tokenizer()
     expected = prompt_facts(tokenizer)
     monkeypatch.setattr(type(tokenizer), "apply_chat_template", None)
@@ -567,13 +566,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_exit_status_and_reports_of_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     params = smd.load_checkpoint(directory)[1]
-    save_record(tmp_path / "good.npz", arrays_of(rolled_out(params)))
+    save_record(tmp_path / "good.npz", arrays_of(sample_rollout(params)))
     main([str(tmp_path / "good.npz"), "--model", str(directory), "--out", str(tmp_path / "good.json")])
     assert "one policy" in capsys.readouterr().out
     assert json.loads((tmp_path / "good.json").read_text(encoding="utf-8"))["one_policy"] is True
-    bad = arrays_of(rolled_out(params))
+    bad = arrays_of(sample_rollout(params))
     bad["logprobs"] = np.roll(bad["logprobs"], 1, 1)
     save_record(tmp_path / "bad.npz", bad)
     with pytest.raises(SystemExit) as stopped:

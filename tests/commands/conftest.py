@@ -1,4 +1,4 @@
-"""A model and the words of a small run, shared by the tests of the commands."""
+"""A tiny model and the arguments of a small run, shared by the tests of the commands."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from smd_jax.testing import tiny_model_config, write_random_checkpoint
 
-SORT = ["--dataset", "reasoning_gym:distractor_sort", "--dataset-parameters", "num_digits=3", "num_distractors=4"]
-SMALL = ["--num-prompts", "2", "--num-generations", "4", "--max-completion-length", "5", "--budget", "12"]
-SMALL += ["--buffer", "2", "--eviction", "h2o", "--dataset-size", "20", "--max-steps", "1"]
-SMALL += ["--reward-timeout", "None"]  # no process for the reward, which takes seconds to start
+SORT_ARGV = ["--dataset", "reasoning_gym:distractor_sort", "--dataset-parameters", "num_digits=3", "num_distractors=4"]
+SMALL_RUN = ["--num-prompts", "2", "--num-generations", "4", "--max-completion-length", "5", "--budget", "12"]
+SMALL_RUN += ["--buffer", "2", "--eviction", "h2o", "--dataset-size", "20", "--max-steps", "1"]
+SMALL_RUN += ["--reward-timeout", "None"]  # a reward process takes seconds to start
 
-Words = Callable[..., list[str]]
+MakeArgv = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train_words(model: Path, tmp_path: Path) -> Words:
-    """The words of a small run in the folder `run`, and more."""
+def train_argv(model: Path, tmp_path: Path) -> MakeArgv:
+    """Makes the arguments of a small run in the folder `run`, followed by `flags`."""
 
-    def words(*more: str, algorithm: str = "grpo") -> list[str]:
-        return [algorithm, "--model", str(model), *SORT, *SMALL, "--output-dir", str(tmp_path / "run"), *more]
+    def make_argv(*flags: str, algorithm: str = "grpo") -> list[str]:
+        return [algorithm, "--model", str(model), *SORT_ARGV, *SMALL_RUN, "--output-dir", str(tmp_path / "run"), *flags]
 
-    return words
+    return make_argv

@@ -1,8 +1,7 @@
-"""Several fields of a configuration at once: it is refused by an error that names one of them, or it works.
+"""Random combinations of config fields: each raises an error that names one of them, or traces.
 
-What is taken is traced: a rollout, what the learner makes of it, and an update, in shapes alone. Nothing is compiled.
-100 cases by default, always the same; HYPOTHESIS_PERCENT=1000 draws ten times as many. Single fields, files and texts,
-3,500 cases: `test_properties.py`.
+A rollout, the learner's batch and an update are traced with shapes only; nothing is compiled. 100 cases by default,
+always the same; HYPOTHESIS_PERCENT=1000 draws ten times as many. Single fields, files and texts: `test_properties.py`.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ from tests.drawn_cases import SLOW, cases, without_jaxtyping  # noqa: F401 - a f
 Fields = dict[str, st.SearchStrategy[Any]]
 
 
-# One layer: half of the time goes to tracing them.
+# One layer: tracing layers takes half of the time.
 MODEL = Decoder(tiny_model_config(num_layers=1, max_positions=32))
 TOKENIZER = byte_tokenizer(chat=False)
 TASK = DatasetTask([{"prompt": "3 1 2"}, {"prompt": "2 1"}], lambda completions: [0.0 for _ in completions])
 STEPS = 3
 
 
-def several(*common: Any, rare: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
-    """One of the values; the rare ones, which few configurations or none can have, a third as often as the others."""
+def weighted(*common: Any, rare: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """Samples one of the values; the rare ones, valid in few configs or none, a third as often."""
     return st.sampled_from([*common * 3, *rare])
 
 
@@ -99,87 +98,87 @@ MODELS = {
     "bfloat16": Decoder(dataclasses.replace(MODEL.config, dtype="bfloat16", num_heads=2, num_kv_heads=1)),
 }
 
-LOOP: Fields = {
-    "prompts_per_step": several(1, 2, 4, rare=(3, 0)),
-    "group_size": several(2, 4, rare=(1, 3)),
-    "prompt_width": several(4, 9, rare=(1, 27, 60)),
+LOOP_FIELDS: Fields = {
+    "prompts_per_step": weighted(1, 2, 4, rare=(3, 0)),
+    "group_size": weighted(2, 4, rare=(1, 3)),
+    "prompt_width": weighted(4, 9, rare=(1, 27, 60)),
     "policy": st.sampled_from(POLICIES),
-    "decode_rows": several(None, 1, 3, rare=(0,)),
-    "prefill_rows": several(1, 8, rare=(0,)),
-    "stop_strings": several((), ("a",), rare=(("", "b"),)),
-    "minibatches": several(1, 2, rare=(4, 0)),
-    "num_iterations": several(1, 2),
-    "update_widths": several(1, 4, rare=(50,)),
-    "seed": several(0, 7, rare=(-1,)),
-    "rollout.max_new_tokens": several(1, 6, 8, rare=(0, 29)),
-    "rollout.budget": several(4, 6, 40, rare=(1, 2)),
-    "rollout.buffer": several(1, 2, 4, 9),
-    "rollout.eos_token_id": several(None, 5, 258, rare=(264, -1)),
-    "rollout.pad_token_id": several(0, 256, rare=(400, -2)),
-    "rollout.min_new_tokens": several(0, 2, rare=(7,)),
-    "rollout.prefill_chunk": several(None, 1, 3, 20),
+    "decode_rows": weighted(None, 1, 3, rare=(0,)),
+    "prefill_rows": weighted(1, 8, rare=(0,)),
+    "stop_strings": weighted((), ("a",), rare=(("", "b"),)),
+    "minibatches": weighted(1, 2, rare=(4, 0)),
+    "num_iterations": weighted(1, 2),
+    "update_widths": weighted(1, 4, rare=(50,)),
+    "seed": weighted(0, 7, rare=(-1,)),
+    "rollout.max_new_tokens": weighted(1, 6, 8, rare=(0, 29)),
+    "rollout.budget": weighted(4, 6, 40, rare=(1, 2)),
+    "rollout.buffer": weighted(1, 2, 4, 9),
+    "rollout.eos_token_id": weighted(None, 5, 258, rare=(264, -1)),
+    "rollout.pad_token_id": weighted(0, 256, rare=(400, -2)),
+    "rollout.min_new_tokens": weighted(0, 2, rare=(7,)),
+    "rollout.prefill_chunk": weighted(None, 1, 3, 20),
     "rollout.quant": st.sampled_from([None, *QUANTS]),
-    "rollout.sampling.temperature": several(1.0, 0.7, rare=(0.0,)),
-    "rollout.sampling.top_k": several(0, 3, 500),
-    "rollout.sampling.top_p": several(1.0, 0.9),
-    "rollout.sampling.min_p": several(0.0, 0.1, rare=(1.0,)),
+    "rollout.sampling.temperature": weighted(1.0, 0.7, rare=(0.0,)),
+    "rollout.sampling.top_k": weighted(0, 3, 500),
+    "rollout.sampling.top_p": weighted(1.0, 0.9),
+    "rollout.sampling.min_p": weighted(0.0, 0.1, rare=(1.0,)),
 }
-OF_UPDATE: Fields = {
-    "update.visibility": several("shadow", "dense"),
-    "update.policy_coef": several(1.0, 0.5, rare=(0.0,)),
-    "update.entropy_coef": several(0.0, 0.1),
-    "update.top_entropy_quantile": several(1.0, 0.2),
-    "update.eviction_coef": several(0.0, 1.0),
+UPDATE_FIELDS: Fields = {
+    "update.visibility": weighted("shadow", "dense"),
+    "update.policy_coef": weighted(1.0, 0.5, rare=(0.0,)),
+    "update.entropy_coef": weighted(0.0, 0.1),
+    "update.top_entropy_quantile": weighted(1.0, 0.2),
+    "update.eviction_coef": weighted(0.0, 1.0),
     "update.correction": st.sampled_from(CORRECTIONS),
     "update.distill": st.sampled_from([None, *DISTILLS]),
     "update.dense_learner": st.sampled_from([None, *(DenseLearner(0.5, x) for x in CORRECTIONS[1:])]),
     "update.kl_in_reward": st.booleans(),
-    "update.reference_sync": several(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
+    "update.reference_sync": weighted(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
     "update.mask_truncated_completions": st.booleans(),
-    "update.microbatch_size": several(None, 1, 2, 4, rare=(3, 0)),
-    "update.pack_columns": several(None, 17, 24, rare=(2, 90)),
-    "update.rows_per_prompt": several(1, 2, rare=(3, 4, 0)),
+    "update.microbatch_size": weighted(None, 1, 2, 4, rare=(3, 0)),
+    "update.pack_columns": weighted(None, 17, 24, rare=(2, 90)),
+    "update.rows_per_prompt": weighted(1, 2, rare=(3, 4, 0)),
     "update.loss.weighting": st.sampled_from([SequenceMean(), FixedLength(), FixedLength(9)]),
     "update.loss.surrogate": st.sampled_from([Clip(), Clip(0.1, 0.3, 3.0), ClipWeight(), SoftGate()]),
-    "update.loss.ratio_level": several("token", "geometric", rare=("sequence",)),
-    "update.loss.beta": several(0.0, 0.1),
-    "update.loss.kl_estimator": several("k3", "k1", rare=("k2",)),
+    "update.loss.ratio_level": weighted("token", "geometric", rare=("sequence",)),
+    "update.loss.beta": weighted(0.0, 0.1),
+    "update.loss.kl_estimator": weighted("k3", "k1", rare=("k2",)),
     "update.loss.use_bias_correction_kl": st.booleans(),
 }
-OF_GRPO: Fields = {
-    "advantages": several("group_relative", "leave_one_out"),
-    "scale_rewards": several("group", "batch", "none"),
-    "dynamic_sampling": several(None, 0, 2, rare=(-1,)),
-    "rollouts_ahead": several(0, 1, rare=(2,)),
+GRPO_FIELDS: Fields = {
+    "advantages": weighted("group_relative", "leave_one_out"),
+    "scale_rewards": weighted("group", "batch", "none"),
+    "dynamic_sampling": weighted(None, 0, 2, rare=(-1,)),
+    "rollouts_ahead": weighted(0, 1, rare=(2,)),
 }
-OF_PPO: Fields = {
-    "gamma": several(1.0, 0.0, rare=(1.5,)),
-    "lam": several(0.95, 1.0, rare=(-1.0,)),
+PPO_FIELDS: Fields = {
+    "gamma": weighted(1.0, 0.0, rare=(1.5,)),
+    "lam": weighted(0.95, 1.0, rare=(-1.0,)),
     "whiten_advantages": st.booleans(),
-    "update.value": several(ValueConfig(), ValueConfig(coef=1.0, clip_range=None), rare=(None,)),
+    "update.value": weighted(ValueConfig(), ValueConfig(coef=1.0, clip_range=None), rare=(None,)),
 }
-OF_DPO: Fields = {
-    "missing_eos_penalty": several(None, 1.0, rare=(0.0,)),
-    "update.visibility": several("shadow", "dense"),
+DPO_FIELDS: Fields = {
+    "missing_eos_penalty": weighted(None, 1.0, rare=(0.0,)),
+    "update.visibility": weighted("shadow", "dense"),
     "update.loss": st.sampled_from([DPOConfig(), DPOConfig(beta=0.5, loss_type="ipo")]),
     "update.correction": st.sampled_from(CORRECTIONS),
-    "update.microbatch_size": several(None, 1, 2, rare=(3, 0)),
-    "update.reference_sync": several(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
+    "update.microbatch_size": weighted(None, 1, 2, rare=(3, 0)),
+    "update.reference_sync": weighted(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
 }
-OF_OPTIMIZER: Fields = {
-    "optimizer.optim": several("adamw", "adafactor"),
-    "optimizer.lr_scheduler_type": several("constant", "linear", "cosine"),
-    "optimizer.warmup_steps": several(0, 1, 0.5, rare=(40, 1.5)),
-    "optimizer.min_lr_rate": several(0.0, 0.1),
-    "optimizer.weight_decay": several(0.0, 0.1),
-    "optimizer.momentum_dtype": several("float32", "bfloat16"),
-    "optimizer.max_grad_norm": several(None, 1.0),
-    "optimizer.gate_speed": several(None, 10.0),
+OPTIMIZER_FIELDS: Fields = {
+    "optimizer.optim": weighted("adamw", "adafactor"),
+    "optimizer.lr_scheduler_type": weighted("constant", "linear", "cosine"),
+    "optimizer.warmup_steps": weighted(0, 1, 0.5, rare=(40, 1.5)),
+    "optimizer.min_lr_rate": weighted(0.0, 0.1),
+    "optimizer.weight_decay": weighted(0.0, 0.1),
+    "optimizer.momentum_dtype": weighted("float32", "bfloat16"),
+    "optimizer.max_grad_norm": weighted(None, 1.0),
+    "optimizer.gate_speed": weighted(None, 10.0),
 }
-AROUND: Fields = {
-    "mesh": several((1, 1, 1), rare=((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (4, 1, 1), (1, 1, 1, 2))),
-    "model": several("plain", "windows", "bfloat16"),
-    "lora": several(None, LoraConfig(rank=2), LoraConfig(rank=2, targets=("q_proj",), rank_stabilised=True)),
+SETUP_FIELDS: Fields = {
+    "mesh": weighted((1, 1, 1), rare=((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (4, 1, 1), (1, 1, 1, 2))),
+    "model": weighted("plain", "windows", "bfloat16"),
+    "lora": weighted(None, LoraConfig(rank=2), LoraConfig(rank=2, targets=("q_proj",), rank_stabilised=True)),
     "gate": st.booleans(),
     "reference": st.booleans(),
 }
@@ -187,25 +186,25 @@ BASE: dict[str, Any] = {
     **{"prompts_per_step": 2, "group_size": 4, "prompt_width": 9},
     **{"policy": policies.H2O(), "rollout": RolloutConfig(8, 6, 2)},
 }
-LOOPS: dict[str, tuple[Any, type, Fields]] = {
-    "grpo": (GRPOConfig(**BASE), GRPOLoop, LOOP | OF_UPDATE | OF_GRPO),
-    "ppo": (PPOConfig(**BASE, update=UpdateConfig(value=ValueConfig())), PPOLoop, LOOP | OF_UPDATE | OF_PPO),
-    "dpo": (OnlineDPOConfig(**BASE), OnlineDPOLoop, LOOP | OF_DPO),
+SHARED_FIELDS = LOOP_FIELDS | UPDATE_FIELDS
+ALGORITHMS: dict[str, tuple[Any, type, Fields]] = {
+    "grpo": (GRPOConfig(**BASE), GRPOLoop, SHARED_FIELDS | GRPO_FIELDS),
+    "ppo": (PPOConfig(**BASE, update=UpdateConfig(value=ValueConfig())), PPOLoop, SHARED_FIELDS | PPO_FIELDS),
+    "dpo": (OnlineDPOConfig(**BASE), OnlineDPOLoop, LOOP_FIELDS | DPO_FIELDS),
 }
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """An algorithm, and values for two to seven fields of its configuration and of what is around it."""
+    """An algorithm, and values for two to seven fields of its config and setup."""
     name = draw(st.sampled_from(["grpo", "grpo", "ppo", "dpo"]))
-    fields = LOOPS[name][2] | OF_OPTIMIZER | AROUND
+    fields = ALGORITHMS[name][2] | OPTIMIZER_FIELDS | SETUP_FIELDS
     paths = draw(st.lists(st.sampled_from(sorted(fields)), min_size=2, max_size=7, unique=True))
     return name, {path: draw(fields[path]) for path in paths}
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """The configuration with these values in the place of its own, `rollout.budget` inside of `rollout`; all at once,
-    so that no other configuration is made on the way."""
+    """Replaces fields by their paths, such as `rollout.budget`, all at once: no intermediate config is built."""
     inner = dict[str, dict[str, Any]]()
     own = dict[str, Any]()
     for path, value in values.items():
@@ -219,10 +218,10 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 @functools.cache
-def shapes_of_params(model: str, lora: LoraConfig | None, gate: bool, critic: bool) -> Any:
+def param_shapes(model: str, lora: LoraConfig | None, gate: bool, critic: bool) -> Any:
     config = MODELS[model].config
 
-    def made() -> Any:
+    def build() -> Any:
         params = random_params(config)
         if gate:
             params = add_gate(
@@ -236,47 +235,46 @@ def shapes_of_params(model: str, lora: LoraConfig | None, gate: bool, critic: bo
             params = add_value_head(params, config)
         return params if lora is None else add_lora(params, lora, jax.random.key(0))
 
-    return jax.eval_shape(made)
+    return jax.eval_shape(build)
 
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
-def array(*shape: int, dtype: Any = jnp.float32) -> Any:
-    """The shape of an array, in its place."""
+def array_shape(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def built(name: str, values: dict[str, Any]) -> tuple[Loop, Any]:
-    """The loop, and the shapes of its state; what a user makes before the first step."""
-    around = {path: value for path, value in values.items() if path in AROUND}
-    ours = {p.removeprefix("optimizer."): value for p, value in values.items() if p.startswith("optimizer.")}
-    config = with_values(LOOPS[name][0], {p: x for p, x in values.items() if p in LOOPS[name][2]})
-    model = around.get("model", "plain")
-    optimizer = make_optimizer(OptimizerConfig(**ours), STEPS * config.steps_per_rollout)
-    loop = LOOPS[name][1](MODELS[model], TASK, TOKENIZER, optimizer, config, make_mesh(*around.get("mesh", (1, 1, 1))))
-    params = shapes_of_params(model, around.get("lora"), around.get("gate", False), name == "ppo")
-    referred = around.get("reference", True)
-    state = jax.eval_shape(lambda p, k: init_state(p, optimizer, k, p if referred else None), params, KEY)
+def build_loop(name: str, values: dict[str, Any]) -> tuple[Loop, Any]:
+    """Builds the loop and the shapes of its state, as a user does before the first step."""
+    setup = {path: value for path, value in values.items() if path in SETUP_FIELDS}
+    options = {p.removeprefix("optimizer."): value for p, value in values.items() if p.startswith("optimizer.")}
+    config = with_values(ALGORITHMS[name][0], {p: x for p, x in values.items() if p in ALGORITHMS[name][2]})
+    model = setup.get("model", "plain")
+    optimizer = make_optimizer(OptimizerConfig(**options), STEPS * config.steps_per_rollout)
+    mesh = make_mesh(*setup.get("mesh", (1, 1, 1)))
+    loop = ALGORITHMS[name][1](MODELS[model], TASK, TOKENIZER, optimizer, config, mesh)
+    params = param_shapes(model, setup.get("lora"), setup.get("gate", False), name == "ppo")
+    has_reference = setup.get("reference", True)
+    state = jax.eval_shape(lambda p, k: init_state(p, optimizer, k, p if has_reference else None), params, KEY)
     if isinstance(config, GRPOConfig) and config.rollouts_ahead:
         state = state.replace(sampler_params=params)
     loop.check(state)
     return loop, state
 
 
-def part_of(batch: Any, parts: int) -> Any:
-    """One of so many minibatches."""
-    return jax.tree.map(lambda x: array(x.shape[0] // parts, *x.shape[1:], dtype=x.dtype), batch)
+def minibatch_of(batch: Any, minibatches: int) -> Any:
+    return jax.tree.map(lambda x: array_shape(x.shape[0] // minibatches, *x.shape[1:], dtype=x.dtype), batch)
 
 
 def trace(loop: Loop, state: Any) -> None:
-    """A step, in shapes."""
+    """Traces one step with shapes only."""
     config = loop.config
     prompts, rows = config.prompts_per_step, config.completions_per_step
     shape = (prompts, config.prompt_width)
-    tokens = PromptBatch(array(*shape, dtype=jnp.int32), array(*shape, dtype=bool))
+    tokens = PromptBatch(array_shape(*shape, dtype=jnp.int32), array_shape(*shape, dtype=bool))
     with jax.set_mesh(loop.mesh):
-        draw = partial(
+        sample = partial(
             rollout_program,
             loop.model,
             policy=config.policy,
@@ -284,11 +282,10 @@ def trace(loop: Loop, state: Any) -> None:
             group_size=config.group_size,
             stop=loop.rollouts.stop,
         )
-        trajectory = jax.eval_shape(draw, loop.policy_params(state.params), tokens, KEY)
-        drops = loop.config.extra_rollouts is not None
-        counted = array(rows, dtype=bool) if drops else None
-        batch = jax.eval_shape(loop.learner_batch, state.params, trajectory, array(rows), counted)
-        minibatch = part_of(batch, config.minibatches)
+        trajectory = jax.eval_shape(sample, loop.policy_params(state.params), tokens, KEY)
+        counted = None if loop.config.extra_rollouts is None else array_shape(rows, dtype=bool)
+        batch = jax.eval_shape(loop.learner_batch, state.params, trajectory, array_shape(rows), counted)
+        minibatch = minibatch_of(batch, config.minibatches)
         jax.eval_shape(loop.update, state, minibatch)
         if isinstance(loop, PolicyLoop):
             if loop.config.update.kl_in_reward:
@@ -298,42 +295,41 @@ def trace(loop: Loop, state: Any) -> None:
 
 
 def trace_packed(loop: PolicyLoop, state: Any, batch: Any) -> None:
-    """One microbatch of rows that sequences share; which ones does not matter to shapes."""
+    """Traces the gradient of one packed microbatch, whose shapes do not depend on the packing."""
     update = loop.config.update
     rows, columns = update.microbatch_size, update.pack_columns
     assert rows is not None and columns is not None
     size = rows_at_once(len(batch.advantages), update)
-    whole = dataclasses.replace(update, microbatch_size=size, pack_columns=None, rows_per_prompt=1)
-    tokens, responses = array(rows, columns, dtype=jnp.int32), array(rows, columns, dtype=jnp.int32)
+    unpacked = dataclasses.replace(update, microbatch_size=size, pack_columns=None, rows_per_prompt=1)
+    tokens, responses = array_shape(rows, columns, dtype=jnp.int32), array_shape(rows, columns, dtype=jnp.int32)
 
-    def of_part(state: Any, batch: Any, places: Packs) -> Any:
-        prepared = prepare(loop.model, whole, state.params, batch)
+    def gradient(state: Any, batch: Any, packs: Packs) -> Any:
+        prepared = prepare(loop.model, unpacked, state.params, batch)
         objective = of_trained(make_objective(loop.model, update, state), state.params)
-        return jax.grad(objective, has_aux=True)(trained_params(state.params), packed_part(prepared, places))
+        return jax.grad(objective, has_aux=True)(trained_params(state.params), packed_part(prepared, packs))
 
-    jax.eval_shape(of_part, state, batch, Packs(*(tokens,) * 4, *(responses,) * 3))
+    jax.eval_shape(gradient, state, batch, Packs(*(tokens,) * 4, *(responses,) * 3))
 
 
-def words_of(path: str, value: Any) -> set[str]:
-    """A field as a message may call it, or the kind of its value and what is inside."""
+def names_of(path: str, value: Any) -> set[str]:
+    """Names by which an error may call a field, its value or a part of it."""
     name = path.rpartition(".")[2]
     if name == "mesh":
         return set(AXES)
     if dataclasses.is_dataclass(value):
-        inside = (words_of(field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        inside = (names_of(field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {name, type(value).__name__}.union(*inside)
     return {name, name.replace("_", " "), name.removesuffix("s")}
 
 
-def check_names(error: Exception, values: Mapping[str, Any]) -> None:
-    """A refusal names a field that was drawn, or its value."""
-    said = str(error)
-    named = any(word in said for item in values.items() for word in words_of(*item))
-    assert named and "expected" in said and "got" in said, f"{values}: {type(error).__name__}: {said}"
+def check_error_names_a_field(error: Exception, values: Mapping[str, Any]) -> None:
+    message = str(error)
+    named = any(word in message for item in values.items() for word in names_of(*item))
+    assert named and "expected" in message and "got" in message, f"{values}: {type(error).__name__}: {message}"
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "said"),
+    ("name", "values", "message"),
     [
         ("grpo", {"prefill_rows": 0}, "expected prefill_rows >= 1; got 0"),
         ("grpo", {"prompt_width": 60}, r"expected prompt_width \+ max_new_tokens within .* 32 tokens; got 60 \+ 8"),
@@ -348,9 +344,9 @@ def check_names(error: Exception, values: Mapping[str, Any]) -> None:
         ("grpo", {"policy": LearnedGate()}, "expected parameters with 'eviction_gate', .*; got "),
     ],
 )
-def test_refused_before_anything_is_compiled(name: str, values: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
-        built(name, values)
+def test_invalid_configs_raise_before_compilation(name: str, values: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        build_loop(name, values)
 
 
 @pytest.mark.slow
@@ -359,11 +355,11 @@ def test_refused_before_anything_is_compiled(name: str, values: dict[str, Any], 
 @example(("grpo", {}))
 @example(("ppo", {}))
 @example(("dpo", {}))
-def test_what_is_taken_works(run: tuple[str, dict[str, Any]]):
+def test_accepted_configs_trace(run: tuple[str, dict[str, Any]]):
     name, values = run
     try:
-        loop, state = built(name, values)
+        loop, state = build_loop(name, values)
     except (ValueError, TypeError) as error:
-        check_names(error, values)
+        check_error_names_a_field(error, values)
         return
     trace(loop, state)

@@ -1,4 +1,4 @@
-"""A gate of evictions in whole runs: smd-train, smd-export, smd-eval; its file, its sinks, its rate, its memory."""
+"""Eviction gates in smd-train, smd-export and smd-eval; their file, sinks and learning rate."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ TRAIN += ["--buffer", "2", "--eviction", "gate", "--sinks", "1"]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gate")
     write_random_checkpoint(folder / "start", config=CONFIG)
-    where = ["--model", str(folder / "start"), "--output-dir", str(folder / "run")]
-    main(["grpo", *where, *TRAIN, "--max-steps", "2", "--learning-rate", "1e-3", "--reward", f"{__name__}:odd"])
+    paths = ["--model", str(folder / "start"), "--output-dir", str(folder / "run")]
+    main(["grpo", *paths, *TRAIN, "--max-steps", "2", "--learning-rate", "1e-3", "--reward", f"{__name__}:odd_sum"])
     return folder
 
 
-def odd(completion_ids: Any, **columns: Any) -> list[float]:
-    """A reward that random completions have some of."""
+def odd_sum(completion_ids: Any, **columns: Any) -> list[float]:
+    """1.0 for about half of random completions."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_model_and_a_gate(trained: Path):
+def test_a_run_writes_a_model_and_a_gate(trained: Path):
     gate = load_file(trained / "run" / "gate" / GATE_FILE)
     assert {name: x.shape for name, x in gate.items()} == {"layers_0.kernel": (2, 2 * CONFIG.head_dim + 2, 2)}
-    # Adam's first steps are as long as the rate: 30 times that of the model, twice.
-    moved = np.abs(gate["layers_0.kernel"]).max()
-    assert 0.02 < moved < 0.07, moved
+    # Two first steps of Adam, each as long as the learning rate, which is 30 times the model's.
+    change = np.abs(gate["layers_0.kernel"]).max()
+    assert 0.02 < change < 0.07, change
     model = load_checkpoint(trained / "run" / "model")[1]
     assert EVICTION_GATE not in model
     start = load_checkpoint(trained / "start")[1]
@@ -74,11 +74,11 @@ def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path, cap
     once, again = (load_gate(place, CONFIG) for place in (trained / "run" / "gate", tmp_path / "gate"))
     assert once[1] == again[1] == LinearGate(sinks=1)
     jax.tree.map(np.testing.assert_array_equal, once[0], again[0])
-    (trained / "start" / "tokenizer.json").rename(tmp_path / "tokenizer.json")  # only a model is exported with one
-    export([str(trained / "run"), "--out", str(tmp_path / "gate"), "--format", "gate"])  # over the first
+    (trained / "start" / "tokenizer.json").rename(tmp_path / "tokenizer.json")  # a gate needs no tokenizer
+    export([str(trained / "run"), "--out", str(tmp_path / "gate"), "--format", "gate"])  # overwrites the first
     (tmp_path / "tokenizer.json").rename(trained / "start" / "tokenizer.json")
-    said = error_of([str(trained / "run"), "--out", str(tmp_path / "gate")], capsys, export)
-    assert f"it also holds {GATE_FILE}" in said and load_gate(tmp_path / "gate", CONFIG)[1] == once[1]
+    message = error_of([str(trained / "run"), "--out", str(tmp_path / "gate")], capsys, export)
+    assert f"it also holds {GATE_FILE}" in message and load_gate(tmp_path / "gate", CONFIG)[1] == once[1]
     export([str(trained / "run"), "--out", str(tmp_path / "model")])
     model, other = (load_checkpoint(place)[1] for place in (trained / "run" / "model", tmp_path / "model"))
     jax.tree.map(np.testing.assert_array_equal, model, other)
@@ -86,17 +86,17 @@ def test_the_gate_of_a_checkpoint_is_exported(trained: Path, tmp_path: Path, cap
 
 @pytest.mark.slow
 def test_a_model_is_evaluated_with_its_gate(trained: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["--model", str(trained / "run" / "model"), "--dataset", *TASK, "--dataset-parameters", *PARAMETERS]
-    words += ["--eval-rows", "4", "--max-completion-length", "6", "--reward-timeout", "None", "--json"]
-    smd_eval([*words, "--eval-decode", "dense", "gate:6+2", "--gate", str(trained / "run" / "gate")])
+    argv = ["--model", str(trained / "run" / "model"), "--dataset", *TASK, "--dataset-parameters", *PARAMETERS]
+    argv += ["--eval-rows", "4", "--max-completion-length", "6", "--reward-timeout", "None", "--json"]
+    smd_eval([*argv, "--eval-decode", "dense", "gate:6+2", "--gate", str(trained / "run" / "gate")])
     assert '"decode": "gate-6-2"' in capsys.readouterr().out
     assert with_trained(LearnedGate(greedy=True), LinearGate(2)) == LearnedGate(LinearGate(2), greedy=True)
     assert "expected --gate, a directory with a trained gate" in error_of(
-        [*words, "--eval-decode", "gate:6+2"], capsys, smd_eval
+        [*argv, "--eval-decode", "gate:6+2"], capsys, smd_eval
     )
 
 
-def test_a_gate_that_no_file_holds(tmp_path: Path):
+def test_a_subclass_of_linear_gate_cannot_be_saved(tmp_path: Path):
     @dataclasses.dataclass(frozen=True)
     class Other(LinearGate):
         """A subclass, which may compute other logits."""
@@ -105,7 +105,7 @@ def test_a_gate_that_no_file_holds(tmp_path: Path):
         save_gate(tmp_path, with_gate(CONFIG), Other())
 
 
-def test_a_gate_file(tmp_path: Path):
+def test_gate_file_round_trip_and_errors(tmp_path: Path):
     params = with_gate(CONFIG)
     save_gate(tmp_path, params, LinearGate(3))
     loaded, gate = load_gate(tmp_path, CONFIG)
@@ -126,7 +126,7 @@ def test_a_gate_file(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_sinks_never_go_and_the_learner_knows():
+def test_sinks_are_never_evicted_and_the_replay_leaves_them_out():
     config = tiny_model_config(num_layers=2)
     model, params = Decoder(config), with_gate(config)
     prompts = left_padded([9, 4, 7], 9, config.vocab_size)
@@ -147,13 +147,13 @@ def test_sinks_never_go_and_the_learner_knows():
     assert (np.asarray(draws.logprobs) < -0.1).any()
     again = replay_evictions(model, params, trajectory)
     np.testing.assert_allclose(again, draws.logprobs, atol=3e-5)
-    # Among the rest the draw is that of a gate without sinks: theirs is no weight.
+    # Sinks have no weight in a draw: a gate without sinks gives the other keys lower log-probabilities.
     without = dataclasses.replace(draws, gate=LinearGate())
     other = replay_evictions(model, params, dataclasses.replace(trajectory, evictions=without))
     assert (np.asarray(other) <= np.asarray(again) + 1e-5).all() and (np.asarray(other) < np.asarray(again) - 0.1).any()
 
 
-def test_a_sinks_logit_has_no_gradient():
+def test_the_logit_of_a_sink_has_no_gradient():
     gate, positions, logits = LinearGate(sinks=2), jnp.arange(5)[None, None], jnp.ones((1, 2, 1, 5))
     kept = gate.keep_sinks(logits, positions)
     assert (kept[..., :2] == KEPT).all() and (kept[..., 2:] == 1).all()
@@ -162,7 +162,7 @@ def test_a_sinks_logit_has_no_gradient():
         LinearGate(-1)
 
 
-def test_a_gate_moves_faster():
+def test_gate_speed_multiplies_the_update_of_the_gate():
     params = {"w": {"kernel": jnp.ones((2, 2))}, EVICTION_GATE: {"layers_0": {"kernel": jnp.ones((1, 4, 2))}}}
     grads = jax.tree.map(jnp.ones_like, params)
     for speed, expected in ((None, 1.0), (30.0, 30.0)):

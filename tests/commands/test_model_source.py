@@ -27,7 +27,7 @@ from smd_jax.testing import byte_tokenizer, tiny_model_config, write_random_chec
 from smd_jax.text.hugging_face import AutoTokenizer
 from smd_jax.text.tokenizer_file import splits_as_file
 from tests.command_errors import error_of
-from tests.commands.conftest import Words
+from tests.commands.conftest import MakeArgv
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def edit(file: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "fetched"),
+    ("repository_files", "fetched"),
     [
         (["model.safetensors", "consolidated.safetensors", "onnx/model.safetensors"], ["model.safetensors"]),
         (
@@ -54,12 +54,12 @@ def edit(file: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
     ],
 )
 def test_only_the_weights_that_are_read_are_fetched(
-    there: list[str], fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository_files: list[str], fetched: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[str] = []
+    patterns: list[str] = []
 
     def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.extend(allow_patterns)
+        patterns.extend(allow_patterns)
         return str(tmp_path)
 
     (tmp_path / "config.json").write_text("{}")
@@ -69,11 +69,11 @@ def test_only_the_weights_that_are_read_are_fetched(
     monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", download)
     assert model_directory("owner/name", "main") == tmp_path
     texts = ["tokenizer.json", "additional_chat_templates/tools.jinja", "model.safetensors.index.json"]
-    found = [file for file in [*texts, *there] if any(fnmatch(file, pattern) for pattern in asked)]
-    assert found == [*texts, *fetched]
+    downloaded = [file for file in [*texts, *repository_files] if any(fnmatch(file, pattern) for pattern in patterns)]
+    assert downloaded == [*texts, *fetched]
 
 
-def test_a_tokenizer_splits_text_as_its_file_says(model: Path):
+def test_a_tokenizer_splits_text_as_its_file(model: Path):
     """transformers 5 rebuilds this class from vocabulary and merges, without the digits of SmolLM2's file."""
     file = Tokenizer.from_file(str(model / "tokenizer.json"))
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -93,7 +93,7 @@ def test_a_tokenizer_splits_text_as_its_file_says(model: Path):
     ids=lambda setting: "".join(setting) or "decoder",
 )
 def test_a_tokenizer_has_the_settings_of_its_file(setting: dict[str, Any], model: Path):
-    """Classes of transformers 5 have their own; vocabulary and splitting are the same."""
+    """Some tokenizer classes of transformers 5 ignore them; vocabulary and splitting are the same."""
     AutoTokenizer.from_pretrained(model).save_pretrained(model)
     content = json.loads((model / "tokenizer.json").read_text())
     content["model"] |= setting
@@ -107,27 +107,27 @@ def test_a_tokenizer_has_the_settings_of_its_file(setting: dict[str, Any], model
         assert getattr(loaded.backend_tokenizer.model, name) == value
 
 
-def test_a_class_that_splits_as_its_file_stays(model: Path):
-    own = AutoTokenizer.from_pretrained(model)
-    own.save_pretrained(model)
+def test_a_class_that_splits_as_its_file_is_kept(model: Path):
+    original = AutoTokenizer.from_pretrained(model)
+    original.save_pretrained(model)
     content = (model / "tokenizer.json").read_text()
-    assert type(own).__name__ == "Qwen2Tokenizer" and type(load_tokenizer(model)) is type(own)
-    # Of offsets, and written or left out by version: no ids depend on it.
+    assert type(original).__name__ == "Qwen2Tokenizer" and type(load_tokenizer(model)) is type(original)
+    # trim_offsets changes no ids; only some versions of tokenizers write it.
     assert content.count('"trim_offsets": true') == 2, "in the pre-tokenizer and the decoder"
     for other in ('"trim_offsets": false', '"trim_offsets": true'):
         (model / "tokenizer.json").write_text(content.replace('"trim_offsets": true', other))
-        assert type(load_tokenizer(model)) is type(own)
+        assert type(load_tokenizer(model)) is type(original)
 
 
-def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path):
-    # A Llama: the tokenizers of Qwen have an end of their own.
+def test_missing_eos_and_pad_tokens_come_from_the_model(model: Path):
+    # A Llama, because Qwen's tokenizer class has its own EOS token.
     write_random_checkpoint(model, config=tiny_model_config(num_layers=1, qkv_bias=False))
     edit(model / "tokenizer_config.json", drop=("eos_token", "pad_token"), tokenizer_class="PreTrainedTokenizerFast")
     edit(model / "generation_config.json", eos_token_id=[257, 258], pad_token_id=256)
     tokenizer = load_tokenizer(model)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|endoftext|>")
     edit(model / "config.json", eos_token_id=[258, 256])
-    assert end_token_ids(model, tokenizer, ()) == (257, 258), "those of the first file that names some"
+    assert end_token_ids(model, tokenizer, ()) == (257, 258), "from the first file that has one"
     edit(model / "generation_config.json", eos_token_id=None)
     assert end_token_ids(model, tokenizer, ()) == (256, 257, 258)
     (model / "generation_config.json").unlink()
@@ -143,7 +143,7 @@ def test_a_tokenizer_without_end_and_padding_has_those_of_the_model(model: Path)
     assert end_token_ids(model, tokenizer, ("<|im_end|>",)) == (258,)
 
 
-def test_ends_and_padding_without_a_row_are_left_out(model: Path):
+def test_eos_ids_outside_the_embedding_are_left_out(model: Path):
     tokenizer = byte_tokenizer()
     assert end_token_ids(model, tokenizer, (), vocab_size=259) == (258,)
     edit(model / "generation_config.json", eos_token_id=[256, 258, 10**9])
@@ -155,7 +155,7 @@ def test_ends_and_padding_without_a_row_are_left_out(model: Path):
         end_token_ids(model, tokenizer, ("<|im_end|>",), vocab_size=258)
 
 
-def test_a_padding_token_without_a_row_is_another_one(model: Path):
+def test_a_pad_token_outside_the_embedding_is_replaced(model: Path):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": [f"<{i}>" for i in range(9)]})
     tokenizer.pad_token = "<8>"
@@ -166,17 +166,17 @@ def test_a_padding_token_without_a_row_is_another_one(model: Path):
     assert exported.pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
 
 
-def test_an_exported_tokenizer_ends_where_training_did(model: Path):
+def test_an_exported_tokenizer_has_the_eos_token_of_training(model: Path):
     tokenizer = byte_tokenizer()
     assert tokenizer_to_export(tokenizer, True, (256, 258)) is None
     assert tokenizer_to_export(tokenizer, False, (256, 258)) is tokenizer
     changed = tokenizer_to_export(tokenizer, True, (256,))
     assert (changed.eos_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
     assert changed.encode("a<|im_end|>") == tokenizer.encode("a<|im_end|>")
-    # The first of the named ends.
+    # The first --eos-token becomes EOS.
     ends = end_token_ids(model, tokenizer, ("<|im_start|>", "<|endoftext|>", "<|im_start|>"))
     assert ends == (257, 256) and tokenizer_to_export(tokenizer, True, ends).eos_token == "<|im_start|>"
-    # Prompts that have EOS in them stay as they were.
+    # A chat template that writes EOS must not change the prompts.
     tokenizer.chat_template = "{{ messages[0].content + eos_token }}"
     assert tokenizer_to_export(tokenizer, True, (256,)) is None
 
@@ -196,8 +196,8 @@ def test_an_exported_tokenizer_ends_where_training_did(model: Path):
         ("special_tokens_map.json", '{"eos_token": 7}'),
     ],
 )
-def test_files_of_a_tokenizer_that_cannot_be(file: str, content: str, model: Path):
-    """Read, or refused in one error; transformers itself takes some of these values and does not use them."""
+def test_broken_tokenizer_files(file: str, content: str, model: Path):
+    """Loads or raises one error: transformers accepts some of these values and ignores them."""
     (model / file).write_text(content)
     try:
         tokenizer = load_tokenizer(model)
@@ -209,7 +209,7 @@ def test_files_of_a_tokenizer_that_cannot_be(file: str, content: str, model: Pat
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("content", ["{", "[1]", *(f'{{"eos_token_id": {ids}}}' for ids in ('"x"', "[true]", "[1.5]"))])
-def test_files_with_ends_that_cannot_be(file: str, content: str, model: Path):
+def test_invalid_eos_ids_name_their_file(file: str, content: str, model: Path):
     tokenizer = load_tokenizer(model)
     (model / "generation_config.json").unlink()
     (model / file).write_text(content)
@@ -219,9 +219,9 @@ def test_files_with_ends_that_cannot_be(file: str, content: str, model: Path):
 
 
 @pytest.mark.slow
-def test_ends_of_a_run_are_those_of_its_exports(train_words: Words, tmp_path: Path):
+def test_the_eos_token_of_a_run_is_exported(train_argv: MakeArgv, tmp_path: Path):
     run = tmp_path / "run"
-    main(train_words("--eos-token", "<|endoftext|>"))
+    main(train_argv("--eos-token", "<|endoftext|>"))
     smd_export([str(run), "--out", str(tmp_path / "again")])
     for folder in (run / "model", tmp_path / "again"):
         for name in ("config.json", "generation_config.json"):
@@ -230,10 +230,10 @@ def test_ends_of_a_run_are_those_of_its_exports(train_words: Words, tmp_path: Pa
         load_checkpoint(folder)
 
 
-def test_what_the_export_needs_is_checked_before_the_first_rollout(
-    model: Path, train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_files_to_export_are_checked_before_the_first_rollout(
+    model: Path, train_argv: MakeArgv, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     shutil.move(model / "tokenizer.json", tmp_path / "tokenizer.json")
     (model / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
-    assert "itself, because the export copies it; got a link to" in error_of(train_words("--model", str(model)), capsys)
+    assert "itself, because the export copies it; got a link to" in error_of(train_argv("--model", str(model)), capsys)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Eviction policies as texts: names, parameters and classes of one's own; alone, in ways of decoding, and in a run."""
+"""Eviction policies as text: names, parameters and user classes; in --eviction, --eval-decode and a run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.train.evaluation import Decode
 from tests.command_errors import error_of
-from tests.commands.conftest import Words
+from tests.commands.conftest import MakeArgv
 from tests.query_centers import drawn_centers
 
-GATES = """
+USER_GATES = """
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ mine = Mine()
 reversed_gate = LearnedGate(Reversed())
 """
 
-OWN = """
+USER_POLICIES = """
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,12 +130,12 @@ if Path("centers.npz").is_file():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with policies of one's own; the import path is put back after the test."""
+    """A working directory with user policies; restores the import path after the test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     for place in (tmp_path, tmp_path / "a (b)"):
         place.mkdir(exist_ok=True)
-        (place / "own_policies.py").write_text(OWN)
+        (place / "own_policies.py").write_text(USER_POLICIES)
     return tmp_path
 
 
@@ -154,9 +154,9 @@ def test_names_and_parameters(text: str, policy: EvictionPolicy):
     assert parse_policy(text) == policy
 
 
-def test_a_policy_of_ones_own(folder: Path):
+def test_user_policies(folder: Path):
     policy = parse_policy("own_policies.py:FadingH2O(half_life=32)")
-    # One program for two that are equal.
+    # Equal policies share one compiled program.
     again = parse_policy(f"{folder}/own_policies.py:FadingH2O(half_life=32.0)")
     assert policy == again and hash(policy) == hash(again)
     assert str(parse_policy("own_policies:FadingH2O")) == "FadingH2O(half_life=64.0, layers=())"
@@ -165,7 +165,7 @@ def test_a_policy_of_ones_own(folder: Path):
     assert parse_policy("own_policies.py:blocks") == spans and named_policy("own_policies.py:blocks", 2) == Protect(
         spans, sinks=2
     )
-    assert evicts_keys(spans, RolloutConfig(8, budget=64, buffer=4), 1, 8), "whatever the budget"
+    assert evicts_keys(spans, RolloutConfig(8, budget=64, buffer=4), 1, 8), "under any budget"
 
 
 def test_query_centers_come_from_a_file(folder: Path):
@@ -183,7 +183,7 @@ def test_a_subclass_of_a_policy_with_sinks_keeps_its_class(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("snapk(window=16)", r"expected one of the eviction policies dense, gate, h2o, .*; got 'snapk\(window=16\)'"),
         ("snapkv(window=16", "expected an eviction policy as name, name.parameter=value. or path/to/file.py:Class"),
@@ -210,31 +210,31 @@ def test_a_subclass_of_a_policy_with_sinks_keeps_its_class(folder: Path):
         ("no_policies:FadingH2O", "expected to import no_policies; .* No module named 'no_policies'"),
     ],
 )
-def test_texts_that_are_no_policy(text: str, said: str, folder: Path):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_policy_texts(text: str, message: str, folder: Path):
+    with pytest.raises(ValueError, match=message):
         parse_policy(text)
 
 
-def test_ways_of_decoding(folder: Path):
+def test_decode_texts(folder: Path):
     assert parse_decode("snapkv(window=16):512+128") == Decode("snapkv-window-16-512-128", SnapKV(window=16), 512, 128)
     assert parse_decode("dense") == Decode("dense", Dense()) == parse_decode("dense", sinks=4)
     assert parse_decode("Streaming-LLM:8+2", sinks=3) == Decode("streaming_llm-8-2", StreamingLLM(3), 8, 2)
     own = parse_decode("a (b)/own_policies.py:FadingH2O(layers=(1,2),half_life=8):12+2")
     assert (own.name, own.budget, own.buffer) == ("FadingH2O-layers-1-2-half_life-8-12-2", 12, 2)
     assert parse_decode("own_policies:FadingH2O:12").name == "FadingH2O-12"
-    for text, said in (
+    for text, message in (
         ("snapkv(window=16)", r"expected a budget of keys, as in snapkv:512; got 'snapkv\(window=16\)'"),
         ("dense:512", "expected no budget, because all keys are kept; got 'dense:512'"),
         ("snapkv(window=16):512+", r"expected policy, policy:budget or policy:budget\+buffer"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             parse_decode(text)
 
 
 def test_sinks_and_pyramids():
     assert eviction_policy(SamplerArgs(eviction="snapkv(window=16)")) == Protect(SnapKV(window=16), sinks=4)
     assert eviction_policy(SamplerArgs(eviction="recent", sinks=0)) == Recent()
-    # Nothing has to be protected from a policy that never evicts, nor has it a budget to spread.
+    # Dense never evicts: it has no keys to protect and no budget to spread over layers.
     assert eviction_policy(SamplerArgs(eviction="dense", sinks=4, pyramid=True)) == Dense()
     pyramid = eviction_policy(SamplerArgs(eviction="snapkv(kernel=3)", sinks=2, pyramid=True))
     assert pyramid == Pyramid(Protect(SnapKV(kernel=3), sinks=2))
@@ -242,15 +242,15 @@ def test_sinks_and_pyramids():
     assert named_policy("gate(greedy=True)", 2) == LearnedGate(LinearGate(2), greedy=True)
 
 
-def test_gates_of_ones_own(tmp_path: Path):
+def test_user_gates(tmp_path: Path):
     file = tmp_path / "gates.py"
-    file.write_text(GATES)
+    file.write_text(USER_GATES)
     policy = named_policy(f"{file}:by_attention", 4)
     assert policy == LearnedGate(AttentionGate(temperature=0.5, sinks=8)), "more sinks than --sinks"
     assert named_policy(f"{file}:by_attention", 9) == LearnedGate(AttentionGate(temperature=0.5, sinks=9))
     for sinks in (0, 4):
-        said = f"LearnedGate(weights=Oldest(sinks={sinks}), greedy=False)"
-        assert repr(named_policy(f"{file}:oldest", sinks)) == said
+        text = f"LearnedGate(weights=Oldest(sinks={sinks}), greedy=False)"
+        assert repr(named_policy(f"{file}:oldest", sinks)) == text
     assert eviction_policy(SamplerArgs(eviction=f"{file}:oldest", sinks=0)) == named_policy(f"{file}:oldest", 0)
     with pytest.raises(ValueError, match=r"expected a LinearGate or a gate without .*; got Scaled\(sinks=0\)"):
         eviction_policy(SamplerArgs(eviction=f"{file}:scaled", sinks=0))
@@ -265,16 +265,16 @@ def test_gates_of_ones_own(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_policy_of_ones_own(
+def test_a_run_with_a_user_policy(
     folder: Path,
-    train_words: Words,
+    train_argv: MakeArgv,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     own = "own_policies.py:FadingH2O(half_life=16)"
-    ways = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "sampler", f"{own}:8+2", "h2o(recent=0.25):8"]
-    main(train_words("--eviction", own, *ways, "--budget", "8", "--sinks", "1"))
+    flags = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "sampler", f"{own}:8+2", "h2o(recent=0.25):8"]
+    main(train_argv("--eviction", own, *flags, "--budget", "8", "--sinks", "1"))
     assert "eviction policy: Protect(inner=FadingH2O(half_life=16, layers=()), sinks=1" in capsys.readouterr().out
     run = tmp_path / "run"
     (row,) = read_metrics(run / "metrics.jsonl")
@@ -282,11 +282,11 @@ def test_a_run_with_a_policy_of_ones_own(
     names = {"sampler", "FadingH2O-half_life-16-8-2", "h2o-recent-0.25-8"}
     evaluated = read_metrics(run / "evaluations.jsonl")[-1]
     assert {name.split("/")[1] for name in evaluated if name.startswith("eval/")} == names
-    kept = yaml.safe_load((run / "config.yaml").read_text())
-    assert (kept["eviction"], kept["eval_decode"][1]) == (f"{folder}/{own}", f"{folder}/{own}:8+2")
-    # It goes on from anywhere, with the same policy and no other.
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert (saved["eviction"], saved["eval_decode"][1]) == (f"{folder}/{own}", f"{folder}/{own}:8+2")
+    # It resumes from any folder, with the same policy only.
     monkeypatch.chdir("/")
-    (folder / "a (b)" / "own_policies.py").write_text(f"{OWN}# another file\n")
+    (folder / "a (b)" / "own_policies.py").write_text(f"{USER_POLICIES}# another file\n")
     again = ["--config", str(run / "config.yaml"), "--resume", "--max-steps", "2", "--eval-steps", "0", "--eviction"]
     for other, difference in (
         (f"{folder}/own_policies.py:FadingH2O", "loop.policy.inner.half_life: expected 16, got 64.0"),

@@ -1,4 +1,4 @@
-"""What surrounds a command: its output, its current folder, the home of its user, the programs that it compiled."""
+"""Commands and their surroundings: output, current folder, home folder, cache of compiled programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from smd_jax.commands import compilation_cache, console_scripts
 from smd_jax.monitor.metrics_log import read_metrics
 
-NO_ENTRY = "import pwd\ndef unknown(user): raise KeyError(user)\npwd.getpwuid = unknown\n"
+NO_PASSWD_ENTRY = "import pwd\ndef unknown(user): raise KeyError(user)\npwd.getpwuid = unknown\n"
 
 
 def script(name: str) -> list[str]:
@@ -22,7 +22,7 @@ def script(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["smd_train", "smd_eval", "smd_export", "smd_plot", "smd_certify"])
-def test_every_command_says_its_version(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_commands_print_their_version(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", [name, "--version"])
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # the command replaces it
     getattr(console_scripts, name)()
@@ -31,17 +31,17 @@ def test_every_command_says_its_version(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("word", "redirection", "status", "said"),
+    ("word", "redirection", "status", "message"),
     [
         ("--help", ">/dev/full", 1, "expected to write to standard output; got: No space left"),
         ("--version", ">&-", 0, ""),
         ("--help", "| true", 0, ""),
     ],
 )
-def test_output_that_cannot_be_written_is_one_line(word: str, redirection: str, status: int, said: str):
+def test_output_that_cannot_be_written_is_one_error_line(word: str, redirection: str, status: int, message: str):
     shell = ["sh", "-c", f'"$@" {redirection}', "sh", *script("smd_plot"), word]
     done = subprocess.run(shell, capture_output=True, text=True)
-    assert done.returncode == status and said in done.stderr and done.stderr.count("\n") == bool(said)
+    assert done.returncode == status and message in done.stderr and done.stderr.count("\n") == bool(message)
 
 
 def test_output_that_the_terminal_cannot_show_is_escaped(tmp_path: Path):
@@ -56,10 +56,10 @@ def test_output_that_the_terminal_cannot_show_is_escaped(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_whose_output_cannot_be_written_is_complete(model: Path, tmp_path: Path):
-    words = ["grpo", "--model", str(model), "--dataset", "reasoning_gym:chain_sum", "--dataset-size", "9"]
-    words += ["--num-prompts", "2", "--num-generations", "2", "--max-completion-length", "4", "--max-steps", "1"]
-    words += ["--distill", "none", "--reward-timeout", "None", "--output-dir", str(tmp_path / "run")]
-    shell = ["sh", "-c", '"$@" >/dev/full', "sh", *script("smd_train"), *words]
+    argv = ["grpo", "--model", str(model), "--dataset", "reasoning_gym:chain_sum", "--dataset-size", "9"]
+    argv += ["--num-prompts", "2", "--num-generations", "2", "--max-completion-length", "4", "--max-steps", "1"]
+    argv += ["--distill", "none", "--reward-timeout", "None", "--output-dir", str(tmp_path / "run")]
+    shell = ["sh", "-c", '"$@" >/dev/full', "sh", *script("smd_train"), *argv]
     done = subprocess.run(shell, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("expected to write to standard output") == 1
@@ -68,14 +68,14 @@ def test_a_run_whose_output_cannot_be_written_is_complete(model: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_without_a_home_caches_have_a_folder(tmp_path: Path):
-    """A container may run as a user without an entry in the system's list."""
+def test_caches_without_a_home_are_in_the_temporary_folder(tmp_path: Path):
+    """A container may run as a user without a passwd entry."""
     python, option, code, *_ = script("smd_eval")
     variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
     variables |= {"TMPDIR": str(tmp_path)}
     variables.pop("JAX_COMPILATION_CACHE_DIR", None)
-    words = [python, option, NO_ENTRY + code, "--model", "./nowhere", "--dataset", "gsm8k"]
-    done = subprocess.run(words, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    argv = [python, option, NO_PASSWD_ENTRY + code, "--model", "./nowhere", "--dataset", "gsm8k"]
+    done = subprocess.run(argv, env=variables, cwd=tmp_path, capture_output=True, text=True)
     folder = tmp_path / f"smd_jax-{os.getuid()}"
     assert done.returncode == 2 and f"got none: caches are kept in {folder}. Set HOME" in done.stderr
     assert "--model: expected a checkpoint directory" in done.stderr and "Traceback" not in done.stderr
@@ -83,7 +83,7 @@ def test_without_a_home_caches_have_a_folder(tmp_path: Path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_without_a_writable_home_programs_are_not_kept(
+def test_programs_are_not_cached_without_a_writable_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def no_home() -> Path:
@@ -100,15 +100,15 @@ def test_without_a_writable_home_programs_are_not_kept(
     assert "compiled programs are not kept: Could not determine home" in capsys.readouterr().err
 
 
-def test_a_removed_current_folder_is_one_line(tmp_path):
+def test_a_removed_current_folder_is_one_error_line(tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
-    words = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *script("smd_plot"), "runs"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    argv = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *script("smd_plot"), "runs"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2 and "one that was removed" in done.stderr and "Traceback" not in done.stderr
 
 
-# --- programs are kept where nobody has said otherwise
+# --- the cache of compiled programs
 
 PROGRAM = """
 from smd_jax.commands.compilation_cache import cache_programs
@@ -128,31 +128,31 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"JAX_PERSISTENT_CACHE_{name}", raising=False)
 
 
-def run(caches: Path) -> tuple[str, int]:
-    """What a command says on standard error, and how many programs it found in the cache."""
+def run_program(caches: Path) -> tuple[str, int]:
+    """Standard error of `PROGRAM`, and its number of cache hits."""
     variables = os.environ | {"XDG_CACHE_HOME": str(caches)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, check=True)
     return done.stderr, int(done.stdout)
 
 
-def programs(folder: Path) -> int:
+def count_programs(folder: Path) -> int:
     return len(list(folder.glob("*-cache")))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_settings")
-def test_programs_are_kept_and_found(tmp_path: Path):
+def test_programs_are_cached_and_found(tmp_path: Path):
     folder = tmp_path / "smd_jax" / "programs"
-    said, found = run(tmp_path)
-    assert f"cached in {folder}" in said and not found
-    kept = programs(folder)
-    assert kept > 0
-    said, found = run(tmp_path)
-    assert "cached in" not in said, "its place is said once"
-    assert found == kept == programs(folder)
+    message, hits = run_program(tmp_path)
+    assert f"cached in {folder}" in message and not hits
+    count = count_programs(folder)
+    assert count > 0
+    message, hits = run_program(tmp_path)
+    assert "cached in" not in message, "its folder is printed once"
+    assert hits == count == count_programs(folder)
 
 
-def test_the_users_own_folder_stays(
+def test_the_cache_folder_of_the_user_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))

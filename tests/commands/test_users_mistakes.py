@@ -1,4 +1,4 @@
-"""What a user does wrong: each mistake ends a command in one box, before anything is written."""
+"""Mistakes of users: each ends a command with one error box, before anything is written."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.commands.plot import main as smd_plot
 from smd_jax.commands.train import config_text, main
 from tests.command_errors import error_of
-from tests.commands.conftest import Words
+from tests.commands.conftest import MakeArgv
 
-LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+YAML_BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
 CONVERSATION = "--environment FOLDER/own.py:Count --max-prompt-length 64"
-OWN = """
+ENVIRONMENT = """
 class Count:
     def reset(self, row):
         return "n = " + row["answer"]
@@ -40,7 +40,7 @@ class Count:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("flags", "message"),
     [
         # numbers
         ("--seed -1", "expected --seed from 0 to 4294967295; got -1"),
@@ -103,19 +103,19 @@ class Count:
         ("--contexts 2 --context-length 40", "expected --environment with --contexts"),
     ],
 )
-def test_a_mistake_is_one_box(
-    more: str, said: str, train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_prints_one_box(
+    flags: str, message: str, train_argv: MakeArgv, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "result": "2"}\n' * 2)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 + 1?"}\n' * 2)
-    (tmp_path / "own.py").write_text(OWN)
-    words = shlex.split(more.replace("FOLDER", str(tmp_path)).replace("MODEL", str(model)))
-    assert said in error_of(train_words(*words), capsys)
-    assert not (tmp_path / "run").exists(), "nothing is left of a run that could not begin"
+    (tmp_path / "own.py").write_text(ENVIRONMENT)
+    argv = shlex.split(flags.replace("FOLDER", str(tmp_path)).replace("MODEL", str(model)))
+    assert message in error_of(train_argv(*argv), capsys)
+    assert not (tmp_path / "run").exists(), "a run that cannot start writes nothing"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "expected a YAML file; found none at"),
         ("bugdet: 3", "expected an option of this command; got 'bugdet'. Did you mean budget?"),
@@ -134,7 +134,7 @@ def test_a_mistake_is_one_box(
         ("output_dir: " + "x" * 5000, "File name too long"),
         ("output_dir: sweep[lr=1]", "expected a path without * ? ["),
         ("num_prompts: 4000000000000", "expected --num-prompts from 0 to 16777216; got 4000000000000"),
-        (LAUGHS, "expected YAML without aliases; got *a"),
+        (YAML_BOMB, "expected YAML without aliases; got *a"),
         ("a: " + "[" * 5000 + "]" * 5000, "expected YAML of at most 20 levels"),
         ("a: " + "x" * 6_000_000, "expected at most 131,072 characters; got 6,000,003 bytes"),
         ("a: !!python/object:os.system x", "expected YAML; got"),
@@ -142,16 +142,18 @@ def test_a_mistake_is_one_box(
         ("a: 2020-13-45", "month must be in 1..12"),
     ],
 )
-def test_a_wrong_file_is_one_box(text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_config_prints_one_box(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     if text is not None:
         (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
-    words = ["grpo", "--model", "nowhere", "--dataset", "gsm8k", "--config", str(tmp_path / "run.yaml")]
-    message = error_of(words, capsys)
-    assert said in message and len(message) < LONGEST + 500
+    argv = ["grpo", "--model", "nowhere", "--dataset", "gsm8k", "--config", str(tmp_path / "run.yaml")]
+    error = error_of(argv, capsys)
+    assert message in error and len(error) < LONGEST + 500
 
 
 @pytest.mark.parametrize(
-    ("more", "near"),
+    ("flags", "suggestion"),
     [
         ("--config colors.yaml", "colours.yaml"),
         ("--config colours.yaml", "budget"),
@@ -167,9 +169,9 @@ def test_a_wrong_file_is_one_box(text: str | None, said: str, tmp_path: Path, ca
         ("--eviction mine.py:Olds", "Old"),
     ],
 )
-def test_a_name_that_is_nearly_right_gets_its_nearest_match(
-    more: str,
-    near: str,
+def test_a_misspelled_name_gets_its_nearest_match(
+    flags: str,
+    suggestion: str,
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -180,49 +182,49 @@ def test_a_name_that_is_nearly_right_gets_its_nearest_match(
     Path("colours.yaml").write_text("bugdet: 3\n")
     Path("colours.jsonl").write_text('{"prompt": "a"}\n')
     Path("mine.py").write_text("from smd_jax.eviction import H2O\n\n\nclass Old(H2O): ...\n\n\ndef reward(**_): ...\n")
-    words = ["grpo", "--model", "model", "--dataset", "colours.jsonl", *more.split()]
-    words += [] if "--reward" in words else ["--reward", "mine.py:reward"]
-    assert re.search(rf"Did you mean {re.escape(near)}( or [^?]*)?\?", error_of(words, capsys))
+    argv = ["grpo", "--model", "model", "--dataset", "colours.jsonl", *flags.split()]
+    argv += [] if "--reward" in argv else ["--reward", "mine.py:reward"]
+    assert re.search(rf"Did you mean {re.escape(suggestion)}( or [^?]*)?\?", error_of(argv, capsys))
 
 
-@pytest.mark.parametrize("given", [[], ["--model", "m", "--dataset", "d"], ["dpo", "--model", "m"]])
-def test_a_command_line_without_an_algorithm(given: list[str], capsys: pytest.CaptureFixture[str]):
-    assert "expected an algorithm first, one of ['grpo', 'rloo', 'ppo', 'online-dpo']" in error_of(given, capsys)
+@pytest.mark.parametrize("argv", [[], ["--model", "m", "--dataset", "d"], ["dpo", "--model", "m"]])
+def test_a_command_line_without_an_algorithm(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    assert "expected an algorithm first, one of ['grpo', 'rloo', 'ppo', 'online-dpo']" in error_of(argv, capsys)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "online-dpo"])
-def test_only_grpo_and_rloo_train_a_gate(algorithm: str, train_words: Words, capsys: pytest.CaptureFixture[str]):
-    words = train_words("--eviction", "gate", algorithm=algorithm)
-    assert "expected grpo or rloo with --eviction gate" in error_of(words, capsys)
+def test_only_grpo_and_rloo_train_a_gate(algorithm: str, train_argv: MakeArgv, capsys: pytest.CaptureFixture[str]):
+    argv = train_argv("--eviction", "gate", algorithm=algorithm)
+    assert "expected grpo or rloo with --eviction gate" in error_of(argv, capsys)
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("x = 1\nraise RuntimeError('no key')", "it raised RuntimeError in line 2: no key"),
         ("import sys\nsys.exit(3)", "it raised SystemExit in line 2: 3"),
         ("def reward(completions, answr):\n    return []", "got ['answr'] among its parameters, which neither"),
     ],
 )
-def test_a_file_that_is_no_reward(
-    code: str, said: str, train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_without_a_valid_reward(
+    code: str, message: str, train_argv: MakeArgv, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "rewards.py").write_text(code)
-    assert said in error_of(train_words("--reward", f"{tmp_path}/rewards.py:reward"), capsys)
+    assert message in error_of(train_argv("--reward", f"{tmp_path}/rewards.py:reward"), capsys)
 
 
-def test_a_template_that_refuses_the_messages(
-    train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_chat_template_that_rejects_the_messages(
+    train_argv: MakeArgv, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     shutil.copytree(model, tmp_path / "model")
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(refuses + "{{ messages[0]['content'] }}")
-    said = error_of(train_words("--model", f"{tmp_path}/model", "--system-prompt", "Add."), capsys)
-    assert "got those of ['system', 'user'], and it says: " in said and "System role not supported" in said
+    message = error_of(train_argv("--model", f"{tmp_path}/model", "--system-prompt", "Add."), capsys)
+    assert "got those of ['system', 'user'], and it says: " in message and "System role not supported" in message
 
 
-def test_prompts_with_a_token_that_has_no_row(
-    train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_prompts_with_a_token_outside_the_embedding(
+    train_argv: MakeArgv, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Gemma 3 1B has a token for images beyond its embedding."""
     shutil.copytree(model, tmp_path / "model")
@@ -230,16 +232,16 @@ def test_prompts_with_a_token_that_has_no_row(
     tokenizer.add_tokens([f"<{i}>" for i in range(10)], special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "One?"}\n{"prompt": "A <9>?"}\n')
-    words = ["--model", f"{tmp_path}/model", "--dataset", f"{tmp_path}/rows.jsonl", "--dataset-parameters"]
-    said = error_of(train_words(*words, "--reward", "format"), capsys)
-    assert "got '<9>' in row 1, outside its embedding of 264 rows" in said
-    said = error_of([*words[:-1], "--reward", "format"], capsys, smd_eval)
-    assert "got '<9>' in row 1, outside its embedding of 264 rows" in said
+    argv = ["--model", f"{tmp_path}/model", "--dataset", f"{tmp_path}/rows.jsonl", "--dataset-parameters"]
+    message = error_of(train_argv(*argv, "--reward", "format"), capsys)
+    assert "got '<9>' in row 1, outside its embedding of 264 rows" in message
+    message = error_of([*argv[:-1], "--reward", "format"], capsys, smd_eval)
+    assert "got '<9>' in row 1, outside its embedding of 264 rows" in message
 
 
 @pytest.mark.slow
 def test_logits_that_are_not_finite(
-    train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train_argv: MakeArgv, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     shutil.copytree(model, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
@@ -247,28 +249,28 @@ def test_logits_that_are_not_finite(
         tensors | {"model.norm.weight": np.full_like(tensors["model.norm.weight"], 3e38)},
         tmp_path / "model" / "model.safetensors",
     )
-    words = train_words("--model", f"{tmp_path}/model")
-    assert "expected finite logits in the sampler; got NaN or infinity in" in error_of(words, capsys)
+    argv = train_argv("--model", f"{tmp_path}/model")
+    assert "expected finite logits in the sampler; got NaN or infinity in" in error_of(argv, capsys)
 
 
 @pytest.mark.parametrize(("logger", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
 def test_a_logger_without_its_package(
-    logger: str, package: str, train_words: Words, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    logger: str, package: str, train_argv: MakeArgv, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(sys.modules, package, None)
-    assert f"{package}, which is not installed" in error_of(train_words("--report-to", logger), capsys)
+    assert f"{package}, which is not installed" in error_of(train_argv("--report-to", logger), capsys)
 
 
 def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    there = importlib.util.find_spec
-    monkeypatch.setattr(console_scripts, "find_spec", lambda name: None if name == "tyro" else there(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(console_scripts, "find_spec", lambda name: None if name == "tyro" else find_spec(name))
     with pytest.raises(SystemExit) as end:
         console_scripts.smd_train()
     assert end.value.code == 2 and "the packages tyro; got none: pip install -e '.[train]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("flags", "message"),
     [
         ("--model RUN/model", "expected --model elsewhere than"),
         ("--tokenizer RUN/model", "expected --tokenizer elsewhere than"),
@@ -277,34 +279,34 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
         ("--eval-steps 1 --eval-dataset FOLDER", "outside the folder of --eval-dataset"),
     ],
 )
-def test_a_run_among_its_own_files(
-    more: str, said: str, train_words: Words, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_output_folder_that_overlaps_the_model_or_the_data(
+    flags: str, message: str, train_argv: MakeArgv, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """The run would replace its base model, train on its own completions, or could not be resumed."""
+    """The run would replace its base model, train on its own completions, or fail to resume."""
     run = tmp_path / "run"
     shutil.copytree(model, run)
     shutil.copytree(model, run / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?"}\n' * 2)
-    words = shlex.split(more.replace("FOLDER", str(tmp_path)).replace("RUN", str(run)))
-    assert said in error_of(train_words("--dry-run", *words), capsys)
+    argv = shlex.split(flags.replace("FOLDER", str(tmp_path)).replace("RUN", str(run)))
+    assert message in error_of(train_argv("--dry-run", *argv), capsys)
 
 
 @pytest.mark.parametrize("name", ["model", "adapter", "gate"])
-def test_a_run_does_not_replace_what_it_did_not_write(
-    name: str, train_words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_does_not_replace_files_of_others(
+    name: str, train_argv: MakeArgv, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "run" / name).mkdir(parents=True)
-    said = error_of(train_words("--dry-run"), capsys)
-    assert f"expectednothingat{tmp_path}/run/{name},whichtherunwrites" in said.replace(" ", "")
+    message = error_of(train_argv("--dry-run"), capsys)
+    assert f"expectednothingat{tmp_path}/run/{name},whichtherunwrites" in message.replace(" ", "")
 
 
 def test_mistakes_of_the_other_commands(
-    train_words: Words, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    train_argv: MakeArgv, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text(config_text(*parse(train_words())))
-    for command, words, said in (
+    (run / "config.yaml").write_text(config_text(*parse(train_argv())))
+    for command, argv, message in (
         (smd_eval, f"--run {tmp_path}", "expected a run with its config.yaml in"),
         (smd_eval, f"--model {model} --dataset gsm8k --data-parallel 0", "expected --data-parallel from 1 to"),
         (smd_export, f"{tmp_path} --out {tmp_path}/out", "expected a run with its config.yaml in"),
@@ -317,24 +319,24 @@ def test_mistakes_of_the_other_commands(
         (smd_export, f"{run} --out {model}", "expected --out elsewhere than the base model of the run"),
         (smd_plot, f"{tmp_path} --out page.pdf", "expected --out to end in .html, .png or .svg"),
     ):
-        assert said in error_of(words.split(), capsys, command)
+        assert message in error_of(argv.split(), capsys, command)
 
 
-def test_ctrl_c_before_the_run_has_begun(
-    train_words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ctrl_c_before_the_run_starts(
+    train_argv: MakeArgv, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("smd_jax.commands.prepare.open_model", interrupted)
     with pytest.raises(SystemExit) as end:
-        main(train_words())
-    said = capsys.readouterr().err
-    assert end.value.code == 130 and "by Ctrl-C" in said and "Traceback" not in said
+        main(train_argv())
+    message = capsys.readouterr().err
+    assert end.value.code == 130 and "by Ctrl-C" in message and "Traceback" not in message
 
 
 def test_options_that_the_run_does_not_read():
-    words = ["grpo", "--model", "m", "--dataset", "d"]
+    argv = ["grpo", "--model", "m", "--dataset", "d"]
     changed = ["--lora-alpha", "8", "--use-rslora", "--kl-estimator", "k1", "--ref-model-sync-steps", "3"]
     changed += ["--overlong-cache", "9", "--max-turns", "3", "--summary-heading", "So far:"]
     changed += ["--gate-speed", "3", "--eval-split", "test", "--greater-is-better", "False"]
@@ -343,42 +345,42 @@ def test_options_that_the_run_does_not_read():
     switches += ["--eval-steps", "1", "--metric-for-best-model", "reward"]
     needed = ("--lora-r", "--beta", "--sync-ref-model", "--reward overlong", "--environment")
     needed += ("--contexts", "--eviction gate", "--eval-steps", "--metric-for-best-model")
-    found = unread_options(parse([*words, *changed])[1])
-    assert found[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
-    for line, flag in zip(found, needed, strict=True):
+    lines = unread_options(parse([*argv, *changed])[1])
+    assert lines[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
+    for line, flag in zip(lines, needed, strict=True):
         assert f": no effect without {flag}" in line
-    assert unread_options(parse(words)[1]) == unread_options(parse([*words, *changed, *switches])[1]) == []
-    assert unread_options(parse([*["online-dpo", *words[1:]], *changed[:3]])[1]) == [found[0]]
+    assert unread_options(parse(argv)[1]) == unread_options(parse([*argv, *changed, *switches])[1]) == []
+    assert unread_options(parse([*["online-dpo", *argv[1:]], *changed[:3]])[1]) == [lines[0]]
     off = ["--eviction", "dense", "--sinks", "2", "--optim", "adafactor", "--adam-beta1", "0.8"]
     off += ["--correction", "tis", "--mismatch-bound", "1"]
     off += ["--dataset-size", "9", "--completions-steps", "0", "--print-completions", "1"]
     off += ["--environment", "retry", "--reward-timeout", "9"]
-    found = [line.split(":")[0] for line in unread_options(parse([*words, *off])[1])]
+    lines = [line.split(":")[0] for line in unread_options(parse([*argv, *off])[1])]
     expected = ["--dataset-size", "--sinks", "--mismatch-bound", "--adam-beta1", "--print-completions"]
-    assert found == [*expected, "--reward-timeout"]
+    assert lines == [*expected, "--reward-timeout"]
     full_cache = ["--eviction", "dense", "--distill", "reverse", "--dense-share", "0.5", "--budget", "64"]
-    found = unread_options(parse([*words, *full_cache])[1])
-    assert [line.split(":")[0] for line in found] == ["--distill", "--dense-share", "--budget"]
-    assert len(unread_options(parse([*words, *full_cache, "--quant-bits", "4"])[1])) == 1
+    lines = unread_options(parse([*argv, *full_cache])[1])
+    assert [line.split(":")[0] for line in lines] == ["--distill", "--dense-share", "--budget"]
+    assert len(unread_options(parse([*argv, *full_cache, "--quant-bits", "4"])[1])) == 1
     moving = ["--distill", "ema", "--sync-ref-model"]
-    assert unread_options(parse([*words, *moving])[1])[0].startswith("--sync-ref-model: no effect in a run of")
-    assert unread_options(parse([*words, *moving, "--minibatches", "6"])[1]) == []
+    assert unread_options(parse([*argv, *moving])[1])[0].startswith("--sync-ref-model: no effect in a run of")
+    assert unread_options(parse([*argv, *moving, "--minibatches", "6"])[1]) == []
 
 
 def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):
-    said = with_flags("lower microbatch_size; expected max_new_tokens >= 1")
-    assert "microbatch_size is --microbatch" in said and "max_new_tokens is --max-completion-length" in said
+    message = with_flags("lower microbatch_size; expected max_new_tokens >= 1")
+    assert "microbatch_size is --microbatch" in message and "max_new_tokens is --max-completion-length" in message
     assert with_flags("expected a GPU") == "expected a GPU"
     assert with_flags("expected steps of at least 9; got 8").endswith("\nIn flags: steps is --max-steps.")
     print_box("error", "begin " + "x" * 5000 + " end")
-    said = re.sub(r"[\s│]", "", capsys.readouterr().err)
-    assert "beginx" in said and "xend" in said and len(said) < LONGEST_LINE + 200
+    message = re.sub(r"[\s│]", "", capsys.readouterr().err)
+    assert "beginx" in message and "xend" in message and len(message) < LONGEST_LINE + 200
 
 
 def test_every_option_is_one_flag():
     names = [config_file.options_of(kind) for kind in ALGORITHMS.values()]
     assert set(FLAGS.values()) <= {f"--{name.replace('_', '-')}" for options in names for name in options}
-    # Flags have no prefix of their group: two groups of an algorithm must not share a name.
+    # Flags have no prefix of their group, so two groups of an algorithm must not share an option name.
     for kind, options in zip(ALGORITHMS.values(), names, strict=True):
         groups = typing.get_type_hints(kind).values()
         assert len(options) == sum(len(dataclasses.fields(group)) for group in groups)

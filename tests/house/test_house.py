@@ -1,6 +1,6 @@
-"""The rules of the house, read from the sources without importing them: who imports whom, lengths, pins.
+"""Structure of the repository, read from its sources without importing them: imports, lengths, pins.
 
-Broad excepts and calls that run what they read are ruff's rules (pyproject.toml).
+Ruff (pyproject.toml) finds broad excepts and calls that execute the data they read.
 """
 
 import ast
@@ -26,7 +26,7 @@ MAX_LINES = 600
 MAX_FUNCTION = 80  # lines of a function of the library
 MAX_MODULES = {LIBRARY: 10, LIBRARY / "train": 20}  # modules of a folder, without its __init__
 MAX_PUBLIC = 40  # names of smd_jax besides its packages
-SCREEN = 50  # lines of `Loop.step`
+MAX_STEP = 50  # lines of `Loop.step`
 
 # The packages from the bottom up; `base` are the modules outside of packages. A package imports those before it.
 ORDER = (
@@ -34,11 +34,11 @@ ORDER = (
     *("corrections", "losses", "learner", "train", "monitor", "runs", "memory", "certify", "integrations", "commands"),
 )
 
-# Modules that stand above all packages: what users test with, and what `python -m smd_jax.train` runs.
-ABOVE = {"smd_jax.testing", "smd_jax.train.__main__"}
+# Modules above all packages: test helpers for users, and `python -m smd_jax.train`.
+TOP_MODULES = {"smd_jax.testing", "smd_jax.train.__main__"}
 
-# What a package must not reach, neither by itself nor through what it imports: packages, and single modules.
-NEVER_REACHES = {
+# Packages and modules that a package must not import, directly or indirectly.
+FORBIDDEN_IMPORTS = {
     "sampler": {"losses", "corrections", "learner", "smd_jax.model.value_head"},
     "losses": {"model", "sampler", "cache"},
     "corrections": {"model", "sampler", "cache"},
@@ -101,7 +101,7 @@ def package_of(module: str) -> str:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """Module -> modules of smd_jax that it imports. Packages' `__init__` are left out: they only say what is public."""
+    """Module -> modules of smd_jax that it imports. Without the packages' `__init__`, which only list public names."""
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for path in sources(LIBRARY)
@@ -111,7 +111,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def reached_from(module: str) -> set[str]:
-    """Everything that importing the module imports."""
+    """All modules that the module imports, directly or indirectly."""
     seen, waiting = set(), [module]
     while waiting:
         new = import_graph()[waiting.pop()] - seen
@@ -120,28 +120,28 @@ def reached_from(module: str) -> set[str]:
     return seen
 
 
-def test_imports_never_go_up_nor_in_circles():
+def test_imports_never_go_up_and_have_no_cycles():
     folders = {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(ORDER) - {"base"}
     table = re.findall(r"^\| `smd_jax/(\w+)/` \|", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE)
-    assert table == [package for package in ORDER if package != "base"], "docs/data.md names them in this order"
+    assert table == [package for package in ORDER if package != "base"], "docs/data.md lists them in this order"
     graph = import_graph()
     rank = {module: ORDER.index(package_of(module)) for module in graph}
     upward = {
         f"{module} imports {name}"
-        for module in graph.keys() - ABOVE
+        for module in graph.keys() - TOP_MODULES
         for name in graph[module]
         if rank[name] > rank[module]
     }
     assert not upward, sorted(upward)
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-def test_seams_are_not_crossed():
+def test_packages_do_not_reach_forbidden_packages():
     crossed = {
         f"{module} reaches {name}"
         for module in import_graph()
-        if (forbidden := NEVER_REACHES.get(package_of(module)))
+        if (forbidden := FORBIDDEN_IMPORTS.get(package_of(module)))
         for name in reached_from(module)
         if {package_of(name), name} & forbidden
     }
@@ -149,7 +149,7 @@ def test_seams_are_not_crossed():
 
 
 def test_modules_import_modules():
-    """Not the public names of a package: so the graph above says who needs whom."""
+    """Not the public names of a package, so that the import graph has every dependency."""
     packages = {f"{LIBRARY.name}.{name}" for name in ORDER} | {LIBRARY.name}
     public = {
         f"{label(path)} imports {alias.name} from the package {node.module}"
@@ -173,21 +173,21 @@ def test_public_names_are_few_and_hide_no_module():
     assert len(exported_names(LIBRARY / "__init__.py")) <= MAX_PUBLIC
 
 
-def roots_outside(paths: Iterable[Path], allowed: set[str] | None = None, refused: Iterable[str] = ()) -> set[str]:
-    """Files and the packages that they import in spite of the rule."""
+def foreign_imports(paths: Iterable[Path], allowed: set[str] | None = None, refused: Iterable[str] = ()) -> set[str]:
+    """Imports of packages that are refused or not allowed."""
     names = {(label(path), name.split(".")[0]) for path in paths for name in imported_names(path)}
     return {f"{file} imports {name}" for file, name in names if name in refused or (allowed and name not in allowed)}
 
 
 def test_imports_of_other_packages():
-    assert not roots_outside(sources(LIBRARY), refused=("experiments", "tests"))
-    assert not roots_outside(sources(KERNELS), allowed=KERNELS_MAY_IMPORT)
+    assert not foreign_imports(sources(LIBRARY), refused=("experiments", "tests"))
+    assert not foreign_imports(sources(KERNELS), allowed=KERNELS_MAY_IMPORT)
     # It would take the import name `kernels`, which transformers expects from another distribution.
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def test_importing_the_library_stays_light():
-    """What takes long to import is imported where it is used: compilers for accelerators, tokenizers, checkpoints."""
+    """Slow packages are imported by the functions that use them: kernel compilers, tokenizers, checkpoints."""
     heavy = ("jax.experimental.pallas", "jax._src.pallas", "jax.experimental.mosaic")
     heavy += ("transformers", "orbax", "matplotlib", "reasoning_gym", "math_verify", "tyro", "datasets")
     program = "import sys, flax; flax_brings = set(sys.modules); import smd_jax; print(*set(sys.modules) - flax_brings)"
@@ -210,12 +210,12 @@ def test_files_functions_and_folders_are_short_enough():
     folders = {label(folder): len(list(folder.glob("*.py"))) - 1 for folder in MAX_MODULES}
     assert not {name: lines for name, lines in files.items() if lines > MAX_LINES}
     assert not {name: lines for name, lines in functions.items() if lines > MAX_FUNCTION}
-    assert functions["smd_jax/train/loop.py: step"] <= SCREEN
+    assert functions["smd_jax/train/loop.py: step"] <= MAX_STEP
     assert all(folders[label(folder)] <= most for folder, most in MAX_MODULES.items()), folders
 
 
 def test_configurations_are_keyword_only():
-    """A `*Config` names its values, but for the sizes of a rollout and a rank, which a KW_ONLY ends."""
+    """Except for fields before a KW_ONLY marker, such as the sizes of a rollout."""
     positional = [
         f"{label(path)}:{node.lineno}: {node.name}"
         for path in sources(LIBRARY)
@@ -231,13 +231,13 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_the_wheel_has_every_file_that_is_no_module():
+def test_the_wheel_has_every_data_file():
     for package in (LIBRARY, KERNELS):
         patterns = project()["tool"]["setuptools"]["package-data"][package.name]
         shipped = {pattern: set(package.glob(pattern)) for pattern in patterns}
         assert all(shipped.values()), f"patterns without a file: {[p for p, files in shipped.items() if not files]}"
-        there = {path for path in package.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
-        assert set().union(*shipped.values()) == there
+        data_files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
+        assert set().union(*shipped.values()) == data_files
 
 
 def constraint_pins() -> dict[str, set[str]]:
@@ -256,10 +256,10 @@ EXTRAS = ("train", "wandb", "experiments", "notebooks", "dev", "docs")
 
 
 def test_every_direct_requirement_is_pinned():
-    """Those of the pre-commit hooks to the same versions; torch is not installed by us."""
+    """Pre-commit hooks have the same versions; torch is not pinned."""
     pins, table = constraint_pins(), project()["project"]
     texts = table["dependencies"] + [text for extra in EXTRAS for text in table["optional-dependencies"][extra]]
-    # An extra may ask for another one of ours.
+    # An extra may require another extra of smd-jax.
     assert not {canonicalize_name(Requirement(text).name) for text in texts} - pins.keys() - {"smd-jax"}
     assert not [name for name in pins if re.match(r"torch|nvidia", name)]
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]

@@ -1,7 +1,7 @@
-"""Whatever a configuration, a file or a text holds: it is taken, or refused by an error that names it.
+"""Random values of config fields, files and texts: each is accepted, or an error names it.
 
-3,500 cases by default, and nothing is compiled; HYPOTHESIS_PERCENT=1000 tries ten times as many. Several fields of a
-configuration at once: `test_configurations.py`.
+3,500 cases by default, and nothing is compiled; HYPOTHESIS_PERCENT=1000 tries ten times as many. Several config fields
+at once: `test_configurations.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from smd_jax.train.online_dpo import OnlineDPOConfig
 from smd_jax.train.optimizers import OptimizerConfig
 from smd_jax.train.ppo import PPOConfig
 from smd_jax.typed_fields import check_types
-from tests.drawn_cases import TIMES, cases, without_jaxtyping  # noqa: F401 - a fixture
+from tests.drawn_cases import cases, without_jaxtyping  # noqa: F401 - a fixture
 
 H2O = policies.H2O()
 ROLLOUT = RolloutConfig(8, 6, 2)
@@ -103,29 +103,28 @@ VALUES = st.one_of(
 )
 
 
-def words_of(name: str) -> set[str]:
-    """A field as a message may call it."""
+def names_of(name: str) -> set[str]:
+    """Names by which an error may call a field."""
     return {name, name.replace("_", " "), name.removesuffix("s"), name.removeprefix("num_")}
 
 
 @cases(2000)
 @given(field=st.sampled_from(FIELDS), value=VALUES)
 @example(field=FIELDS[0], value="a text")
-def test_a_field_of_a_configuration(field: tuple[Any, str], value: Any):
+def test_a_config_field_is_accepted_or_named(field: tuple[Any, str], value: Any):
     config, name = field
     try:
         changed = dataclasses.replace(config, **{name: value})
     except (ValueError, TypeError) as error:
-        assert any(word in str(error) for word in words_of(name)), f"{type(config).__name__}({name}={value!r}): {error}"
+        assert any(word in str(error) for word in names_of(name)), f"{type(config).__name__}({name}={value!r}): {error}"
         assert "not supported between" not in str(error)
     else:
-        # What is taken has its type, is hashable where the others are, and is kept with a checkpoint.
+        # An accepted value has its type and can be saved with a checkpoint.
         check_types(changed)
         assert to_jsonable(changed) == to_jsonable(dataclasses.replace(changed))
 
 
-def test_every_field_was_there():
-    """The table above goes with the classes: each has its types checked."""
+def test_every_config_checks_its_types():
     assert len(FIELDS) > 150
     for config in CONFIGS:
         with pytest.raises((TypeError, ValueError), match="expected"):
@@ -135,7 +134,7 @@ def test_every_field_was_there():
 
 
 @pytest.mark.parametrize(
-    ("kind", "field", "value", "said"),
+    ("kind", "field", "value", "message"),
     [
         (RolloutConfig, "budget", "6", "expected budget of RolloutConfig to be int; got '6', str"),
         (RolloutConfig, "budget", 6.0, "expected budget of RolloutConfig to be int; got 6.0, float"),
@@ -153,13 +152,13 @@ def test_every_field_was_there():
         (QuantConfig, "bits", "8", r"expected bits of QuantConfig to be Literal\[8, 4, 2\]; got '8', str"),
     ],
 )
-def test_types_by_hand(kind: type, field: str, value: Any, said: str):
+def test_type_errors(kind: type, field: str, value: Any, message: str):
     config = next(config for config in CONFIGS if type(config) is kind)
-    with pytest.raises((TypeError, ValueError), match=said):
+    with pytest.raises((TypeError, ValueError), match=message):
         dataclasses.replace(config, **{field: value})
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numbers_of_numpy_are_accepted():
     config = dataclasses.replace(
         ROLLOUT, budget=np.int64(6), sampling=SamplingConfig(temperature=cast(float, np.float32(0.5)))
     )
@@ -177,13 +176,13 @@ def test_numbers_of_numpy_are_numbers():
 @example("snapkv(window=0):6")
 @example("snapkv(" + "(" * 300)
 @example("a:b")
-def test_ways_of_decoding(text: str):
+def test_decode_texts(text: str):
     try:
         assert parse_decode(text).policy is not None
     except ValueError as error:
-        policies = [text, text.rpartition(":")[0], text.partition(":")[0]]
-        said = [repr(part.strip()) for part in policies] + [repr(part) for part in policies]
-        assert any(part in str(error) for part in said) or "budget" in str(error), f"{text!r}: {error}"
+        parts = [text, text.rpartition(":")[0], text.partition(":")[0]]
+        quoted = [repr(part.strip()) for part in parts] + [repr(part) for part in parts]
+        assert any(part in str(error) for part in quoted) or "budget" in str(error), f"{text!r}: {error}"
 
 
 @cases(300)
@@ -204,7 +203,7 @@ JSON = st.recursive(
 
 @cases(200)
 @given(rows=st.lists(st.one_of(JSON.map(lambda x: json.dumps(x).encode()), st.binary(max_size=12)), max_size=4))
-def test_files_of_metrics(rows: list[bytes], tmp_path):
+def test_metrics_files(rows: list[bytes], tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b"\n".join([b'{"step": 0}', *rows, b""]))
     try:
@@ -220,10 +219,10 @@ MESSAGES = st.lists(
 
 @cases(300)
 @given(row=st.dictionaries(st.sampled_from(["prompt", "answer", "a"]), st.one_of(JSON, MESSAGES)), system=st.booleans())
-def test_rows_of_a_data_set(row: dict[str, Any], system: bool):
+def test_dataset_rows(row: dict[str, Any], system: bool):
     try:
-        made = RowFormat(system_prompt="Add." if system else None).row(row, "rows.jsonl, row 7")
-        assert made["prompt"] is not None
+        formatted = RowFormat(system_prompt="Add." if system else None).row(row, "rows.jsonl, row 7")
+        assert formatted["prompt"] is not None
     except ValueError as error:
         assert str(error).startswith("rows.jsonl, row 7: expected")
 
@@ -239,7 +238,7 @@ OPTIONS = st.dictionaries(
 
 @cases(200)
 @given(st.one_of(OPTIONS.map(lambda x: yaml.safe_dump(x)), st.text(max_size=20)))
-def test_files_of_options(tmp_path, text: str):
+def test_config_files(tmp_path, text: str):
     file = tmp_path / "config.yaml"
     file.write_text(text, encoding="utf-8")
     try:
@@ -253,6 +252,6 @@ def test_files_of_options(tmp_path, text: str):
 def test_differences_of_settings(one: Any, other: Any):
     assert differences(one, one) == []
     lines = differences({"a": one}, {"a": other})
-    # JSON's own equality, under which 1 is 1.0.
+    # Under Python's equality, where 1 == 1.0.
     assert bool(lines) == (one != other)
     assert all(line.startswith("a") and "expected" in line and "got" in line for line in lines)

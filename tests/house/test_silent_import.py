@@ -1,4 +1,4 @@
-"""An import of the library prints nothing, sets no environment variable and ends no process."""
+"""Importing the library prints nothing and sets no environment variable."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nbclient import NotebookClient
 from tests.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# Every module but those that run a command and those that need another RL library. JAX and its dependencies set
-# variables: they are imported first.
+# Every module except those that run a command or need another RL library. JAX and its dependencies set variables, so
+# they are imported first.
 IMPORT_ALL = """
 import importlib, json, os, pkgutil, sys
 import flax, jax, optax, orbax.checkpoint
@@ -31,12 +31,12 @@ print(json.dumps([len(names), sorted(changed)]))
 
 
 def environment() -> dict[str, str]:
-    """Ours, without the variable that would silence transformers."""
+    """This process's variables, without the one that silences transformers."""
     return {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
 
 
 @pytest.mark.slow
-def test_every_module_is_imported_in_silence():
+def test_importing_every_module_prints_nothing():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     count, changed = json.loads(done.stdout)
@@ -44,8 +44,8 @@ def test_every_module_is_imported_in_silence():
 
 
 @pytest.mark.slow
-def test_notebooks_import_in_silence(monkeypatch):
-    """In a kernel, where tqdm warns that ipywidgets are missing."""
+def test_imports_of_notebooks_print_nothing(monkeypatch):
+    """In a notebook kernel, where tqdm warns when ipywidgets is missing."""
     monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
     lines = [
         line

@@ -30,8 +30,8 @@ TOKENIZER = byte_tokenizer()
 
 @settings(deadline=None)
 @given(st.text())
-def test_token_ids_are_bytes_and_any_text_comes_back(text: str):
-    """Hypothesis finds the special tokens in the sources; they have ids of their own."""
+def test_token_ids_are_bytes_and_any_text_round_trips(text: str):
+    """Hypothesis also draws constants of the sources: special tokens, whose ids are not bytes."""
     assume(not any(token in text for token in TOKENIZER.all_special_tokens))
     ids = TOKENIZER.encode(text)
     assert ids == list(text.encode())
@@ -51,8 +51,8 @@ def test_chat_template_is_chatml():
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     text = TOKENIZER.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    whole = TOKENIZER.apply_chat_template(messages, tokenize=False)
-    assert whole == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    conversation = TOKENIZER.apply_chat_template(messages, tokenize=False)
+    assert conversation == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
 
 
 def test_random_checkpoint_opens_here_and_in_transformers(tmp_path: Path):

@@ -1,10 +1,10 @@
-"""Objects of a wrong class or shape at the doors of the Python API: each error says what was expected and what came."""
+"""Arguments of a wrong class or shape in the Python API: each error names what was expected and what was passed."""
 
 import subprocess
 import sys
 
-# Under pytest, jaxtyping refuses these before the functions themselves can: what a user sees is seen without it.
-BEGIN = """
+# Runs in a subprocess without jaxtyping, which under pytest raises before the library does.
+PREAMBLE = """
 from dataclasses import dataclass, replace
 import jax, jax.numpy as jnp, numpy as np, optax
 import smd_jax as smd
@@ -62,7 +62,7 @@ def foreign(logprobs, dropped=[[]]):
 def corrected(correction):
     return smd.UpdateConfig(visibility="dense", correction=correction)
 
-def said(call):
+def print_error(call):
     try:
         call()
     except (TypeError, ValueError, KeyError) as error:
@@ -72,16 +72,16 @@ def said(call):
 
 """
 
-MODEL = (
+MODEL_ERROR = (
     "TypeError: expected a model with shape, encode_positions, hidden, logits and compute_params, such as "
     "smd.Decoder(config)"
 )
 CASES = [
-    ("sample(model=config)", f"{MODEL}; got ModelConfig"),
-    ("sample(model=smd.Decoder)", f"{MODEL}; got Decoder"),
-    ("smd.replay(params, model, trajectory)", f"{MODEL}; got dict"),
-    ("smd.Engine(config, policy, sizes, decode_rows=2)", f"{MODEL}; got ModelConfig"),
-    ("smd.make_update(config, adam, smd.UpdateConfig())", f"{MODEL}; got ModelConfig"),
+    ("sample(model=config)", f"{MODEL_ERROR}; got ModelConfig"),
+    ("sample(model=smd.Decoder)", f"{MODEL_ERROR}; got Decoder"),
+    ("smd.replay(params, model, trajectory)", f"{MODEL_ERROR}; got dict"),
+    ("smd.Engine(config, policy, sizes, decode_rows=2)", f"{MODEL_ERROR}; got ModelConfig"),
+    ("smd.make_update(config, adam, smd.UpdateConfig())", f"{MODEL_ERROR}; got ModelConfig"),
     (
         "sample(model=Unhashable())",
         "TypeError: expected a hashable model, because programs are compiled once per model: unhashable type: "
@@ -224,7 +224,7 @@ CASES = [
 
 
 def test_advantages_of_numpy_rewards():
-    # jaxtyping, on under pytest, would refuse them.
+    # jaxtyping, active under pytest, would raise.
     program = """
 import numpy as np, smd_jax as smd
 rewards = np.array([1.0, 0.0])
@@ -235,6 +235,6 @@ print(*smd.losses.leave_one_out(rewards, 2).tolist(), *smd.losses.group_relative
 
 
 def test_errors_of_wrong_objects():
-    program = BEGIN + "\n".join(f"said(lambda: {call})" for call, _ in CASES)
+    program = PREAMBLE + "\n".join(f"print_error(lambda: {call})" for call, _ in CASES)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [message for _, message in CASES]

@@ -1,4 +1,4 @@
-"""Tunix' released GRPO learner with our rollout and our record: what it trains is the policy that sampled."""
+"""Tunix' released GRPO learner with our rollout and our record: it trains the policy that sampled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from smd_jax.model.lora import LORA, LoraConfig, add_lora, base_params
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from tests.paths import ROOT
 
-# Tunix and what it imports warn of deprecations.
+# Tunix and its imports emit deprecation warnings.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -45,8 +45,8 @@ ENGINE = functools.partial(SmdRollout, policy=smd.eviction.H2O(), budget=6, buff
 
 
 @pytest.fixture(autouse=True)
-def ranks_may_differ() -> Iterator[None]:
-    """Tunix adds axes silently, which our tests forbid to our own code."""
+def allow_rank_promotion() -> Iterator[None]:
+    """Tunix adds arrays of different ranks, which our tests forbid."""
     jax.config.update("jax_numpy_rank_promotion", "allow")
     yield
     jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -87,7 +87,7 @@ def reward(prompts, completions, **columns) -> list[float]:
 
 
 def train(cluster: RLCluster, *, steps: int = 2, **config) -> dict[str, np.ndarray]:
-    """What Tunix logged of its actor."""
+    """Trains, and returns the metrics that Tunix logged for the actor."""
     learner = SmdGRPOLearner(cluster, GRPOConfig(num_generations=GROUP, **{"beta": 0.0} | config), reward)
     learner.train([{"prompts": np.array(PROMPTS)}] * steps)
     logged = cluster.actor_trainer.metrics_logger
@@ -103,7 +103,7 @@ def rolled_out(actor: Actor, lengths: RolloutConfig = LENGTHS, engine=ENGINE) ->
 
 
 def replayed_logps(actor: Actor, trajectory: smd.Trajectory, temperature: float = 1.0) -> np.ndarray:
-    """Through Tunix' own function, which passes a causal mask."""
+    """From Tunix' own function, which passes a causal mask."""
     graph, state = nnx.split(Replay(actor, trajectory))
     prompt, response = trajectory.tokens[:, : trajectory.prompt_width], trajectory.response
     return np.asarray(common.compute_per_token_logps(graph, state, prompt, response, 256, 258, temperature=temperature))
@@ -120,7 +120,7 @@ def test_learner_is_the_sampled_policy_in_every_step():
     assert min(jax.tree.leaves(moved)) > 1e-3, "every parameter is trained, and the sampler has the new ones"
 
 
-def test_without_the_record_the_mismatch_shows():
+def test_without_the_record_the_ratio_is_not_one():
     logged = train(make_cluster(), steps=1, policy_loss_fn="grpo")
     assert logged["log_ratio/abs_mean"][0] > 0.05
     assert logged["is_ratio/max"][0] > 1.5
@@ -135,7 +135,7 @@ def test_training_raises_the_reward():
     assert np.mean(means[-3:]) > np.mean(means[:3]) + 1
 
 
-def test_the_page_runs(capsys: pytest.CaptureFixture[str]):
+def test_the_docs_page_runs(capsys: pytest.CaptureFixture[str]):
     page = (ROOT / "docs" / "tunix.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(code.splitlines()) <= 60
@@ -169,10 +169,10 @@ def test_gradient_is_that_of_our_replay():
 
     expected_loss, expected = jax.value_and_grad(ours)(sharp_params())
     assert abs(float(loss - expected_loss)) < 1e-5
-    found = Actor(MODEL, sharp_params())
-    nnx.update(found, gradient)
+    gradients = Actor(MODEL, sharp_params())
+    nnx.update(gradients, gradient)
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
-        got = dict(jax.tree_util.tree_leaves_with_path(found.params))[path]
+        got = dict(jax.tree_util.tree_leaves_with_path(gradients.params))[path]
         assert np.allclose(got, leaf, atol=1e-5 * float(jnp.abs(leaf).max())), path
 
 
@@ -188,12 +188,12 @@ def test_gradient_is_that_of_our_replay():
 def test_replay_through_tunix_gives_the_samplers_logprobs(lengths, engine):
     actor = Actor(MODEL, sharp_params())
     trajectory = rolled_out(actor, RolloutConfig(20, **{"max_prompt_length": 16, "temperature": 1.0} | lengths), engine)
-    found = replayed_logps(actor, trajectory, trajectory.temperature)
-    error = np.abs(found - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
+    logprobs = replayed_logps(actor, trajectory, trajectory.temperature)
+    error = np.abs(logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
     assert error.max() < 1e-5
 
 
-def test_reference_sees_what_the_sampler_saw():
+def test_reference_has_the_shadow_mask():
     logged = train(make_cluster(reference=Actor(MODEL, sharp_params())), policy_loss_fn="smd_grpo", beta=0.1)
     assert abs(logged["kl"][0]) < 1e-6 < logged["kl"][1]
 
@@ -204,7 +204,7 @@ def test_several_iterations_keep_the_samplers_logprobs():
     assert logged["log_ratio/abs_mean"][0] < 1e-5 < logged["log_ratio/abs_mean"][1]
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
     whole = make_cluster()
     train(whole, steps=3, policy_loss_fn="smd_grpo")
     saved = {"checkpoint_root_directory": str(tmp_path), "checkpointing_options": CheckpointManagerOptions(1)}
@@ -216,7 +216,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path):
     assert jax.tree.all(jax.tree.map(np.array_equal, rest.rollout.model().params, whole.rollout.model().params))
 
 
-def test_lora_trains_the_adapters_alone():
+def test_lora_trains_only_the_adapters():
     params = add_lora(sharp_params(), LoraConfig(rank=2, alpha=4.0), jax.random.key(0))
     cluster = make_cluster(Actor(MODEL, params))
     logged = train(cluster, policy_loss_fn="smd_grpo")
@@ -226,19 +226,19 @@ def test_lora_trains_the_adapters_alone():
     assert all(jnp.abs(pair["lora_B"]).max() > 0 for pair in trained[LORA].matrices["layers_0"]["mlp"].values())
 
 
-def test_padding_that_ends_a_response_is_learned_from():
+def test_an_end_token_equal_to_padding_is_trained():
     tokenizer = byte_tokenizer(chat=False)
     tokenizer.pad_token = tokenizer.eos_token
     params = sharp_params()
-    # The end token is likely, and equals the padding.
+    # Makes the end token, which equals the padding, likely.
     params["embed"]["embedding"] = params["embed"]["embedding"].at[258].multiply(6.0)
     graded = []
 
-    def noted(prompts, completions, **columns) -> list[float]:
+    def recording_reward(prompts, completions, **columns) -> list[float]:
         graded.extend(completions)
         return reward(prompts, completions)
 
-    example = one_example(make_cluster(Actor(MODEL, params), tokenizer=tokenizer), noted)
+    example = train_example(make_cluster(Actor(MODEL, params), tokenizer=tokenizer), recording_reward)
     assert example.trajectory.terminated.any()
     assert np.array_equal(example.completion_mask.sum(1), example.trajectory.lengths())
     assert np.array_equal(example.completion_ids, example.trajectory.response)
@@ -246,23 +246,23 @@ def test_padding_that_ends_a_response_is_learned_from():
     assert not [text for text in graded if tokenizer.eos_token in text]
 
 
-def one_example(cluster: RLCluster, function=reward, step: int = 0, mode: Mode = Mode.TRAIN) -> TrainExample:
-    """What the learner makes of one batch of prompts."""
+def train_example(cluster: RLCluster, function=reward, step: int = 0, mode: Mode = Mode.TRAIN) -> TrainExample:
+    """The learner's batch for one batch of prompts."""
     learner = SmdGRPOLearner(cluster, GRPOConfig(num_generations=GROUP, beta=0.0), function)
     learner._rollout_micro_batch_size = 2
     learner._iter_steps = learner._eval_iter_steps = step
     return learner._generate_and_compute_advantage({"prompts": [text for text in PROMPTS for _ in range(GROUP)]}, mode)
 
 
-def test_steps_and_evaluations_draw_their_own_numbers():
+def test_steps_and_evaluations_sample_with_their_own_keys():
     cluster = make_cluster()
     steps = [(0, Mode.TRAIN), (1, Mode.TRAIN), (0, Mode.EVAL)]
-    drawn = [np.asarray(one_example(cluster, step=step, mode=mode).completion_ids) for step, mode in steps * 2]
+    drawn = [np.asarray(train_example(cluster, step=step, mode=mode).completion_ids) for step, mode in steps * 2]
     assert all(np.array_equal(first, again) for first, again in zip(drawn[:3], drawn[3:], strict=True))
     assert not any(np.array_equal(drawn[a], drawn[b]) for a, b in [(0, 1), (0, 2), (1, 2)])
 
 
-def test_rollout_keeps_the_order_of_prompts_and_draws_anew():
+def test_rollout_keeps_the_order_of_prompts_and_changes_its_samples():
     actor = Actor(MODEL, sharp_params())
     rollout = ENGINE(actor, TokenizerAdapter(byte_tokenizer(chat=False)), one_device_mesh(), LENGTHS)
     prompts = ["a", "a", "a", "a", "bc", "bc", "a", "a"]
@@ -280,7 +280,7 @@ def test_rollout_keeps_the_order_of_prompts_and_draws_anew():
     assert rollout.generate(prompts, LENGTHS).text == again[0]
 
 
-def test_parts_with_groups_of_different_sizes_join_under_a_gate():
+def test_records_with_groups_of_different_sizes_join_under_a_gate():
     gate = smd.eviction.LearnedGate(smd.eviction.AttentionGate())
     tokenizer = TokenizerAdapter(byte_tokenizer(chat=False))
     engine = SmdRollout(
@@ -308,8 +308,8 @@ def test_tokenizer_of_another_model_is_refused():
             make_cluster(Actor(model, random_params(model.config)))
 
 
-class Letters:
-    """A tokenizer with the methods that Tunix asks for and no others."""
+class CharacterTokenizer:
+    """A tokenizer with only the methods that Tunix requires."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -329,7 +329,7 @@ class Letters:
 
 def test_end_token_outside_of_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="tokenizer: expected pad_id and eos_id from 0 to 263; got .*'eos_id': 999"):
-        make_cluster(tokenizer=Letters())
+        make_cluster(tokenizer=CharacterTokenizer())
 
 
 def test_errors_name_the_field():
@@ -351,7 +351,7 @@ def test_errors_name_the_field():
         rollout.take_record()
 
 
-def test_record_is_asked_for_its_own_rows():
+def test_logprobs_are_returned_for_recorded_rows_only():
     rollout = make_cluster().rollout
     rollout.start_record(0)
     rollout.generate(PROMPTS, LENGTHS)
@@ -364,7 +364,7 @@ def test_record_is_asked_for_its_own_rows():
     assert np.array_equal(jnp.concatenate(rows), record.logprobs)
 
 
-def test_tunix_own_learner_has_no_record():
+def test_tunix_learner_without_a_record_raises():
     learner = GRPOLearner(
         make_cluster(), GRPOConfig(num_generations=GROUP, beta=0.0, policy_loss_fn="smd_grpo"), reward
     )

@@ -1,4 +1,4 @@
-"""Memory of a loop's programs as compiled, and the sizes that fit a device."""
+"""Memory of a loop's compiled programs, and sizes that fit a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOLoop
 from tests.toy_loop import CONFIG, MODEL, ROLLOUT, TASK, TOKENIZER, new_loop, new_state, optimizer, own_loop
 
-WIDER = replace(CONFIG, prompts_per_step=8)  # 32 rows
+LARGER_CONFIG = replace(CONFIG, prompts_per_step=8)  # 32 rows
 
 
 @pytest.fixture(scope="module")
@@ -34,44 +34,44 @@ def shapes() -> TrainState:
     return jax.eval_shape(lambda: init_state(random_params(MODEL.config), optimizer(), jax.random.key(0)))
 
 
-# --- as compiled
+# --- compiled programs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decode_rows", [None, 4])
 def test_a_loop_needs_more_than_its_state(decode_rows: int | None):
     loop, state = own_loop(replace(CONFIG, decode_rows=decode_rows)), new_state()
-    found = loop_memory(loop, state)
-    # All but a few scalars of the state: the parameters and two moments of each.
-    assert 2.9 < found.held / tree_bytes(state.params) < 3.1
-    assert found.held < found.rollout < 100 * found.held and found.held < found.update < 100 * found.held
-    assert found == loop_memory(loop, jax.eval_shape(lambda: state)), "shapes are enough"
+    memory = loop_memory(loop, state)
+    # The parameters and two moments of each, besides a few scalars.
+    assert 2.9 < memory.held / tree_bytes(state.params) < 3.1
+    assert memory.held < memory.rollout < 100 * memory.held and memory.held < memory.update < 100 * memory.held
+    assert memory == loop_memory(loop, jax.eval_shape(lambda: state)), "shapes are enough"
     if decode_rows is not None:  # an engine decodes with a copy of the parameters
-        assert found.rollout > found.held + tree_bytes(state.params)
+        assert memory.rollout > memory.held + tree_bytes(state.params)
 
 
 @pytest.mark.slow
-def test_a_device_holds_its_part():
+def test_sharded_loops_need_less_per_device():
     alone, shared = (loop_memory(own_loop(sizes=sizes), new_state()) for sizes in ((1, 1, 1), (1, 2, 1, 2)))
     assert shared.held < 0.7 * alone.held
     state = shard_tree(new_state(), make_mesh(1, 2))
-    here = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
-    assert tree_bytes(state.params, make_mesh(1, 2)) == here
+    local_bytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
+    assert tree_bytes(state.params, make_mesh(1, 2)) == local_bytes
 
 
-def test_rollouts_ahead_run_beside_the_update():
+def test_rollouts_ahead_and_the_update_add_up():
     ahead = new_loop(replace(CONFIG, rollouts_ahead=1))
     assert LoopMemory.of(ahead, 10, 13, 17) == LoopMemory(10, 20, 20)
-    found = LoopMemory.of(new_loop(), 10, 13, 2**20)
-    assert found == LoopMemory(10, 13, 2**20)
-    assert found.rows()[-1] == ("sum", "13 B", "1.00 MiB") and found.rows()[1] == (
+    memory = LoopMemory.of(new_loop(), 10, 13, 2**20)
+    assert memory == LoopMemory(10, 13, 2**20)
+    assert memory.rows()[-1] == ("sum", "13 B", "1.00 MiB") and memory.rows()[1] == (
         "everything else",
         "3 B",
         "1023.99 KiB",
     )
 
 
-def test_a_rollout_of_several_minibatches_is_kept_whole(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
+def test_minibatches_keep_the_whole_batch(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "program_bytes", lambda lowered: 0)
     loop = new_loop(replace(CONFIG, minibatches=2))
     trajectory = new_loop().collect(new_state(), 0).trajectory
@@ -96,34 +96,34 @@ def test_packed_rows_are_not_measured(shapes: TrainState):
             refuse()
 
 
-def long_prompts(decode_rows: int | None) -> tuple[GRPOLoop, TrainState]:
+def loop_with_long_prompts(decode_rows: int | None) -> tuple[GRPOLoop, TrainState]:
     """A loop whose prompts have 256 columns and whose cache has 7 slots, and the shapes of its state."""
     model = Decoder(tiny_model_config(max_positions=512, num_layers=1))
-    config = replace(WIDER, prompt_width=256, decode_rows=decode_rows, policy=SnapKV(window=2))
+    config = replace(LARGER_CONFIG, prompt_width=256, decode_rows=decode_rows, policy=SnapKV(window=2))
     loop = GRPOLoop(model, TASK, TOKENIZER, optimizer(), config, make_mesh())
     return loop, jax.eval_shape(lambda: init_state(random_params(model.config), optimizer(), jax.random.key(0)))
 
 
-def test_prompts_are_read_beside_the_cache_of_the_decode_rows():
-    """The real programs: a prefill is larger than a segment, and counts with the cache that waits."""
-    loop, state = long_prompts(decode_rows=4)
-    found = compiled.rollout_memory(loop, state)
+def test_prefill_includes_the_cache_of_the_decode_rows():
+    """Compiled: here a prefill is larger than a segment. It counts together with the waiting cache."""
+    loop, state = loop_with_long_prompts(decode_rows=4)
+    memory = compiled.rollout_memory(loop, state)
     program: Any = loop.rollouts.engine.prefill_program(state.params, 256).compile().memory_analysis()
     cache = compiled.segment_memory(loop.rollouts.engine, state.params, 256).state
-    assert found.reading > 2 * found.decoding
-    assert found.reading >= tree_bytes(state) + program.temp_size_in_bytes + cache
-    # As many prompts as a step has are read at most.
+    assert memory.reading > 2 * memory.decoding
+    assert memory.reading >= tree_bytes(state) + program.temp_size_in_bytes + cache
+    # At most the prompts of a step are read.
     more = replace(loop, config=replace(loop.config, prefill_rows=64))
-    assert compiled.rollout_memory(more, state) == found
+    assert compiled.rollout_memory(more, state) == memory
 
 
 @pytest.mark.parametrize("decode_rows", [None, 4])
-def test_fewer_prompts_are_read_where_those_do_not_fit(decode_rows: int | None, monkeypatch: pytest.MonkeyPatch):
-    """The limit lies between the two programs."""
-    loop, state = long_prompts(decode_rows)
+def test_prefill_rows_are_lowered_to_fit(decode_rows: int | None, monkeypatch: pytest.MonkeyPatch):
+    """The limit is between the memory of decoding and that of reading."""
+    loop, state = loop_with_long_prompts(decode_rows)
     monkeypatch.setattr(fit, "update_memory", lambda loop, state: tree_bytes(state))
-    found = compiled.rollout_memory(long_prompts(4)[0], state)
-    limit = (found.decoding + found.reading) // 2
+    measured = compiled.rollout_memory(loop_with_long_prompts(4)[0], state)
+    limit = (measured.decoding + measured.reading) // 2
     fitted, memory = fit_loop(loop, state, limit)
     assert memory.rollout == compiled.rollout_memory(fitted, state).most <= limit
     assert fitted.config.prefill_rows < 8 and (decode_rows is None or fitted.config.decode_rows == 4)
@@ -132,7 +132,7 @@ def test_fewer_prompts_are_read_where_those_do_not_fit(decode_rows: int | None, 
 
 
 def test_waiting_caches_are_divided_over_the_devices():
-    """Four devices with four times the rows need what one needs."""
+    """Four devices with four times the rows need as much per device as one."""
     model, sizes = Decoder(tiny_model_config(num_layers=1)), replace(ROLLOUT, budget=64)
     params = jax.eval_shape(lambda: random_params(model.config))
     alone = Engine(model, SnapKV(window=2), sizes, decode_rows=2, prefill_rows=4)
@@ -140,16 +140,16 @@ def test_waiting_caches_are_divided_over_the_devices():
     assert compiled.segment_memory(shared, params, 80) == compiled.segment_memory(alone, params, 80)
 
 
-def test_shapes_of_parameters():
+def test_param_shapes_equal_those_of_initialized_parameters():
     fresh = jax.tree.map(lambda x: (x.shape, x.dtype), random_params(MODEL.config))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), param_shapes(MODEL)) == fresh
 
 
-# --- what fits
+# --- sizes that fit
 
 
-def make_linear(monkeypatch: pytest.MonkeyPatch, held: int) -> list[tuple[str, int]]:
-    """Replaces compiled figures by 100 bytes a row over `held`; returns the list of sizes that are tried."""
+def use_linear_memory(monkeypatch: pytest.MonkeyPatch, held: int) -> list[tuple[str, int]]:
+    """Replaces compiled memory by `held` and 100 bytes a row; returns the list of tried sizes."""
     tried = []
 
     def update(loop: Any, state: Any) -> int:
@@ -175,8 +175,8 @@ def make_linear(monkeypatch: pytest.MonkeyPatch, held: int) -> list[tuple[str, i
 
 def test_sizes_are_halved_until_they_fit(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
     held = tree_bytes(shapes)
-    tried = make_linear(monkeypatch, held)
-    loop = new_loop(WIDER)
+    tried = use_linear_memory(monkeypatch, held)
+    loop = new_loop(LARGER_CONFIG)
     assert fit_loop(loop, shapes, held + 3200) == (loop, LoopMemory(held, held + 3200, held + 3200))
     assert tried == [("update", 32), ("rollout", 32)]
     fitted, memory = fit_loop(loop, shapes, held + 1700)
@@ -184,11 +184,11 @@ def test_sizes_are_halved_until_they_fit(shapes: TrainState, monkeypatch: pytest
     assert memory == LoopMemory(held, held + 1600, held + 1600)
     fitted, _ = fit_loop(loop, shapes, held + 700)
     assert (fitted.config.update.microbatch_size, fitted.config.decode_rows) == (4, 4)
-    both = new_loop(replace(WIDER, decode_rows=8, update=UpdateConfig(microbatch_size=8)))
+    both = new_loop(replace(LARGER_CONFIG, decode_rows=8, update=UpdateConfig(microbatch_size=8)))
     assert fit_loop(both, shapes, held + 800)[0] is both, "sizes that are set stay"
     with pytest.raises(ValueError, match=r"got .*, 100 B too much, for an update\. Lower microbatch_size"):
         fit_loop(both, shapes, held + 700)
-    rows_set = new_loop(replace(WIDER, decode_rows=8))
+    rows_set = new_loop(replace(LARGER_CONFIG, decode_rows=8))
     with pytest.raises(ValueError, match=r"100 B too much, for a rollout\. Lower decode_rows"):
         fit_loop(rows_set, shapes, held + 700)
     with pytest.raises(ValueError, match=r"expected at most 1000 B on each device; got .* for weights, optimizer and"):
@@ -197,11 +197,11 @@ def test_sizes_are_halved_until_they_fit(shapes: TrainState, monkeypatch: pytest
         fit_loop(loop, shapes, 900 * 2**40)
 
 
-def test_a_rollout_ahead_has_what_the_update_leaves(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
+def test_a_rollout_ahead_fits_beside_the_update(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
     state = jax.eval_shape(with_sampler_params, shapes)
     held = tree_bytes(state)
-    make_linear(monkeypatch, held)
-    fitted, memory = fit_loop(new_loop(replace(WIDER, rollouts_ahead=1)), state, held + 3300)
+    use_linear_memory(monkeypatch, held)
+    fitted, memory = fit_loop(new_loop(replace(LARGER_CONFIG, rollouts_ahead=1)), state, held + 3300)
     assert (fitted.config.update.microbatch_size, fitted.config.decode_rows) == (None, 1)
     assert memory.rollout == memory.update == held + 3300
 
@@ -209,8 +209,8 @@ def test_a_rollout_ahead_has_what_the_update_leaves(shapes: TrainState, monkeypa
 def test_rows_divide_over_the_devices(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
     mesh = make_mesh(2, 2)
     held = tree_bytes(shapes, mesh)
-    make_linear(monkeypatch, held)
-    loop = replace(new_loop(replace(WIDER, prefill_rows=6)), mesh=mesh)
+    use_linear_memory(monkeypatch, held)
+    loop = replace(new_loop(replace(LARGER_CONFIG, prefill_rows=6)), mesh=mesh)
     fitted, _ = fit_loop(loop, shapes, held + 1500)
     assert (fitted.config.update.microbatch_size, fitted.config.decode_rows) == (8, 8)
     assert fitted.config.prefill_rows == 8
@@ -218,14 +218,14 @@ def test_rows_divide_over_the_devices(shapes: TrainState, monkeypatch: pytest.Mo
 
 def test_microbatches_have_whole_groups():
     """Rows that share a prompt stay together."""
-    groups = new_loop(replace(WIDER, update=UpdateConfig(rows_per_prompt=4)))
+    groups = new_loop(replace(LARGER_CONFIG, update=UpdateConfig(rows_per_prompt=4)))
     assert fit._microbatches(groups, 32) == [32, 16, 8, 4]
     on_two = replace(new_loop(replace(groups.config, prompts_per_step=6)), mesh=make_mesh(2))
     assert fit._microbatches(on_two, 24) == [24, 8], "every device has whole groups"
 
 
-def test_rows_of_an_evaluation(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
-    """All ways of decoding have the same rows; the optimizer's state takes room, too."""
+def test_evaluation_rows_are_halved_until_they_fit(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
+    """All decodes have the same rows; the optimizer state takes memory, too."""
     config = EvaluationConfig(
         decodes=(Decode("short", CONFIG.policy), Decode("dense")),
         rollout=ROLLOUT,
@@ -235,7 +235,7 @@ def test_rows_of_an_evaluation(shapes: TrainState, monkeypatch: pytest.MonkeyPat
     )
     evaluator = Evaluator(MODEL, TASK, TOKENIZER, config)
     held = tree_bytes(shapes)
-    tried = make_linear(monkeypatch, held)
+    tried = use_linear_memory(monkeypatch, held)
     assert fit_evaluator(evaluator, shapes, held + 12800) is evaluator
     assert tried == [("short", 64), ("dense", 64)]
     assert fit_evaluator(evaluator, shapes, held + 12799).config.rows == 32
@@ -245,12 +245,12 @@ def test_rows_of_an_evaluation(shapes: TrainState, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_a_loop_that_was_made_smaller_needs_less(shapes: TrainState):
-    loop = new_loop(WIDER)
-    whole = loop_memory(loop, shapes)
-    less = max(whole.rollout, whole.update) - 1
-    fitted, memory = fit_loop(loop, shapes, less)
-    assert fitted.config != loop.config and max(memory.rollout, memory.update) <= less
+def test_a_fitted_loop_needs_less(shapes: TrainState):
+    loop = new_loop(LARGER_CONFIG)
+    needed = loop_memory(loop, shapes)
+    limit = max(needed.rollout, needed.update) - 1
+    fitted, memory = fit_loop(loop, shapes, limit)
+    assert fitted.config != loop.config and max(memory.rollout, memory.update) <= limit
     config = EvaluationConfig(decodes=(Decode("dense"),), rollout=ROLLOUT, prompt_width=9, rows=16)
     evaluator = Evaluator(MODEL, TASK, TOKENIZER, config)
     most = fit.evaluation_memory(evaluator, shapes.params, Decode("dense")) + memory.held - tree_bytes(shapes.params)
@@ -273,7 +273,7 @@ def test_a_loop_that_was_made_smaller_needs_less(shapes: TrainState):
     ],
 )
 def test_bytes_are_read(text: str, count: int):
-    with localcontext(prec=12):  # reasoning-gym leaves such a context behind
+    with localcontext(prec=12):  # reasoning-gym leaves such a context
         assert parse_bytes(text) == count
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: equal to transformers, limited in time and memory, and rendered on one day."""
+"""Chat templates: equal to transformers, limited in time and memory, rendered with a fixed date."""
 
 import datetime
 from typing import Any
@@ -17,7 +17,7 @@ DAY = datetime.date(2025, 3, 9)
 DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}: {% endif %}{{ messages[0]['content'] }}"
 
 
-def dated(template: str | dict[str, str] = DATED):
+def with_template(template: str | dict[str, str] = DATED):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
@@ -51,38 +51,39 @@ def weather(city: str) -> str:
     ids=["plain", "values", "token", "tools"],
 )
 @pytest.mark.parametrize("named", [False, True])
-def test_equals_transformers(variables, named):
-    tokenizer = dated({"default": TOOLS, "tool_use": f"with tools {TOOLS}"} if named else TOOLS)
+def test_rendered_messages_equal_transformers(variables, named):
+    tokenizer = with_template({"default": TOOLS, "tool_use": f"with tools {TOOLS}"} if named else TOOLS)
     expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)
     assert render_messages(CHAT, tokenizer, variables) == expected
     assert tokenizer.special_tokens_map["eos_token"] in expected and str(expected).endswith(">")
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_fields_that_are_none_and_the_generation_prompt(asked):
-    """transformers drops the fields before it renders; Llama 3.1's template asks whether a message has tool calls."""
-    tokenizer = dated(
+@pytest.mark.parametrize("generation_prompt", [False, True])
+def test_none_fields_and_generation_prompt_equal_transformers(generation_prompt):
+    """transformers drops fields that are None: Llama 3.1's template tests whether a message has tool_calls."""
+    tokenizer = with_template(
         "{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
     chat = [{"role": "user", "content": "hi", "tool_calls": None}]
-    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asked)
-    assert render_messages(chat, tokenizer, {}, add_generation_prompt=asked) == expected == "user" + ">" * asked
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation_prompt)
+    assert render_messages(chat, tokenizer, {}, add_generation_prompt=generation_prompt) == expected
+    assert expected == "user" + ">" * generation_prompt
 
 
 RENDERER = Renderer()
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLES = "{% set n = namespace(x='x') %}" + "{% set n.x = n.x + n.x %}" * 28
-COUNTS_IN_C = "{{ 7 ** (10 ** 9) }}"
+NESTED_LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED_TEXT = "{% set n = namespace(x='x') %}" + "{% set n.x = n.x + n.x %}" * 28
+LARGE_POWER = "{{ 7 ** (10 ** 9) }}"
 
 
 @pytest.mark.parametrize(
     ("template", "limits", "reason"),
     [
-        (LOOPS, Limits(seconds=0.3), r"it takes longer than (0\.3|1\.8) s"),
-        (COUNTS_IN_C, Limits(seconds=0.3), r"it takes longer than (0\.3|1\.8) s"),
+        (NESTED_LOOPS, Limits(seconds=0.3), r"it takes longer than (0\.3|1\.8) s"),
+        (LARGE_POWER, Limits(seconds=0.3), r"it takes longer than (0\.3|1\.8) s"),
         ("{{ 'x' * 2 ** 28 }}", Limits(memory=2**27), "it needs more than 134,217,728 bytes of memory"),
-        (DOUBLES, Limits(memory=2**27), "it needs more than 134,217,728 bytes of memory"),
+        (DOUBLED_TEXT, Limits(memory=2**27), "it needs more than 134,217,728 bytes of memory"),
         ("{{ 'x' * 2000 }}", Limits(characters=1999), "it renders 2,000 characters, more than 1,999"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", Limits(), "RecursionError"),
     ],
@@ -95,7 +96,7 @@ def test_a_template_is_limited(template, limits, reason):
     assert RENDERER.render("{{ messages[0].content }}", chat, {}, Limits()) == "Hi"
 
 
-def test_messages_that_are_nested_too_deeply():
+def test_messages_nested_too_deeply_raise():
     arguments: Any = {}
     for _ in range(5000):
         arguments = {"a": arguments}
@@ -104,24 +105,25 @@ def test_messages_that_are_nested_too_deeply():
     assert RENDERER.render("x", CHAT, {}, Limits()) == "x"
 
 
-def test_a_variable_that_no_process_can_have():
+def test_variables_must_be_picklable():
     with pytest.raises(ValueError, match="expected values that can be pickled"):
-        render_messages(CHAT, dated(TOOLS), {"pairs": lambda: 1})
+        render_messages(CHAT, with_template(TOOLS), {"pairs": lambda: 1})
 
 
-def test_the_day_of_a_row():
+def test_a_row_may_set_the_date():
     row = {"prompt": "Hi", "chat_template_kwargs": {"strftime_now": "2025-03-09"}}
-    assert prompt_text(row, dated()) == "09 Mar 2025: Hi"
-    assert prompt_text(row | {"chat_template_kwargs": {"strftime_now": DAY}}, dated()) == "09 Mar 2025: Hi"
-    assert prompt_text(row, dated({"default": DATED, "tool_use": "x"})) == "09 Mar 2025: Hi"
-    assert prompt_text(row, dated("{% set f = '%Y' %}{{ strftime_now(f) }}{{ strftime_now(format='%H') }}")) == "202500"
+    assert prompt_text(row, with_template()) == "09 Mar 2025: Hi"
+    assert prompt_text(row | {"chat_template_kwargs": {"strftime_now": DAY}}, with_template()) == "09 Mar 2025: Hi"
+    assert prompt_text(row, with_template({"default": DATED, "tool_use": "x"})) == "09 Mar 2025: Hi"
+    formats = "{% set f = '%Y' %}{{ strftime_now(f) }}{{ strftime_now(format='%H') }}"
+    assert prompt_text(row, with_template(formats)) == "202500"
     with pytest.raises(ValueError, match="expected strftime_now as a day such as 2026-01-31; got 'soon'"):
-        prompt_text({"prompt": "Hi", "chat_template_kwargs": {"strftime_now": "soon"}}, dated())
+        prompt_text({"prompt": "Hi", "chat_template_kwargs": {"strftime_now": "soon"}}, with_template())
 
 
-def test_a_process_has_one_day(monkeypatch):
+def test_all_rows_of_a_process_have_the_same_date(monkeypatch):
     monkeypatch.setattr(chat_template, "first_day", lambda: DAY)
-    assert prompt_text({"prompt": "Hi"}, dated()) == "09 Mar 2025: Hi"
+    assert prompt_text({"prompt": "Hi"}, with_template()) == "09 Mar 2025: Hi"
 
 
 @pytest.mark.parametrize(
@@ -138,18 +140,18 @@ def test_a_process_has_one_day(monkeypatch):
 def test_a_template_that_fails_names_the_roles(template):
     expected = r"expected messages that the tokenizer's chat template takes; got those of \['user'\], and it says: \w+"
     with pytest.raises(ValueError, match=expected) as error:
-        prompt_text({"prompt": "Hi"}, dated(template))
+        prompt_text({"prompt": "Hi"}, with_template(template))
     assert len(str(error.value)) < 500
 
 
-def test_a_run_keeps_its_day(tmp_path):
+def test_a_resumed_run_keeps_its_date(tmp_path):
     plain = Grpo(
         model=ModelArgs(model="somewhere"),
         data=DataSource(dataset="rows.jsonl"),
         run=RunArgs(output_dir=tmp_path / "run"),
     )
     assert with_prompt_day(plain, "{{ messages }}") == plain  # its template reads no date
-    template = dated().chat_template
+    template = with_template().chat_template
     today = f"strftime_now={datetime.date.today().isoformat()}"
     assert with_prompt_day(plain, template).data.chat_template_kwargs == (today,)
     (tmp_path / "run").mkdir()
@@ -157,4 +159,4 @@ def test_a_run_keeps_its_day(tmp_path):
     again = Grpo(model=plain.model, data=plain.data, run=RunArgs(output_dir=tmp_path / "run", resume=True))
     assert with_prompt_day(again, template).data.chat_template_kwargs == ("strftime_now=2025-03-09",)
     (tmp_path / "run" / "config.yaml").write_text("chat_template_kwargs: []\n")
-    assert with_prompt_day(again, template) == again  # begun before days were kept
+    assert with_prompt_day(again, template) == again  # a run from before dates were saved

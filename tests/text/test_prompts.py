@@ -75,12 +75,12 @@ def framing_tokenizer(template: str):
         ("<|im_start|> $A", "a", [BOS, A]),
         ("<|im_start|> $A <|im_end|>", "a", [BOS, A]),
         ("<|im_start|> $A <|im_end|>", "", [BOS]),
-        ("<|im_start|> $A <|im_end|>", "a<|im_end|>", [BOS, A, EOS]),  # the text's own
+        ("<|im_start|> $A <|im_end|>", "a<|im_end|>", [BOS, A, EOS]),  # EOS of the text itself
         ("<|im_start|> $A", "<|im_start|>a", [BOS, A]),  # once, not twice
         ("<|im_start|> $A <|im_end|>", "<|im_start|>", [BOS]),
     ],
 )
-def test_special_tokens_go_in_front_and_never_behind(template, text, tokens):
+def test_special_tokens_are_added_only_in_front(template, text, tokens):
     tokenizer = framing_tokenizer(template)
     assert encode_prompt(tokenizer, text, add_special_tokens=True) == tokens
     assert encode_prompts(tokenizer, [text], add_special_tokens=True).tokens.tolist() == [tokens]
@@ -101,21 +101,21 @@ def test_a_continuation_that_begins_with_newlines_gets_no_blank():
         assert tokenizer.decode(ids) == f"a{text}"
 
 
-def test_groups_lie_together():
+def test_rows_of_a_group_are_adjacent():
     groups = repeat_prompts(encode_prompts(TOKENIZER, ["ab", "c"]), 2)
     np.testing.assert_array_equal(groups.tokens, [[A, B], [A, B], [PAD, C], [PAD, C]])
     np.testing.assert_array_equal(groups.valid, [[1, 1], [1, 1], [0, 1], [0, 1]])
     assert repeat_each(["ab", "c"], 2) == decode_completions(TOKENIZER, groups.tokens, groups.valid)
 
 
-def test_decoding_is_cut_by_the_mask_and_skips_special_tokens():
+def test_decoding_reads_the_mask_and_skips_special_tokens():
     tokens = np.array([[A, B, EOS, D], [A, B, C, D]])
     mask = np.array([[1, 1, 1, 0], [0, 1, 1, 1]], bool)
     assert decode_completions(TOKENIZER, tokens, mask) == ["ab", "bcd"]
     assert decode_completions(TOKENIZER, jnp.asarray(tokens), jnp.zeros_like(mask)) == ["", ""]
 
 
-def test_many_ids_without_a_token_are_said():
+def test_ids_without_a_token_warn():
     tokens = np.array([[A, 300, B, C]])
     with pytest.warns(UserWarning, match="got 1 of 4 without one, such as 300"):
         assert decode_completions(TOKENIZER, tokens, tokens > 0) == ["abc"]
@@ -141,8 +141,8 @@ def test_bad_prompts(texts, options, message):
         encode_prompts(TOKENIZER, texts, **options)
 
 
-def test_one_text_is_no_list_of_texts():
-    """Its characters would be the prompts."""
+def test_a_single_text_raises():
+    """Its characters would become the prompts."""
     with pytest.raises(TypeError, match="expected a list of texts; got one text, 'abc'"):
         encode_prompts(TOKENIZER, "abc")
 
@@ -158,7 +158,7 @@ def test_one_text_is_no_list_of_texts():
         ),
     ],
 )
-def test_other_objects_are_no_prompts(prompts: Any, message: str):
+def test_wrong_prompt_batches_raise(prompts: Any, message: str):
     with pytest.raises(TypeError, match=message):
         check_prompt_batch(prompts)
 
@@ -182,13 +182,13 @@ def test_an_embedding_may_be_padded(vocab_size):
         (259 + 130, "259 to 388 rows for a tokenizer of 259 tokens; got vocab_size 389"),
     ],
 )
-def test_a_tokenizer_and_an_embedding_of_different_sizes(vocab_size, message):
+def test_an_embedding_of_another_size_than_the_tokenizer_raises(vocab_size, message):
     with pytest.raises(ValueError, match=message):
         check_vocabulary(TOKENIZER, vocab_size)
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_an_added_token_may_have_no_row(special: bool):
+def test_an_added_token_may_be_outside_the_embedding(special: bool):
     """Gemma 3 1B: 262,145 tokens for 262,144 rows, the last one for images."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<image_soft_token>"], special_tokens=special)
@@ -204,7 +204,7 @@ def test_ids_without_a_token_have_no_text():
     assert decode_completions(TOKENIZER, tokens, mask)[:2] == ["ab", "cccc"]
 
 
-def test_an_id_beyond_the_number_of_tokens_counts():
+def test_the_embedding_must_have_the_largest_token_id():
     words = models.WordLevel({"a": 0, "b": 100}, unk_token="a")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=TokenizersTokenizer(words))
     with pytest.raises(ValueError, match="at least 101 rows, because the tokenizer has 2 tokens with ids up to 100"):

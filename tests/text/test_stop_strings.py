@@ -1,4 +1,4 @@
-"""Compares the table of stop strings with their definition: decode the text so far, and search it for the strings."""
+"""The stop-string table, compared with its definition: decode the text so far and search it for the strings."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ def stop_lengths(tokenizer: PreTrainedTokenizerFast, strings: Sequence[str], row
     return [int(np.argmax(row)) + 1 if row.any() else None for row in stopped]
 
 
-def plain_length(texts: Sequence[str] | Sequence[bytes], strings: Sequence[str] | Sequence[bytes]) -> int | None:
+def reference_length(texts: Sequence[str] | Sequence[bytes], strings: Sequence[str] | Sequence[bytes]) -> int | None:
     """The definition: the smallest number of tokens whose text contains a stop string."""
     hits = (length for length, text in enumerate(texts) if any(string in text for string in strings))  # type: ignore[operator]
     return next(hits, None)
@@ -61,7 +61,7 @@ PARTS = st.one_of(
     st.tuples(st.booleans(), st.sampled_from(["</answer>", "Question", "日本語", "ça"])),
 )
 ROWS = st.lists(PARTS, min_size=1, max_size=8)
-# A stop string: a piece of the row's text, or a text of its own.
+# A stop string: a part of the row's text, or another text.
 STRINGS = st.lists(
     st.one_of(st.tuples(st.integers(0, 40), st.integers(1, 6)), st.text(LETTERS, min_size=1, max_size=4))
 )
@@ -95,7 +95,7 @@ def test_byte_level_tokens_stop_as_their_text_does(parts: list, specs: list):
     known = [token for token in row if token < len(TRAINED)]
     strings = build_strings(str(TRAINED.decode(known, skip_special_tokens=True)), specs)
     pieces = [token if token < len(TRAINED) else len(TRAINED) - 1 for token in row]  # a special token adds no more
-    assert stop_lengths(TRAINED, strings, [row]) == [plain_length(decoded(TRAINED, pieces), strings)]
+    assert stop_lengths(TRAINED, strings, [row]) == [reference_length(decoded(TRAINED, pieces), strings)]
 
 
 @settings(deadline=None, max_examples=75)
@@ -108,7 +108,7 @@ def test_sentencepiece_tokens_stop_as_their_bytes_do(parts: list, specs: list):
     pieces = [bytes_of.get(token, b"") for token in tokens]
     texts = [b"".join(pieces[:length]) for length in range(len(row) + 1)]
     strings = build_strings(texts[-1].decode(errors="ignore"), specs)
-    assert stop_lengths(PIECES, strings, [row]) == [plain_length(texts, [string.encode() for string in strings])]
+    assert stop_lengths(PIECES, strings, [row]) == [reference_length(texts, [string.encode() for string in strings])]
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,18 @@ def test_sentencepiece_tokens_stop_as_their_bytes_do(parts: list, specs: list):
         (["aab", "ab"], "cab", 3),
         (["aab"], "aaaab", 5),  # the match restarts at a later a
         (["abcabd"], "abcabcabd", 9),  # falls back in the middle
-        (["abcd", "bc"], "abcd", 3),  # one within the other ends first
+        (["abcd", "bc"], "abcd", 3),  # the shorter string ends first
         (["abcd", "bcx"], "abcx", 4),  # switches from one string to the other
         (["b", "a"], "xa", 2),
         (["ab"], "a b", None),
         (["日本"], "日日本", 9),
     ],
 )
-def test_hand_worked(strings: list[str], text: str, length: int | None):
+def test_hand_worked_cases(strings: list[str], text: str, length: int | None):
     assert stop_lengths(BYTES, strings, [list(text.encode())]) == [length]
 
 
-def test_a_string_within_a_token_and_over_its_ends():
+def test_strings_within_a_token_and_across_tokens():
     ids = PIECES.get_vocab()
     answer, blank, a, b, middle = (ids[token] for token in ("</answer>x", "▁", "a", "b", "a▁b"))
     rows = [[a, answer, b], [b, blank, a, answer], [a, b, middle]]
@@ -156,7 +156,7 @@ def test_states_are_counted_in_the_smallest_integers(length: int, dtype: jnp.dty
     assert stopped_after(table, jnp.full((1, length), ord("a")))[0].tolist() == [False] * (length - 1) + [True]
 
 
-def test_rows_are_read_each_by_itself():
+def test_rows_are_independent():
     table = compile_stop_strings(BYTES, ["ab", "c"], VOCAB)
     state, stopped = advance(table, jnp.zeros(3, jnp.int32), jnp.array(list(b"abc")))
     assert state.tolist() == [1, 0, 2] and stopped.tolist() == [False, False, True]
@@ -174,11 +174,11 @@ def test_rows_are_read_each_by_itself():
         (["x", "a<|im_end|>"], r"got 'a<\|im_end\|>', .* special token '<\|im_end\|>'; .* make it the eos_token_id"),
     ],
 )
-def test_bad_strings(strings: list[str], message: str):
+def test_bad_strings_raise(strings: list[str], message: str):
     with pytest.raises(ValueError, match=message):
         compile_stop_strings(BYTES, strings, VOCAB)
 
 
-def test_one_string_is_no_sequence_of_strings():
+def test_a_single_string_raises():
     with pytest.raises(TypeError, match=r"such as \['stop'\]; got the one string 'stop'"):
         compile_stop_strings(BYTES, "stop", VOCAB)

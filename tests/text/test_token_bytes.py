@@ -1,4 +1,4 @@
-"""The bytes of tokens: byte level, sentencepiece and others, against the text that transformers decodes."""
+"""Bytes of tokens: byte-level, sentencepiece and other tokenizers, against the text that transformers decodes."""
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models
@@ -13,7 +13,7 @@ TEXTS = ["Größe 日本語", "🦊🦊 a", "x  y\n\n", "no è, ça"]
 
 
 def with_decoder(decoder: decoders.Decoder | None, tokens: list[str]) -> PreTrainedTokenizerFast:
-    """A vocabulary of whole words; only its way of decoding matters."""
+    """A word-level tokenizer with this decoder."""
     words = {token: index for index, token in enumerate(["[UNK]", *tokens])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     if decoder is not None:
@@ -42,8 +42,8 @@ def test_a_trained_byte_level_tokenizer(text: str):
     assert b"".join(pieces[token] for token in TRAINED.encode(text)) == text.encode()
 
 
-def test_added_tokens_pass_through_the_alphabet_if_they_can():
-    """As in the `tokenizers` library: "é" is the stand-in of byte 0xE9; a blank is no stand-in."""
+def test_added_tokens_are_decoded_by_the_byte_alphabet_if_possible():
+    """As in the `tokenizers` library: "é" stands for byte 0xE9, and a space for no byte."""
     pieces, ids = bytes_of(TRAINED), TRAINED.get_vocab()
     for token, expected in {"<tool>": b"<tool>", "\u00e9 b": "\u00e9 b".encode(), "\u00e9": b"\xe9"}.items():
         assert pieces[ids[token]] == expected
@@ -60,7 +60,7 @@ def test_sentencepiece():
         assert b"".join(pieces[token] for token in tokenizer.encode(text)) == (" " + text).encode()
 
 
-def test_the_classes_of_transformers():
+def test_tokenizer_classes_of_transformers():
     tokens = ["<unk>", "<s>", "</s>", "▁a", "<0xC3>", "Ġa", "Ã"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     llama, qwen = (kind(vocab=vocabulary, merges=[]) for kind in (LlamaTokenizer, Qwen2Tokenizer))
@@ -78,7 +78,7 @@ def test_the_classes_of_transformers():
     ],
     ids=lambda decoder: str(decoder)[:60],
 )
-def test_blanks_of_sentencepiece(decoder: decoders.Decoder):
+def test_spaces_of_sentencepiece(decoder: decoders.Decoder):
     tokenizer = with_decoder(decoder, ["x", "▁a", "b▁c", "日"])
     assert bytes_of(tokenizer) == [b"", b"x", b" a", b"b c", "日".encode()]
     assert tokenizer.decode([1, 2, 3, 4]) == "x ab c日"
@@ -94,7 +94,7 @@ def test_decoders_of_other_kinds_are_refused(decoder: decoders.Decoder | None):
         bytes_of(with_decoder(decoder, ["a", "b"]))
 
 
-def test_a_word_that_was_made_special_adds_nothing():
+def test_a_word_made_special_has_no_bytes():
     tokenizer = with_decoder(decoders.Metaspace(), ["x", "y"])
     tokenizer.add_special_tokens({"pad_token": "x"})
     assert bytes_of(tokenizer) == [b"", b"", b"y"]
@@ -104,5 +104,5 @@ def test_a_word_that_was_made_special_adds_nothing():
 def test_the_embedding_must_hold_the_tokens():
     with pytest.raises(ValueError, match="at least 256 rows, because the tokenizer has .*; got vocab_size 255"):
         token_bytes(byte_tokenizer(), 255)
-    # Special tokens have no text, and need no row as long as no prompt has them.
+    # Special tokens have no text, so they may be outside the embedding.
     assert len(token_bytes(byte_tokenizer(), 257)) == 257
