@@ -1,7 +1,4 @@
-"""Corrections: by hand, against TRL's, verl's and slime's definitions, and what must not matter.
-
-The numbers of others are in golden/corrections.json, see golden/README.md.
-"""
+"""Corrections: by hand, invariances, and against TRL, verl and slime (golden/corrections.json)."""
 
 import inspect
 from dataclasses import dataclass
@@ -35,7 +32,7 @@ from smd_jax.corrections.base import terms_of
 from smd_jax.corrections.chain import split_by_time
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
 
-# Every correction gets a row, and thereby all tests of invariance.
+# Every correction gets a row, and with it all tests of invariance.
 CORRECTIONS: dict[str, Correction] = {
     "Naive": Naive(),
     "Bypass": Bypass(),
@@ -58,8 +55,8 @@ CORRECTIONS: dict[str, Correction] = {
     "geometric rejection and token TIS": Chain((GeometricRejection(), TIS("token"))),
     "bypass and geometric rejection": Chain((Bypass(), GeometricRejection())),
 }
-EVERY = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.keys())
-NEVER_LOOK_AT_THE_SAMPLER = (Naive, Bypass, Shadow)
+EVERY_CORRECTION = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+WITHOUT_SAMPLER_LOGPROBS = (Naive, Bypass, Shadow)
 
 
 def check(correction: Correction, inputs: CorrectionInputs, weights, counted):
@@ -72,12 +69,12 @@ def check(correction: Correction, inputs: CorrectionInputs, weights, counted):
 
 
 @pytest.mark.parametrize("correction", [Naive(), Bypass(), Shadow()])
-def test_three_leave_everything_as_it_is(correction):
+def test_naive_bypass_and_shadow_change_nothing(correction):
     check(correction, inputs_of([0.1, 7.0, 1e-9]), [1, 1, 1], [1, 1, 1])
 
 
-def test_what_the_loss_is_told():
-    """The other traits follow from the terms, below."""
+def test_traits():
+    """The other traits: test_traits_match_the_terms."""
     assert {name for name, c in CORRECTIONS.items() if c.traits.ratio_to == "sampler"} == {
         "Bypass",
         "DPPO-TV",
@@ -88,28 +85,28 @@ def test_what_the_loss_is_told():
     assert Chain((Chain((OPSM(),)), TIS())).traits.judges_responses
 
 
-def test_importance_sampling_without_a_bound_and_at_icepops():
+def test_unbounded_tis_and_icepop():
     xi = [0.25, 0.8, 3.0]
     check(TIS("token", clip_max=None), inputs_of(xi), xi, [1, 1, 1])
     check(IcePop(), inputs_of([0.4, 0.8, 4.9, 5.1]), [0, 0.8, 4.9, 0], [1, 1, 1, 1])
 
 
 def test_geometric_rejection():
-    """exp of the mean log: (1.1 * 0.9) ** (1/2) = 0.99499, and 1.002 ** (1/3) = 1.00067 whatever the others are."""
+    """exp of the mean log: (1.1 * 0.9) ** (1/2) = 0.99499, and (2 * 0.5 * 1.002) ** (1/3) = 1.00067."""
     inputs = inputs_of([[1.1, 0.9, 55.0], [2.0, 0.5, 1.002]], mask=[[1, 1, 0], [1, 1, 1]])
     check(GeometricRejection(), inputs, inputs.mask, [[0, 0, 0], [1, 1, 1]])
     check(GeometricRejection(low=0.99, high=1.01), inputs, inputs.mask, inputs.mask)
 
 
 def test_veto():
-    """One token below 1e-4 takes its response along; other responses stay, and so do padding and large ratios."""
+    """One token below 1e-4 rejects its response; padding and large ratios reject nothing."""
     inputs = inputs_of(
         [[1.0, 0.9e-4, 1.0], [1.1e-4, 1.1e-4, 1.0], [1.0, 1e-6, 500.0]], mask=[[1, 1, 1], [1, 1, 0], [1, 0, 1]]
     )
     check(Veto(), inputs, inputs.mask, [[0, 0, 0], [1, 1, 0], [1, 0, 1]])
 
 
-def test_sparse_rl_as_the_text_has_it():
+def test_sparse_rl_of_the_paper():
     inputs = inputs_of([[0.4, 1.0, 6.0, 1.2], [1.0, 1e-5, 0.9, 1.0]], mask=[[1, 1, 1, 1], [1, 1, 1, 0]])
     check(SparseRLPaper(), inputs, [[0.4, 1, 6, 1.2], [1, 1e-5, 0.9, 0]], [[1, 1, 1, 1], [0, 0, 0, 0]])
 
@@ -117,7 +114,7 @@ def test_sparse_rl_as_the_text_has_it():
 def test_opsm():
     """log(sampler / now) = -log(xi r): (log 4 + log 1.21) / 2 = 0.788 > 0.5 in row 0, 0.198 in row 1.
 
-    Row 2 mismatches but has no negative advantage; what mismatches in row 3 is padding.
+    Row 2 mismatches but has no negative advantage; row 3 mismatches only in padding.
     """
     inputs = inputs_of(
         [[0.25, 1 / 1.1, 9], [1 / 1.1, 0.9, 1.0], [0.1, 0.1, 0.1], [1.0, 1.0, 1e-3]],
@@ -132,12 +129,12 @@ def test_opsm():
 @pytest.mark.parametrize(
     ("before", "now", "advantage", "weight"),
     [
-        (0.5, 0.7, 1.0, 0.0),  # further up than 0.15 and up again: masked
-        (0.5, 0.7, -1.0, 1.0),  # back
+        (0.5, 0.7, 1.0, 0.0),  # more than 0.15 above the sampler, positive advantage: masked
+        (0.5, 0.7, -1.0, 1.0),  # back towards the sampler
         (0.5, 0.3, -1.0, 0.0),
         (0.5, 0.3, 1.0, 1.0),
         (0.5, 0.64, 1.0, 1.0),  # within
-        (0.01, 0.1, 1.0, 1.0),  # ratio 10: a ratio's clipping would have masked it
+        (0.01, 0.1, 1.0, 1.0),  # ratio 10, which ratio clipping would mask
         (0.001, 0.1, 1.0, 0.2),  # ratio 100, truncated to 20
         (0.001, 0.9, -1.0, 20 / 900),
     ],
@@ -149,13 +146,13 @@ def test_dppo_tv(before, now, advantage, weight):
     check(DPPOTV(), per_token, [[weight]], [[1]])
 
 
-def test_dppo_bounds_by_themselves():
+def test_dppo_low_and_high_bounds():
     up, down = (inputs_of([[1.0]], r=r, sampler=0.5, advantages=[a]) for r, a in ((1.4, 1.0), (0.6, -1.0)))
     assert DPPOTV(low=0.1, high=0.3).terms(up).weights == 1 and DPPOTV(low=0.1, high=0.3).terms(down).weights == 0
     assert DPPOTV(low=0.3, high=0.1).terms(up).weights == 0 and DPPOTV(low=0.3, high=0.1).terms(down).weights == 1
 
 
-MIXED = {
+SPLIT_CASES = {
     "all early": (Chain((TIS(), Veto())), Chain((TIS(), Veto())), None),
     "all late": (DPPOTV(), Naive(), DPPOTV()),
     "both": (Chain((OPSM(), TIS())), TIS(), OPSM()),
@@ -168,7 +165,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize(("correction", "early", "late"), MIXED.values(), ids=MIXED.keys())
+@pytest.mark.parametrize(("correction", "early", "late"), SPLIT_CASES.values(), ids=SPLIT_CASES.keys())
 def test_split_by_time(correction, early, late):
     assert split_by_time(correction) == (early, late)
     inputs = golden_inputs()
@@ -178,7 +175,7 @@ def test_split_by_time(correction, early, late):
     np.testing.assert_array_equal(first.counted & second.counted, terms.counted)
 
 
-def test_nothing_is_late_and_of_the_whole_batch():
+def test_late_correction_of_the_whole_batch_raises():
     @dataclass(frozen=True)
     class Late(OPSM):
         @property
@@ -197,7 +194,7 @@ def test_ratios_stay_finite():
 
 # --- against TRL, verl and slime
 
-CASES: dict[str, Correction] = {
+GOLDEN_CASES: dict[str, Correction] = {
     "trl token_truncate None 3": TIS("token", clip_max=3.0),
     "trl token_truncate 0.5 2": TIS("token", 0.5, 2.0),
     "trl sequence_truncate None 3": TIS("sequence", clip_max=3.0),
@@ -219,12 +216,12 @@ CASES: dict[str, Correction] = {
 
 
 def test_every_golden_case_is_read():
-    assert CASES.keys() == GOLDEN["cases"].keys()
+    assert GOLDEN_CASES.keys() == GOLDEN["cases"].keys()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_against_the_definitions_of_others(name):
-    terms, expected = CASES[name].terms(golden_inputs()), GOLDEN["cases"][name]
+@pytest.mark.parametrize("name", GOLDEN_CASES)
+def test_corrections_match_trl_verl_and_slime(name):
+    terms, expected = GOLDEN_CASES[name].terms(golden_inputs()), GOLDEN["cases"][name]
     np.testing.assert_allclose(terms.weights, expected["weights"], rtol=1e-5)
     np.testing.assert_array_equal(terms.counted, expected["keep"])
 
@@ -242,19 +239,18 @@ def test_dppo_gradient_against_verl():
     np.testing.assert_allclose(jax.grad(loss)(inputs.logprobs), expected, rtol=1e-5, atol=1e-7)
 
 
-# --- what must hold for every correction
+# --- invariances
 
 
-@EVERY
-def test_without_mismatch_all_weights_are_one_and_everything_is_kept(correction):
+@EVERY_CORRECTION
+def test_without_mismatch_weights_are_one_and_all_tokens_count(correction):
     inputs = inputs_of(np.ones((3, 5)), sampler=0.3, advantages=[1, -1, 0], mask=np.arange(5) < [[5], [2], [0]])
     check(correction, inputs, inputs.mask, inputs.mask)
 
 
-@EVERY
+@EVERY_CORRECTION
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
-def test_padding_does_not_matter(correction, junk):
-    """Neither what it holds nor how much of it there is."""
+def test_padding_changes_nothing(correction, junk):
     clean = golden_inputs()
     expected = correction.terms(clean)
 
@@ -274,8 +270,8 @@ def test_padding_does_not_matter(correction, junk):
     assert not terms.weights[:, -2:].any() and not terms.counted[:, -2:].any()
 
 
-@EVERY
-def test_the_order_of_rows_does_not_matter_and_empty_ones_change_nothing(correction):
+@EVERY_CORRECTION
+def test_row_order_and_empty_rows_change_nothing(correction):
     inputs = golden_inputs()
     expected = correction.terms(inputs)
     order = jnp.array([4, 2, 0, 5, 1, 3, 0])
@@ -287,17 +283,17 @@ def test_the_order_of_rows_does_not_matter_and_empty_ones_change_nothing(correct
     assert not terms.weights[-1].any() and not terms.counted[-1].any()
 
 
-@EVERY
-def test_rows_may_be_split_unless_it_says_otherwise(correction):
+@EVERY_CORRECTION
+def test_rows_can_be_split_unless_whole_batch(correction):
     inputs = golden_inputs()
     whole = correction.terms(inputs).weights
     parts = [correction.terms(jax.tree.map(lambda x, i=i: x[i : i + 2], inputs)).weights for i in (0, 2, 4)]
     assert np.allclose(whole, jnp.concatenate(parts), rtol=1e-6) == (not correction.traits.whole_batch)
 
 
-@EVERY
-def test_what_it_says_about_its_terms(correction):
-    """What it does not look at changes nothing, and may be missing; late ones reject no token."""
+@EVERY_CORRECTION
+def test_traits_match_the_terms(correction):
+    """Inputs outside the traits have no effect and may be missing; late corrections reject no token."""
     inputs = golden_inputs()
     terms = correction.terms(inputs)
     if correction.traits.uses_present:
@@ -310,24 +306,24 @@ def test_what_it_says_about_its_terms(correction):
     assert same == (not correction.traits.uses_mismatch)
 
 
-@EVERY
-def test_nothing_has_a_gradient(correction):
+@EVERY_CORRECTION
+def test_weights_have_no_gradient(correction):
     def total(inputs):
         return correction.terms(inputs).weights.sum()
 
     inputs = golden_inputs()
-    floats = jax.grad(lambda a, b, c: total(inputs.replace(sampler_logprobs=a, old_logprobs=b, logprobs=c)), (0, 1, 2))
-    for gradient in floats(inputs.sampler_logprobs, inputs.old_logprobs, inputs.logprobs):
+    grads = jax.grad(lambda a, b, c: total(inputs.replace(sampler_logprobs=a, old_logprobs=b, logprobs=c)), (0, 1, 2))
+    for gradient in grads(inputs.sampler_logprobs, inputs.old_logprobs, inputs.logprobs):
         np.testing.assert_array_equal(gradient, jnp.zeros_like(gradient))
 
 
 # --- bad input
 
 
-@EVERY
-def test_without_sampler_logprobs_only_those_that_never_look_at_them(correction):
+@EVERY_CORRECTION
+def test_missing_sampler_logprobs_raise_where_they_are_used(correction):
     inputs = golden_inputs().replace(sampler_logprobs=None)
-    if isinstance(correction, NEVER_LOOK_AT_THE_SAMPLER):
+    if isinstance(correction, WITHOUT_SAMPLER_LOGPROBS):
         correction.terms(inputs)
         return
     with pytest.raises(ValueError, match=r"expected the sampler's log-probabilities .* got None"):
@@ -335,7 +331,7 @@ def test_without_sampler_logprobs_only_those_that_never_look_at_them(correction)
 
 
 @pytest.mark.parametrize("correction", [OPSM(), DPPOTV()])
-def test_two_need_the_present_logprobs(correction):
+def test_missing_current_logprobs_raise(correction):
     with pytest.raises(ValueError, match=r"expected the learner's current log-probabilities .* got None"):
         correction.terms(golden_inputs().replace(logprobs=None))
 
@@ -365,12 +361,12 @@ class ByHand(Correction):
         ("floats", TypeError, "expected the counted tokens of ByHand.terms as booleans; got float32"),
     ],
 )
-def test_terms_that_are_none(kind: str, error: type[Exception], message: str):
+def test_invalid_terms_raise(kind: str, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         inspect.unwrap(terms_of)(ByHand(kind), golden_inputs().replace(logprobs=None))
 
 
-def test_opsm_needs_one_advantage_a_response():
+def test_opsm_with_token_advantages_raises():
     inputs = golden_inputs()
     with pytest.raises(ValueError, match=r"expected one advantage per response, \[batch\]; got \(6, 8\)"):
         OPSM().terms(inputs.replace(advantages=jnp.ones(inputs.mask.shape)))
@@ -400,6 +396,6 @@ def test_opsm_needs_one_advantage_a_response():
         (lambda: Chain((DPPOTV(), MIS())), "ratio to the sampler, which contains xi already"),
     ],
 )
-def test_bad_configurations(make, message):
+def test_invalid_options_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Statistics of the mismatch and of what corrections make of it: by hand, against verl's and numpy's definitions."""
+"""Metrics of the mismatch and of corrections: by hand, and against verl and NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ def statistics(inputs: CorrectionInputs):
     return {name: value for name, value in metrics.items() if name.startswith("rollout_corr/")}
 
 
-def test_chi2_against_verl():
+def test_metrics_match_verl():
     inputs = golden_inputs()
     metrics = statistics(inputs)
     for name in ("chi2_token", "chi2_seq"):
@@ -49,13 +49,13 @@ def test_rejected_fractions_by_hand():
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_masked_fraction"], 2 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_seq_dropped_fraction"], 1 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["rollout_corr/rollout_is_eff_sample_size"], 4 / 6, rtol=1e-6)
-    everything = jnp.ones((1, 2), bool)
-    lost = correction_metrics(jnp.zeros((1, 2)), everything, everything)
-    assert lost["rollout_corr/rollout_is_eff_sample_size"] == 0
+    counted = jnp.ones((1, 2), bool)
+    metrics = correction_metrics(jnp.zeros((1, 2)), counted, counted)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
 
 
 def test_weights_by_hand():
-    """Rejected tokens count, padding does not, whatever it holds."""
+    """Rejected tokens count, padding does not."""
     mask = jnp.array([[1, 1, 0], [1, 0, 0]], bool)
     weights = jnp.array([[0.5, 2.0, jnp.nan], [0.8, -1.0, jnp.inf]])
     metrics = correction_metrics(weights, mask.at[0, 0].set(False), mask)
@@ -81,7 +81,7 @@ def test_statistics_without_tokens_and_without_mismatch():
 
 @pytest.mark.parametrize("percent", [0.0, 5.0, 37.0, 50.0, 100.0])
 @pytest.mark.parametrize("count", [1, 2, 7, 40])
-def test_percentiles_are_numpys(percent, count):
+def test_percentiles_match_numpy(percent, count):
     rng = np.random.default_rng(count)
     values, mask = rng.uniform(size=(5, 8)).astype(np.float32), np.zeros(40, bool)
     mask[rng.permutation(40)[:count]] = True
@@ -91,12 +91,12 @@ def test_percentiles_are_numpys(percent, count):
     np.testing.assert_allclose(result, np.percentile(values[mask], percent), rtol=1e-5)
 
 
-def test_a_percentile_is_between_0_and_100():
+def test_invalid_percent_raises():
     with pytest.raises(ValueError, match="expected 0 <= percent <= 100; got 101"):
         lower_percentile(jnp.ones((1, 1)), jnp.ones((1, 1), bool), 101.0)
 
 
-def test_overlap_is_one_minus_total_variation_and_the_mean_of_min_1_xi():
+def test_overlap_is_one_minus_total_variation_and_the_mean_of_clipped_xi():
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     exact = overlap(jnp.log(jnp.asarray(p)) + 3.0, jnp.log(jnp.asarray(q)))
     np.testing.assert_allclose(exact, 1 - 0.5 * np.abs(p - q).sum(), rtol=1e-6)

@@ -1,7 +1,4 @@
-"""Soft caps of scores and learnt sinks: every implementation against the definition, forward and backward.
-
-The definition itself is compared with NumPy; its gradients are JAX's own. Some queries see no key.
-"""
+"""Soft caps and learned sinks: the reference against NumPy, and every implementation against the reference."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ OPTIONS = {"cap": (1.5, False), "sinks": (None, True), "both": (1.5, True)}
 each_option = pytest.mark.parametrize("option", OPTIONS)
 
 
-def problem(option: str) -> tuple[float | None, list[jax.Array]]:
-    """The cap; and q, k, v, the sinks if there are some, and the gradient of the output."""
+def inputs(option: str) -> tuple[float | None, list[jax.Array]]:
+    """The soft cap; and q, k, v, optional sinks, and the gradient of the output."""
     softcap, has_sinks = OPTIONS[option]
     rng = np.random.default_rng(0)
     shapes = [(2, heads, TOKENS, HEAD_DIM) for heads in (HEADS, 2, 2)]
@@ -44,7 +41,7 @@ def problem(option: str) -> tuple[float | None, list[jax.Array]]:
     return softcap, [*arrays, *sinks, jnp.asarray(rng.normal(size=shapes[0]), jnp.float32)]
 
 
-def in_numpy(softcap: float | None, q: Any, k: Any, v: Any, sinks: Any = None) -> np.ndarray:
+def numpy_attention(softcap: float | None, q: Any, k: Any, v: Any, sinks: Any = None) -> np.ndarray:
     return numpy_decoder.attention(q, k, v, VISIBLE, softcap, sinks)[0]
 
 
@@ -60,11 +57,11 @@ def by_reference(softcap: float | None) -> Any:
 
 
 @each_option
-def test_the_definition_is_numpys(option: str):
-    softcap, arrays = problem(option)
-    assert not np.asarray(VISIBLE.any(-1)).all(), "a query that sees nothing"
+def test_reference_matches_numpy(option: str):
+    softcap, arrays = inputs(option)
+    assert not np.asarray(VISIBLE.any(-1)).all(), "some query must see no key"
     out, *gradients = results(by_reference(softcap), arrays)
-    np.testing.assert_allclose(out, in_numpy(softcap, *arrays[:-1]), atol=1e-5)
+    np.testing.assert_allclose(out, numpy_attention(softcap, *arrays[:-1]), atol=1e-5)
     assert all(np.isfinite(x).all() for x in gradients)
     plain = results(by_reference(None), [*arrays[:3], arrays[-1]])[0]
     assert np.abs(out - plain).max() > 0.1
@@ -97,22 +94,22 @@ IMPLEMENTATIONS = {
 }
 
 
-# Interpreted kernels take long: with both options at once.
+# Interpreted kernels are slow: only with both options.
 @pytest.mark.parametrize(
     ("name", "option"),
     [(name, option) for name in IMPLEMENTATIONS for option in OPTIONS if "tpu" not in name or option == "both"],
 )
-def test_every_implementation(name: str, option: str):
-    softcap, arrays = problem(option)
+def test_implementations_match_the_reference(name: str, option: str):
+    softcap, arrays = inputs(option)
     found = results(IMPLEMENTATIONS[name](softcap), arrays)
     for x, y in zip(found, results(by_reference(softcap), arrays), strict=True):
         np.testing.assert_allclose(x, y, atol=3e-5 * max(float(jnp.abs(y).max()), 1.0))
 
 
 @pytest.mark.parametrize("impl", ["interval", "segments"])
-def test_a_query_that_sees_no_key_makes_no_nan(impl: str):
-    """Not even on the way: `jax_debug_nans` raises for any operation outside of a jitted function."""
-    softcap, arrays = problem("both")
+def test_fully_masked_query_makes_no_nan(impl: str):
+    """Intermediate results, too: `jax_debug_nans` checks every operation outside of jit."""
+    softcap, arrays = inputs("both")
     expected = results(by_attend(impl, softcap), arrays)
     with jax.debug_nans(True):
         out, pull = jax.vjp(by_attend(impl, softcap), *arrays[:-1])
@@ -122,9 +119,9 @@ def test_a_query_that_sees_no_key_makes_no_nan(impl: str):
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments"])
-def test_a_sink_of_minus_infinity_is_no_sink(impl: str):
-    """Also in a row that sees no key, where nothing is left in the softmax."""
-    _, (q, k, v, sinks, d_out) = problem("sinks")
+def test_sink_of_minus_infinity_has_no_effect(impl: str):
+    """Also in a row that sees no key, whose softmax is empty."""
+    _, (q, k, v, sinks, d_out) = inputs("sinks")
     *found, d_sinks = results(by_attend(impl, None), [q, k, v, jnp.full_like(sinks, -jnp.inf), d_out])
     for x, y in zip(found, results(by_attend(impl, None), [q, k, v, d_out]), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
@@ -132,31 +129,31 @@ def test_a_sink_of_minus_infinity_is_no_sink(impl: str):
 
 
 @each_option
-def test_decoding(option: str):
-    """The last query of a row, and of one whose slots are all empty; what slots receive leaves the sink's share out."""
-    softcap, arrays = problem(option)
+def test_decode_matches_numpy(option: str):
+    """The last query of a row, and of a row of empty slots. The attention that slots receive excludes the sink."""
+    softcap, arrays = inputs(option)
     q, k, v, *rest = arrays[:-1]
     valid = VISIBLE[:, :, -1].at[1].set(False)
     out, received = decode(q[:, :, -1:], k, v, valid, softcap=softcap, sinks=rest[0] if rest else None)
-    expected = in_numpy(softcap, q, k, v, *rest)[:, :, -1:]
+    expected = numpy_attention(softcap, q, k, v, *rest)[:, :, -1:]
     np.testing.assert_allclose(out[0], expected[0], atol=1e-5)
     assert not np.asarray(out[1]).any() and not np.asarray(received[1]).any()
     share = np.asarray(received[0].sum(-1))
     assert (share < 1.99).all() if rest else np.allclose(share, 2)
 
 
-def test_what_a_kernel_cannot_do_falls_back_with_a_note(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU whose kernel has no cap, and whose decode kernel has neither; named, they say why they cannot run."""
+def test_unsupported_options_fall_back_with_a_warning(monkeypatch: pytest.MonkeyPatch):
+    """The GPU kernel has no cap, and its decode kernel neither cap nor sinks. Named kernels raise."""
     monkeypatch.setattr(attention, "wrong_device", lambda impl: None if impl == "mosaic_gpu" else "no TPU")
-    q, k, v, _ = (x.astype(jnp.bfloat16) for x in problem("cap")[1])
+    q, k, v, _ = (x.astype(jnp.bfloat16) for x in inputs("cap")[1])
     mask = KeyInterval(EVICTED_AT)
     assert attention.best(q, k, mask) == "mosaic_gpu", "without a cap"
     with pytest.warns(RuntimeWarning, match="attention without the kernel mosaic_gpu.*expected no softcap.*got 1.25"):
         assert attention.best(q, k, mask, 1.25) == "portable"
     with pytest.raises(ValueError, match="got impl='mosaic_gpu': expected no softcap of scores.*got 1.25"):
         attend(q, k, v, mask, "mosaic_gpu", softcap=1.25)
-    one, valid = q[:, :, -1:], jnp.ones(k.shape[:3], bool)
+    query, valid = q[:, :, -1:], jnp.ones(k.shape[:3], bool)
     with pytest.warns(RuntimeWarning, match="decoding without the kernel mosaic_gpu.*neither a softcap.*nor sinks"):
-        decode(one, k, v, valid, sinks=jnp.zeros(HEADS))
+        decode(query, k, v, valid, sinks=jnp.zeros(HEADS))
     with pytest.raises(ValueError, match="got impl='mosaic_gpu': expected neither a softcap of scores nor sinks"):
-        decode(one, k, v, valid, "mosaic_gpu", sinks=jnp.zeros(HEADS))
+        decode(query, k, v, valid, "mosaic_gpu", sinks=jnp.zeros(HEADS))

@@ -1,4 +1,4 @@
-"""Decode attention of every implementation against loops in numpy; Pallas kernels run interpreted and are lowered."""
+"""Decode attention: every implementation against NumPy. Pallas kernels are interpreted and lowered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.interpreted_gpu import teach
 
 
 class Shape(NamedTuple):
-    """Of one call; `slots` need not fill whole tiles."""
+    """Sizes of a call; `slots` need not fill whole tiles."""
 
     heads: int
     kv_heads: int
@@ -35,17 +35,17 @@ SHAPES = {
     "one KV head, few slots": Shape(heads=8, kv_heads=1, slots=5, head_dim=64),
     "group of three": Shape(heads=6, kv_heads=2, slots=130, head_dim=128),
 }
-# The GPU kernel takes slots in eights. Two more tiles than stages, so that the ring turns over; less than one tile.
-GQA_ON_GPU = Shape(heads=4, kv_heads=2, slots=384, head_dim=64)
-ON_GPU = {
-    "GQA": GQA_ON_GPU,
+# The GPU kernel needs a multiple of 8 slots. GQA has two more tiles than stages, so that the ring buffer wraps.
+GPU_GQA = Shape(heads=4, kv_heads=2, slots=384, head_dim=64)
+GPU_SHAPES = {
+    "GQA": GPU_GQA,
     "group of three, ragged": Shape(heads=3, kv_heads=1, slots=72, head_dim=128),
     "full group, less than a tile": Shape(heads=8, kv_heads=1, slots=40, head_dim=64),
 }
 
 
 def inputs(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Two rows; empty slots anywhere, and all of them in the first row's last head."""
+    """Two rows with random empty slots; the first row's last head has only empty ones."""
     rng = np.random.default_rng(seed)
     sizes = ((shape.heads, 1), (shape.kv_heads, shape.slots), (shape.kv_heads, shape.slots))
     q, k, v = (jnp.asarray(rng.normal(size=(2, *size, shape.head_dim)), dtype) for size in sizes)
@@ -55,7 +55,7 @@ def inputs(shape: Shape, dtype: Any, seed: int = 0) -> tuple[jax.Array, ...]:
     return q, k, v, jnp.asarray(valid)
 
 
-def in_numpy(q: Any, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
+def numpy_decode(q: Any, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
     return numpy_decoder.attention(q, k, v, valid[:, :, None])
 
 
@@ -64,7 +64,7 @@ def on_tpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[
 
 
 def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reading beyond the slots gives zeros, as TMA does; where nobody does, unwritten memory is NaN."""
+    """Reads beyond the slots give zeros, as with TMA. Without such reads, unwritten memory is NaN."""
     ragged = k.shape[2] % DecodeSizes().keys
     params = replace(
         races.STRICT_GPU,
@@ -82,11 +82,11 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-ANYWHERE = {"reference": reference.decode_attention, "xla": decode_attention, "tpu": on_tpu}
+IMPLEMENTATIONS = {"reference": reference.decode_attention, "xla": decode_attention, "tpu": on_tpu}
 
 
-def check(f: Callable[..., Any], args: tuple[Any, ...], *, twice: bool = True, definition: Any = in_numpy) -> None:
-    """Values and dtypes; sums of weights; and, if run twice, that a second run gives the same bits."""
+def check(f: Callable[..., Any], args: tuple[Any, ...], *, twice: bool = True, definition: Any = numpy_decode) -> None:
+    """Checks values, dtypes, sums of weights and, if run twice, that the second run is bitwise equal."""
     compiled = jax.jit(f)
     out, received = compiled(*args)
     expected_out, expected_received = definition(*args)
@@ -100,21 +100,21 @@ def check(f: Callable[..., Any], args: tuple[Any, ...], *, twice: bool = True, d
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("f", ANYWHERE.values(), ids=ANYWHERE)
+@pytest.mark.parametrize("f", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("shape", "dtype"), [*((shape, "float32") for shape in SHAPES), ("group of three", "bfloat16")]
 )
-def test_against_loops(f: Any, shape: str, dtype: str):
+def test_decode_matches_numpy(f: Any, shape: str, dtype: str):
     check(f, inputs(SHAPES[shape], jnp.dtype(dtype)))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted_gpu")
-@pytest.mark.parametrize("shape", ON_GPU.values(), ids=ON_GPU)
-def test_gpu_against_loops(shape: Shape):
+@pytest.mark.parametrize("shape", GPU_SHAPES.values(), ids=GPU_SHAPES)
+def test_gpu_kernel_matches_numpy(shape: Shape):
     sizes = shape.head_dim, shape.slots, shape.heads // shape.kv_heads
     assert why_not_decode("mosaic_gpu", jnp.bfloat16, *sizes) is None
-    check(on_gpu, inputs(shape, jnp.bfloat16), twice=shape is GQA_ON_GPU)  # interpreted, each run takes long
+    check(on_gpu, inputs(shape, jnp.bfloat16), twice=shape is GPU_GQA)  # interpreted runs are slow
 
 
 def test_tpu_has_no_races_and_reads_no_unwritten_memory():
@@ -124,7 +124,7 @@ def test_tpu_has_no_races_and_reads_no_unwritten_memory():
 
 @pytest.mark.usefixtures("interpreted_gpu")
 @pytest.mark.parametrize(("f", "dtype"), [(decode_attention, "float32"), (on_tpu, "float32"), (on_gpu, "bfloat16")])
-def test_what_empty_slots_hold_does_not_matter(f: Any, dtype: str):
+def test_empty_slots_have_no_effect(f: Any, dtype: str):
     q, k, v, valid = inputs(Shape(heads=2, kv_heads=2, slots=64, head_dim=64), jnp.dtype(dtype))
     other = [np.where(np.asarray(valid)[..., None], np.asarray(x), np.asarray(1e4, x.dtype)) for x in (k, v)]
     compiled = jax.jit(f)
@@ -137,7 +137,7 @@ def test_what_empty_slots_hold_does_not_matter(f: Any, dtype: str):
     ("mosaic_tpu", "tpu", "tpu_custom_call"),
 ])  # fmt: skip
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_lowers_on_any_machine(impl: Any, platform: str, target: str, head_dim: int):
+def test_lowers_without_the_device(impl: Any, platform: str, target: str, head_dim: int):
     args = inputs(Shape(heads=8, kv_heads=2, slots=1000, head_dim=head_dim), jnp.bfloat16)
     exported = jax.export.export(jax.jit(partial(decode_attention, impl=impl)), platforms=[platform])(*args)
     assert target in exported.mlir_module()
@@ -145,7 +145,7 @@ def test_lowers_on_any_machine(impl: Any, platform: str, target: str, head_dim: 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
+def test_tpu_kernel_sets_its_own_precision(dtype: str):
     """Mosaic cannot multiply bfloat16 in the full precision that `jax_default_matmul_precision` asks for."""
     args = inputs(Shape(heads=4, kv_heads=2, slots=128, head_dim=128), jnp.dtype(dtype))
     with jax.default_matmul_precision("highest"):
@@ -178,12 +178,12 @@ def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
     ("mosaic_gpu", (jnp.bfloat16, 128, 0, 4), "expected at least one slot; got 0"),
     ("mosaic_tpu", (jnp.bfloat16, 128, 0, 4), "expected at least one slot; got 0"),
 ])  # fmt: skip
-def test_why_not(hardware: Any, arguments: tuple[Any, ...], reason: str | None):
+def test_why_not_decode(hardware: Any, arguments: tuple[Any, ...], reason: str | None):
     answer = why_not_decode(hardware, *arguments)
     assert answer is None if reason is None else reason in str(answer)
 
 
-def test_a_named_implementation_that_cannot_run_says_why():
+def test_named_implementation_that_cannot_run_raises():
     q, k, v, valid = inputs(GQA, jnp.float32)
     with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
         decode_attention(q, k, v, valid, impl="mosaic_gpu")
@@ -202,6 +202,6 @@ def test_a_named_implementation_that_cannot_run_says_why():
     ({"keys": 100}, "expected keys to be 64, 128, 192 or 256; got 100"),
     ({"stages": 1}, "expected at least 2 stages; got 1"),
 ])  # fmt: skip
-def test_sizes_are_checked(sizes: dict[str, int], message: str):
+def test_invalid_sizes_raise(sizes: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         DecodeSizes(**sizes)

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel without a GPU: run by JAX's interpreter against the reference, and lowered for CUDA."""
+"""Mosaic GPU kernel without a GPU: interpreted against the reference, and lowered for CUDA."""
 
 from functools import cache, partial
 
@@ -33,12 +33,12 @@ def no_races():
         yield
 
 
-COLUMNS = 40  # few, so that many rows lie on the first or last column of a key
+COLUMNS = 40  # few, so that many rows have the first or last column of a key
 
 
 def random_blocks(seed: int, count: int, rows: int, keys: int, head_dim: int, dtype=jnp.bfloat16) -> Blocks:
-    """Rows in any order, some of them padding; keys that live for a while, some never; the first 64 almost always, so
-    that with the first 64 rows, which are late, they make a tile without a mask."""
+    """Rows in random order, some of them padding; keys with random intervals, some empty. The first 64 rows see all of
+    the first 64 keys, a tile without a mask."""
     rng = np.random.default_rng(seed)
     q, k, v = (jnp.asarray(rng.standard_normal((count, n, head_dim)).astype(dtype)) for n in (rows, keys, keys))
     column = rng.integers(-3, COLUMNS, (count, rows)).clip(-1)
@@ -51,8 +51,8 @@ def random_blocks(seed: int, count: int, rows: int, keys: int, head_dim: int, dt
     return Blocks(q, k, v, *(jnp.asarray(x.astype(np.int32)) for x in (column, born, evicted_at)))
 
 
-# Every program of every pass is compiled anew by the interpreter: few of them, but two warpgroups, rings that go round,
-# several tiles on both sides, and lengths that fill no tile.
+# Few cases, because the interpreter recompiles every pass: two warpgroups, ring buffers that wrap, several tiles of
+# rows and keys, and lengths that fill no tile.
 CASES = {
     "two warpgroups": (BlockSizes(keys=64, keys_dq=64, rows_dkv=64), (2, 100, 150, 64), jnp.bfloat16),
     "small tiles": (BlockSizes(64, 64, 64, 64, 64, 64), (1, 70, 100, 128), jnp.float16),
@@ -70,31 +70,31 @@ def results(case: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_are_those_of_the_reference(case):
+def test_output_and_gradients_match_the_reference(case):
     _, blocks, d_out, got = results(case)
     assert [x.dtype for x in got] == [blocks.q.dtype, jnp.float32, blocks.q.dtype, jnp.float32, jnp.float32]
     for name, value, expected in zip(Result._fields, got, blocks_by_reference(blocks, d_out), strict=True):
-        # NumPy, because XLA's maximum on CPU passes over NaN.
+        # NumPy, because XLA's maximum on CPU ignores NaN.
         value, expected = np.asarray(value, np.float32), np.asarray(expected)
         # Weights and outputs are rounded to 8 bits (bfloat16).
-        most = 1e-5 if name == "lse" else 6e-3 * np.abs(expected).max()
-        np.testing.assert_allclose(value, expected, rtol=0, atol=most, err_msg=name)
+        limit = 1e-5 if name == "lse" else 6e-3 * np.abs(expected).max()
+        np.testing.assert_allclose(value, expected, rtol=0, atol=limit, err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blind_rows_and_unseen_keys_are_exactly_zero(case):
+def test_fully_masked_rows_and_unseen_keys_are_exactly_zero(case):
     _, blocks, _, (out, lse, dq, dk, dv) = results(case)
     seen = np.asarray(seen_by_each(blocks))
-    blind, unseen = ~seen.any(2), ~seen.any(1)
-    assert blind.any() and unseen.any()
-    for value, where in ((out, blind), (dq, blind), (dk, unseen), (dv, unseen)):
+    masked, unseen = ~seen.any(2), ~seen.any(1)
+    assert masked.any() and unseen.any()
+    for value, where in ((out, masked), (dq, masked), (dk, unseen), (dv, unseen)):
         assert not np.asarray(value)[where].any()
-    np.testing.assert_array_equal(np.isinf(lse), blind)
+    np.testing.assert_array_equal(np.isinf(lse), masked)
 
 
 def with_gaps() -> tuple[Blocks, np.ndarray]:
-    """Three tiles of 64 rows and keys, `live[row_tile, key_tile]`: a dead one lies between live ones in row tile 0, as
-    between a branch of a tree and its beginning, and in key tile 0."""
+    """Three tiles of 64 rows and keys, and `live[row_tile, key_tile]`. Row tile 0 and key tile 0 have a dead tile
+    between live ones, as trees have between a branch and its beginning."""
     q, k, v = random_blocks(0, 1, 192, 192, 64)[:3]
     column, born, evicted_at = (
         jnp.repeat(jnp.array([x], jnp.int32), 64, axis=1) for x in ([10, 50, 12], [0, 40, 0], [20, 60, 100])
@@ -102,7 +102,7 @@ def with_gaps() -> tuple[Blocks, np.ndarray]:
     return Blocks(q, k, v, column, born, evicted_at), np.array([[1, 0, 1], [0, 1, 1], [1, 0, 1]], bool)
 
 
-def test_walks_pass_over_gaps():
+def test_walks_skip_dead_tiles():
     blocks, live = with_gaps()
     for of_keys, expected in ((False, live), (True, live.T)):
         (table,) = np.asarray(gpu_tiles.walks(blocks, 64, 64, of_keys=of_keys))
@@ -113,7 +113,7 @@ def test_walks_pass_over_gaps():
 
 @pytest.mark.slow
 def test_dead_tiles_between_live_ones_are_not_computed():
-    """NaN in them would spread, because 0 * NaN is NaN; an infinite value times 0 is NaN, too."""
+    """NaN in dead tiles would spread, because 0 * NaN is NaN."""
     blocks, live = with_gaps()
     d_out = jnp.asarray(np.random.default_rng(1).standard_normal(blocks.q.shape), blocks.q.dtype)
     kernel = MosaicGpuKernel(BlockSizes(64, 64, 64, 64, 64, 64), races.STRICT_GPU)
@@ -122,14 +122,14 @@ def test_dead_tiles_between_live_ones_are_not_computed():
     clean, got = by_kernel(kernel, blocks, d_out), by_kernel(kernel, poisoned, jnp.where(middle, jnp.nan, d_out))
     for name, x, y in zip(Result._fields, got, clean, strict=True):
         x, y = (np.asarray(value, np.float32).reshape(3, -1) for value in (x, y))  # by tile
-        # Key tile 2 is seen by the poisoned rows; all rows but those see none of the poisoned keys.
+        # The poisoned rows see key tile 2; other rows see no poisoned key.
         kept = [0] if name in ("dk", "dv") else [0, 2]
         np.testing.assert_array_equal(x[kept], y[kept], err_msg=name)
-        assert np.isnan(x[1]).any(), "the poison is not read where it is seen"
+        assert np.isnan(x[1]).any(), "NaN must reach the poisoned tile"
 
 
 def test_lowers_for_cuda():
-    """Heads of 128; of 64, tests/kernels/test_segments.py."""
+    """head_dim 128; for 64 see tests/kernels/test_segments.py."""
     kernel = MosaicGpuKernel()
     blocks = jax.eval_shape(lambda: random_blocks(0, 2, 300, 500, 128))
     lse = jax.ShapeDtypeStruct(blocks.q.shape[:2], jnp.float32)
@@ -148,7 +148,7 @@ def test_lowers_for_cuda():
         (jnp.bfloat16, 80, r"expected head_dim in \(64, 128\); got 80"),
     ],
 )
-def test_why_not_says_what_came(dtype, head_dim, reason):
+def test_unsupported_dtypes_and_head_dims_raise(dtype, head_dim, reason):
     if reason is None:
         assert why_not_blocks("mosaic_gpu", dtype, head_dim) is None
         return
@@ -157,7 +157,7 @@ def test_why_not_says_what_came(dtype, head_dim, reason):
         MosaicGpuKernel().forward(blocks)
 
 
-def test_tiles_are_whole_warpgroups():
+def test_tile_sizes_must_be_whole_warpgroups():
     with pytest.raises(ValueError, match="expected rows_dq to be a multiple of 64; got 96"):
         MosaicGpuKernel(BlockSizes(rows_dq=96))
 
@@ -165,15 +165,15 @@ def test_tiles_are_whole_warpgroups():
 OUTER, INNER = ("rows", "rows_dq", "keys_dkv"), ("keys", "keys_dq", "rows_dkv")
 
 
-@pytest.mark.parametrize(("name", "most"), [*((name, 448) for name in OUTER), *((name, 256) for name in INNER)])
-def test_tiles_fit_a_thread_block(name: str, most: int):
-    """And a copy: TMA takes at most 256 rows at once."""
-    MosaicGpuKernel(BlockSizes(**{name: most}))
-    with pytest.raises(ValueError, match=f"expected {name} <= {most}; got {most + 64}"):
-        MosaicGpuKernel(BlockSizes(**{name: most + 64}))
+@pytest.mark.parametrize(("name", "limit"), [*((name, 448) for name in OUTER), *((name, 256) for name in INNER)])
+def test_tile_sizes_have_upper_limits(name: str, limit: int):
+    """Limits of the thread block, and of TMA copies of at most 256 rows."""
+    MosaicGpuKernel(BlockSizes(**{name: limit}))
+    with pytest.raises(ValueError, match=f"expected {name} <= {limit}; got {limit + 64}"):
+        MosaicGpuKernel(BlockSizes(**{name: limit + 64}))
 
 
-def test_mixed_dtypes_and_64_bits_are_refused():
+def test_mixed_dtypes_and_x64_raise():
     blocks = random_blocks(0, 1, 64, 80, 64)
     with pytest.raises(ValueError, match="expected q, k and v of one dtype; got bfloat16, bfloat16, float16"):
         MosaicGpuKernel().forward(blocks._replace(v=blocks.v.astype(jnp.float16)))
@@ -182,20 +182,20 @@ def test_mixed_dtypes_and_64_bits_are_refused():
 
 
 @pytest.mark.parametrize("warpgroups", range(1, 8))
-def test_a_launch_has_the_registers_that_its_warpgroups_ask_for(warpgroups: int):
-    """A thread block has 512 per lane of its warpgroups, a launch rounds each share down to a multiple of 8."""
+def test_launch_has_enough_registers(warpgroups: int):
+    """A thread block has 512 registers per lane; a launch rounds each warpgroup's share down to a multiple of 8."""
     launched = min(512 // (warpgroups + 1) // 8 * 8, 256) * (warpgroups + 1)
-    asked = gpu_tiles.registers(warpgroups)
-    assert asked % 8 == 0 and gpu_tiles.FETCHING_REGISTERS < asked <= 256
-    assert warpgroups * asked + gpu_tiles.FETCHING_REGISTERS <= launched
-    assert {1: 256, 2: 232, 4: 104}.get(warpgroups, asked) == asked
+    requested = gpu_tiles.registers(warpgroups)
+    assert requested % 8 == 0 and gpu_tiles.FETCHING_REGISTERS < requested <= 256
+    assert warpgroups * requested + gpu_tiles.FETCHING_REGISTERS <= launched
+    assert {1: 256, 2: 232, 4: 104}.get(warpgroups, requested) == requested
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over_segments", [False, True], ids=["whole", "by segments"])
-def test_as_the_learner_calls_it(over_segments: bool):
-    """Groups of query heads, padding, an eviction at every step; bfloat16 against float32. The interpreter compiles
-    every program of a run anew: only one is run a second time, for the same bits."""
+def test_learner_calls_match_the_reference(over_segments: bool):
+    """GQA, padding, an eviction at every step; bfloat16 against float32. Interpreted runs recompile, so only one case
+    runs twice, to compare bits."""
     case = Case(2, 64, Segments(9, 16, 8), evict_at_every_step((1, 1, 41), (3,), 8, 0), 1)
     evicted_at = jnp.asarray(case.evicted_at)
     kernel = MosaicGpuKernel(BlockSizes(64, 64, 64, 64, 64, 64), races.STRICT_GPU)

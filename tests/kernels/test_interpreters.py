@@ -1,4 +1,4 @@
-"""The interpreters that test kernels without a device: their race detectors, and the host threads that they need."""
+"""Pallas interpreters: race detectors, and the host threads that they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smd_kernels.gpu import MosaicGpuKernel
 from tests import races
 
 
-def on_one_tile() -> jax.Array:
+def write_race() -> jax.Array:
     """Two TPU cores copy two tiles to the same place."""
 
     def copy(x, out):
@@ -35,7 +35,7 @@ def on_one_tile() -> jax.Array:
     )(jnp.ones((16, 128)))
 
 
-def without_waiting() -> jax.Array:
+def read_race() -> jax.Array:
     """Reads a tile in shared memory before its copy has arrived."""
 
     def copy(x, out, buffer, arrived):
@@ -51,14 +51,14 @@ def without_waiting() -> jax.Array:
     )(jnp.ones((64, 64)))
 
 
-@pytest.mark.parametrize("run", [on_one_tile, without_waiting], ids=["TPU", "GPU"])
-def test_a_planted_race_fails_a_test(run: Any):
+@pytest.mark.parametrize("run", [write_race, read_race], ids=["TPU", "GPU"])
+def test_races_are_detected(run: Any):
     with pytest.raises(AssertionError, match="RACE DETECTED"), races.forbidden():
         jax.block_until_ready(run())
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="expected a system that lists threads in /proc")
-def test_host_threads_are_those_of_xla():
+def test_host_threads_match_the_xla_pool():
     """XLA names the threads of its pool."""
     jax.block_until_ready(jnp.ones(1) + 1)
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -66,8 +66,8 @@ def test_host_threads_are_those_of_xla():
 
 
 @pytest.mark.parametrize(("rows", "threads"), [(64, 2), (128, 3)])
-def test_a_kernel_that_would_hang_is_refused(monkeypatch: pytest.MonkeyPatch, rows: int, threads: int):
-    """One Pallas thread for each 64 rows of a tile and one that fetches."""
+def test_kernel_with_too_few_host_threads_raises(monkeypatch: pytest.MonkeyPatch, rows: int, threads: int):
+    """One Pallas thread per 64 rows of a tile, and one that copies."""
     monkeypatch.setattr(interpreter, "host_threads", lambda: threads)
     matrix, vector = jnp.zeros((1, 128, 64), jnp.bfloat16), jnp.zeros((1, 128), jnp.int32)
     blocks = Blocks(matrix, matrix, matrix, vector, vector, vector)
@@ -77,5 +77,5 @@ def test_a_kernel_that_would_hang_is_refused(monkeypatch: pytest.MonkeyPatch, ro
     )
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(MosaicGpuKernel(sizes, races.STRICT_GPU).forward, blocks)
-    # Compiled for a GPU, the kernel runs no interpreter.
+    # Compiled for a GPU, the kernel needs no host threads.
     assert jax.eval_shape(MosaicGpuKernel(sizes).forward, blocks)[0].shape == (1, 128, 64)

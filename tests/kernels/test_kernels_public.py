@@ -1,4 +1,4 @@
-"""`smd_kernels` exports its entry points and imports Pallas only when a hardware kernel is asked for."""
+"""Public names of `smd_kernels`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_entry_points_are_exported_and_documented():
     assert (smd_kernels.MosaicGpuKernel, smd_kernels.MosaicTpuKernel) == (MosaicGpuKernel, MosaicTpuKernel)
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_raises():
     with pytest.raises(AttributeError, match="module 'smd_kernels' has no attribute 'MosaicRocmKernel'"):
         smd_kernels.MosaicRocmKernel  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,5 +1,4 @@
-"""Decode attention over codes against loops in numpy, in every implementation; Pallas kernels run interpreted and are
-lowered. And the sampler's own path: what it attends to is what its cache says."""
+"""Decode attention over codes: every implementation against NumPy. Pallas kernels are interpreted and lowered."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ Inputs = tuple[jax.Array, Codes, jax.Array, jax.Array, jax.Array]
 
 
 class Shape(NamedTuple):
-    """Of one call: slots of codes, slots in full precision, groups of keys, parts of head_dim that values have."""
+    """Sizes of a call: slots of codes, slots in full precision, groups of keys, parts of a value's head_dim."""
 
     heads: int
     kv_heads: int
@@ -44,8 +43,8 @@ SHAPES = {
     "MHA, whole tiles": Shape(heads=2, kv_heads=2, slots=128, precise=32, head_dim=128, groups=5, parts=4),
     "group of three, one part": Shape(heads=3, kv_heads=1, slots=9, precise=4, head_dim=64, groups=1, parts=1),
 }
-# More tiles of codes than stages, so that the ring turns over, and a ragged one; more groups than a product takes.
-ON_GPU = {
+# More tiles of codes than stages, so that the ring buffer wraps; a ragged tile; more groups than a product takes.
+GPU_SHAPES = {
     8: Shape(heads=3, kv_heads=1, slots=392, precise=72, head_dim=64, groups=70, parts=2),
     4: Shape(heads=4, kv_heads=1, slots=392, precise=40, head_dim=128, groups=9, parts=4),
     2: Shape(heads=2, kv_heads=1, slots=136, precise=136, head_dim=64, groups=9, parts=1),
@@ -53,8 +52,7 @@ ON_GPU = {
 
 
 def inputs(shape: Shape, bits: int, dtype: Any, seed: int = 0) -> Inputs:
-    """Two rows; numbers of about 1 behind the codes; empty slots anywhere, and all of them in the first row's last
-    head."""
+    """Two rows with random empty slots; the first row's last head has only empty ones. Decoded values are about 1."""
     rng = np.random.default_rng(seed)
     rows = (2, shape.kv_heads)
 
@@ -83,8 +81,8 @@ def inputs(shape: Shape, bits: int, dtype: Any, seed: int = 0) -> Inputs:
     return q, codes, k, v, jnp.asarray(valid)
 
 
-def in_numpy(q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What the codes stand for, in float64 and rounded as a learner would; then attention over all slots."""
+def numpy_decode(q: Any, codes: Codes, k: Any, v: Any, valid: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Decodes in float64, rounds to the dtype of q, and attends to all slots."""
     channel, each = np.arange(q.shape[3]), 8 // codes.bits
 
     def numbers(packed: Any, low: np.ndarray, scale: np.ndarray) -> jax.Array:
@@ -106,7 +104,7 @@ def on_tpu(*args: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def on_gpu(*args: Any) -> tuple[jax.Array, jax.Array]:
-    """Reading beyond the slots gives zeros, as TMA does."""
+    """Reads beyond the slots give zeros, as with TMA."""
     params = replace(races.STRICT_GPU, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     return decode_codes_gpu.decode_codes_attention(*args, interpret=params)
 
@@ -120,20 +118,20 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-check = partial(check_decode, definition=in_numpy)
+check = partial(check_decode, definition=numpy_decode)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("f", "first"), [(decode_codes_attention, 0), (on_tpu, 1)], ids=["xla", "tpu"])
 @pytest.mark.parametrize("place", range(3))
-def test_against_loops(f: Any, first: int, place: int):
-    """Every size of a code and every shape, in other pairs for each implementation."""
+def test_decode_matches_numpy(f: Any, first: int, place: int):
+    """All numbers of bits and all shapes, in different pairs per implementation."""
     shape = [*SHAPES.values()][(first + place) % 3]
     check(f, inputs(shape, [8, 4, 2][place], jnp.float32))
 
 
 @pytest.mark.parametrize("f", [decode_codes_attention, on_tpu], ids=["xla", "tpu"])
-def test_bfloat16_against_loops(f: Any):
+def test_bfloat16_matches_numpy(f: Any):
     check(f, inputs(SHAPES["GQA"], 4, jnp.bfloat16))
 
 
@@ -149,8 +147,8 @@ def test_tpu_has_no_races_and_reads_no_unwritten_memory():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted_gpu")
-@pytest.mark.parametrize(("bits", "shape"), ON_GPU.items(), ids=ON_GPU)
-def test_gpu(bits: int, shape: Shape):
+@pytest.mark.parametrize(("bits", "shape"), GPU_SHAPES.items(), ids=GPU_SHAPES)
+def test_gpu_kernel_matches_numpy(bits: int, shape: Shape):
     args = inputs(shape, bits, jnp.bfloat16)
     assert why_not_decode_codes("mosaic_gpu", jnp.bfloat16, args[1], shape.precise, shape.heads) is None
     check(on_gpu, args)
@@ -161,7 +159,7 @@ def test_gpu(bits: int, shape: Shape):
 @pytest.mark.parametrize(
     ("f", "dtype"), [(decode_codes_attention, "float32"), (on_tpu, "float32"), (on_gpu, "bfloat16")]
 )
-def test_what_empty_slots_hold_does_not_matter(f: Any, dtype: str):
+def test_empty_slots_have_no_effect(f: Any, dtype: str):
     q, codes, k, v, valid = inputs(SMALL, 4, jnp.dtype(dtype))
     left, right = valid[..., : SMALL.slots, None], valid[..., SMALL.slots :, None]
     other = replace(
@@ -176,8 +174,8 @@ def test_what_empty_slots_hold_does_not_matter(f: Any, dtype: str):
         np.testing.assert_array_equal(one, two)
 
 
-def test_planes():
-    """Shifted and masked bytes are the channels in this order."""
+def test_by_plane_orders_channels():
+    """The order is that of shifted and masked bytes."""
     packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, 8), jnp.uint8)
     for bits in (8, 4, 2):
         planes = np.concatenate([(np.asarray(packed) >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
@@ -190,7 +188,7 @@ def test_planes():
     ("mosaic_gpu", "cuda", "mosaic_gpu"),
     ("mosaic_tpu", "tpu", "tpu_custom_call"),
 ])  # fmt: skip
-def test_lowers_on_any_machine(impl: Any, platform: str, target: str):
+def test_lowers_without_the_device(impl: Any, platform: str, target: str):
     args = inputs(Shape(8, 2, 256, 32, 128, 9, 4), 4, jnp.bfloat16)
     exported = jax.export.export(jax.jit(partial(decode_codes_attention, impl=impl)), platforms=[platform])(*args)
     assert target in exported.mlir_module()
@@ -198,7 +196,7 @@ def test_lowers_on_any_machine(impl: Any, platform: str, target: str):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
+def test_tpu_kernel_sets_its_own_precision(dtype: str):
     """Mosaic cannot multiply bfloat16 in the full precision that `jax_default_matmul_precision` asks for."""
     with jax.default_matmul_precision("highest"):
         args = inputs(SMALL, 4, jnp.dtype(dtype))
@@ -223,14 +221,14 @@ def test_the_tpu_kernel_chooses_its_own_precision(dtype: str):
     ("mosaic_gpu", {"precise": 0}, jnp.bfloat16, "expected at least one slot; got 0 slots in full precision"),
     ("mosaic_tpu", {"precise": 0}, jnp.float32, "expected at least one slot; got 0 slots in full precision"),
 ])  # fmt: skip
-def test_why_not(hardware: Any, change: dict[str, int], dtype: Any, reason: str | None):
+def test_why_not_decode_codes(hardware: Any, change: dict[str, int], dtype: Any, reason: str | None):
     shape = SMALL._replace(**change)
     _, codes, *_ = inputs(shape, 4, dtype)
     answer = why_not_decode_codes(hardware, dtype, codes, shape.precise, shape.heads // shape.kv_heads)
     assert answer is None if reason is None else reason in str(answer)
 
 
-def test_a_named_implementation_that_cannot_run_says_why():
+def test_named_implementation_that_cannot_run_raises():
     args = inputs(SMALL, 4, jnp.float32)
     with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
         decode_codes_attention(*args, impl="mosaic_gpu")
@@ -246,14 +244,14 @@ def test_a_named_implementation_that_cannot_run_says_why():
 
 
 @pytest.mark.parametrize(("device", "impl"), [("mosaic_gpu", "mosaic_gpu"), ("mosaic_tpu", "mosaic_tpu"), ("", "xla")])
-def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
+def test_default_implementation_is_the_kernel_of_the_device(device: str, impl: str):
     q, codes, k, v, valid = inputs(SMALL, 4, jnp.bfloat16)
-    taken = []
+    chosen = []
 
     def attend(
         q: Any, codes: Any, k: Any, v: Any, valid: Any, impl: str, softcap: Any = None, sinks: Any = None
     ) -> Any:
-        taken.append(impl)
+        chosen.append(impl)
         return q, valid.astype(jnp.float32)
 
     with (
@@ -261,4 +259,4 @@ def test_the_best_is_the_kernel_of_the_device(device: str, impl: str):
         mock.patch.object(attention, "decode_codes_attention", attend),
     ):
         attention.decode(q, k, v, valid, codes=codes)
-    assert taken == [impl]
+    assert chosen == [impl]

@@ -1,4 +1,4 @@
-"""The TPU kernels in Pallas' interpreter against the reference, what they skip, and their export for a TPU."""
+"""TPU kernels: interpreted against the reference, skipped tiles, and export for a TPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.attention_cases import (
 )
 
 KERNEL = MosaicTpuKernel(BlockSizes(), interpret=True)
-COLUMNS = 300  # columns of the queries run from 0 to here
+COLUMNS = 300  # query columns are below this
 SHAPES = {  # blocks, rows, keys, head_dim
     "less than a tile": (2, 5, 3, 64),
     "whole tiles": (1, 256, 128, 128),
@@ -40,7 +40,7 @@ SHAPES = {  # blocks, rows, keys, head_dim
 
 
 def random_blocks(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Blocks:
-    """Intervals of all kinds, some empty, in no order; row 1 is padding, and no key is born by column 0, of row 2."""
+    """Random intervals, some empty. Row 1 is padding; row 2 has column 0, where no key is born yet."""
     count, rows, keys, head_dim = shape
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(count, n, head_dim)), dtype) for n in (rows, keys, keys))
@@ -72,7 +72,7 @@ def assert_like_reference(kernel: BlockKernel, blocks: Blocks) -> Result:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dtype"), [*((shape, jnp.float32) for shape in SHAPES), ("odd sizes", jnp.bfloat16)])
-def test_like_the_reference(shape: str, dtype: Any):
+def test_kernel_matches_the_reference(shape: str, dtype: Any):
     got = assert_like_reference(KERNEL, random_blocks(SHAPES[shape], dtype))
     assert [x.dtype for x in got] == [dtype, jnp.float32, dtype, jnp.float32, jnp.float32]
 
@@ -83,42 +83,42 @@ def test_no_races_and_no_unwritten_memory():
         assert_like_reference(MosaicTpuKernel(BlockSizes(), races.STRICT_TPU), random_blocks((1, 150, 200, 64)))
 
 
-def test_tiles_of_all_sizes():
-    """Each pass cuts rows and keys in its own way; a tile of 200 becomes one of 256, evenly filled."""
+def test_passes_have_their_own_tile_sizes():
+    """A tile size of 200 is rounded up to 256."""
     sizes = BlockSizes(rows=128, keys=256, rows_dq=200, keys_dq=128, rows_dkv=384, keys_dkv=128, stages=1)
     assert_like_reference(MosaicTpuKernel(sizes, interpret=True), random_blocks((1, 380, 270, 64)))
 
 
 def test_blocks_have_their_own_live_tiles():
-    """Two heads in column order, most tiles dead; keys run backwards in one block, rows in another; one is padding."""
+    """Most tiles are dead. Block 1 has reversed keys, block 2 reversed rows, block 3 only padding."""
     blocks = random_blocks((4, 600, 300, 64))
     rows, keys = jnp.repeat(jnp.arange(300, dtype=jnp.int32), 2), jnp.arange(300, dtype=jnp.int32)
     column, born = jnp.stack([rows, rows, rows[::-1], 0 * rows - 1]), jnp.stack([keys, keys[::-1], keys, keys])
     assert_like_reference(KERNEL, blocks._replace(column=column, born=born, evicted_at=born + 40))
 
 
-def test_scores_far_below_zero():
-    """About -1000 each: weights must come from the difference to the highest score that is seen, not to a fixed one."""
+def test_large_negative_scores():
+    """About -1000, so that softmax must subtract the maximum of the visible scores."""
     blocks = random_blocks((1, 130, 140, 64))
-    far = blocks._replace(q=10 + 0.1 * blocks.q, k=-12.5 + 0.1 * blocks.k)
-    got, expected = (f(far, cotangent(far)) for f in (partial(by_kernel, KERNEL), blocks_by_reference))
+    shifted = blocks._replace(q=10 + 0.1 * blocks.q, k=-12.5 + 0.1 * blocks.k)
+    got, expected = (f(shifted, cotangent(shifted)) for f in (partial(by_kernel, KERNEL), blocks_by_reference))
     np.testing.assert_array_equal(np.isfinite(got.lse), np.isfinite(expected.lse))
     np.testing.assert_allclose(got.out, expected.out, atol=1e-3)  # scores of 1000 have an error of 1e-4 themselves
 
 
-def test_blind_rows_and_unseen_keys_are_exact_zeros():
+def test_fully_masked_rows_and_unseen_keys_are_exactly_zero():
     blocks = random_blocks((2, 150, 301, 128))
     mask = seen_by_each(blocks)
-    blind, unseen = ~mask.any(2), ~mask.any(1)
-    assert blind.any() and unseen.any()
+    masked, unseen = ~mask.any(2), ~mask.any(1)
+    assert masked.any() and unseen.any()
     got = by_kernel(KERNEL, blocks, cotangent(blocks))
-    assert jnp.all(got.lse[blind] == jnp.inf)
-    for x in (got.out[blind], got.dq[blind], got.dk[unseen], got.dv[unseen]):
+    assert jnp.all(got.lse[masked] == jnp.inf)
+    for x in (got.out[masked], got.dq[masked], got.dk[unseen], got.dv[unseen]):
         np.testing.assert_array_equal(x, 0.0)
 
 
 def test_dead_tiles_are_not_computed():
-    """What is not a number there would spread: 0 * NaN is NaN. Tile 1 lies between live ones, tile 3 behind them."""
+    """NaN there would spread, because 0 * NaN is NaN. Tile 1 is between live tiles, tile 3 after them."""
     blocks = random_blocks((1, 128, 512, 64))
     tile = jnp.arange(512)[None] // 128
     born = jnp.array([0, 500, 0, 500])[tile]
@@ -134,11 +134,11 @@ def test_dead_tiles_are_not_computed():
 
 @pytest.mark.parametrize("rows_outside", [True, False])
 def test_dead_tiles_are_not_fetched(rows_outside: bool):
-    """The inner tile that each step asks for. No inner tile is live in outer tile 0; in outer tile 1 those at 1 and 2
-    are in one block, and those at 1, 4 and 5 in the other. A gap asks for the last one, here once in vain."""
+    """Outer tile 0 has no live inner tile. Outer tile 1 has 1 and 2 in one block, and 1, 4 and 5 in the other, where
+    dead tiles fetch the last live one."""
     live = np.zeros((2, 2, 6), bool)
     live[0, 1, [1, 2]] = live[1, 1, [1, 4, 5]] = True
-    if rows_outside:  # of row tile 0 all rows are padding
+    if rows_outside:  # row tile 0 is padding
         column = np.where(live.any(2), 50, -1)
         born = np.where(live[:, 1], 20, 90)
     else:  # the keys of key tile 0 are born after every row
@@ -167,7 +167,7 @@ def test_export_for_tpu(dtype: Any, sizes: BlockSizes):
     assert exported.mlir_module().count("@tpu_custom_call") == 3
 
 
-def test_refusals():
+def test_unsupported_inputs_raise():
     assert why_not_blocks("mosaic_tpu", jnp.bfloat16, 128) is None
     assert why_not_blocks("mosaic_tpu", jnp.float32, 64) is None
     assert "bfloat16 or float32; got float16" in str(why_not_blocks("mosaic_tpu", jnp.float16, 128))
@@ -176,10 +176,10 @@ def test_refusals():
         MosaicTpuKernel(BlockSizes(stages=3))
     shapes = jax.eval_shape(lambda: random_blocks((1, 1024, 1152, 128)))
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5243, *x.shape[1:]), x.dtype), shapes)
-    # More blocks than scalar memory has tables for are done in groups; one block that is too long by itself is refused.
+    # More blocks than scalar memory has tables for run in groups; a single block that is too long raises.
     assert jax.eval_shape(KERNEL.forward, many)[0].shape == (5243, 1024, 128)
     short = jax.eval_shape(lambda: random_blocks((1, 1024, 128, 128)))
-    # Shapes alone: with 1,024 rows made 8 million, random blocks would be drawn for a minute.
+    # Only shapes: drawing random blocks of 8 million rows would take a minute.
     rows_of_long = {1024: 2**23}
     long = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct([rows_of_long.get(side, side) for side in x.shape], x.dtype), short
@@ -197,8 +197,8 @@ def test_refusals():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "over_segments"), [(3, False), (4, True), (5, True)])
-def test_as_the_learner_calls_it(size: int, over_segments: bool):
-    """Any mask, gathered by segments or whole: three masks of a size, for a program each."""
+def test_learner_calls_match_the_reference(size: int, over_segments: bool):
+    """Three masks of each size, with and without segments."""
     shape, tokens, head_dim, segments = FEW_SIZES[size]
 
     def attend(q: Any, k: Any, v: Any, evicted_at: Any) -> Any:

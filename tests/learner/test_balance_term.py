@@ -1,4 +1,4 @@
-"""The load-balancing loss: as transformers defines it, the same over microbatches, and refused without an input."""
+"""Load-balancing loss: matches transformers, over microbatches too, and raises for missing inputs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.learner.test_routing_replay import CONFIG, params_of, sampled
 from tests.tiny_update import metrics_and_gradients
 
 
-def updated(microbatch_size: int | None) -> tuple[dict[str, Any], Any]:
+def update_with_balance_term(microbatch_size: int | None) -> tuple[dict[str, Any], Any]:
     trajectory = sampled(CONFIG, "H2O")
     batch = TrainBatch(trajectory, jnp.zeros(6), trajectory.logprobs)
     config = UpdateConfig(microbatch_size=microbatch_size, terms=(BalanceTerm(6, 0.5),))
     return metrics_and_gradients(config, batch, model=Decoder(CONFIG), params=params_of(CONFIG))
 
 
-def in_numpy() -> float:
-    """transformers' `load_balancing_loss_func`, over the tokens that were read."""
+def transformers_balance_loss() -> float:
+    """transformers' `load_balancing_loss_func` in NumPy, over the tokens with recorded routing."""
     trajectory = sampled(CONFIG, "H2O")
     _, router = response_hidden_and_router(Decoder(CONFIG), params_of(CONFIG), trajectory, trajectory.mask)
     routing = np.asarray(trajectory.routing)
@@ -42,11 +42,11 @@ def in_numpy() -> float:
 
 
 @pytest.mark.slow
-def test_the_loss_is_transformers():
+def test_loss_matches_transformers():
     routers = []
     for microbatch_size in (None, 2):
-        metrics, gradients = updated(microbatch_size)
-        assert metrics["experts/balance_loss"] == pytest.approx(in_numpy(), rel=1e-5)
+        metrics, gradients = update_with_balance_term(microbatch_size)
+        assert metrics["experts/balance_loss"] == pytest.approx(transformers_balance_loss(), rel=1e-5)
         routers.append(gradients["layers_0"]["mlp"]["router"]["kernel"])
     np.testing.assert_allclose(*routers, atol=1e-6)
     assert np.abs(routers[0]).max() > 1e-4
@@ -57,19 +57,19 @@ def no_replay(visibility: Visibility) -> Replay:
 
 
 @pytest.mark.slow
-def test_weights_of_more_tokens_than_a_root_of_32_bits():
-    """The square of 49,152 tokens is more than 2**31."""
+def test_weights_do_not_overflow_int32():
+    """49,152 squared is more than 2**31."""
     trajectory = sampled(CONFIG, "H2O")
     routing = jnp.zeros((6, 4096, 2, 2), jnp.int8).at[..., 1].set(3)
     batch = TrainBatch(trajectory.replace(routing=routing), jnp.zeros(6), None)
     weights = BalanceTerm(6).prepare(Minibatch(batch, trajectory.response_mask, no_replay))
-    chosen = np.array([1.0, 0, 0, 1, 0, 0])
-    np.testing.assert_allclose(weights, np.broadcast_to(6 / (6 * 4096 * 2) * chosen, (6, 6)), rtol=1e-6)
+    expert_shares = np.array([1.0, 0, 0, 1, 0, 0])
+    np.testing.assert_allclose(weights, np.broadcast_to(6 / (6 * 4096 * 2) * expert_shares, (6, 6)), rtol=1e-6)
 
 
 @dataclass(frozen=True)
 class ReadsRouter(Term):
-    """A user's own term; it need not know what cannot go with it."""
+    """A user-defined term that checks no combinations itself."""
 
     @property
     def needs(self) -> Needs:
@@ -80,14 +80,14 @@ class ReadsRouter(Term):
 
 
 class NoLogits(Decoder):
-    """A model of one's own that returns experts and no router logits."""
+    """A user-defined model that returns experts without router logits."""
 
     def hidden(self, *args: Any) -> Any:
         hidden, layers = super().hidden(*args)
         return hidden, tuple(layer._replace(logits=None) if isinstance(layer, Routed) else layer for layer in layers)
 
 
-def test_only_a_term_that_reads_router_logits_needs_them():
+def test_missing_router_logits_raise_only_where_they_are_read():
     trajectory, params = sampled(CONFIG, "H2O"), params_of(CONFIG)
     model: Any = NoLogits(CONFIG)
     hidden = response_hidden(model, params, trajectory, trajectory.mask)
@@ -97,15 +97,15 @@ def test_only_a_term_that_reads_router_logits_needs_them():
         response_hidden_and_router(model, params, trajectory, trajectory.mask)
 
 
-def test_what_has_no_input():
+def test_invalid_inputs_raise():
     trajectory = to_trajectory([Branch([1, 2, 3], [False, False, True])])
     batch = TrainBatch(trajectory, jnp.zeros(1), None)
-    for own in (BalanceTerm(6), ReadsRouter()):
+    for term in (BalanceTerm(6), ReadsRouter()):
         with pytest.raises(ValueError, match="expected a trajectory with recorded routing"):
-            prepare(Decoder(CONFIG), UpdateConfig(terms=(own,)), params_of(CONFIG), batch)
+            prepare(Decoder(CONFIG), UpdateConfig(terms=(term,)), params_of(CONFIG), batch)
         with pytest.raises(ValueError, match=r"expected no eviction_coef .* got eviction_coef 0\.1 and"):
-            UpdateConfig(eviction_coef=0.1, terms=(own,))
+            UpdateConfig(eviction_coef=0.1, terms=(term,))
         with pytest.raises(ValueError, match=r"expected no eviction_coef and no pack_columns .* pack_columns 24"):
-            UpdateConfig(microbatch_size=2, pack_columns=24, terms=(own,))
+            UpdateConfig(microbatch_size=2, pack_columns=24, terms=(term,))
     with pytest.raises(ValueError, match="expected a finite coef >= 0; got -1.0"):
         replace(BalanceTerm(6), coef=-1.0)

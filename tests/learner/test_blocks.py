@@ -1,5 +1,4 @@
-"""The vocabulary's part of the loss by blocks of columns: the same numbers and gradients, and no logits of a whole
-response."""
+"""Logits by blocks of columns: same values and gradients, without the logits of a whole response."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.testing import tiny_model_config
-from tests.learner.test_sequence import program_of
+from tests.learner.test_sequence import compiled_program
 from tests.tiny_update import (
     MODEL,
     REFERENCE,
@@ -33,29 +32,29 @@ from tests.tiny_update import (
 COLUMN = ROWS * MODEL.config.vocab_size * 4  # bytes of the logits of one column
 
 
-def affine(params: Any, columns: Any, x: Any, y: Any) -> dict[str, Any]:
-    """Something that depends on everything, and on the column's number."""
+def column_function(params: Any, columns: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Depends on every argument, also on the column index."""
     return {"sum": (x @ params["w"]).sum(-1) + y, "number": jnp.sin(x).sum(-1) * columns[None] * params["b"]}
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 7, 9])
-def test_any_size_of_block_gives_what_one_block_gives(size: int):
-    """Of 7 columns: blocks that divide them, that don't, and one larger than all. Values and all gradients."""
+def test_block_size_does_not_change_values_or_gradients(size: int):
+    """7 columns: sizes that divide 7, that do not, and one above 7."""
     rng = np.random.default_rng(size)
     x, y, ct = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 7, 3), (2, 7), (2, 7)))
     params = {"w": jnp.asarray(rng.normal(size=(3, 4)), jnp.float32), "b": jnp.float32(1.5)}
     columns = jnp.asarray([4, 1, 7, 8, 19, 0, 2])
 
     def whole(params: Any, x: Any, y: Any) -> Any:
-        return affine(params, columns, x, y)
+        return column_function(params, columns, x, y)
 
     def in_blocks(params: Any, x: Any, y: Any) -> Any:
-        return over_columns(affine, params, size, columns, x, y)
+        return over_columns(column_function, params, size, columns, x, y)
 
     def results(f: Any) -> Any:
         def loss(params: Any, x: Any, y: Any) -> tuple[Any, Any]:
-            found = f(params, x, y)
-            return jnp.sum(ct * found["sum"] * found["number"]), found
+            outputs = f(params, x, y)
+            return jnp.sum(ct * outputs["sum"] * outputs["number"]), outputs
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(params, x, y)
 
@@ -66,14 +65,14 @@ def test_any_size_of_block_gives_what_one_block_gives(size: int):
     ("rows", "columns", "logit_bytes", "expected"),
     [(8, 10, 10 * COLUMN, 10), (8, 10, 9 * COLUMN, 5), (8, 10, 4 * COLUMN, 4), (8, 10, 1, 1), (1, 7, 10 * COLUMN, 7)],
 )
-def test_blocks_are_as_equal_as_they_can_be(
+def test_block_sizes_are_balanced(
     rows: int, columns: int, logit_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(blocks, "LOGIT_BYTES", logit_bytes)
     assert columns_at_once(MODEL.shape, rows, columns) == expected
 
 
-EVERYTHING = UpdateConfig(
+ALL_TERMS = UpdateConfig(
     loss=LossConfig(beta=0.1),
     distill=DistillConfig(direction="published", coef=0.3),
     entropy_coef=0.1,
@@ -85,54 +84,54 @@ EVERYTHING = UpdateConfig(
 @pytest.mark.parametrize(
     "config",
     [
-        EVERYTHING,
+        ALL_TERMS,
         UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.3)),
     ],
     ids=["policy and published", "anchor"],
 )
-def test_an_update_by_blocks_is_the_update(config: UpdateConfig, monkeypatch: pytest.MonkeyPatch):
+def test_blockwise_update_matches_full_update(config: UpdateConfig, monkeypatch: pytest.MonkeyPatch):
     metrics, expected = metrics_and_gradients(config, reference=REFERENCE)
     monkeypatch.setattr(blocks, "LOGIT_BYTES", 3 * COLUMN)
-    # Compiled programs know nothing of the constant: they are made again, now and for the tests that follow.
+    # The constant is read at compile time, so cached programs are dropped before and after.
     recording_update.cache_clear()
-    by_blocks, found = metrics_and_gradients(config, reference=REFERENCE)
+    blockwise, gradients = metrics_and_gradients(config, reference=REFERENCE)
     recording_update.cache_clear()
-    assert distance(found, expected) <= 1e-6
+    assert distance(gradients, expected) <= 1e-6
     for name, value in metrics.items():
-        np.testing.assert_allclose(by_blocks[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(blockwise[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-# --- what it is for
+# --- memory
 
 
 def largest_array(hlo: str) -> int:
-    """Numbers in the largest array of a compiled program."""
+    """Elements of the largest array in a compiled program."""
     shapes = set(re.findall(r"(?:f32|bf16|pred|s32)\[([\d,]+)\]", hlo))
     return max(int(np.prod([int(side) for side in shape.split(",")])) for shape in shapes)
 
 
 @pytest.mark.slow
-def test_no_logits_of_a_whole_response(monkeypatch: pytest.MonkeyPatch):
-    """256 columns of 4,096 tokens by blocks of 16: the head itself becomes the largest array."""
+def test_blockwise_update_holds_no_logits_of_a_whole_response(monkeypatch: pytest.MonkeyPatch):
+    """256 columns, vocabulary 4,096, blocks of 16 columns: the output head becomes the largest array."""
     model = Decoder(tiny_model_config(vocab_size=4096, num_layers=1))
-    whole = program_of(model, make_mesh(), rows=1, columns=16 + 256, update=True)
+    whole = compiled_program(model, make_mesh(), rows=1, columns=16 + 256, update=True)
     assert largest_array(whole.as_text()) >= 256 * 4096
     monkeypatch.setattr(blocks, "LOGIT_BYTES", 16 * 4096 * 4)
-    by_blocks = program_of(model, make_mesh(), rows=1, columns=16 + 256, update=True)
-    assert largest_array(by_blocks.as_text()) == model.config.hidden_size * 4096
-    one, other = (x.memory_analysis().temp_size_in_bytes for x in (whole, by_blocks))
-    assert other < 0.3 * one
+    blockwise = compiled_program(model, make_mesh(), rows=1, columns=16 + 256, update=True)
+    assert largest_array(blockwise.as_text()) == model.config.hidden_size * 4096
+    whole_bytes, block_bytes = (x.memory_analysis().temp_size_in_bytes for x in (whole, blockwise))
+    assert block_bytes < 0.3 * whole_bytes
 
 
-def test_a_head_in_16_bits_has_gradients_summed_in_32():
-    """256 blocks that each add a little: bfloat16 would lose what is small beside the sum."""
+def test_bfloat16_head_gradients_are_summed_in_float32():
+    """Each of 256 blocks adds a small term, which a bfloat16 sum would round away."""
     x = jnp.full((1, 256, 1), 0.01, jnp.bfloat16)
     head = jnp.ones((1, 1), jnp.bfloat16)
 
     def total(head: Any) -> Any:
-        one = over_columns(lambda head, _, x: (x @ head)[..., 0].astype(jnp.float32), head, 1, jnp.arange(256), x)
-        return one.sum()
+        logits = over_columns(lambda head, _, x: (x @ head)[..., 0].astype(jnp.float32), head, 1, jnp.arange(256), x)
+        return logits.sum()
 
-    found = jax.jit(jax.grad(total))(head)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float32(found), 256 * np.float32(x[0, 0, 0]), rtol=2**-8)
+    gradient = jax.jit(jax.grad(total))(head)
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(gradient), 256 * np.float32(x[0, 0, 0]), rtol=2**-8)

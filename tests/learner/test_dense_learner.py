@@ -1,4 +1,4 @@
-"""A dense learner on the weights of the one with shadow masks: one loss of two, each as it would be alone."""
+"""A dense and a shadow-mask learner on the same weights: the update mixes both losses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHADOW = smd.UpdateConfig()
 DENSE = smd.UpdateConfig(visibility="dense", correction=TIS)
 
 
-def stepped(update: smd.UpdateConfig, minibatches: int = 1) -> np.ndarray:
-    """What one rollout's steps of plain descent add to the parameters."""
+def parameter_change(update: smd.UpdateConfig, minibatches: int = 1) -> np.ndarray:
+    """Change of all parameters after the SGD steps of one rollout."""
     config = replace(toy_loop.CONFIG, update=update, minibatches=minibatches, update_widths=1)
     loop = smd.GRPOLoop(toy_loop.MODEL, toy_loop.TASK, toy_loop.TOKENIZER, optax.sgd(1.0), config)
     before, _ = ravel_pytree(toy_loop.warm_params())
@@ -32,34 +32,34 @@ def stepped(update: smd.UpdateConfig, minibatches: int = 1) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """What either learner does, by the number of optimizer steps."""
-    return {steps: (stepped(SHADOW, steps), stepped(DENSE, steps)) for steps in (1, 2)}
+def changes() -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Parameter changes under the shadow and the dense learner, by number of optimizer steps."""
+    return {steps: (parameter_change(SHADOW, steps), parameter_change(DENSE, steps)) for steps in (1, 2)}
 
 
 @pytest.mark.slow
-def test_one_step_has_both_gradients(alone: dict[int, tuple[np.ndarray, np.ndarray]]):
-    ours, theirs = alone[1]
-    assert np.abs(ours - theirs).max() > 1e-4, "the two differ"
-    found = stepped(replace(SHADOW, dense_learner=smd.learner.DenseLearner(0.2, TIS)))
-    np.testing.assert_allclose(found, 0.8 * ours + 0.2 * theirs, atol=1e-6)
+def test_step_mixes_both_gradients(changes: dict[int, tuple[np.ndarray, np.ndarray]]):
+    shadow, dense = changes[1]
+    assert np.abs(shadow - dense).max() > 1e-4, "the learners must differ"
+    change = parameter_change(replace(SHADOW, dense_learner=smd.learner.DenseLearner(0.2, TIS)))
+    np.testing.assert_allclose(change, 0.8 * shadow + 0.2 * dense, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "which"), [(1e-6, 0), (1 - 1e-6, 1)])
-def test_later_steps_know_both_old_policies(alone: dict[int, tuple[np.ndarray, np.ndarray]], share: float, which: int):
-    found = stepped(replace(SHADOW, dense_learner=smd.learner.DenseLearner(share, TIS)), 2)
-    np.testing.assert_allclose(found, alone[2][which], atol=1e-5)
-    assert np.abs(alone[2][0] - alone[2][1]).max() > 1e-3
+@pytest.mark.parametrize(("share", "index"), [(1e-6, 0), (1 - 1e-6, 1)])
+def test_later_steps_use_both_old_policies(changes: dict[int, tuple[np.ndarray, np.ndarray]], share: float, index: int):
+    change = parameter_change(replace(SHADOW, dense_learner=smd.learner.DenseLearner(share, TIS)), 2)
+    np.testing.assert_allclose(change, changes[2][index], atol=1e-5)
+    assert np.abs(changes[2][0] - changes[2][1]).max() > 1e-3
 
 
 @pytest.mark.slow
 def test_microbatches_change_nothing():
     both = replace(SHADOW, dense_learner=smd.learner.DenseLearner(0.5))
-    np.testing.assert_allclose(stepped(replace(both, microbatch_size=4)), stepped(both), atol=1e-6)
+    np.testing.assert_allclose(parameter_change(replace(both, microbatch_size=4)), parameter_change(both), atol=1e-6)
 
 
-def test_what_does_not_go_together():
+def test_incompatible_options_raise():
     both = smd.learner.DenseLearner(0.5)
     with pytest.raises(ValueError, match="expected visibility 'shadow'.*got 'dense'"):
         smd.UpdateConfig(visibility="dense", correction=TIS, dense_learner=both)
@@ -69,7 +69,7 @@ def test_what_does_not_go_together():
         smd.UpdateConfig(value=ValueConfig(), dense_learner=both)
 
 
-def test_shares_and_corrections_are_checked():
+def test_invalid_shares_and_corrections_raise():
     for share in (0.0, 1.0, 1.5):
         with pytest.raises(ValueError, match=f"expected a share between 0 and 1.*got {share}"):
             smd.learner.DenseLearner(share)

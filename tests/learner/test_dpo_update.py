@@ -1,4 +1,4 @@
-"""The train step of online DPO on a tiny model: against a plain computation, and the same in any split."""
+"""Train step of online DPO on a tiny model: against an explicit loss, over microbatches, and its errors."""
 
 import functools
 import itertools
@@ -59,29 +59,29 @@ def metrics_and_gradients(config=SHADOW, data=None, reference=REFERENCE):
     return jax.device_get(metrics), state.opt_state
 
 
-# --- against a plain computation
+# --- against an explicit loss
 
 
 def token_logprobs(params, visibility):
-    """`[ROWS, LENGTH]` from the model's plain call, 0 outside the responses."""
+    """`[ROWS, LENGTH]` from one forward pass, 0 outside the responses."""
     t = trajectory()
     logprobs = explicit_token_logprobs(params, t.mask if visibility == "shadow" else t.dense_mask())
     return jnp.where(t.response_mask, logprobs, 0.0)
 
 
-def rewards_of(params, visibility) -> tuple[jax.Array, jax.Array]:
-    """Implicit rewards of chosen and rejected."""
+def implicit_rewards(params, visibility) -> tuple[jax.Array, jax.Array]:
+    """Implicit rewards of the chosen and the rejected responses."""
     policy, reference = token_logprobs(params, visibility), token_logprobs(REFERENCE, visibility)
     per_row = BETA * jnp.sum(policy - reference, axis=1)
     return per_row[CHOSEN], per_row[REJECTED]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def plain(params, weights, visibility, loss_type):
-    """Loss and gradient, pair by pair."""
+def explicit_loss(params, weights, visibility, loss_type):
+    """Loss and gradient."""
 
     def loss(params):
-        chosen, rejected = rewards_of(params, visibility)
+        chosen, rejected = implicit_rewards(params, visibility)
         margin = chosen - rejected
         per_pair = jnp.log1p(jnp.exp(-margin)) if loss_type == "sigmoid" else (margin / BETA - 0.5 / BETA) ** 2
         return jnp.sum(weights * per_pair)
@@ -89,9 +89,9 @@ def plain(params, weights, visibility, loss_type):
     return jax.value_and_grad(loss)(params)
 
 
-def assert_plain(config: DPOUpdateConfig, weights, data=None) -> None:
+def assert_matches(config: DPOUpdateConfig, weights, data=None) -> None:
     metrics, grads = metrics_and_gradients(config, data)
-    value, expected = plain(PARAMS, jnp.asarray(weights, jnp.float32), config.visibility, config.loss.loss_type)
+    value, expected = explicit_loss(PARAMS, jnp.asarray(weights, jnp.float32), config.visibility, config.loss.loss_type)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     assert distance(grads, expected) < 1e-5
     np.testing.assert_allclose(metrics["grad_norm"], norm(expected), rtol=1e-5)
@@ -105,16 +105,16 @@ def assert_plain(config: DPOUpdateConfig, weights, data=None) -> None:
     ],
 )
 def test_loss_and_gradient_against_the_definition(visibility, loss_type):
-    assert_plain(DPOUpdateConfig(visibility=visibility, loss=DPOConfig(beta=BETA, loss_type=loss_type)), SIGNAL / 3)
+    assert_matches(DPOUpdateConfig(visibility=visibility, loss=DPOConfig(beta=BETA, loss_type=loss_type)), SIGNAL / 3)
 
 
-def test_the_metrics_by_their_definitions():
+def test_metrics_match_their_definitions():
     metrics, _ = metrics_and_gradients()
     others = {"loss", "grad_norm", "update/skipped", "entropy", "kl"}
     assert metrics.keys() == DPO_METRICS.keys() | SAMPLER_LEARNER_METRICS.keys() | STEP_WEIGHTS.keys() | others
-    assert metrics["update/learns"] == 3, "its pairs"
+    assert metrics["update/learns"] == 3, "pairs with signal"
     assert metrics["update/tokens"] == trajectory().response_mask[np.concatenate([CHOSEN, REJECTED])].sum()
-    chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in rewards_of(PARAMS, "shadow"))
+    chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in implicit_rewards(PARAMS, "shadow"))
     logps = np.asarray(token_logprobs(PARAMS, "shadow"), np.float64).sum(1)
     expected = {
         "rewards/chosen": chosen.mean(),
@@ -134,17 +134,17 @@ def test_the_metrics_by_their_definitions():
     assert metrics["mismatch_kl"] <= 1e-6 and metrics["sampling/sampling_logp_difference/max"] <= 2e-5
 
 
-def test_a_response_without_tokens_makes_no_pair():
+def test_pair_with_an_empty_response_is_ignored():
     pairs = batch()
     empty = pairs.chosen.replace(valid=pairs.chosen.valid.at[1, WIDTH:].set(False))
     without, grads = metrics_and_gradients(SHADOW, pairs.replace(chosen=empty))
-    rest = SIGNAL & (np.arange(4) != 1)
-    expected, of_rest = metrics_and_gradients(SHADOW, batch(signal=rest))
+    remaining = SIGNAL & (np.arange(4) != 1)
+    expected, expected_grads = metrics_and_gradients(SHADOW, batch(signal=remaining))
     np.testing.assert_allclose(without["loss"], expected["loss"], rtol=1e-5)
-    assert distance(grads, of_rest) < 1e-5
+    assert distance(grads, expected_grads) < 1e-5
 
 
-# --- the same in any split and order
+# --- microbatches
 
 
 def test_microbatches_change_nothing():
@@ -157,30 +157,30 @@ def test_microbatches_change_nothing():
 # --- bad input
 
 
-def test_a_missing_reference():
+def test_missing_reference_raises():
     with pytest.raises(ValueError, match=r"expected reference parameters .* DPO's reward is a ratio to them; got None"):
         metrics_and_gradients(reference=None)
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_trajectories_that_no_learner_can_replay(side):
+def test_greedy_trajectories_raise(side):
     data = batch()
     data = data.replace(**{side: getattr(data, side).replace(replayable=False)})
     with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
         metrics_and_gradients(data=data)
 
 
-def test_pairs_that_do_not_divide():
+def test_indivisible_microbatch_size_raises():
     with pytest.raises(ValueError, match="expected a microbatch_size that divides 4 pairs; got 3"):
         metrics_and_gradients(config_of(microbatch_size=3))
     with pytest.raises(ValueError, match="expected microbatch_size >= 1; got 0"):
         DPOUpdateConfig(microbatch_size=0)
 
 
-# --- the program
+# --- compilation, donation and reference sync
 
 
-def test_the_update_compiles_once_and_takes_the_old_buffers():
+def test_update_compiles_once_and_donates_the_old_state():
     optimizer = optax.adam(1e-2)
     update = make_dpo_update(MODEL, optimizer, SHADOW)
     first = state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3), REFERENCE)
@@ -196,8 +196,8 @@ def test_the_update_compiles_once_and_takes_the_old_buffers():
     jax.tree.map(np.testing.assert_array_equal, state.reference, REFERENCE)
 
 
-def test_the_reference_may_follow():
-    """TR-DPO: after its step, half-way to the policy."""
+def test_reference_sync_mixes_in_the_policy():
+    """TR-DPO with alpha 0.5: halfway to the policy after the step."""
     optimizer = optax.adam(1e-2)
     params, reference = copied((PARAMS, REFERENCE))
     state = init_state(params, optimizer, jax.random.key(3), reference)

@@ -1,4 +1,4 @@
-"""Rows that are left out may hold anything, and a batch in which nothing counts moves nothing."""
+"""Uncounted rows do not affect the update; a batch without tokens leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, WIDTH, batch, metrics
 COUNTED = np.arange(ROWS) != 2
 
 
-def with_row_two(x: Any, value: float) -> jax.Array:
+def set_row_two(x: Any, value: float) -> jax.Array:
     return jnp.asarray(x).at[2].set(value)
 
 
 def critic_batch() -> TrainBatch:
-    """Advantages, values and returns of tokens, as PPO has them."""
+    """Per-token advantages, values and returns, as in PPO."""
     rng = np.random.default_rng(4)
-    numbers = [jnp.asarray(rng.normal(size=(ROWS, LENGTH)), jnp.float32) for _ in range(3)]
-    return TrainBatch(trajectory(), numbers[0], trajectory().logprobs, None, *numbers[1:])
+    arrays = [jnp.asarray(rng.normal(size=(ROWS, LENGTH)), jnp.float32) for _ in range(3)]
+    return TrainBatch(trajectory(), arrays[0], trajectory().logprobs, None, *arrays[1:])
 
 
 CASES = {
@@ -50,49 +50,49 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_that_is_left_out_may_hold_anything(case: str, value: float):
-    """Advantages, log-probabilities, values and returns: the update is that of any other numbers there."""
+def test_uncounted_row_does_not_change_the_update(case: str, value: float):
+    """The row holds NaN or infinity in advantages, log-probabilities, values and returns."""
     params = add_value_head(PARAMS, MODEL.config) if case == "critic" else PARAMS
     clean = critic_batch() if case == "critic" else batch()
     if CASES[case].correction.traits.uses_mismatch:
         clean = clean.replace(old_logprobs=trajectory().logprobs + 0.1)
     clean = clean.replace(counted_rows=jnp.asarray(COUNTED))
     dirty = clean.replace(
-        advantages=with_row_two(clean.advantages, value),
-        old_logprobs=with_row_two(clean.old_logprobs, value),
-        trajectory=clean.trajectory.replace(logprobs=with_row_two(clean.trajectory.logprobs, value)),
+        advantages=set_row_two(clean.advantages, value),
+        old_logprobs=set_row_two(clean.old_logprobs, value),
+        trajectory=clean.trajectory.replace(logprobs=set_row_two(clean.trajectory.logprobs, value)),
     )
     if case == "critic":
-        dirty = dirty.replace(old_values=with_row_two(clean.old_values, value))
-        dirty = dirty.replace(returns=with_row_two(clean.returns, value))
-    (expected, gradient), (found, other) = (
+        dirty = dirty.replace(old_values=set_row_two(clean.old_values, value))
+        dirty = dirty.replace(returns=set_row_two(clean.returns, value))
+    (expected_metrics, expected), (metrics, gradients) = (
         metrics_and_gradients(CASES[case], data=data, params=params) for data in (clean, dirty)
     )
-    assert found["update/skipped"] == 0 and expected["grad_norm"] > 0
-    jax.tree.map(np.testing.assert_array_equal, other, gradient)
-    for name, number in expected.items():
-        np.testing.assert_array_equal(found[name], number, err_msg=name)
+    assert metrics["update/skipped"] == 0 and expected_metrics["grad_norm"] > 0
+    jax.tree.map(np.testing.assert_array_equal, gradients, expected)
+    for name, number in expected_metrics.items():
+        np.testing.assert_array_equal(metrics[name], number, err_msg=name)
 
 
-def test_an_advantage_that_counts_must_be_a_number():
-    data = batch().replace(advantages=with_row_two(batch().advantages, np.nan))
+def test_nan_advantage_of_a_counted_row_skips_the_update():
+    data = batch().replace(advantages=set_row_two(batch().advantages, np.nan))
     assert metrics_and_gradients(data=data)[0]["update/skipped"] == 1
 
 
-def empty() -> Trajectory:
-    """Rows without a response."""
+def empty_responses() -> Trajectory:
+    """A trajectory whose responses have no tokens."""
     t = trajectory()
     mask = t.mask.replace(evicted_at=t.mask.evicted_at.at[..., WIDTH:].set(0), segments=())
     return t.replace(valid=t.valid.at[:, WIDTH:].set(False), mask=mask)
 
 
-def moved(before: TrainState, after: TrainState) -> bool:
-    both = zip(*(jax.tree.leaves((state.params, state.opt_state)) for state in (before, after)), strict=True)
-    return not all(np.array_equal(a, b) for a, b in both)
+def state_changed(before: TrainState, after: TrainState) -> bool:
+    leaves = zip(*(jax.tree.leaves((state.params, state.opt_state)) for state in (before, after)), strict=True)
+    return not all(np.array_equal(a, b) for a, b in leaves)
 
 
 def fresh_state(reference: bool) -> tuple[TrainState, TrainState]:
-    """A state, and a copy for an update to take."""
+    """A state, and a copy to donate."""
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
     states = [
         init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(1), PARAMS if reference else None)
@@ -103,32 +103,32 @@ def fresh_state(reference: bool) -> tuple[TrainState, TrainState]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distill", [None, DistillConfig(direction="forward")])
-def test_empty_responses_move_nothing(distill: DistillConfig | None):
-    """Neither do weight decay and an entropy bonus; and it is no skipped update."""
+def test_empty_responses_leave_the_state_unchanged(distill: DistillConfig | None):
+    """Weight decay and an entropy bonus are on; the update does not count as skipped."""
     config = UpdateConfig(distill=distill, entropy_coef=0.1)
     update = make_update(MODEL, optax.adamw(1e-2, weight_decay=0.1), config)
-    before, taken = fresh_state(reference=False)
-    after, metrics = update(taken, TrainBatch(empty(), batch().advantages, None))
-    assert not moved(before, after) and after.step == 1 and metrics["update/skipped"] == 0
+    before, donated = fresh_state(reference=False)
+    after, metrics = update(donated, TrainBatch(empty_responses(), batch().advantages, None))
+    assert not state_changed(before, after) and after.step == 1 and metrics["update/skipped"] == 0
     again, _ = update(after, batch())
-    assert moved(before, again)
+    assert state_changed(before, again)
 
 
-def test_pairs_of_empty_responses_move_nothing():
+def test_pairs_of_empty_responses_leave_the_state_unchanged():
     update = make_dpo_update(MODEL, optax.adamw(1e-2, weight_decay=0.1), DPOUpdateConfig())
-    before, taken = fresh_state(reference=True)
+    before, donated = fresh_state(reference=True)
 
-    def pairs(of: Trajectory) -> PairBatch:
-        chosen, rejected = (rows_of(of, slice(i, None, 2)) for i in range(2))
+    def pairs(rows: Trajectory) -> PairBatch:
+        chosen, rejected = (rows_of(rows, slice(i, None, 2)) for i in range(2))
         return PairBatch(chosen, rejected, jnp.ones(ROWS // 2, bool))
 
-    after, metrics = update(taken, pairs(empty()))
-    assert not moved(before, after) and after.step == 1 and metrics["update/skipped"] == 0
+    after, metrics = update(donated, pairs(empty_responses()))
+    assert not state_changed(before, after) and after.step == 1 and metrics["update/skipped"] == 0
     again, _ = update(after, pairs(trajectory()))
-    assert moved(before, again)
+    assert state_changed(before, again)
 
 
-def test_the_callers_key_and_reference_outlive_an_update():
+def test_update_does_not_donate_the_callers_key_and_reference():
     key = jax.random.key(5)
     reference = jax.tree.map(jnp.copy, PARAMS)
     optimizer = optax.sgd(0.1)

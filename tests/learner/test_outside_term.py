@@ -1,4 +1,4 @@
-"""Terms from outside of the library: against the formula, in microbatches, in shared rows, and what is refused."""
+"""User-defined loss terms: values and gradients, microbatches, packed rows, and errors."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Imitation(Term):
     """Cross-entropy of the responses with a positive advantage, a mean over all tokens."""
 
     coef: float = 0.1
-    rises: bool = False
+    scheduled: bool = False
 
     def coefficient(self, step: jax.Array) -> float | jax.Array:
-        return jnp.asarray(optax.linear_schedule(0.0, self.coef, 5)(step)) if self.rises else self.coef
+        return jnp.asarray(optax.linear_schedule(0.0, self.coef, 5)(step)) if self.scheduled else self.coef
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         loss = jnp.sum(jnp.where(inputs.advantages > 0, -inputs.prepared, 0.0) * inputs.logprobs)
@@ -39,7 +39,7 @@ class Imitation(Term):
 
 @dataclass(frozen=True)
 class Distance(Term):
-    """Squared distance of log-probabilities: learner to reference, learner to the full context."""
+    """Squared differences of log-probabilities, from the learner to the reference and to the dense policy."""
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         others = [inputs.reference_logprobs["dense"], inputs.logprobs_under["dense"]]
@@ -48,21 +48,21 @@ class Distance(Term):
 
     @property
     def needs(self) -> Needs:
-        seen: Any = frozenset({"dense"})
-        return Needs(logprobs=seen, reference_logprobs=seen)
+        visibilities: Any = frozenset({"dense"})
+        return Needs(logprobs=visibilities, reference_logprobs=visibilities)
 
 
-def imitation(params: Any) -> jax.Array:
+def imitation_loss(params: Any) -> jax.Array:
     mask = trajectory().response_mask
     good = mask & (ADVANTAGES > 0)[:, None]
     return -jnp.where(good, explicit_token_logprobs(params), 0.0).sum() / mask.sum()
 
 
 @pytest.mark.parametrize("size", [None, 2])
-def test_a_term_alone(size: int | None):
+def test_single_term_matches_its_formula(size: int | None):
     config = smd.UpdateConfig(policy_coef=0.0, terms=(Imitation(0.5),), microbatch_size=size)
     metrics, gradient = metrics_and_gradients(config)
-    loss, expected = jax.jit(jax.value_and_grad(imitation))(PARAMS)
+    loss, expected = jax.jit(jax.value_and_grad(imitation_loss))(PARAMS)
     np.testing.assert_allclose(metrics["loss/imitation"], loss, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"], 0.5 * loss, rtol=1e-5)
     assert distance(gradient, jax.tree.map(lambda x: 0.5 * x, expected)) < 1e-5
@@ -71,13 +71,13 @@ def test_a_term_alone(size: int | None):
 
 
 def test_terms_add_up():
-    """With the policy loss, and with a coefficient that depends on the step: at step 0 it is 0."""
+    """The scheduled coefficient is 0 at step 0."""
     alone, with_term, without = (
         metrics_and_gradients(smd.UpdateConfig(policy_coef=coef, terms=terms))
         for coef, terms in (
             (0.0, (Imitation(),)),
             (1.0, (Imitation(),)),
-            (1.0, (Imitation(rises=True),)),
+            (1.0, (Imitation(scheduled=True),)),
         )
     )
     plain = metrics_and_gradients(smd.UpdateConfig())
@@ -87,8 +87,8 @@ def test_terms_add_up():
 
 
 @pytest.mark.slow
-def test_the_update_computes_what_a_term_needs():
-    """Another mask for the policy, and the reference: attention matters, so this model has some."""
+def test_update_computes_the_logprobs_that_a_term_needs():
+    """The term reads the dense policy and the reference. The model has attention, so the mask matters."""
     t = tiny_update.trajectory()
     config = smd.UpdateConfig(policy_coef=0.0, terms=(Distance(),), microbatch_size=4)
     assert config.needs_reference and smd.UpdateConfig(terms=(Imitation(),)).needs_reference is False
@@ -107,7 +107,7 @@ def test_the_update_computes_what_a_term_needs():
     assert distance(gradient, expected) < 1e-4
 
 
-def test_a_missing_reference_is_refused():
+def test_missing_reference_raises():
     message = (
         r"expected reference parameters in the train state for Distance .*: init_state\(params, …, reference=params\)"
     )
@@ -115,12 +115,12 @@ def test_a_missing_reference_is_refused():
         metrics_and_gradients(smd.UpdateConfig(terms=(Distance(),)))
 
 
-def test_rows_that_sequences_share():
-    """The same loss, gradient and metrics: what a term prepares is moved with its tokens."""
+def test_packed_rows_match_separate_rows():
+    """Arrays that a term prepares move with their tokens."""
     config = smd.UpdateConfig(terms=(Imitation(),), microbatch_size=2)
     metrics, gradient = metrics_and_gradients(config)
-    packed, found = metrics_and_gradients(dataclasses.replace(config, pack_columns=24))
-    assert distance(found, gradient) < 1e-5
+    packed, packed_gradient = metrics_and_gradients(dataclasses.replace(config, pack_columns=24))
+    assert distance(packed_gradient, gradient) < 1e-5
     for name in ("loss", "loss/imitation", "imitation/lowest"):
         np.testing.assert_allclose(packed[name], metrics[name], rtol=1e-5, err_msg=name)
 
@@ -133,7 +133,7 @@ class PerRow(Imitation):
 
 @dataclass(frozen=True)
 class LogsPerRow(Term):
-    """Rows of another shape than one number a token."""
+    """Returns one number per row instead of per token."""
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         return TermOutputs(jnp.float32(0.0), rows=inputs.logprobs.sum(axis=1))
@@ -147,15 +147,15 @@ class PerToken(Term):
 
 @dataclass(frozen=True)
 class LogsOwn(Term):
-    """Metrics with names of the update, from `evaluate` and from `metrics`."""
+    """Logs metrics that the update logs too, from `evaluate` or from `metrics`."""
 
-    late: bool
+    from_metrics: bool
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
-        return TermOutputs(inputs.logprobs.sum(), {} if self.late else {"loss": jnp.float32(7)})
+        return TermOutputs(inputs.logprobs.sum(), {} if self.from_metrics else {"loss": jnp.float32(7)})
 
     def metrics(self, results: TermResults) -> dict[str, jax.Array]:
-        return {"grad_norm": jnp.float32(7), "entropy": jnp.float32(7)} if self.late else {}
+        return {"grad_norm": jnp.float32(7), "entropy": jnp.float32(7)} if self.from_metrics else {}
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Entropy(Term):
 
 
 @pytest.mark.parametrize("size", [None, 2])
-def test_a_gradient_of_entropies_is_declared(size: int | None):
+def test_entropy_gradient_must_be_declared(size: int | None):
     def gradient(*terms: Term) -> Any:
         config = smd.UpdateConfig(policy_coef=0.0, terms=terms, microbatch_size=size)
         metrics, gradients = metrics_and_gradients(config)
@@ -190,7 +190,7 @@ def test_a_gradient_of_entropies_is_declared(size: int | None):
 
     trained, constant, logged = (gradient(Entropy(use)) for use in ("trained", "constant", "metric"))
     assert distance(constant, logged) == 0 and distance(trained, constant) > 1e-3
-    # Also if another term trains its own entropies.
+    # Another term's declaration does not help.
     for others in ((), (EntropyTerm(0.1, TokenChoice(1.0, "shadow", recorded=True)),)):
         with pytest.raises(
             ValueError, match=r"declare its gradient, needs = Needs\(entropy_gradient=True\).*; got neither"
@@ -199,24 +199,24 @@ def test_a_gradient_of_entropies_is_declared(size: int | None):
 
 
 @dataclass(frozen=True)
-class OfEvictions(Imitation):
+class NeedsEvictions(Imitation):
     @property
     def needs(self) -> Needs:
         return Needs(evictions=True)
 
 
-def test_what_is_refused():
+def test_invalid_terms_raise():
     with pytest.raises(ValueError, match=r"expected the loss of PerToken of shape \[\]; got \[8, 10\]"):
         metrics_and_gradients(smd.UpdateConfig(terms=(PerToken(),)))
     with pytest.raises(ValueError, match="expected visibility 'shadow' with .* term that needs evictions.*got 'dense'"):
-        smd.UpdateConfig(visibility="dense", correction=smd.corrections.Naive(), terms=(OfEvictions(),))
+        smd.UpdateConfig(visibility="dense", correction=smd.corrections.Naive(), terms=(NeedsEvictions(),))
     with pytest.raises(ValueError, match=r"from Imitation that neither another term.* got \['loss/imitation'\]"):
         metrics_and_gradients(smd.UpdateConfig(terms=(Imitation(), Imitation())))
-    for late, names in ((False, r"\['loss'\]"), (True, r"\['entropy', 'grad_norm'\]")):
+    for from_metrics, names in ((False, r"\['loss'\]"), (True, r"\['entropy', 'grad_norm'\]")):
         with pytest.raises(
             ValueError, match=f"from LogsOwn that neither another term nor the update logs; got {names}"
         ):
-            metrics_and_gradients(smd.UpdateConfig(terms=(LogsOwn(late),)))
+            metrics_and_gradients(smd.UpdateConfig(terms=(LogsOwn(from_metrics),)))
     with pytest.raises(ValueError, match=r"from PolicyTerm that neither another term.* got \['loss'\]"):
         metrics_and_gradients(smd.UpdateConfig(loss=smd.LossConfig(surrogate=LogsLoss())))
     with pytest.raises(TypeError, match="Term has no evaluate"):
@@ -229,21 +229,21 @@ def test_what_is_refused():
         ValueError, match=r"expected terms whose rows are arrays \(1, \d+\), one number a token.*\(1,\)"
     ):
         metrics_and_gradients(config)
-    given = bigram_update.batch()
-    booleans = given.replace(trajectory=given.trajectory.replace(mask=given.trajectory.mask.to_boolean()))
+    data = bigram_update.batch()
+    booleans = data.replace(trajectory=data.trajectory.replace(mask=data.trajectory.mask.to_boolean()))
     with pytest.raises(ValueError, match=r"expected a mask in interval form \(ShadowMask.from_boolean\)"):
         metrics_and_gradients(config, booleans)
-    mask = given.trajectory.mask
-    shared = given.trajectory.replace(mask=mask.replace(evicted_at=mask.evicted_at[:1]))
+    mask = data.trajectory.mask
+    shared = data.trajectory.replace(mask=mask.replace(evicted_at=mask.evicted_at[:1]))
     with pytest.raises(ValueError, match="expected the mask's evicted_at"):
-        metrics_and_gradients(config, given.replace(trajectory=shared))
+        metrics_and_gradients(config, data.replace(trajectory=shared))
 
 
-# --- parts whose objects are equal although they differ
+# --- parts without @dataclass
 
 
-def with_a_setting(base: Any) -> Any:
-    """An object of a class without a decorator, all of whose objects are equal."""
+def undecorated_part(base: Any) -> Any:
+    """Without `@dataclass(frozen=True)` all instances compare equal."""
 
     class Part(base):
         def __init__(self) -> None:
@@ -255,16 +255,16 @@ def with_a_setting(base: Any) -> Any:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: smd.eviction.Protect(with_a_setting(smd.eviction.EvictionPolicy), sinks=1),
-        lambda: smd.eviction.Pyramid(with_a_setting(smd.eviction.EvictionPolicy)),
-        lambda: smd.UpdateConfig(correction=with_a_setting(smd.corrections.Correction)),
-        lambda: smd.corrections.Chain((with_a_setting(smd.corrections.Correction),)),
-        lambda: smd.UpdateConfig(terms=(with_a_setting(Term),)),
-        lambda: smd.LossConfig(surrogate=with_a_setting(smd.losses.Surrogate)),
-        lambda: smd.LossConfig(weighting=with_a_setting(smd.losses.TokenWeighting)),
+        lambda: smd.eviction.Protect(undecorated_part(smd.eviction.EvictionPolicy), sinks=1),
+        lambda: smd.eviction.Pyramid(undecorated_part(smd.eviction.EvictionPolicy)),
+        lambda: smd.UpdateConfig(correction=undecorated_part(smd.corrections.Correction)),
+        lambda: smd.corrections.Chain((undecorated_part(smd.corrections.Correction),)),
+        lambda: smd.UpdateConfig(terms=(undecorated_part(Term),)),
+        lambda: smd.LossConfig(surrogate=undecorated_part(smd.losses.Surrogate)),
+        lambda: smd.LossConfig(weighting=undecorated_part(smd.losses.TokenWeighting)),
     ],
 )
-def test_parts_that_are_equal_and_differ_are_refused(make: Any):
+def test_parts_must_be_frozen_dataclasses(make: Any):
     message = "expected Part to be a frozen dataclass.*; got attributes that are no fields: setting"
     with pytest.raises(TypeError, match=message):
         make()

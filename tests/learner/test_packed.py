@@ -1,4 +1,4 @@
-"""Sequences that share a row are learnt from as if each had one; and how much padding is left."""
+"""Packed rows: the update matches one sequence per row, with less padding."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ from tests.tiny_update import (
 )
 from tests.train import test_ppo
 
-# --- who shares a row
+# --- assigning sequences to rows
 
 
 def test_rows_are_filled_longest_first():
@@ -49,21 +49,20 @@ def test_rows_are_filled_longest_first():
 
 
 def sequences(prompts, responses, width: int, length: int) -> Sequences:
-    """Of which all response tokens were sampled."""
+    """All response tokens are sampled."""
     valid = np.arange(length)[None] < responses[:, None]
     return Sequences(prompts, valid, valid, width)
 
 
-def test_chains_get_as_many_columns_for_responses_as_they_need():
-    """However many a row may have, which is all response tokens of a minibatch."""
+def test_response_columns_follow_the_longest_row():
+    """The limit per row is 10**15."""
     prompts, responses = np.array([3, 2, 4]), np.array([5, 1, 2])
-    together = [[Member(0), Member(1, 2)], [Member(2)]]
-    packs = pack(sequences(prompts, responses, 8, 12), PackSizes(2, 20, 10**15), together)
+    members = [[Member(0), Member(1, 2)], [Member(2)]]
+    packs = pack(sequences(prompts, responses, 8, 12), PackSizes(2, 20, 10**15), members)
     assert (packs.responses != ABSENT).sum() == 8 and packs.responses.shape[-1] < 64
 
 
-def test_one_more_token_is_no_other_program():
-    """Also where one row holds the whole rollout."""
+def test_one_more_token_does_not_change_the_packed_width():
     one = jax.tree.map(lambda x: x[:1] if x.ndim else x, trajectory())
     config = UpdateConfig(microbatch_size=1, pack_columns=32)
 
@@ -74,7 +73,7 @@ def test_one_more_token_is_no_other_program():
     assert width(9) == width(10) == 10
 
 
-# --- the same step
+# --- the same update
 
 ANCHOR = DistillConfig(direction="anchor", coef=0.5)
 CONFIGS: dict[str, UpdateConfig] = {
@@ -87,19 +86,19 @@ CONFIGS: dict[str, UpdateConfig] = {
 @pytest.mark.parametrize(
     "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "grpo")]
 )
-def test_the_step_is_the_same(name: str):
+def test_update_matches_unpacked_rows(name: str):
     config = CONFIGS[name]
-    given = batch().replace(old_logprobs=None) if config.correction.traits.uses_mismatch else batch()
-    expected = metrics_and_gradients(config, given, reference=REFERENCE)
+    data = batch().replace(old_logprobs=None) if config.correction.traits.uses_mismatch else batch()
+    expected = metrics_and_gradients(config, data, reference=REFERENCE)
     packing = replace(config, microbatch_size=2, pack_columns=28)
-    got = metrics_and_gradients(packing, given, reference=REFERENCE)
-    # Two microbatches of two rows, in which short responses have others behind them.
+    got = metrics_and_gradients(packing, data, reference=REFERENCE)
+    # Two microbatches of two rows, shared by short responses.
     assert got[0]["update/padding"] < 0.15
     assert got[0].keys() - expected[0].keys() == {"update/padding"}
     assert_equal_steps(got, expected, 2.5e-6)
 
 
-def test_segments_where_they_pay():
+def test_segments_are_used_where_they_save_work():
     one = trajectory()
     places = jax.tree.map(lambda x: x[0], packs_of(one, UpdateConfig(microbatch_size=1, pack_columns=32)))
     mask: Any = packed_trajectory(one, places).mask
@@ -111,33 +110,33 @@ def test_segments_where_they_pay():
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same():
-    """Two rollouts of a loop, with minibatches and filters; completions share their prompt."""
+def test_packed_run_matches_unpacked_run():
+    """Two rollouts, with minibatches, top-k and shared prompts."""
     rollout = replace(toy_loop.ROLLOUT, sampling=SamplingConfig(top_k=40))
     config = replace(toy_loop.CONFIG, rollout=rollout, minibatches=2, update_widths=1)
     update = UpdateConfig(microbatch_size=1, pack_columns=28, rows_per_prompt=2)
     packing = replace(config, update=update)
-    told = [toy_loop.run(toy_loop.own_loop(of), toy_loop.new_state(), 2)[1] for of in (config, packing)]
-    for plain, of_packed in zip(*told, strict=True):
-        assert of_packed.pop("update/padding") != plain.pop("update/padding")
-        assert of_packed.pop("update/shared") > 0
-        assert plain.keys() == of_packed.keys()
+    runs = [toy_loop.run(toy_loop.own_loop(c), toy_loop.new_state(), 2)[1] for c in (config, packing)]
+    for plain, packed in zip(*runs, strict=True):
+        assert packed.pop("update/padding") != plain.pop("update/padding")
+        assert packed.pop("update/shared") > 0
+        assert plain.keys() == packed.keys()
         for metric, value in plain.items():
-            assert of_packed[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+            assert packed[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
 
 
 @pytest.mark.slow
-def test_a_run_with_a_critic_is_the_same():
-    """Whose values are of whole rows: packed microbatches count others."""
+def test_packed_run_with_a_critic_matches_unpacked_run():
+    """The values come from unpacked rows, in other microbatches."""
     config = replace(test_ppo.LOOP, update_widths=1)
     packing = replace(config, update=replace(config.update, microbatch_size=3, pack_columns=28))
-    told = [toy_loop.run(test_ppo.new_loop(of), test_ppo.new_state(), 2)[1] for of in (config, packing)]
-    for plain, of_packed in zip(*told, strict=True):
+    runs = [toy_loop.run(test_ppo.new_loop(c), test_ppo.new_state(), 2)[1] for c in (config, packing)]
+    for plain, packed in zip(*runs, strict=True):
         for metric in ("loss", "grad_norm", "critic/values/mean", "reward"):
-            assert of_packed[metric] == pytest.approx(plain[metric], rel=1e-3, abs=1e-5), metric
+            assert packed[metric] == pytest.approx(plain[metric], rel=1e-3, abs=1e-5), metric
 
 
-def test_rollouts_that_cannot_be_packed_are_refused_before_one_is_drawn():
+def test_unpackable_rollouts_raise_before_sampling():
     update = UpdateConfig(microbatch_size=1, pack_columns=28)
     for options in ({"min_new_tokens": 2}, {"quant": QuantConfig(bits=8, group=2)}):
         config = replace(toy_loop.CONFIG, rollout=replace(toy_loop.ROLLOUT, **options), update=update)
@@ -147,22 +146,22 @@ def test_rollouts_that_cannot_be_packed_are_refused_before_one_is_drawn():
         toy_loop.own_loop(replace(toy_loop.CONFIG, policy=LearnedGate(), update=update))
 
 
-def test_columns_that_do_not_fit():
+def test_too_few_pack_columns_raise():
     config = replace(toy_loop.CONFIG, update=UpdateConfig(microbatch_size=1, pack_columns=13))
     with pytest.raises(ValueError, match="expected pack_columns of at least 14, the longest sequence; got 13"):
         toy_loop.own_loop(config)
 
 
 @pytest.mark.slow
-def test_rows_that_do_not_count_and_rows_longer_than_the_context():
-    """Sequences are not longer than it: positions begin anew in each."""
+def test_uncounted_rows_and_rows_longer_than_max_positions():
+    """80 columns; positions restart in each sequence and stay below 32."""
     assert MODEL.shape.max_positions == 32
-    of = batch().replace(counted_rows=jnp.asarray([True, False] * (ROWS // 2)))
-    got = metrics_and_gradients(UpdateConfig(microbatch_size=1, pack_columns=80), of)
-    assert_equal_steps(got, metrics_and_gradients(data=of), 2.5e-6)
+    data = batch().replace(counted_rows=jnp.asarray([True, False] * (ROWS // 2)))
+    got = metrics_and_gradients(UpdateConfig(microbatch_size=1, pack_columns=80), data)
+    assert_equal_steps(got, metrics_and_gradients(data=data), 2.5e-6)
 
 
-# --- what cannot be packed
+# --- invalid options
 
 
 @pytest.mark.parametrize(
@@ -180,12 +179,12 @@ def test_rows_that_do_not_count_and_rows_longer_than_the_context():
         ),
     ],
 )
-def test_choices_that_do_not_go_together(options, message):
+def test_incompatible_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         UpdateConfig(**options)
 
 
-def test_each_step_takes_its_own_configuration():
+def test_update_constructors_check_pack_columns():
     packed = UpdateConfig(microbatch_size=2, pack_columns=24)
     with pytest.raises(ValueError, match="expected pack_columns None, or make_packed_update; got 24"):
         make_update(MODEL, optax.sgd(0.1), packed)

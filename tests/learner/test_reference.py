@@ -1,4 +1,4 @@
-"""A reference that follows the policy: by hand, in updates, and as a teacher."""
+"""Reference sync: by hand, in updates, and as an EMA teacher."""
 
 from typing import Any
 
@@ -27,21 +27,19 @@ def state_of(policy: float, reference: float, optimizer=None):
     return init_state(params, optimizer or optax.sgd(1.0), KEY, {"w": jnp.full(3, reference)})
 
 
-def first(params: Any) -> float:
-    """The first number of the only leaf."""
+def first_element(params: Any) -> float:
     return float(params["w"][0])
 
 
-def test_a_step_in_which_nothing_counts_does_not_miss_a_mixture():
+def test_skipped_step_still_syncs_the_reference():
     state = skip_step(state_of(2.0, 0.0).replace(step=jnp.int32(3)), ReferenceSync(0.5, 4))
-    assert int(state.step) == 4 and first(state.reference) == 1.0
-    assert first(skip_step(state, ReferenceSync(0.5, 4)).reference) == 1.0
-    assert first(skip_step(state).params) == 2.0
+    assert int(state.step) == 4 and first_element(state.reference) == 1.0
+    assert first_element(skip_step(state, ReferenceSync(0.5, 4)).reference) == 1.0
+    assert first_element(skip_step(state).params) == 2.0
 
 
-def test_a_narrow_average_moves():
-    """A thousandth of the way at a time, where rounding to nearest would leave it: 1/e of the distance is left after
-    a thousand steps."""
+def test_bfloat16_ema_moves():
+    """Rounding to nearest would drop steps of a thousandth. After 1,000 of them 1/e of the distance remains."""
     policy, reference = ({"w": jnp.full(4096, value, jnp.bfloat16)} for value in (2.0, 1.0))
     state, sync = init_state(policy, optax.sgd(1.0), KEY, reference), ReferenceSync.ema(0.999)
 
@@ -58,12 +56,12 @@ def test_a_narrow_average_moves():
 
 
 def update_state(optimizer):
-    """The policy as its own reference, which has a gradient from the advantages alone."""
+    """The reference equals the policy, so only the advantages give a gradient."""
     params = jax.tree.map(jnp.copy, bigram_update.PARAMS)
     return init_state(params, optimizer, jax.random.key(0), params)
 
 
-def test_an_update_moves_the_reference_after_its_step():
+def test_update_syncs_the_reference_after_its_step():
     optimizer = optax.adam(1e-2)
     config = UpdateConfig(loss=KL, reference_sync=ReferenceSync(0.3, 2))
     update = make_update(bigram_update.MODEL, optimizer, config)
@@ -81,20 +79,19 @@ def test_an_update_moves_the_reference_after_its_step():
     assert kls[0] < 1e-9 < kls[1]
 
 
-def test_a_moving_teacher():
-    """The divergence and its gradient are the anchor's, from wherever the reference is."""
+def test_ema_teacher_matches_an_anchor_with_the_same_parameters():
     moving = UpdateConfig(distill=DistillConfig(direction="ema", coef=0.5), reference_sync=ReferenceSync.ema(0.9))
     frozen = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5))
-    one, other = (
+    ema, anchor = (
         bigram_update.metrics_and_gradients(config, reference=bigram_update.REFERENCE) for config in (moving, frozen)
     )
-    np.testing.assert_allclose(one[0]["distill"], other[0]["distill"], rtol=1e-6)
-    assert one[0]["distill"] > 0.01
-    assert tiny_update.distance(one[1], other[1]) < 1e-6
+    np.testing.assert_allclose(ema[0]["distill"], anchor[0]["distill"], rtol=1e-6)
+    assert ema[0]["distill"] > 0.01
+    assert tiny_update.distance(ema[1], anchor[1]) < 1e-6
 
 
-def test_a_sharded_reference_stays_where_it_was():
-    """So that the next step finds its program, and takes its buffers."""
+def test_sync_keeps_the_sharding_of_the_reference():
+    """Otherwise the next step would recompile and could not donate it."""
     mesh, optimizer, sync = make_mesh(2, 2, 2), optax.adam(1e-2), ReferenceSync(0.5, 2)
     state = shard_tree(update_state(optimizer), mesh)
     before = [x.sharding for x in jax.tree.leaves(state.reference)]
@@ -107,7 +104,7 @@ def test_a_sharded_reference_stays_where_it_was():
     assert all(x.is_deleted() for x in jax.tree.leaves(state.reference))
 
 
-# --- what makes no sense
+# --- invalid options
 
 
 @pytest.mark.parametrize(
@@ -128,12 +125,12 @@ def test_a_sharded_reference_stays_where_it_was():
         ),
     ],
 )
-def test_senseless_combinations(make, message):
+def test_invalid_options_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_reference_with_other_leaves():
+def test_reference_with_other_leaves_raises():
     params, reference = {"w": jnp.ones(2), "head": jnp.ones(2)}, {"w": jnp.ones(2)}
     with pytest.raises(ValueError, match="expected reference parameters with the same leaves as the policy's"):
         synchronised(init_state(params, optax.sgd(1.0), KEY, reference), ReferenceSync())

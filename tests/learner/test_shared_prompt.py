@@ -1,4 +1,4 @@
-"""A prompt that is read once for all of its responses: the same states, gradients and metrics as in rows of its own."""
+"""One prompt for several responses: states, gradients and metrics match separate rows."""
 
 import functools
 from dataclasses import replace
@@ -31,13 +31,13 @@ from tests.tiny_update import RECORD, assert_equal_steps, copied, metrics_and_gr
 
 PROMPTS, GROUP, WIDTH, LENGTH = 4, 4, 8, 10
 ROWS = PROMPTS * GROUP
-# Two layers: what a prompt's tokens see in the first one is in their keys of the second.
+# Two layers: attention in the first one changes the prompt's keys in the second.
 CONFIG = tiny_model_config(vocab_size=32, max_positions=32, num_layers=2)
 MODEL = Decoder(CONFIG)
 PARAMS, REFERENCE = spread_params(0, CONFIG), spread_params(1, CONFIG)
 
 
-def rolled_out(budget: int = 5, model: Decoder = MODEL, quant: QuantConfig | None = None) -> Trajectory:
+def sampled(budget: int = 5, model: Decoder = MODEL, quant: QuantConfig | None = None) -> Trajectory:
     """Four prompts of unequal length, four responses each."""
     rng = np.random.default_rng(0)
     valid = jnp.asarray(np.arange(WIDTH)[None] >= np.array([0, 3, 5, 7])[:, None])
@@ -47,43 +47,43 @@ def rolled_out(budget: int = 5, model: Decoder = MODEL, quant: QuantConfig | Non
     return smd.rollout(model, PARAMS, prompts, jax.random.key(54), **arguments)
 
 
-# --- where tokens go
+# --- layout
 
 
-def test_a_model_sees_a_prompt_once():
-    seen = []
+def test_prompt_is_computed_once():
+    shapes = []
 
-    class Watched(Decoder):
+    class RecordingDecoder(Decoder):
         def hidden(self, params, tokens, positions, attend, layers):
-            seen.append(tokens.shape)
+            shapes.append(tokens.shape)
             return super().hidden(params, tokens, positions, attend, layers)
 
-    response_hidden(shared_prompt(Watched(CONFIG), GROUP, WIDTH), PARAMS, rolled_out(), rolled_out().mask)
-    assert seen == [(PROMPTS, WIDTH + GROUP * LENGTH)]
+    response_hidden(shared_prompt(RecordingDecoder(CONFIG), GROUP, WIDTH), PARAMS, sampled(), sampled().mask)
+    assert shapes == [(PROMPTS, WIDTH + GROUP * LENGTH)]
     assert shared_prompt(MODEL, 1, WIDTH) is MODEL
 
 
-def test_rows_of_one_prompt_stay_in_a_microbatch():
+def test_split_keeps_the_rows_of_a_prompt_together():
     rows = jnp.arange(12)
     parts = split(rows, 2, 3)
-    # Groups 0 and 2, then 1 and 3: each device, which has neighbours, has a part in both.
+    # Groups 0 and 2, then 1 and 3: devices hold adjacent groups, so each has rows in both parts.
     assert parts.tolist() == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
     np.testing.assert_array_equal(merge(parts, 3), rows)
 
 
-# --- the same states
+# --- hidden states
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [5, 12])
-def test_log_probabilities_are_those_of_the_sampler(budget: int):
-    """With 5 keys the prompt itself is compressed, with 12 only what follows."""
-    one = rolled_out(budget)
-    again = replay(SharedPrompt(MODEL, GROUP, WIDTH), PARAMS, one).logprobs
+def test_logprobs_match_the_sampler(budget: int):
+    """A budget of 5 compresses the prompt, too; one of 12 only the response."""
+    one = sampled(budget)
+    logprobs = replay(SharedPrompt(MODEL, GROUP, WIDTH), PARAMS, one).logprobs
     mask = one.response_mask
-    np.testing.assert_allclose(again[mask], one.logprobs[mask], atol=1e-5)
+    np.testing.assert_allclose(logprobs[mask], one.logprobs[mask], atol=1e-5)
     dense = replay(MODEL, PARAMS, one, one.dense_mask()).logprobs
-    assert float(abs(dense - again)[mask].max()) > 0.01, "nothing that matters was evicted"
+    assert float(abs(dense - logprobs)[mask].max()) > 0.01, "evictions must matter"
 
 
 @pytest.mark.slow
@@ -91,9 +91,9 @@ def test_log_probabilities_are_those_of_the_sampler(budget: int):
     ("impl", "windows"),
     [("segments", ()), *((impl, (4, None)) for impl in ("reference", "xla", "interval", "segments"))],
 )
-def test_every_attention(impl, windows):
+def test_attention_implementations_match_separate_rows(impl, windows):
     config = replace(CONFIG, sliding_windows=windows) if windows else CONFIG
-    one = rolled_out(model=Decoder(config))
+    one = sampled(model=Decoder(config))
     model = Decoder(config, impl=impl)
     plain = response_hidden(model, PARAMS, one, one.mask)
     once = response_hidden(shared_prompt(model, GROUP, WIDTH), PARAMS, one, one.mask)
@@ -101,13 +101,13 @@ def test_every_attention(impl, windows):
 
 
 @pytest.mark.slow
-def test_a_quantised_cache():
-    one = rolled_out(quant=QuantConfig(bits=8, group=2))
-    again = replay(SharedPrompt(MODEL, GROUP, WIDTH), PARAMS, one).logprobs
-    np.testing.assert_allclose(again[one.response_mask], one.logprobs[one.response_mask], atol=1e-5)
+def test_quantized_cache_matches_the_sampler():
+    one = sampled(quant=QuantConfig(bits=8, group=2))
+    logprobs = replay(SharedPrompt(MODEL, GROUP, WIDTH), PARAMS, one).logprobs
+    np.testing.assert_allclose(logprobs[one.response_mask], one.logprobs[one.response_mask], atol=1e-5)
 
 
-# --- the same step
+# --- updates
 
 ANCHOR = DistillConfig(direction="anchor", coef=0.5)
 CONFIGS: dict[str, UpdateConfig] = {
@@ -121,53 +121,53 @@ ADVANTAGES = jnp.asarray(np.random.default_rng(1).normal(size=ROWS), jnp.float32
 
 
 def batch_of(config: UpdateConfig) -> TrainBatch:
-    """A dense learner asks itself for the old policy, in a pass before the update."""
-    one = rolled_out()
+    """A dense learner recomputes the old log-probabilities before the update."""
+    one = sampled()
     return TrainBatch(one, ADVANTAGES, one.logprobs if config.visibility == "shadow" else None)
 
 
-def stepped(config: UpdateConfig):
+def run_update(config: UpdateConfig):
     return metrics_and_gradients(config, batch_of(config), reference=REFERENCE, model=MODEL, params=PARAMS)
 
 
 @functools.cache
-def plain_step(name: str):
-    """`stepped` with every response in a row of its own: several tests compare with it."""
-    return stepped(CONFIGS[name])
+def unshared_update(name: str):
+    """Cached, because several tests compare with it."""
+    return run_update(CONFIGS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_step_is_the_same(name: str):
-    assert_equal_steps(stepped(replace(CONFIGS[name], rows_per_prompt=GROUP)), plain_step(name), 2.5e-6)
+def test_update_matches_separate_rows(name: str):
+    assert_equal_steps(run_update(replace(CONFIGS[name], rows_per_prompt=GROUP)), unshared_update(name), 2.5e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("microbatch", "rows"), [(8, 4), (4, 2)])
-def test_microbatches(microbatch: int, rows: int):
-    """Of two prompts, and of half of one."""
+def test_microbatches_match_separate_rows(microbatch: int, rows: int):
+    """Rows of a whole prompt, and of half a prompt."""
     shared = replace(CONFIGS["many terms"], microbatch_size=microbatch, rows_per_prompt=rows)
-    assert_equal_steps(stepped(shared), plain_step("many terms"), 2.5e-6)
+    assert_equal_steps(run_update(shared), unshared_update("many terms"), 2.5e-6)
 
 
 @pytest.mark.slow
-def test_on_a_mesh():
-    """A prompt for each of four pairs of devices, whose tensor axis halves the work."""
+def test_mesh_update_matches_separate_rows():
+    """One prompt per pair of devices of the tensor axis."""
     config, mesh = replace(CONFIGS["many terms"], rows_per_prompt=GROUP), make_mesh(2, 2, 2)
     state = init_state(copied(PARAMS), RECORD, jax.random.key(3), copied(REFERENCE))
     with jax.set_mesh(mesh):
         update = make_update(MODEL, RECORD, config)
         state, metrics = update(shard_tree(state, mesh), shard_batch(batch_of(config), mesh))
-    assert_equal_steps(jax.device_get((metrics, state.opt_state)), plain_step("many terms"), 2.5e-6)
+    assert_equal_steps(jax.device_get((metrics, state.opt_state)), unshared_update("many terms"), 2.5e-6)
 
 
-def test_a_replay_in_microbatches():
-    one = rolled_out()
+def test_replay_in_microbatches():
+    one = sampled()
     plain = make_replay(MODEL, "dense")(PARAMS, one)
     np.testing.assert_allclose(make_replay(MODEL, "dense", 8, GROUP)(PARAMS, one), plain, atol=1e-5)
 
 
-# --- what does not go together
+# --- invalid options
 
 
 @pytest.mark.parametrize(
@@ -177,36 +177,36 @@ def test_a_replay_in_microbatches():
         ({"rows_per_prompt": 4, "microbatch_size": 6}, "that divide microbatch_size 6; got 4"),
     ],
 )
-def test_choices_that_do_not_go_together(options, message):
+def test_invalid_rows_per_prompt_raise(options, message):
     with pytest.raises(ValueError, match=message):
         UpdateConfig(**options)
 
 
-def test_rows_without_a_common_prompt_are_refused():
-    one = rolled_out()
+def test_rows_without_a_common_prompt_raise():
+    one = sampled()
     update = make_update(MODEL, RECORD, UpdateConfig(rows_per_prompt=GROUP))
 
-    def refused(trajectory, said: str) -> None:
+    def assert_raises(trajectory, text: str) -> None:
         state = init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3))
-        with pytest.raises(ValueError, match=f"expected rows_per_prompt=4 consecutive rows to have one prompt.*{said}"):
+        with pytest.raises(ValueError, match=f"expected rows_per_prompt=4 consecutive rows to have one prompt.*{text}"):
             update(state, TrainBatch(trajectory, jnp.ones(ROWS), old_logprobs=one.logprobs))
 
-    refused(one.replace(tokens=one.tokens.at[5, 7].add(1)), "other tokens in row 5, column 7, than in row 4")
+    assert_raises(one.replace(tokens=one.tokens.at[5, 7].add(1)), "other tokens in row 5, column 7, than in row 4")
     other_padding = TrainBatch(one.replace(tokens=one.tokens.at[5, 0].add(1)), jnp.ones(ROWS), one.logprobs)
     state = init_state(jax.tree.map(jnp.copy, PARAMS), RECORD, jax.random.key(3))
-    jax.jit(lambda state: update(state, other_padding))(state)  # also as a constant of a jit
+    jax.jit(lambda state: update(state, other_padding))(state)  # also traced as a constant
     shuffled = jax.tree.map(lambda x: x[np.arange(ROWS).reshape(GROUP, -1).T.ravel()], one)
-    refused(shuffled, "other tokens in row 1")
-    # As after a prompt that was read in other chunks. Evictions behind the prompt's end may differ.
+    assert_raises(shuffled, "other tokens in row 1")
+    # As after another chunking of the prompt. Evictions after the prompt may differ.
     at = one.mask.evicted_at
     early = one.mask.replace(evicted_at=at.at[3, 1, 0, 6].set(7))
-    refused(one.replace(mask=early), "other mask in row 3, column 6, than in row 0")
-    refused(one.replace(mask=early.to_boolean()), "other mask in row 3, column 6, than in row 0")
+    assert_raises(one.replace(mask=early), "other mask in row 3, column 6, than in row 0")
+    assert_raises(one.replace(mask=early.to_boolean()), "other mask in row 3, column 6, than in row 0")
     with pytest.raises(ValueError, match="other tokens in row 1"):
         make_replay(MODEL, "shadow", rows_per_prompt=GROUP)(PARAMS, shuffled)
 
 
-def test_rows_that_do_not_divide():
+def test_indivisible_rows_raise():
     with pytest.raises(ValueError, match="expected rows_per_prompt that divide group_size 4; got 3"):
         toy_loop.own_loop(
             replace(toy_loop.CONFIG, group_size=4, prompts_per_step=3, update=UpdateConfig(rows_per_prompt=3))
@@ -217,4 +217,4 @@ def test_rows_that_do_not_divide():
     ):
         toy_loop.own_loop(config, sizes=(4, 1, 1))
     with pytest.raises(ValueError, match="expected a batch of whole groups of 3 rows with one prompt; got 16 rows"):
-        stepped(UpdateConfig(rows_per_prompt=3))
+        run_update(UpdateConfig(rows_per_prompt=3))

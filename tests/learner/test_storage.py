@@ -1,5 +1,4 @@
-"""Parameters in bfloat16 without float32 masters: rounding is right on average, and only in 16 bits is anything
-rounded."""
+"""bfloat16 parameters without float32 masters: unbiased rounding, and unchanged other dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -20,29 +19,28 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("value", [1.0 + 1 / 512, 1.0 + 1 / 8192, -3.1, 1e-20, 65504.0, -1e30])
-def test_rounding_is_to_a_neighbour_and_right_on_average(value):
-    """The neighbours from the integers that stand for them, in numpy."""
+def test_stochastic_rounding_is_unbiased_between_neighbours(value):
     exact = np.float32(value)
-    below = (np.array(exact).view(np.uint32) & 0xFFFF0000).view(np.float32)  # towards 0
+    below = (np.array(exact).view(np.uint32) & 0xFFFF0000).view(np.float32)  # the neighbour towards 0
     beyond = ((np.array(exact).view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
     draws = np.asarray(stochastic_round(jnp.full(40_000, exact), KEY), np.float64)
     assert set(draws) == {float(below), float(beyond)}
     share = (np.float64(exact) - below) / (np.float64(beyond) - below)
-    # Four standard deviations of a mean of so many draws.
+    # Four standard deviations of the mean.
     assert abs((draws == beyond).mean() - share) < 4 * np.sqrt(share * (1 - share) / draws.size)
 
 
-def test_what_bfloat16_has_stays():
+def test_bfloat16_values_and_nan_do_not_change():
     values = jnp.asarray([0.0, -0.0, 1.0, -1.5, 3.0e38, jnp.inf, -jnp.inf, 2.0**-140], jnp.bfloat16)
     for seed in range(8):
         again = stochastic_round(values.astype(jnp.float32), jax.random.key(seed))
         np.testing.assert_array_equal(np.asarray(again).view(np.uint16), np.asarray(values).view(np.uint16))
-    # With every lower half that a NaN may have, a carry included.
+    # NaN stays NaN, also where rounding its lower half carries.
     lower = jnp.asarray(0x7F800001, jnp.uint32) + jnp.arange(0, 0x007FFFFF, 0x1000, jnp.uint32)
     assert bool(jnp.isnan(stochastic_round(jax.lax.bitcast_convert_type(lower, jnp.float32), KEY)).all())
 
 
-def test_random_numbers_differ_by_step_leaf_and_purpose_and_by_nothing_else():
+def test_rounding_depends_only_on_step_leaf_and_purpose():
     wide = {"a": jnp.full(256, 1 + 1 / 512), "b": jnp.full(256, 1 + 1 / 512)}
     like = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
 
@@ -55,7 +53,7 @@ def test_random_numbers_differ_by_step_leaf_and_purpose_and_by_nothing_else():
         assert bool((other != one["a"]).any())
 
 
-def test_other_dtypes_are_left_alone():
+def test_other_dtypes_are_not_rounded():
     tree = {"wide": jnp.full(3, 1.1), "half": jnp.full(3, 1.1, jnp.float16), "int": jnp.arange(3)}
     assert {name: str(x.dtype) for name, x in widened(tree).items()} == {
         "wide": "float32",
@@ -65,13 +63,13 @@ def test_other_dtypes_are_left_alone():
     assert_bitwise_equal(rounded(widened(tree), tree, KEY, jnp.int32(0), PARAMS), tree)
 
 
-def test_matrices_are_stored_narrow_and_vectors_are_not():
+def test_only_matrices_are_stored_in_bfloat16():
     narrow = stored({"kernel": jnp.ones((2, 3)), "scale": jnp.ones(3), "up_bias": jnp.ones((2, 3))}, jnp.bfloat16)
     assert narrow["kernel"].dtype == jnp.bfloat16
-    assert narrow["scale"].dtype == narrow["up_bias"].dtype == jnp.float32, "a bias of each expert, too"
+    assert narrow["scale"].dtype == narrow["up_bias"].dtype == jnp.float32, "also the biases of experts"
 
 
-def test_a_step_is_a_wide_one_that_is_rounded():
+def test_bfloat16_step_is_a_rounded_float32_step():
     optimizer = optax.adamw(1e-2)
     narrow = stored(params_of(0), jnp.bfloat16)
     grads = stored(params_of(1), jnp.bfloat16)
@@ -81,21 +79,20 @@ def test_a_step_is_a_wide_one_that_is_rounded():
     assert_bitwise_equal(after.opt_state, wide.opt_state)
     for new, exact in zip(jax.tree.leaves(after.params), jax.tree.leaves(wide.params), strict=True):
         assert new.dtype == jnp.bfloat16
-        gap = jnp.abs(new.astype(jnp.float32) - exact)
-        assert bool((gap <= 2.0**-7 * jnp.abs(exact)).all())
-        assert bool((new != exact.astype(jnp.bfloat16)).any()), "not to nearest, where small steps would be lost"
+        difference = jnp.abs(new.astype(jnp.float32) - exact)
+        assert bool((difference <= 2.0**-7 * jnp.abs(exact)).all())
+        assert bool((new != exact.astype(jnp.bfloat16)).any()), "rounding to nearest would lose small steps"
 
 
-def test_an_optimizer_that_keeps_the_first_parameters():
-    """An update donates both, and no buffer can be donated twice."""
+def test_optimizer_that_stores_the_initial_parameters():
+    """An update donates parameters and optimizer state, and no buffer can be donated twice."""
     optimizer = optax.contrib.prodigy()
     state, _ = make_update(MODEL, optimizer, UpdateConfig())(init_state(params_of(0), optimizer, KEY), batch())
     assert int(state.step) == 1
 
 
-def test_an_update_of_narrow_parameters():
-    """Gradients come in 16 bits, or summed over microbatches in 32; the optimizer's state is wide, and the second step
-    finds the program of the first."""
+def test_bfloat16_update_keeps_dtypes_and_compiles_once():
+    """Gradients are bfloat16, or float32 when summed over microbatches."""
     optimizer = optax.adamw(1e-2)
     for microbatch_size in (None, 4):
         update = make_update(MODEL, optimizer, UpdateConfig(microbatch_size=microbatch_size))

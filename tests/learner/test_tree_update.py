@@ -1,4 +1,4 @@
-"""The update of trees: what separate dense rows would give, in loss, gradients and metrics."""
+"""Updates of trees: loss, gradients and metrics match separate rows."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def random_branches(seed: int) -> list[Branch]:
 
 
 def random_batch(seed: int) -> TrainBatch:
-    """Ratios on both sides of the clipping, advantages of both signs."""
+    """Ratios are clipped on either side; advantages have both signs."""
     rng = np.random.default_rng(seed)
     rows = to_trajectory(random_branches(seed), prompt_width=PROMPT, response_width=RESPONSE, temperature=0.9)
     tokens = jnp.take_along_axis(jax.nn.log_softmax(logits(rows)), rows.response[..., None], -1)[..., 0]
@@ -50,14 +50,14 @@ def logits(rows):
     return apply_model(MODEL, PARAMS, rows.tokens, rows.positions, rows.mask)[:, PROMPT - 1 : -1] / rows.temperature
 
 
-def stepped(config: UpdateConfig, batch: TrainBatch):
+def run_update(config: UpdateConfig, batch: TrainBatch):
     return metrics_and_gradients(
         config, batch, reference=REFERENCE, model=MODEL, params=PARAMS, share_beginnings=config.pack_columns is not None
     )
 
 
-def of_trees(config: UpdateConfig, batch: TrainBatch):
-    return stepped(replace(config, microbatch_size=1, pack_columns=COLUMNS), batch)
+def run_tree_update(config: UpdateConfig, batch: TrainBatch):
+    return run_update(replace(config, microbatch_size=1, pack_columns=COLUMNS), batch)
 
 
 MANY_TERMS = UpdateConfig(
@@ -66,16 +66,16 @@ MANY_TERMS = UpdateConfig(
 
 
 @pytest.mark.slow
-def test_random_trees_are_separate_rows():
+def test_random_trees_match_separate_rows():
     for seed in range(3):
         batch = random_batch(seed)
-        found = of_trees(MANY_TERMS, batch)
+        found = run_tree_update(MANY_TERMS, batch)
         assert found[0]["update/shared"] > 0.1
-        assert_equal_steps(found, stepped(MANY_TERMS, batch), 3e-6)
+        assert_equal_steps(found, run_update(MANY_TERMS, batch), 3e-6)
 
 
-def test_shared_tokens_have_their_logits_once():
-    """By hand: two branches share two sampled tokens and have one of their own each."""
+def test_logits_of_shared_tokens_are_computed_once():
+    """By hand: two branches share two sampled tokens and add one each."""
     nodes = (Node([1, 2]), Node([3, 4], 0, [True, True]), Node([5], 1, [True]), Node([6], 1, [True]))
     rows = to_trajectory(Tree(nodes).branches())
     packs = packs_of(rows, UpdateConfig(microbatch_size=1, pack_columns=6), share_beginnings=True)
@@ -85,35 +85,31 @@ def test_shared_tokens_have_their_logits_once():
     assert packs.distinct[0, 0][packs.same[0, 0]].tolist() == [0, 1, 2, 0, 1, 5]
 
 
-def with_evictions(seed: int, early: float, late: float) -> TrainBatch:
-    """Branches of which some keys went early, at the same times in all of them, and others late.
-
-    Args:
-      early, late: shares of the keys.
-    """
+def batch_with_evictions(seed: int, early: float, late: float) -> TrainBatch:
+    """A share `early` of the keys is evicted at the same time in all branches, a share `late` at different times."""
     rng = np.random.default_rng(seed)
     common = np.arange(64) + rng.integers(1, 4, (2, 2, 64))
     common = np.where(rng.random((2, 2, 64)) < early, common, NEVER)
     branches = []
     for branch in random_branches(seed):
         length = len(branch.tokens)
-        goes = rng.integers(np.arange(length) + 1, length + 1)
-        goes = np.where(rng.random((2, 2, length)) < late, goes, NEVER)
-        branches.append(replace(branch, evicted_at=np.minimum(common[..., :length], goes)))
+        evictions = rng.integers(np.arange(length) + 1, length + 1)
+        evictions = np.where(rng.random((2, 2, length)) < late, evictions, NEVER)
+        branches.append(replace(branch, evicted_at=np.minimum(common[..., :length], evictions)))
     rows = to_trajectory(branches, layers=2, kv_heads=2, prompt_width=PROMPT, response_width=RESPONSE)
     return TrainBatch(rows, jnp.asarray(rng.normal(size=LEAVES), jnp.float32), None)
 
 
 @pytest.mark.parametrize(("early", "late"), [(0.2, 0.0), (0.1, 0.01)])
-def test_rows_under_recorded_evictions(early: float, late: float):
-    """Evicted keys that come back in another branch are in the row twice."""
-    batch = with_evictions(3, early, late)
-    found = of_trees(UpdateConfig(), batch)
+def test_trees_with_evictions_match_separate_rows(early: float, late: float):
+    """Keys that one branch evicts and the next one sees are in the row twice."""
+    batch = batch_with_evictions(3, early, late)
+    found = run_tree_update(UpdateConfig(), batch)
     assert 0 < found[0]["update/shared"] < 0.5
-    assert_equal_steps(found, stepped(UpdateConfig(), batch), 3e-6)
+    assert_equal_steps(found, run_update(UpdateConfig(), batch), 3e-6)
 
 
-def test_windows_that_would_hide_a_beginning():
+def test_windows_shorter_than_the_row_raise():
     model = Decoder(replace(CONFIG, sliding_windows=(16, None)))
     config = UpdateConfig(microbatch_size=1, pack_columns=COLUMNS, rows_per_prompt=2)
     with pytest.raises(ValueError, match="at least pack_columns 48 .* come back in the next; got .* a window of 16"):

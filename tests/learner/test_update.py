@@ -1,4 +1,4 @@
-"""The train step of a tiny model: on-policy at first, the same in any split, and every term against its definition."""
+"""Train step of a tiny model: against explicit definitions, microbatches, mask storage, and errors."""
 
 import dataclasses
 import itertools
@@ -39,27 +39,27 @@ from tests.tiny_update import (
 )
 
 
-def test_the_trajectory_is_a_hard_one():
+def test_trajectory_covers_the_edge_cases():
     lengths = trajectory().lengths().tolist()
     assert min(lengths) < 5 < max(lengths) == LENGTH
     assert 0 < int(trajectory().terminated.sum()) < ROWS
     assert bool((trajectory().mask.evicted_at[:, :, :, :WIDTH] == WIDTH).any()), "the prompt must be compressed"
 
 
-# --- on-policy at first
+# --- on-policy
 
 
-def test_with_shadow_masks_the_learner_is_the_sampler():
+def test_shadow_mask_learner_matches_the_sampler():
     metrics, _ = metrics_and_gradients()
     assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
     assert metrics["mismatch_kl"] <= 1e-6
     for name in ("min", "mean", "max"):
         np.testing.assert_allclose(metrics[f"sampling/token_ratio/{name}"], 1.0, atol=2e-5)
     assert metrics["clip_ratio/region_mean"] == 0
-    assert "kl" not in metrics, "without a reference there is nothing to compare with"
+    assert "kl" not in metrics, "no reference"
 
 
-def test_an_extra_pass_gives_the_same_log_probabilities():
+def test_replay_matches_the_sampler():
     logprobs = make_replay(MODEL, "shadow")(PARAMS, trajectory())
     np.testing.assert_allclose(logprobs * trajectory().response_mask, trajectory().logprobs, atol=2e-5)
 
@@ -95,7 +95,7 @@ def test_clipping_is_counted_over_response_tokens():
     assert metrics["clip_ratio/region_mean"] == metrics["clip_ratio/high_mean"]
 
 
-# --- the same in any split and storage
+# --- microbatches and mask storage
 
 
 def test_microbatches_change_nothing():
@@ -108,13 +108,13 @@ def test_microbatches_change_nothing():
         np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_masks_may_be_stored_as_booleans():
+def test_boolean_masks_match_compact_masks():
     mask = trajectory().mask.to_boolean()
     assert mask.shape == (ROWS, 1, 2, WIDTH + LENGTH, WIDTH + LENGTH)
     explicit = batch().replace(trajectory=trajectory().replace(mask=mask))
     compact, boolean = metrics_and_gradients(), metrics_and_gradients(data=explicit)
     np.testing.assert_allclose(boolean[0]["loss"], compact[0]["loss"], rtol=1e-6)
-    assert distance(boolean[1], compact[1]) < 1e-5  # the one attends to T × T scores, the other to gathered keys
+    assert distance(boolean[1], compact[1]) < 1e-5  # T × T scores against gathered keys
 
 
 # --- the reference policy
@@ -122,7 +122,7 @@ def test_masks_may_be_stored_as_booleans():
 BETA = UpdateConfig(loss=LossConfig(beta=0.5))
 
 
-def test_the_kl_to_another_reference():
+def test_kl_to_a_reference():
     metrics, _ = metrics_and_gradients(BETA, reference=REFERENCE)
     policy, reference = (explicit_token_logprobs(p, trajectory().mask) for p in (PARAMS, REFERENCE))
     kl = np.asarray(k3(policy, reference))[np.asarray(trajectory().response_mask)].mean()
@@ -132,7 +132,7 @@ def test_the_kl_to_another_reference():
 
 
 @pytest.mark.parametrize("config", [BETA, UpdateConfig(distill=DistillConfig(direction="anchor"))])
-def test_a_missing_reference(config):
+def test_missing_reference_raises(config):
     with pytest.raises(ValueError, match=r"expected reference parameters in the train state .*; got None"):
         metrics_and_gradients(config)
 
@@ -141,7 +141,7 @@ def test_a_missing_reference(config):
 
 
 @pytest.mark.slow
-def test_a_divergence_has_its_coefficient_and_the_teacher_its_parameters():
+def test_distillation_uses_its_coefficient_and_the_reference():
     """Values and gradients of every direction: `test_distill`."""
     config = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.5))
     metrics, _ = metrics_and_gradients(config, without_advantages(), reference=REFERENCE)
@@ -158,28 +158,28 @@ def test_a_divergence_has_its_coefficient_and_the_teacher_its_parameters():
 # --- bad input
 
 
-def test_a_trajectory_that_no_learner_can_replay():
+def test_greedy_trajectory_raises():
     data = batch()
     data = data.replace(trajectory=data.trajectory.replace(replayable=False))
-    for use in (
+    for call in (
         lambda: metrics_and_gradients(data=data),
         lambda: replay(MODEL, PARAMS, data.trajectory),
         lambda: replay(MODEL, PARAMS, data.trajectory, data.trajectory.dense_mask()),
     ):
         with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
-            use()
+            call()
 
 
 @pytest.mark.parametrize("size", [0, -4])
-def test_microbatches_of_nothing(size):
+def test_microbatch_size_must_be_positive(size):
     with pytest.raises(ValueError, match=f"expected microbatch_size >= 1; got {size}"):
         UpdateConfig(microbatch_size=size)
 
 
-# --- the program
+# --- compilation, memory and dtypes
 
 
-def test_the_update_compiles_once_and_takes_the_old_buffers():
+def test_update_compiles_once_and_donates_the_old_state():
     optimizer = optax.adam(1e-2)
     update = make_update(MODEL, optimizer, UpdateConfig(distill=DistillConfig()))
     first = state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3))
@@ -195,7 +195,7 @@ def test_the_update_compiles_once_and_takes_the_old_buffers():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(batch()))
 
 
-def test_bfloat16_computes_and_float32_stays():
+def test_bfloat16_compute_keeps_float32_parameters():
     model = Decoder(dataclasses.replace(MODEL.config, dtype="bfloat16"))
     optimizer = optax.adam(1e-2)
     state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3))
@@ -207,8 +207,8 @@ def test_bfloat16_computes_and_float32_stays():
     assert distance(state.params, PARAMS) > 1e-3
 
 
-def test_under_a_shadow_mask_no_scores_of_all_tokens_by_all_tokens():
-    """The default path: four bytes a key for the mask, and nothing in the compiled update that is T × T."""
+def test_shadow_mask_update_has_no_quadratic_array():
+    """The mask takes four bytes per key; the compiled update has no T × T array."""
     tokens, response = 1024, 960
     mask = random_evictions(tokens, Segments(tokens - response, 32, 64), batch=1, layers=1, kv_heads=2)
     assert isinstance(mask.evicted_at, jax.Array) and mask.evicted_at.nbytes == 4 * mask.evicted_at.size
@@ -217,11 +217,11 @@ def test_under_a_shadow_mask_no_scores_of_all_tokens_by_all_tokens():
     compact = Trajectory(ids, ids > 0, logprobs, jnp.zeros(1, bool), mask)
     model = Decoder(tiny_model_config(num_layers=1))
 
-    def squares(trajectory: Trajectory) -> bool:
+    def has_quadratic_array(trajectory: Trajectory) -> bool:
         state = init_state(random_params(model.config), optax.sgd(0.1), jax.random.key(0))
         batch = TrainBatch(trajectory, jnp.ones(1), None)
         program = str(make_update(model, optax.sgd(0.1), UpdateConfig()).lower(state, batch).compile().as_text())
         return f"{tokens},{tokens}]" in program
 
-    assert not squares(compact)
-    assert squares(compact.replace(mask=mask.to_boolean()))
+    assert not has_quadratic_array(compact)
+    assert has_quadratic_array(compact.replace(mask=mask.to_boolean()))

@@ -1,4 +1,4 @@
-"""Corrections inside the train step: every row of the table against its pure functions, in any split and order."""
+"""Corrections in the train step, against their pure functions."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from tests.tiny_update import ADVANTAGES, LENGTH, RECORD, ROWS, distance, norm, 
 NOISE = np.random.default_rng(4).normal(size=(ROWS, LENGTH)).astype(np.float32)
 
 
-# One correction of every kind, and what is special: a response that is rejected as a whole, and a Chain.
-DENSE = {c.traits: (name, c) for name, c in reversed(CORRECTIONS.items()) if not isinstance(c, Shadow)}
-DENSE = dict(DENSE.values()) | {name: CORRECTIONS[name] for name in ("sequence rejection", "IcePop")}
-DENSE["geometric rejection and token TIS"] = CORRECTIONS["geometric rejection and token TIS"]
+# One correction per set of traits; then sequence rejection, IcePop and a Chain.
+DENSE_CASES = {c.traits: (name, c) for name, c in reversed(CORRECTIONS.items()) if not isinstance(c, Shadow)}
+DENSE_CASES = dict(DENSE_CASES.values()) | {name: CORRECTIONS[name] for name in ("sequence rejection", "IcePop")}
+DENSE_CASES["geometric rejection and token TIS"] = CORRECTIONS["geometric rejection and token TIS"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,36 +66,36 @@ class HalfClip(Clip):
 
 
 @functools.cache
-def present_logprobs():
-    """Of the learner at the present parameters, and how gradients reach them from there."""
+def current_logprobs():
+    """The learner's log-probabilities, and their pullback to the parameters."""
     return jax.vjp(jax.jit(explicit_token_logprobs), PARAMS)
 
 
-def stale(noise: float = 0.1) -> TrainBatch:
+def stale_batch(noise: float = 0.1) -> TrainBatch:
     """The learner has moved a little since the rollout: some ratios are clipped."""
-    return batch().replace(old_logprobs=jnp.asarray(np.asarray(present_logprobs()[0]) + np.float32(noise) * NOISE))
+    return batch().replace(old_logprobs=jnp.asarray(np.asarray(current_logprobs()[0]) + np.float32(noise) * NOISE))
 
 
-def explicit(correction: Correction, data: TrainBatch, loss: LossConfig):
+def pure_loss(correction: Correction, data: TrainBatch, loss: LossConfig):
     """Loss and gradients of the whole batch at once, from the pure functions."""
     assert data.old_logprobs is not None
-    old, (logprobs, pull) = data.old_logprobs, present_logprobs()
+    old, (logprobs, pull) = data.old_logprobs, current_logprobs()
     mask = trajectory().response_mask
     terms = correction.terms(CorrectionInputs(trajectory().logprobs, old, logprobs, data.advantages, mask))
     ratio_to = trajectory().logprobs if correction.traits.ratio_to == "sampler" else old
 
     clipped = loss if correction.traits.clips else loss.unclipped()
 
-    def of(logprobs):
+    def value_of(logprobs):
         weights = loss.weighting.weights(terms.counted)
         return policy_loss(LossInputs(logprobs, ratio_to, None, data.advantages, weights, terms.weights), clipped)[0]
 
-    value, cotangent = jax.value_and_grad(of)(logprobs)
+    value, cotangent = jax.value_and_grad(value_of)(logprobs)
     return value, pull(cotangent)[0], terms
 
 
 def assert_near(found, expected):
-    """Geometric rejection leaves nothing of this batch: then there is no norm to measure a distance by."""
+    """Geometric rejection rejects this whole batch, so its gradient is 0."""
     if norm(expected) == 0:
         assert norm(found) == 0
     else:
@@ -103,27 +103,27 @@ def assert_near(found, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("correction", DENSE.values(), ids=DENSE.keys())
-def test_every_correction_in_any_split_and_order(correction):
+@pytest.mark.parametrize("correction", DENSE_CASES.values(), ids=DENSE_CASES.keys())
+def test_corrections_match_their_pure_functions(correction):
     loss = grpo()
     config = UpdateConfig(visibility="dense", loss=loss, correction=correction, microbatch_size=2)
-    expected, gradients, terms = explicit(correction, stale(), loss)
-    metrics, found = metrics_and_gradients(config, stale())
+    expected, gradients, terms = pure_loss(correction, stale_batch(), loss)
+    metrics, found = metrics_and_gradients(config, stale_batch())
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
     assert_near(found, gradients)
     mask = np.asarray(trajectory().response_mask)
     lost = mask & (~np.asarray(terms.counted) | (np.asarray(terms.weights) == 0))
     np.testing.assert_allclose(metrics["rollout_corr/rollout_rs_masked_fraction"], lost.sum() / mask.sum(), atol=1e-6)
     order = np.array([3, 1, 7, 0, 2, 6, 5, 4])
-    shuffled = rows_of(stale(), order)
+    shuffled = rows_of(stale_batch(), order)
     metrics, found = metrics_and_gradients(config, shuffled)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5, atol=1e-6)
     assert_near(found, gradients)
 
 
-def test_old_log_probabilities_that_are_missing_are_those_of_the_learner_now():
+def test_missing_old_logprobs_default_to_the_current_learner():
     config = UpdateConfig(visibility="dense", correction=SparseRL(), microbatch_size=4)
-    expected, gradients, _ = explicit(SparseRL(), batch().replace(old_logprobs=present_logprobs()[0]), LossConfig())
+    expected, gradients, _ = pure_loss(SparseRL(), batch().replace(old_logprobs=current_logprobs()[0]), LossConfig())
     metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=None))
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
     assert distance(found, gradients) < 1e-5
@@ -131,8 +131,8 @@ def test_old_log_probabilities_that_are_missing_are_those_of_the_learner_now():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", [SparseRL(), Chain((DPPOTV(), OPSM()))])
-def test_under_shadow_masks_there_is_nothing_to_correct(correction):
-    """One that is made before the forward pass, and one after it."""
+def test_corrections_are_neutral_under_shadow_masks(correction):
+    """One correction before the forward pass, one after it."""
     expected = tiny_update.metrics_and_gradients()
     data = tiny_update.batch().replace(old_logprobs=None)
     metrics, found = tiny_update.metrics_and_gradients(UpdateConfig(correction=correction), data)
@@ -147,29 +147,29 @@ def test_under_shadow_masks_there_is_nothing_to_correct(correction):
     assert distance(found, expected[1]) < 1e-5
 
 
-# --- rows that do not count
+# --- uncounted rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [grpo(), bnpo(), dr_grpo(), gspo()], ids=["grpo", "bnpo", "dr_grpo", "gspo"])
-def test_rows_that_do_not_count_are_as_if_they_were_not_there(loss):
+def test_uncounted_rows_match_removed_rows(loss):
     config = UpdateConfig(loss=loss)
-    counts = np.array([True, False, True, True, False, False, True, True])
-    left = rows_of(batch(), counts)
-    one, expected = metrics_and_gradients(config, left)
-    other, found = metrics_and_gradients(config, batch().replace(counted_rows=jnp.asarray(counts)))
+    counted = np.array([True, False, True, True, False, False, True, True])
+    remaining = rows_of(batch(), counted)
+    one, expected = metrics_and_gradients(config, remaining)
+    other, found = metrics_and_gradients(config, batch().replace(counted_rows=jnp.asarray(counted)))
     assert distance(found, expected) < 1e-5
     for name, value in one.items():
         np.testing.assert_allclose(other[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_truncated_completions_are_left_out():
+def test_truncated_completions_are_masked():
     terminated = np.asarray(trajectory().terminated)
     assert 0 < terminated.sum() < ROWS
     config = UpdateConfig(mask_truncated_completions=True, microbatch_size=4)
-    data = batch().replace(old_logprobs=present_logprobs()[0])  # so that no ratio is clipped
+    data = batch().replace(old_logprobs=current_logprobs()[0])  # so that no ratio is clipped
     metrics, found = metrics_and_gradients(config, data)
-    # A mean over tokens: rows that have none left change nothing.
+    # A mean over tokens: rows without tokens have no effect.
     _, expected = metrics_and_gradients(UpdateConfig(), data.replace(counted_rows=jnp.asarray(terminated)))
     assert distance(found, expected) < 1e-5
     assert metrics["clip_ratio/region_mean"] == 0
@@ -178,7 +178,7 @@ def test_truncated_completions_are_left_out():
         metrics_and_gradients(config, one)
 
 
-# --- what is left without a policy gradient
+# --- distillation only, and late corrections
 
 
 def test_distillation_alone():
@@ -192,7 +192,7 @@ def test_distillation_alone():
 
 @dataclasses.dataclass(frozen=True)
 class KeepLikely(Correction):
-    """Looks at the learner now, and keeps only what it finds likely."""
+    """Keeps the tokens that are likely under the current learner."""
 
     @property
     def traits(self) -> CorrectionTraits:
@@ -203,9 +203,9 @@ class KeepLikely(Correction):
         return CorrectionTerms(inputs.mask.astype(jnp.float32), inputs.mask & (inputs.logprobs > -3.0))
 
 
-def test_what_is_rejected_late_weighs_nothing():
-    """The denominators are made before the forward pass."""
-    logprobs, pull = present_logprobs()
+def test_late_rejection_does_not_change_the_denominator():
+    """Denominators are computed before the forward pass."""
+    logprobs, pull = current_logprobs()
     mask = np.asarray(trajectory().response_mask)
     kept = mask & (np.asarray(logprobs) > -3.0)
     assert mask.sum() > kept.sum() > 0
@@ -225,21 +225,21 @@ class LateTIS(TIS):
         return dataclasses.replace(super().traits, uses_present=True)
 
 
-def of_dense_learner(correction: Correction) -> UpdateConfig:
+def dense_learner_config(correction: Correction) -> UpdateConfig:
     return UpdateConfig(dense_learner=DenseLearner(0.5, correction))
 
 
-def of_dense_update(correction: Correction) -> UpdateConfig:
+def dense_update_config(correction: Correction) -> UpdateConfig:
     return UpdateConfig(visibility="dense", correction=correction, microbatch_size=2)
 
 
-def of_packed_rows(correction: Correction) -> UpdateConfig:
-    return dataclasses.replace(of_dense_update(correction), pack_columns=24)
+def packed_config(correction: Correction) -> UpdateConfig:
+    return dataclasses.replace(dense_update_config(correction), pack_columns=24)
 
 
-@pytest.mark.parametrize("config_of", [of_dense_update, of_dense_learner, of_packed_rows])
-def test_a_late_part_may_use_the_mismatch(config_of):
-    """In the only step of a rollout, whose old log-probabilities are those of the learner now."""
+@pytest.mark.parametrize("config_of", [dense_update_config, dense_learner_config, packed_config])
+def test_late_correction_can_use_the_mismatch(config_of):
+    """With one step per rollout, old log-probabilities are the current ones."""
     data = batch().replace(old_logprobs=None)
     one, expected = metrics_and_gradients(config_of(TIS()), data)
     other, found = metrics_and_gradients(config_of(LateTIS()), data)
@@ -248,8 +248,8 @@ def test_a_late_part_may_use_the_mismatch(config_of):
     assert distance(expected, metrics_and_gradients(config_of(Naive()), data)[1]) > 1e-2
 
 
-def test_without_old_log_probabilities_every_ratio_is_one(monkeypatch: pytest.MonkeyPatch):
-    """Exactly, also if a correction replays them: another program rounds otherwise, here by more than GSPO's bounds."""
+def test_ratios_are_exactly_one_without_old_logprobs(monkeypatch: pytest.MonkeyPatch):
+    """The replay for a correction may round differently, here by more than GSPO's bounds."""
 
     def rounded(*arguments: Any) -> Replay:
         found = learner_replay(*arguments)
@@ -264,35 +264,35 @@ def test_without_old_log_probabilities_every_ratio_is_one(monkeypatch: pytest.Mo
 # --- bad input
 
 
-def test_a_batch_may_be_a_constant_of_a_jit():
-    update = make_update(tiny_update.MODEL, RECORD, of_dense_update(TIS()))
+def test_batch_can_be_a_constant_of_a_jit():
+    update = make_update(tiny_update.MODEL, RECORD, dense_update_config(TIS()))
     data = tiny_update.batch().replace(old_logprobs=tiny_update.batch().trajectory.logprobs - 0.5)
     state = init_state(jax.tree.map(jnp.copy, tiny_update.PARAMS), RECORD, jax.random.key(3))
     assert jnp.isfinite(jax.jit(lambda state: update(state, data))(state)[1]["loss"])
 
 
-def test_the_samplers_logprobs_as_those_of_the_learner_are_refused():
+def test_sampler_logprobs_as_old_logprobs_raise():
     """A correction that compares both would have no effect."""
-    given = batch()
-    assert given.old_logprobs is given.trajectory.logprobs
+    data = batch()
+    assert data.old_logprobs is data.trajectory.logprobs
     message = r"expected old_logprobs of the learner, or None, .* correction TIS\(.*; got the sampler's own"
     with pytest.raises(ValueError, match=message):
-        metrics_and_gradients(of_dense_update(TIS()), given)
+        metrics_and_gradients(dense_update_config(TIS()), data)
     with pytest.raises(ValueError, match=message.replace("old", "dense_old", 1)):
-        dense = given.replace(old_logprobs=None, dense_old_logprobs=given.trajectory.logprobs)
-        metrics_and_gradients(of_dense_learner(TIS()), dense)
+        dense = data.replace(old_logprobs=None, dense_old_logprobs=data.trajectory.logprobs)
+        metrics_and_gradients(dense_learner_config(TIS()), dense)
     with pytest.raises(ValueError, match=message):
-        metrics_and_gradients(of_packed_rows(TIS()), given)
-    # A copy, such as a minibatch, is another object. These keys were evicted, so a dense learner cannot be equal.
+        metrics_and_gradients(packed_config(TIS()), data)
+    # A copy, such as a minibatch: with evicted keys a dense learner cannot have equal log-probabilities.
     with pytest.raises(ValueError, match=message):
-        tiny_update.metrics_and_gradients(of_dense_update(TIS()), jax.tree.map(jnp.copy, tiny_update.batch()))
-    # Tokens of which both are certain say nothing.
+        tiny_update.metrics_and_gradients(dense_update_config(TIS()), jax.tree.map(jnp.copy, tiny_update.batch()))
+    # Tokens of probability 1 are no evidence.
     certain = tiny_update.batch()
     zeros = jnp.zeros_like(certain.trajectory.logprobs)
     certain = certain.replace(trajectory=certain.trajectory.replace(logprobs=zeros), old_logprobs=zeros + 0)
-    tiny_update.metrics_and_gradients(of_dense_update(TIS()), certain)
-    # Those without a weight by xi take the ratio to the sampler.
-    naive, bypass = (metrics_and_gradients(of_dense_update(c), given)[1] for c in (Naive(), Bypass()))
+    tiny_update.metrics_and_gradients(dense_update_config(TIS()), certain)
+    # Corrections without a weight by xi use the ratio to the sampler.
+    naive, bypass = (metrics_and_gradients(dense_update_config(c), data)[1] for c in (Naive(), Bypass()))
     assert distance(naive, bypass) == 0
 
 
@@ -320,12 +320,12 @@ def test_the_samplers_logprobs_as_those_of_the_learner_are_refused():
         ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
     ],
 )
-def test_combinations_that_make_no_sense(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         UpdateConfig(**options)
 
 
-def test_a_trajectory_without_the_samplers_log_probabilities():
+def test_missing_sampler_logprobs_raise():
     data = batch().replace(trajectory=trajectory().replace(logprobs=None))
     with pytest.raises(ValueError, match="expected the sampler's log-probabilities in the trajectory.*got None"):
         metrics_and_gradients(UpdateConfig(visibility="dense", correction=TIS("sequence")), data)

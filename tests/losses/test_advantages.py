@@ -1,4 +1,4 @@
-"""Advantages against TRL's (golden/losses.json); those of turns by hand."""
+"""Advantages against TRL (golden/losses.json), and turn-level advantages by hand."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_advantages_are_those_of_trl(name):
+def test_advantages_match_trl(name):
     ours = ESTIMATORS[name](jnp.array(GOLDEN["rewards"]), 3)
     np.testing.assert_allclose(ours, GOLDEN["advantages"][name], rtol=1e-5)
 
@@ -34,8 +34,8 @@ def test_equal_rewards_have_no_advantage(name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("reward", [0.1, 992.37476, -31415.927])
-def test_equal_rewards_whose_mean_is_rounded(name, reward):
-    """The mean of equal floats may differ from them, and a deviation of the same size would make that an advantage."""
+def test_equal_rewards_with_a_rounded_mean_have_no_advantage(name, reward):
+    """The mean of equal floats may differ from them; a deviation as small would turn that into an advantage."""
     rewards = jnp.full(20, reward, jnp.float32)
     rewarded = jnp.arange(20) != 3
     np.testing.assert_array_equal(ESTIMATORS[name](rewards, 10), np.zeros(20))
@@ -48,16 +48,16 @@ def test_equal_rewards_whose_mean_is_rounded(name, reward):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_rewards_may_be_booleans(name):
-    right = jnp.array([True, False, False, True, True, True])
-    np.testing.assert_array_equal(ESTIMATORS[name](right, 3), ESTIMATORS[name](right.astype(jnp.float32), 3))
-    low = ESTIMATORS[name](jnp.ones(6, jnp.bfloat16), 3, rewarded_rows=jnp.ones(6, bool))
-    assert low.dtype == jnp.bfloat16
+    correct = jnp.array([True, False, False, True, True, True])
+    np.testing.assert_array_equal(ESTIMATORS[name](correct, 3), ESTIMATORS[name](correct.astype(jnp.float32), 3))
+    narrow = ESTIMATORS[name](jnp.ones(6, jnp.bfloat16), 3, rewarded_rows=jnp.ones(6, bool))
+    assert narrow.dtype == jnp.bfloat16
 
 
-def test_which_groups_carry_signal():
+def test_groups_with_signal():
     rewards = jnp.array([1, 1, 0, 1, 0.1, 0.1, 0, 0, jnp.nan, 1])
     np.testing.assert_array_equal(groups_with_signal(rewards, 2), [False, True, False, False, False])
-    # Three times 0.1 has another mean than 0.1, and so a deviation: only the order tells that they are equal.
+    # The mean of three floats 0.1 is not 0.1, so their deviation is not 0.
     np.testing.assert_array_equal(groups_with_signal(jnp.full(3, 0.1), 3), [False])
     np.testing.assert_array_equal(groups_with_signal(jnp.array([5.0, 5.0, 5.0, 4.0, 5.0, 5.0]), 3), [False, True])
 
@@ -70,15 +70,15 @@ def test_which_groups_carry_signal():
         (4, 0, "groups of at least 2 completions.*got group_size 0"),
     ],
 )
-def test_bad_groups(rewards, group_size, message):
-    """A group of one has no advantage whatever the scale: such a run would learn nothing, in silence."""
+def test_invalid_groups_raise(rewards, group_size, message):
+    """A group of one has no advantage, so a run would silently learn nothing."""
     for function in (*ESTIMATORS.values(), groups_with_signal, best_worst):
         with pytest.raises(ValueError, match=message):
             function(jnp.zeros(rewards), group_size)
 
 
 def test_turns_by_hand():
-    """Group one has rewards 0, 2 | 1: mean 1, deviation 1. In group two one conversation alone has a reward."""
+    """Group one has rewards 0, 2 | 1: mean 1, deviation 1. In group two only one conversation has a reward."""
     rewards = jnp.array([[0.0, 2.0], [1.0, 9.0], [4.0, 9.0], [9.0, 9.0]])
     answered = jnp.array([[True, True], [True, False], [True, False], [True, False]])
     rewarded = jnp.array([True, True, True, False])

@@ -26,13 +26,13 @@ logits = hnp.arrays(np.float32, (1, 1, 4), elements=st.floats(-20, 20, width=32)
 
 @settings(deadline=None, max_examples=30)
 @given(dense=logits, shadow=logits, direction=st.sampled_from(DIRECTIONS))
-def test_never_negative_and_zero_at_equality(dense, shadow, direction):
+def test_divergence_is_nonnegative_and_zero_at_equality(dense, shadow, direction):
     dense, shadow = jnp.asarray(dense), jnp.asarray(shadow)
     assert divergence(dense, shadow, direction).min() >= -1e-5
     np.testing.assert_array_equal(divergence(dense, dense, direction), np.zeros((1, 1)))
 
 
-# --- the configuration
+# --- invalid options
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,6 @@ def test_never_negative_and_zero_at_equality(dense, shadow, direction):
         ({"coef": float("inf")}, "expected a finite distillation coefficient >= 0.*; got inf"),
     ],
 )
-def test_bad_configurations(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         DistillConfig(**options)

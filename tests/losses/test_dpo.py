@@ -1,7 +1,4 @@
-"""The DPO loss: what must not matter; and the pairs of a group.
-
-Values and gradients: `tests/learner/test_dpo_update.py`.
-"""
+"""DPO loss: invariances, and pairs of a group. Values and gradients: `tests/learner/test_dpo_update.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +28,7 @@ def inputs_of(chosen, rejected, reference_chosen, reference_rejected, weights) -
 
 
 def gradients(inputs: DPOInputs, config: DPOConfig):
-    """By the log-probabilities of the chosen and of the rejected."""
+    """With respect to the chosen and the rejected log-probabilities."""
 
     def loss(chosen, rejected):
         return dpo_loss(inputs.replace(chosen_logprobs=chosen, rejected_logprobs=rejected), config)[0]
@@ -45,7 +42,7 @@ def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
     return inputs_of(chosen, rejected, reference_chosen, reference_rejected, rng.uniform(0.1, 1, pairs))
 
 
-def test_metrics_without_a_pair_that_counts():
+def test_metrics_without_counted_pairs_are_zero():
     found = dpo_metrics(dpo_loss(random_inputs(0), DPOConfig())[1], jnp.zeros(5))
     assert found == dict.fromkeys(DPO_METRICS, 0.0)
 
@@ -63,7 +60,7 @@ def test_only_the_policy_has_a_gradient(config):
 @LOSSES
 @pytest.mark.parametrize("junk", [jnp.inf, -jnp.inf, jnp.nan, 1e30])
 @pytest.mark.parametrize("name", ["chosen_logprobs", "reference_rejected_logprobs"])
-def test_a_pair_that_weighs_nothing_may_hold_anything(config, junk, name):
+def test_pairs_of_weight_zero_have_no_effect(config, junk, name):
     inputs = random_inputs(1)
     inputs = inputs.replace(weights=inputs.weights.at[2].set(0.0))
     dirty = inputs.replace(**{name: getattr(inputs, name).at[2].set(junk)})
@@ -73,7 +70,7 @@ def test_a_pair_that_weighs_nothing_may_hold_anything(config, junk, name):
 
 
 @LOSSES
-def test_far_from_the_reference_nothing_overflows(config):
+def test_large_log_ratios_do_not_overflow(config):
     inputs = inputs_of([-1e4, -1.0], [-1.0, -1e4], [-1.0, -1.0], [-1.0, -1.0], [0.5, 0.5])
     assert np.isfinite(dpo_loss(inputs, config)[0])
     assert all(np.isfinite(x).all() for x in gradients(inputs, config))
@@ -82,7 +79,7 @@ def test_far_from_the_reference_nothing_overflows(config):
 # --- weights, sums over tokens
 
 
-def test_pairs_without_signal_leave_the_denominator():
+def test_pairs_without_signal_are_not_in_the_denominator():
     np.testing.assert_allclose(pair_weights(jnp.array([True, False, True, True])), [1 / 3, 0, 1 / 3, 1 / 3], rtol=1e-6)
     np.testing.assert_array_equal(pair_weights(jnp.zeros(3, bool)), np.zeros(3))
 
@@ -99,20 +96,20 @@ def test_padding_changes_nothing(junk):
 
 
 @pytest.mark.parametrize("beta", [0.0, -0.1, float("nan"), float("inf")])
-def test_a_beta_that_means_nothing(beta):
+def test_invalid_beta_raises(beta):
     with pytest.raises(ValueError, match=f"expected a finite beta > 0; got {beta}"):
         DPOConfig(beta=beta)
 
 
-def test_an_unknown_loss():
+def test_unknown_loss_type_raises():
     config = DPOConfig()
-    object.__setattr__(config, "loss_type", "hinge")  # behind the type checker, which users do not have
+    object.__setattr__(config, "loss_type", "hinge")  # past the type checker of the tests
     with pytest.raises(ValueError, match="expected loss_type to be one of sigmoid, ipo; got 'hinge'"):
         config.__post_init__()
 
 
 @pytest.mark.parametrize("name", ["rejected_logprobs", "reference_chosen_logprobs", "weights"])
-def test_wrong_shapes(name):
+def test_wrong_shapes_raise(name):
     good = DPOInputs(*[jnp.zeros(4)] * 5)
     dpo_loss(good, DPOConfig())
     with pytest.raises(ValueError, match=rf"expected {name} of shape \[4\]; got \[1\]"):
@@ -122,27 +119,27 @@ def test_wrong_shapes(name):
 # --- pairs by rewards
 
 
-def listed(pairs: Pairs) -> tuple[list[int], list[int], list[bool]]:
+def as_lists(pairs: Pairs) -> tuple[list[int], list[int], list[bool]]:
     return pairs.chosen.tolist(), pairs.rejected.tolist(), pairs.signal.tolist()
 
 
 def test_best_and_worst_by_hand():
     rewards = jnp.array([0.5, 2.0, -1.0, 3.0, 0.0, 1.0])
-    assert listed(best_worst(rewards, 3)) == ([1, 3], [2, 4], [True, True])
-    assert listed(best_worst(rewards, 2)) == ([1, 3, 5], [0, 2, 4], [True] * 3)
-    assert listed(best_worst(rewards, 6)) == ([3], [2], [True])
+    assert as_lists(best_worst(rewards, 3)) == ([1, 3], [2, 4], [True, True])
+    assert as_lists(best_worst(rewards, 2)) == ([1, 3, 5], [0, 2, 4], [True] * 3)
+    assert as_lists(best_worst(rewards, 6)) == ([3], [2], [True])
 
 
-def test_of_equal_ones_the_first_is_chosen_and_the_last_rejected():
+def test_ties_choose_the_first_and_reject_the_last():
     rewards = jnp.array([0.0, 1.0, 1.0, 0.0, 2.0, 2.0, 2.0, 2.0])
-    assert listed(best_worst(rewards, 4)) == ([1, 4], [3, 7], [True, False])
+    assert as_lists(best_worst(rewards, 4)) == ([1, 4], [3, 7], [True, False])
 
 
-def test_a_reward_that_is_nan_gives_no_signal():
+def test_nan_reward_gives_no_signal():
     assert best_worst(jnp.array([jnp.nan, 1.0, 0.0, 1.0]), 2).signal.tolist() == [False, True]
 
 
-def test_the_difference_may_be_one_bit():
+def test_a_difference_of_one_bit_gives_a_signal():
     value = np.float32(0.1)
     rewards = jnp.asarray(np.array([value, np.nextafter(value, np.float32(1)), value, value], np.float32))
-    assert listed(best_worst(rewards, 2)) == ([1, 2], [0, 3], [True, False])
+    assert as_lists(best_worst(rewards, 2)) == ([1, 2], [0, 3], [True, False])

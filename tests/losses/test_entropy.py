@@ -1,6 +1,4 @@
-"""Entropy in the loss: an exact gradient, also of the tokens with the highest entropies alone.
-
-Against TRL, on given entropies: `test_losses_trl`."""
+"""Entropy bonus and training on high-entropy tokens: exact gradients. Against TRL: `test_losses_trl`."""
 
 import math
 
@@ -30,24 +28,24 @@ def entropies(params):
 @jax.jit
 @jax.value_and_grad
 def plain_loss(params, chosen, coef):
-    """At ratio 1: the policy loss of chosen tokens, over all of them, less the mean entropy of the chosen."""
+    """At ratio 1: policy loss of the chosen tokens, over all tokens, minus coef times their mean entropy."""
     policy = jnp.sum(jnp.where(chosen, ADVANTAGES[:, None] * explicit_token_logprobs(params), 0.0)) / MASK.sum()
     return -policy - coef * jnp.sum(jnp.where(chosen, entropies(params), 0.0)) / chosen.sum()
 
 
 def on_policy():
-    """The old policy is the present one, so that every ratio is 1."""
+    """Every ratio is 1."""
     return bigram_update.batch().replace(old_logprobs=None)
 
 
 def chosen_tokens(quantile: float) -> np.ndarray:
-    """numpy's, in float64."""
+    """By NumPy's quantile in float64."""
     values = np.asarray(entropies(PARAMS), np.float64)
     return MASK & (values >= np.quantile(values[MASK], 1 - quantile) - 1e-6)
 
 
 @pytest.mark.parametrize(("quantile", "microbatch_size"), [(0.2, None), (0.5, 2), (1.0, 2)])
-def test_only_undecided_tokens_are_learnt_from(quantile, microbatch_size):
+def test_only_high_entropy_tokens_are_trained(quantile, microbatch_size):
     update = UpdateConfig(entropy_coef=COEF, top_entropy_quantile=quantile, microbatch_size=microbatch_size)
     _, grads = bigram_update.metrics_and_gradients(update, on_policy())
     chosen = chosen_tokens(quantile)
@@ -57,8 +55,8 @@ def test_only_undecided_tokens_are_learnt_from(quantile, microbatch_size):
     assert distance(other, plain_loss(PARAMS, chosen, COEF)[1]) > 0.01
 
 
-def test_the_kl_acts_on_all_tokens():
-    """Also of tokens that are not learnt from; and the metric of the correction knows nothing of them."""
+def test_kl_acts_on_all_tokens():
+    """The KL and the correction metrics ignore the entropy quantile."""
     loss = LossConfig(beta=0.5)
     data = on_policy().replace(advantages=jnp.zeros(bigram_update.ROWS))
     options = {"loss": loss, "visibility": "dense", "correction": TIS()}
@@ -69,8 +67,8 @@ def test_the_kl_acts_on_all_tokens():
         np.testing.assert_allclose(few[0][name], whole[0][name], rtol=1e-6, err_msg=name)
 
 
-def test_the_sampler_s_entropies_stand_for_the_learner_s():
-    """With shadow masks they are the same, so that nothing is computed for the choice; a dense learner has its own."""
+def test_recorded_entropies_select_tokens_under_shadow_masks():
+    """A dense learner computes its own entropies."""
     recorded = jax.jit(entropies)(PARAMS)
 
     def gradients(update, entropy):
@@ -104,7 +102,7 @@ def test_quantiles_by_hand():
     np.testing.assert_array_equal(ties, mask)
 
 
-def test_what_weighs_nothing_may_be_anything():
+def test_tokens_of_weight_zero_may_be_nan():
     entropy = jnp.array([[0.5, jnp.nan, jnp.inf]])
     weights = jnp.array([[0.5, 0.0, 0.0]])
     value, slopes = jax.value_and_grad(weighted_entropy)(entropy, weights)
@@ -124,6 +122,6 @@ def test_what_weighs_nothing_may_be_anything():
         ),
     ],
 )
-def test_bad_configurations(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         UpdateConfig(**options)

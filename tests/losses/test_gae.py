@@ -1,4 +1,4 @@
-"""Advantages of tokens and the critic's loss: by hand, against TRL's (golden/ppo.json), and whatever the padding."""
+"""GAE and the critic's loss: by hand, against TRL (golden/ppo.json), and with junk in the padding."""
 
 import functools
 import json
@@ -24,12 +24,12 @@ def f32(x) -> jax.Array:
 
 
 def with_junk(x, mask, roll: int = 0):
-    """`x` inside the mask, what nobody may look at outside."""
+    """`x` inside the mask, NaN and infinity outside."""
     return f32(np.where(mask, x, np.roll(np.resize(JUNK, mask.shape), roll)))
 
 
 def plain_gae(rewards, values, gamma, lam):
-    """One response without padding, straight from the double sum: A_t = sum over k of (gamma lam)^k delta_{t+k}."""
+    """One response without padding, by the double sum: A_t = sum over k of (gamma lam)^k delta_{t+k}."""
     following = np.append(values[1:], 0.0)
     deltas = rewards + gamma * following - values
     count = len(deltas)
@@ -40,7 +40,7 @@ def plain_gae(rewards, values, gamma, lam):
 
 
 @pytest.mark.parametrize("case", GOLDEN["gae"], ids=lambda case: f"gamma {case['gamma']}, lam {case['lam']}")
-def test_advantages_are_those_of_trl(case):
+def test_gae_matches_trl(case):
     rewards, values = with_junk(INPUTS["rewards"], MASK), with_junk(INPUTS["old_values"], MASK, 1)
     advantages, returns = gae(rewards, values, jnp.asarray(MASK), case["gamma"], case["lam"])
     np.testing.assert_allclose(advantages, case["advantages"], atol=2e-6)
@@ -49,7 +49,7 @@ def test_advantages_are_those_of_trl(case):
 
 @st.composite
 def padded_batches(draw):
-    """Masks with holes anywhere, a seed for the numbers, gamma and lam; few of them, so that few are compiled."""
+    """Masks with holes anywhere, a seed, and one of a few pairs of gamma and lam, so that few programs compile."""
     rows = st.lists(st.booleans(), min_size=7, max_size=7)
     masks = draw(st.lists(rows, min_size=3, max_size=3))
     return masks, draw(st.integers(0, 2**16)), draw(st.sampled_from([(1.0, 0.95), (0.7, 0.5), (0.0, 1.0)]))
@@ -60,7 +60,7 @@ jitted_gae = jax.jit(gae, static_argnums=(3, 4))
 
 @settings(deadline=None, max_examples=60)
 @given(padded_batches())
-def test_columns_that_are_no_tokens_do_not_exist(batch):
+def test_masked_columns_have_no_effect(batch):
     mask, seed, (gamma, lam) = np.array(batch[0]), *batch[1:]
     rewards, values = np.random.default_rng(seed).normal(size=(2, *mask.shape)).astype(np.float32)
     arrays = with_junk(rewards, mask, seed), with_junk(values, mask, seed + 1)
@@ -72,7 +72,7 @@ def test_columns_that_are_no_tokens_do_not_exist(batch):
     assert not advantages[~mask].any() and not returns[~mask].any()
 
 
-def test_half_precision_is_widened():
+def test_bfloat16_inputs_give_float32():
     half = jnp.ones((1, 2), jnp.bfloat16)
     advantages, returns = gae(half, half, jnp.ones((1, 2), bool))
     assert advantages.dtype == returns.dtype == jnp.float32
@@ -87,7 +87,7 @@ def test_the_last_token_gets_the_reward():
     np.testing.assert_array_equal(got, [[0, 0, 0, 2], [0, -1, 0, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]])
 
 
-def test_a_reward_that_is_not_finite_stays_in_its_row():
+def test_nan_reward_stays_in_its_row():
     mask = jnp.array([[1, 1], [1, 0], [0, 0]], bool)
     rewards = terminal_rewards(jnp.array([1.0, 2.0, jnp.nan]), mask)
     advantages, _ = gae(rewards, jnp.zeros((3, 2)), mask, 1.0, 1.0)
@@ -97,13 +97,13 @@ def test_a_reward_that_is_not_finite_stays_in_its_row():
 # --- whitening
 
 
-def test_whitening_is_that_of_trl():
+def test_whitening_matches_trl():
     advantages = with_junk(np.array(GOLDEN["gae"][0]["advantages"]), MASK)
     np.testing.assert_allclose(whiten(advantages, jnp.asarray(MASK)), GOLDEN["whitened"], atol=5e-6)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_whitening_next_to_nothing(tokens):
+def test_whitening_of_at_most_one_token_is_zero(tokens):
     mask = jnp.arange(4)[None] < tokens
     np.testing.assert_array_equal(whiten(f32([[5.0, 1.0, 2.0, 3.0]]), mask), np.zeros((1, 4)))
 
@@ -112,7 +112,7 @@ def test_whitening_next_to_nothing(tokens):
 
 TOKENS = np.array([[1, 1, 1, 1, 0]], bool)
 RETURNS = np.array([[0.0, 1.0, 2.0, 3.0, np.nan]])  # variance 1.25
-measure = functools.partial(explained_variance, returns=f32(RETURNS), mask=jnp.asarray(TOKENS))
+explained = functools.partial(explained_variance, returns=f32(RETURNS), mask=jnp.asarray(TOKENS))
 
 
 @pytest.mark.parametrize(
@@ -126,18 +126,18 @@ measure = functools.partial(explained_variance, returns=f32(RETURNS), mask=jnp.a
     ],
 )
 def test_explained_variance_by_hand(values, expected):
-    np.testing.assert_allclose(measure(f32(values)), expected, atol=1e-4)
+    np.testing.assert_allclose(explained(f32(values)), expected, atol=1e-4)
 
 
-def test_explained_variance_where_there_is_none():
+def test_explained_variance_is_finite_without_variance():
     assert np.isfinite(explained_variance(f32([[1.0, 2.0]]), f32([[1.0, 1.0]]), jnp.ones((1, 2), bool)))
-    assert np.isfinite(measure(f32(RETURNS), mask=jnp.zeros((1, 5), bool)))
+    assert np.isfinite(explained(f32(RETURNS), mask=jnp.zeros((1, 5), bool)))
 
 
 # --- the critic's loss
 
 
-def test_without_a_bound():
+def test_value_loss_without_clipping():
     now, old, returns = f32([[2.0, -1.0]]), f32([[0.0, 0.0]]), f32([[3.0, 3.0]])
     loss, clipped = value_loss(now, old, returns, f32([[0.5, 0.5]]), ValueConfig(clip_range=None))
     assert float(loss) == 0.5 * (0.5 * 1 + 0.5 * 16)
@@ -145,7 +145,7 @@ def test_without_a_bound():
 
 
 @pytest.mark.parametrize("case", GOLDEN["losses"], ids=lambda case: f"clip {case['cliprange_value']:g}")
-def test_loss_and_gradient_are_those_of_trl(case):
+def test_value_loss_matches_trl(case):
     now, old, returns = (with_junk(INPUTS[x], MASK) for x in ("values", "old_values", "returns"))
     weights = f32(MASK / MASK.sum())
     config = ValueConfig(clip_range=case["cliprange_value"])
@@ -166,6 +166,6 @@ def test_loss_and_gradient_are_those_of_trl(case):
         ("clip_range", -0.2, "expected clip_range > 0, or None for no bound; got -0.2"),
     ],
 )
-def test_bad_configurations(field, value, message):
+def test_invalid_options_raise(field, value, message):
     with pytest.raises(ValueError, match=message):
         ValueConfig(**{field: value})

@@ -1,4 +1,4 @@
-"""The KL to the reference: three estimates in the loss, and as a part of the reward in GRPO and PPO."""
+"""KL to the reference: three estimators in the loss, and as a reward penalty in GRPO and PPO."""
 
 import dataclasses
 from typing import Any
@@ -27,13 +27,13 @@ IN_REWARD = UpdateConfig(loss=LossConfig(beta=0.5, kl_estimator="k1"), kl_in_rew
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [
-        # r = log 2: the policy is twice as sure of the token as the reference
+        # the policy gives the token twice the probability of the reference
         ("k1", np.log(2), np.log(2)),
         ("k2", np.log(2) ** 2 / 2, np.log(2)),
         ("k3", 0.5 - 1 + np.log(2), 1 - 0.5),
     ],
 )
-def test_estimates_by_hand(estimator, value, slope):
+def test_estimators_by_hand(estimator, value, slope):
     policy, reference = jnp.log(jnp.full((1, 1), 0.5)), jnp.log(jnp.full((1, 1), 0.25))
     np.testing.assert_allclose(reference_kl(policy, reference, estimator), [[value]], rtol=1e-6)
     found = jax.grad(lambda x: reference_kl(x, reference, estimator).sum())(policy)
@@ -42,7 +42,7 @@ def test_estimates_by_hand(estimator, value, slope):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("log_ratio", [-1e6, -30.0, 30.0, 1e6])
-def test_nothing_overflows(estimator, log_ratio):
+def test_large_log_ratios_do_not_overflow(estimator, log_ratio):
     policy, reference = jnp.full((1, 1), min(0.0, log_ratio)), jnp.full((1, 1), min(0.0, -log_ratio))
     value, slope = jax.value_and_grad(lambda x: reference_kl(x, reference, estimator).sum())(policy)
     assert np.isfinite(value) and abs(slope) < 2e10
@@ -50,24 +50,24 @@ def test_nothing_overflows(estimator, log_ratio):
         assert slope == np.sign(log_ratio) * 20
 
 
-def test_the_bias_correction_makes_k3_an_estimate_of_the_same_gradient_as_k1():
-    """On-policy, token by token; against TRL off-policy in test_losses_trl."""
+def test_bias_corrected_k3_has_the_gradient_of_k1():
+    """On-policy. Off-policy against TRL: test_losses_trl."""
 
     def slopes(loss: LossConfig):
         update = UpdateConfig(loss=loss)
         data = bigram_update.batch().replace(advantages=jnp.zeros(bigram_update.ROWS), old_logprobs=None)
         return bigram_update.metrics_and_gradients(update, data, reference=bigram_update.REFERENCE)[1]
 
-    one = slopes(LossConfig(beta=0.5, kl_estimator="k1"))
-    other = slopes(LossConfig(beta=0.5, use_bias_correction_kl=True))
-    plain = slopes(LossConfig(beta=0.5))
-    assert tiny_update.distance(other, one) < 1e-5 < 0.1 < tiny_update.distance(plain, one)
+    k1 = slopes(LossConfig(beta=0.5, kl_estimator="k1"))
+    corrected = slopes(LossConfig(beta=0.5, use_bias_correction_kl=True))
+    k3 = slopes(LossConfig(beta=0.5))
+    assert tiny_update.distance(corrected, k1) < 1e-5 < 0.1 < tiny_update.distance(k3, k1)
 
 
 # --- in the reward
 
 
-def test_the_penalty_by_hand():
+def test_kl_penalty_by_hand():
     logprobs = jnp.log(jnp.array([[0.5, 0.2, 0.0]]))
     reference = jnp.log(jnp.array([[0.25, 0.4, 0.3]]))
     penalty = kl_penalty(logprobs, reference, jnp.array([[True, True, False]]), 0.5)
@@ -81,15 +81,15 @@ def reference_of(scale: float) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("visibility", ["shadow", "dense"])
-def test_a_group_loses_the_kl_of_its_responses(visibility, monkeypatch):
+def test_grpo_subtracts_the_kl_from_rewards(visibility, monkeypatch):
     """As TRL's RLOOTrainer: rewards - beta * sum over the response of (old - reference), before the group's mean."""
     correction = {} if visibility == "shadow" else {"correction": Naive()}
     update = dataclasses.replace(IN_REWARD, visibility=visibility, **correction)
     loop = new_loop(dataclasses.replace(CONFIG, update=update))
     state = new_state().replace(reference=reference_of(0.1))
     samples = loop.collect(state, 0)
-    seen = []
-    monkeypatch.setitem(vars(loop), "update", lambda state, batch: (seen.append(batch) or state, {}))
+    batches = []
+    monkeypatch.setitem(vars(loop), "update", lambda state, batch: (batches.append(batch) or state, {}))
     _, metrics = loop.learn(state, samples)
 
     t = samples.trajectory
@@ -99,14 +99,14 @@ def test_a_group_loses_the_kl_of_its_responses(visibility, monkeypatch):
     difference = np.where(mask, policy - reference, 0.0)
     rewards = (samples.rewards - 0.5 * difference.sum(1)).reshape(-1, 4)
     expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
-    np.testing.assert_allclose(seen[0].advantages, expected.reshape(-1), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(batches[0].advantages, expected.reshape(-1), rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(metrics["kl"], difference.sum() / mask.sum(), rtol=1e-3, atol=1e-5)
     assert abs(metrics["kl"]) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_step_with_the_kl_in_the_reward():
-    """The reward that is logged is the task's; the update has no KL of its own."""
+def test_step_with_kl_in_reward():
+    """The logged reward is the task's, without the KL."""
     loop = new_loop(dataclasses.replace(CONFIG, update=IN_REWARD))
     state = new_state().replace(reference=reference_of(0.1))
     rewards = loop.collect(state, 0).rewards
@@ -118,8 +118,8 @@ def test_a_step_with_the_kl_in_the_reward():
 
 
 @pytest.mark.slow
-def test_ppo_loses_the_kl_at_every_token():
-    """Without decay and with a critic that says 0, an advantage is the reward that is still to come."""
+def test_ppo_subtracts_the_kl_at_every_token():
+    """Without discounting and with values of 0, an advantage is the sum of the remaining rewards."""
     update = dataclasses.replace(IN_REWARD, value=ValueConfig())
     config = PPOConfig(
         prompts_per_step=2,
@@ -139,11 +139,11 @@ def test_ppo_loses_the_kl_at_every_token():
     params = add_value_head(state.params, MODEL.config)
     batch, _ = make_train_batch(MODEL, config)(params, trajectory, jnp.asarray(rewards), None, jnp.asarray(penalty))
     for row, length in enumerate(trajectory.lengths().tolist()):
-        to_come = rewards[row] - np.cumsum(penalty[row, :length][::-1])[::-1]
-        np.testing.assert_allclose(batch.advantages[row, :length], to_come, rtol=1e-4, atol=1e-5)
+        remaining = rewards[row] - np.cumsum(penalty[row, :length][::-1])[::-1]
+        np.testing.assert_allclose(batch.advantages[row, :length], remaining, rtol=1e-4, atol=1e-5)
 
 
-# --- what makes no sense
+# --- invalid options
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,6 @@ def test_ppo_loses_the_kl_at_every_token():
         ),
     ],
 )
-def test_senseless_combinations(make, message):
+def test_invalid_options_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""The policy loss by hand: clipping, rejected tokens, what needs no weight. Values against TRL: `test_losses_trl`."""
+"""Policy loss by hand: clipping, rejected tokens and weights. Values against TRL: `test_losses_trl`."""
 
 from dataclasses import replace
 
@@ -32,9 +32,9 @@ def one_token(ratio: float, advantage: float) -> LossInputs:
         (1.0, 2.0, -2.0, -2.0, ""),
         (1.1, 1.0, -1.1, -1.1, ""),
         (0.9, -3.0, 2.7, 2.7, ""),
-        (1.5, 1.0, -1.2, 0.0, "high"),  # already likelier by more than epsilon: no more of it
-        (1.5, -1.0, 1.5, 1.5, ""),  # likelier but bad: the way back is open
-        (0.5, 1.0, -0.5, -0.5, ""),  # rarer but good: the way back is open
+        (1.5, 1.0, -1.2, 0.0, "high"),  # already likelier by more than epsilon
+        (1.5, -1.0, 1.5, 1.5, ""),  # likelier, negative advantage: back towards 1
+        (0.5, 1.0, -0.5, -0.5, ""),  # less likely, positive advantage: back towards 1
         (0.5, -1.0, 0.8, 0.0, "low"),
         (1.5, 0.0, 0.0, 0.0, ""),
     ],
@@ -63,8 +63,8 @@ def corrected(weights) -> LossInputs:
     return LossInputs(new, old, new + jnp.log(0.5), jnp.array([1.0]), jnp.full((1, 2), 0.5), weights)
 
 
-def test_a_rejected_token_is_in_no_term_and_no_denominator():
-    """Its weight in the loss is 0, and what stands there may be anything."""
+def test_rejected_token_is_in_no_term_and_no_denominator():
+    """Its weight is 0; its correction weight and KL may be infinite."""
     inputs = corrected([0.5, np.inf]).replace(weights=jnp.array([[1.0, 0.0]]))
     assert inputs.reference_logprobs is not None
     inputs = inputs.replace(reference_logprobs=jnp.where(inputs.weights > 0, inputs.reference_logprobs, -jnp.inf))
@@ -83,8 +83,8 @@ def test_no_gradient_flows_through_the_correction():
 
 @pytest.mark.parametrize("level", ["token", "geometric"])
 @pytest.mark.parametrize("config", [bnpo(), cispo()])
-def test_a_rejected_token_may_have_any_ratio(config, level):
-    """What a veto rejects is just what overflows: 200 nats."""
+def test_rejected_token_may_have_any_ratio(config, level):
+    """A veto rejects ratios that would overflow, here 200 nats."""
     inputs = corrected([2.0, 2.0]).replace(weights=jnp.array([[0.5 * (level == "token"), 0.0]]))
     inputs = inputs.replace(old_logprobs=inputs.old_logprobs.at[0, 1].add(-200.0))
     config = replace(config, ratio_level=level)
@@ -94,8 +94,8 @@ def test_a_rejected_token_may_have_any_ratio(config, level):
 
 
 @EVERY_LOSS
-def test_a_counted_token_may_have_any_ratio(config):
-    """Rows of one token, good and bad; also with a reference that is as far away on the other side."""
+def test_counted_token_may_have_any_ratio(config):
+    """Rows of one token, with advantages of both signs; the reference is the old policy."""
     log_ratio, advantages = np.array([[-200], [200], [-200], [200]], np.float32), jnp.array([1.0, 1.0, -1.0, -1.0])
     new = jnp.full((4, 1), np.float32(np.log(0.25)))
     inputs = LossInputs(new, new - log_ratio, new - log_ratio, advantages, jnp.full((4, 1), 0.25))
@@ -120,20 +120,20 @@ def test_beta_needs_a_reference():
 # --- weights of tokens
 
 
-def test_a_length_that_means_nothing():
+def test_invalid_max_length_raises():
     with pytest.raises(ValueError, match="expected max_length >= 1, or None for the columns of the mask; got 0"):
         FixedLength(0)
 
 
 @pytest.mark.parametrize("weighting", [TokenMean(), SequenceMean(), FixedLength()])
-def test_rows_that_do_not_count_are_in_no_denominator(weighting):
+def test_uncounted_rows_are_in_no_denominator(weighting):
     weights = weighting.weights(MASK.at[0].set(False), jnp.array([False, True, True, True]))
     np.testing.assert_array_equal(weights[0], np.zeros(4))
     np.testing.assert_allclose(weights[1:], weighting.weights(MASK[1:]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("weighting", [TokenMean(), SequenceMean(), FixedLength()])
-def test_a_batch_without_tokens_weighs_nothing(weighting):
+def test_weights_of_a_batch_without_tokens_are_zero(weighting):
     np.testing.assert_array_equal(weighting.weights(jnp.zeros((2, 3), bool)), np.zeros((2, 3)))
 
 
@@ -159,7 +159,7 @@ def test_only_the_policy_has_a_gradient():
         (lambda: Clip(0.2, 0.5, 1.4), "expected delta above the upper bound 1.5 of the ratio; got 1.4"),
     ],
 )
-def test_bad_configurations(make, message):
+def test_invalid_options_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -177,8 +177,8 @@ def test_bad_configurations(make, message):
         ("logprobs", (6,), r"expected logprobs of shape \[batch, R\]; got \[6\]"),
     ],
 )
-def test_wrong_shapes(name, shape, message):
-    """Refused by name, not broadcast. Other losses: tests/house/test_wrong_objects.py."""
+def test_wrong_shapes_raise(name, shape, message):
+    """No broadcasting. Other losses: tests/house/test_wrong_objects.py."""
     tokens = jnp.zeros((4, 6))
     good = LossInputs(tokens, tokens, None, jnp.zeros(4), tokens)
     policy_loss(good, LossConfig())

@@ -1,7 +1,4 @@
-"""The policy losses against TRL's own, and what must not matter: splits, order, padding, layout.
-
-`golden/README.md` says how `golden/losses.json` was made.
-"""
+"""Policy losses against TRL (golden/losses.json, see golden/README.md), in microbatches, and under padding."""
 
 import json
 from dataclasses import replace
@@ -25,7 +22,7 @@ TRL_MASK = jnp.arange(6)[None] < jnp.array(GOLDEN["inputs"]["lengths"])[:, None]
 
 
 def config_of(case: dict) -> LossConfig:
-    """Our configuration for TRL's: its epsilon_high is the bound itself where the loss is cispo."""
+    """Our configuration for TRL's, whose epsilon_high is the bound itself for cispo."""
     name = case["loss_type"]
     if name == "cispo":
         config = cispo(case["epsilon_high"] - 1, case["beta"])
@@ -52,7 +49,7 @@ def golden_inputs(config: LossConfig, correction: str | None = None, old: bool =
 
 
 def default_config(name: str) -> LossConfig:
-    """That of the golden cases which differ in their batches."""
+    """Configuration of the golden cases that vary the batch."""
     cases = (case["config"] for case in GOLDEN["losses"])
     plain = {"importance_sampling_level": "token", "correction": None, "beta": 0.1, "old": True}
     return config_of(next(case for case in cases if case["loss_type"] == name and plain.items() <= case.items()))
@@ -69,8 +66,7 @@ def case_id(case: dict) -> str:
 
 
 @pytest.mark.parametrize("case", GOLDEN["losses"], ids=case_id)
-def test_loss_gradient_and_metrics_are_those_of_trl(case):
-    """Clipping is counted by TRL's names, of tokens or of sequences as there."""
+def test_loss_gradient_and_metrics_match_trl(case):
     config = config_of(case["config"])
     inputs = golden_inputs(config, case["config"]["correction"], case["config"]["old"])
     assert_loss(inputs, config, case["loss"], case["grad"])
@@ -102,7 +98,7 @@ def test_accumulation_against_trl(name):
 
 @NAMES
 def test_minibatches_against_trl(name):
-    """Two steps of a rollout. TRL divides dapo and cispo by the mean tokens of a step, we by those of this one."""
+    """Two steps of a rollout. TRL divides dapo and cispo by the mean tokens of a step, we by those of this step."""
     expected = GOLDEN["minibatches"][name]
     config = default_config(name)
     for index, rows in enumerate((slice(0, 2), slice(2, 4))):
@@ -114,8 +110,8 @@ def test_minibatches_against_trl(name):
 
 
 @pytest.mark.parametrize("case", GOLDEN["entropy"]["cases"], ids=case_id)
-def test_entropies_are_those_of_trl(case):
-    """The bonus, and the policy loss of the tokens with the highest entropies; as the update puts them together."""
+def test_entropy_terms_match_trl(case):
+    """The bonus, and the policy loss of the tokens with the highest entropies."""
     config = config_of(case["config"])
     entropies = jnp.array(GOLDEN["entropy"]["entropies"])
     chosen = high_entropy_tokens(entropies, TRL_MASK, case["config"]["top_entropy_quantile"])
@@ -135,7 +131,7 @@ def test_entropies_are_those_of_trl(case):
 
 
 def hard_inputs(config: LossConfig) -> LossInputs:
-    """With weights and rejections that differ from token to token."""
+    """Weights and rejections differ between tokens."""
     inputs = golden_inputs(config, "token_truncate")
     assert inputs.correction_weights is not None
     counted = jnp.array(GOLDEN["corrections"]["token_mask"]) > 0
@@ -158,7 +154,7 @@ def padded(x, fill):
 
 @EVERY_LOSS
 def test_padding_changes_nothing(config):
-    """dr_grpo must be told the longest response allowed: from the columns of the mask it cannot know."""
+    """dr_grpo needs max_length, because its default is the columns of the mask."""
     weighting = FixedLength(6) if config.weighting == FixedLength() else config.weighting
     inputs = hard_inputs(config)
     wide = LossInputs(

@@ -1,4 +1,4 @@
-"""A weighting, a surrogate and two corrections from outside of the library: by hand, in the update, in the loop."""
+"""A user-defined weighting, surrogate and corrections: by hand, and in the update."""
 
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ class RootRatio(Correction):
 
 @dataclass(frozen=True)
 class WithoutFirst(Correction):
-    """Rejects the first token of every response. It has no traits of its own."""
+    """Rejects the first token of every response. Its traits are the defaults."""
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         return CorrectionTerms(inputs.mask.astype(jnp.float32), inputs.mask & (jnp.cumsum(inputs.mask, axis=1) > 1))
@@ -84,8 +84,8 @@ def test_a_chain_of_corrections_by_hand():
 
 @jax.jit
 @jax.value_and_grad
-def written_out(params, old):
-    """The same loss without a line of the library's: mean over rows of sums over tokens by the root of their number."""
+def explicit_loss(params, old):
+    """The same loss without the library: mean over rows of the token sum divided by the root of the token count."""
     logprobs = explicit_token_logprobs(params)
     mask = trajectory().response_mask
     counted = mask & (jnp.cumsum(mask, axis=1) > 1)
@@ -97,20 +97,20 @@ def written_out(params, old):
 
 
 @pytest.mark.parametrize("size", [None, 2])
-def test_the_update_takes_the_gradient_of_the_formula(size):
+def test_update_matches_the_explicit_loss(size):
     noise = jnp.asarray(np.random.default_rng(4).normal(size=(ROWS, LENGTH)), jnp.float32)
     old = jax.jit(explicit_token_logprobs)(PARAMS) + 0.1 * noise
     config = UpdateConfig(
         visibility="dense", loss=LOSS, correction=Chain((RootRatio(), WithoutFirst())), microbatch_size=size
     )
     metrics, found = metrics_and_gradients(config, batch().replace(old_logprobs=old))
-    loss, expected = written_out(PARAMS, old)
+    loss, expected = explicit_loss(PARAMS, old)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert distance(found, expected) < 1e-5
     assert 0 < metrics["gate_mean"] < 1 and "clip_ratio/low_mean" not in metrics
 
 
-def test_a_surrogate_that_does_more_than_clip_is_not_replaced_by_a_trust_region():
+def test_custom_surrogate_with_a_trust_region_raises():
     with pytest.raises(ValueError, match="expected .* with DPPOTV.*Gate"):
         UpdateConfig(visibility="dense", loss=LOSS, correction=DPPOTV())
 
@@ -123,6 +123,6 @@ def test_a_surrogate_that_does_more_than_clip_is_not_replaced_by_a_trust_region(
         (lambda: Surrogate().terms(SurrogateInputs(*[jnp.ones((1, 2))] * 3)), "Surrogate has no terms"),
     ],
 )
-def test_the_base_classes_do_nothing(call, message):
+def test_base_classes_raise(call, message):
     with pytest.raises(TypeError, match=message):
         call()
