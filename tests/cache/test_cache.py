@@ -1,4 +1,4 @@
-"""The cache by hand-worked numbers, and against a list of columns per head over random lives of random rows."""
+"""The KV cache on hand-worked cases, and random rollouts against lists of columns."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def layer(
     )
 
 
-def show(cache: LayerCache, received: jax.Array, q: jax.Array, number: int, *, absent: bool = False) -> LayerCache:
-    """The cache after queries, or after some that are not there, that gave its slots this attention."""
+def observed(cache: LayerCache, received: jax.Array, q: jax.Array, number: int, *, absent: bool = False) -> LayerCache:
+    """The cache after queries that gave its slots this attention; `absent` queries have no column."""
     columns = jnp.broadcast_to(number + jnp.arange(q.shape[2])[None], (q.shape[0], q.shape[2]))
     return observe(
         cache,
@@ -63,8 +63,8 @@ def show(cache: LayerCache, received: jax.Array, q: jax.Array, number: int, *, a
     )
 
 
-def test_selecting_takes_memory_of_the_order_of_the_slots():
-    """Not budget × rest. Some arrays of integers, one number a slot."""
+def test_select_needs_memory_linear_in_slots():
+    """A few integer arrays with one number per slot, not budget × rest."""
     slots, budget = 2048, 1536
     given_scores = jax.ShapeDtypeStruct((1, 2, slots), jnp.float32)
     valid = jax.ShapeDtypeStruct((1, 2, slots), bool)
@@ -73,22 +73,22 @@ def test_selecting_takes_memory_of_the_order_of_the_slots():
     assert analysis is not None and analysis.temp_size_in_bytes <= 16 * 4 * 2 * slots
 
 
-def test_selecting_on_a_mesh_sends_nothing():
-    """Every device has its own rows and heads; left alone, XLA would gather the scores of all on each."""
+def test_select_on_a_mesh_communicates_nothing():
+    """By itself, XLA would gather all scores on every device."""
     mesh = make_mesh(2, 2, 2)
-    placed = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
     rng = np.random.default_rng(0)
     given_scores = jnp.asarray(rng.integers(0, 9, (8, 2, 12)), jnp.float32)
     valid = jnp.asarray(rng.random((8, 2, 12)) < 0.8)
     expected = select(given_scores, valid, 5)
-    given_scores, valid = (jax.device_put(x, placed) for x in (given_scores, valid))
+    given_scores, valid = (jax.device_put(x, sharding) for x in (given_scores, valid))
     with jax.set_mesh(mesh):
         program = jax.jit(select, static_argnums=2)
         assert "all-gather" not in (program.lower(given_scores, valid, 5).compile().as_text() or "")
         jax.tree.map(np.testing.assert_array_equal, program(given_scores, valid, 5), expected)
 
 
-def test_gather_moves_everything_that_belongs_to_a_slot():
+def test_gather_moves_all_data_of_a_slot():
     cache = layer([[EMPTY, 3, 7, 8]], received=True, queries=2)
     moved = gather(cache, jnp.array([[[1, 3]]]), buffer=2)
     expected = layer([[3, 8, EMPTY, EMPTY]], received=True, queries=2)
@@ -102,7 +102,7 @@ def test_pad():
 
 
 def test_write():
-    """Into the given slot, in the cache's dtype, with a fresh start for the attention received."""
+    """In the cache's dtype; the attention received starts at 0."""
     cache = layer([[1, 2, 5, EMPTY], [0, 2, 4, EMPTY]], received=True, dtype=jnp.bfloat16)
     k = jnp.array([[[[9.0, 8.0]], [[7.0, 6.0]]]])
     after = write(cache, jnp.array(2), k, -k, jnp.array([[6]]))
@@ -114,7 +114,6 @@ def test_write():
 
 
 def test_tokens_without_a_column_write_nothing():
-    """Every row has columns of its own."""
     one = layer([[1, EMPTY, EMPTY]])
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
     kv = jnp.ones((2, 1, 2, 2))
@@ -124,40 +123,40 @@ def test_tokens_without_a_column_write_nothing():
 
 
 def test_visible():
-    """Of a chunk of two columns: what was kept, and the past of the chunk; a query that is not there sees nothing."""
+    """A chunk of two columns sees the kept keys and its own past; an absent query sees nothing."""
     cache = layer([[EMPTY, 3, 7, 8]])
     seen = visible(cache, jnp.array([[7, 8]]))
     assert seen.tolist() == [[[[False, True, True, False], [False, True, True, True]]]]
     assert not visible(cache, jnp.array([[EMPTY]])).any()
 
 
-def test_observe_adds_attention_and_turns_the_queries_round():
+def test_observe_adds_attention_and_overwrites_the_oldest_query():
     cache = layer([[1, 2]], received=True, queries=3)
     for column in (4, 5, 6, 7):
         q = jnp.full((1, 2, 1, 2), float(column))
-        cache = show(cache, jnp.array([[[0.25, 0.75]]]), q, column)
+        cache = observed(cache, jnp.array([[[0.25, 0.75]]]), q, column)
     received, queries = cache.states
     assert received.tolist() == [[[11.0, 23.0]]]
     assert queries[0, 1, :, 0].tolist() == [6.0, 7.0, 5.0]
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 5])
-def test_observe_of_many_queries_at_once(tokens: int):
-    """As one after the other; a window keeps the newest."""
+def test_observing_queries_at_once_equals_one_by_one(tokens: int):
+    """A window holds the newest."""
     q = jnp.arange(4.0, 4.0 + tokens)[None, None, :, None] * jnp.ones((1, 2, 1, 2))
     one_by_one = together = layer([[1, 2]], queries=3)
     nothing = jnp.zeros((1, 1, 2))
     for index in range(tokens):
-        one_by_one = show(one_by_one, nothing, q[:, :, index : index + 1], 4 + index)
-    together = show(together, nothing, q, 4)
+        one_by_one = observed(one_by_one, nothing, q[:, :, index : index + 1], 4 + index)
+    together = observed(together, nothing, q, 4)
     np.testing.assert_array_equal(together.states[0], one_by_one.states[0])
 
 
-def test_a_turned_cache_is_one_that_was_made_later():
-    """Rings by number turn; in a cache that is a ring itself all that belongs to a slot moves on."""
+def test_a_shifted_cache_equals_one_made_later():
+    """Statistics with query numbers shift; in a ring cache all data of a slot shifts as well."""
     q = jnp.arange(5.0)[None, None, :, None] * jnp.ones((1, 2, 1, 2))
     nothing = jnp.zeros((1, 1, 2))
-    early, late = (show(layer([[1, 2]], queries=3), nothing, q, number) for number in (4, 4 + 7))
+    early, late = (observed(layer([[1, 2]], queries=3), nothing, q, number) for number in (4, 4 + 7))
     jax.tree.map(np.testing.assert_array_equal, shift(early, jnp.array(7), ring=False), late)
     cache = layer([[1, 2, 5]], received=True)
     jax.tree.map(np.testing.assert_array_equal, shift(cache, jnp.array(2), ring=False), cache)
@@ -165,7 +164,7 @@ def test_a_turned_cache_is_one_that_was_made_later():
     jax.tree.map(np.testing.assert_array_equal, shift(cache, jnp.array(2), ring=True), expected)
 
 
-# One life: a prompt, then steps that write a key and compress when the buffer is full.
+# Random rollouts: a prompt, then steps that write a key and compress when the buffer is full.
 BATCH, HEADS, BUDGET, BUFFER, PROMPT, T = 2, 2, 4, 3, 6, 24
 SLOTS = BUDGET + BUFFER
 SCORES = (-np.inf, np.nan, -2, -1, 0, 1, 2, np.inf)
@@ -184,15 +183,15 @@ def compress_jitted(cache: LayerCache, given_scores: Any, evicted_at: Any, now: 
     return gather(cache, slots, BUFFER), record_evictions(evicted_at, dropped, now[None, None, None])
 
 
-class Lists:
-    """What the cache should hold: per row and head the columns in order, and when each column went."""
+class ExpectedColumns:
+    """Columns of each row and head in order, and when each was evicted."""
 
     def __init__(self, starts: list[int]) -> None:
         self.columns = {(b, h): list(range(starts[b], PROMPT)) for b in range(BATCH) for h in range(HEADS)}
         self.evicted_at = np.full((BATCH, HEADS, T), NEVER)
 
     def compress(self, score_of: np.ndarray, now: int) -> None:
-        """Keeps the best by score, of equals the older; NaN is the lowest score."""
+        """Keeps the best scores; of equal scores the older key. NaN is the lowest score."""
         lowest = np.where(np.isnan(score_of), -np.inf, score_of)
         for (b, h), columns in self.columns.items():
             best = sorted(columns, key=lambda c, b=b, h=h: (-lowest[b, h, c], c))[:BUDGET]
@@ -201,11 +200,11 @@ class Lists:
             self.columns[b, h] = sorted(best)
 
 
-def check(cache: LayerCache, evicted_at: Any, lists: Lists, live: np.ndarray) -> None:
-    """Same columns in the same order, empty ones first, keys and values with their columns."""
+def check_cache(cache: LayerCache, evicted_at: Any, expected: ExpectedColumns, live: np.ndarray) -> None:
+    """Equal columns in equal order, empty slots first, keys and values with their columns."""
     assert cache.columns.shape[-1] == SLOTS
-    np.testing.assert_array_equal(evicted_at, lists.evicted_at)
-    for (b, h), columns in lists.columns.items():
+    np.testing.assert_array_equal(evicted_at, expected.evicted_at)
+    for (b, h), columns in expected.columns.items():
         held = np.asarray(cache.columns[b, h])
         assert held[held != EMPTY].tolist() == columns and len(columns) <= BUDGET + BUFFER
         if live[b]:
@@ -218,11 +217,11 @@ def check(cache: LayerCache, evicted_at: Any, lists: Lists, live: np.ndarray) ->
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.data())
-def test_any_life(seed: int, starts: list[int], data: st.DataObject):
-    """Scores are few numbers, so that there are many ties, some infinite or NaN; the highest stand at empty slots."""
+def test_random_rollouts_hold_the_expected_columns(seed: int, starts: list[int], data: st.DataObject):
+    """Scores have many ties, infinities and NaN; empty slots get the highest score."""
     rng = np.random.default_rng(seed)
     ends = [data.draw(st.integers(PROMPT, T)) for _ in range(BATCH)]
-    lists, columns = Lists(starts), np.full((BATCH, HEADS, SLOTS), EMPTY)
+    expected, columns = ExpectedColumns(starts), np.full((BATCH, HEADS, SLOTS), EMPTY)
     columns[:, :, SLOTS - PROMPT :] = np.where(
         np.arange(PROMPT) >= np.array(starts)[:, None], np.arange(PROMPT), EMPTY
     )[:, None]
@@ -232,7 +231,7 @@ def test_any_life(seed: int, starts: list[int], data: st.DataObject):
 
     def compress(now: int) -> tuple[LayerCache, jax.Array]:
         score_of = rng.choice(np.array(SCORES, np.float32), (BATCH, HEADS, T))
-        lists.compress(score_of, now)
+        expected.compress(score_of, now)
         held = np.asarray(cache.columns)
         by_slot = np.take_along_axis(score_of, np.maximum(held, 0), axis=-1)
         by_slot = np.where(held == EMPTY, np.inf, by_slot)
@@ -243,20 +242,20 @@ def test_any_life(seed: int, starts: list[int], data: st.DataObject):
         live = column < np.array(ends)
         filled = (column - PROMPT) % BUFFER
         cache = write_jitted(cache, jnp.array(BUDGET + filled), jnp.array(column, jnp.int32), jnp.array(live))
-        for (b, _), held in lists.columns.items():
+        for (b, _), held in expected.columns.items():
             if live[b]:
                 held.append(column)
-        check(cache, evicted_at, lists, live)
+        check_cache(cache, evicted_at, expected, live)
         if filled == BUFFER - 1:
             cache, evicted_at = compress(column + 1)
-            check(cache, evicted_at, lists, live)
+            check_cache(cache, evicted_at, expected, live)
 
 
 def test_settle():
-    """After 2 of 3 steps, and a step in which the row was not there: as if the buffer had just been filled."""
+    """After 2 of 3 steps and a step without the row, the cache is as if the buffer had just been filled."""
     cache = layer([[EMPTY, 3, 7, 8, 9, EMPTY]], received=True, queries=3)
     for number, filled in ((4, 1.0), (5, 2.0), (6, 3.0), (7, 4.0), (8, 99.0)):
-        cache = show(cache, jnp.zeros((1, 1, 6)), jnp.full((1, 2, 1, 2), filled), number, absent=filled == 99)
+        cache = observed(cache, jnp.zeros((1, 1, 6)), jnp.full((1, 2, 1, 2), filled), number, absent=filled == 99)
     settled = settle(cache, jnp.array([2]), buffer=3)
     jax.tree.map(np.testing.assert_array_equal, settled.columns, jnp.array([[[EMPTY, EMPTY, 3, 7, 8, 9]]]))
     assert settled.states[0].tolist() == [[[0, 0, 30, 70, 80, 90]]]

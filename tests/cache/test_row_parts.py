@@ -1,5 +1,4 @@
-"""Compression a few rows at a time, on one device and on a mesh: the same cache, little scratch memory, no
-communication."""
+"""Compression a few rows at a time: equal caches, bounded temporary memory, no communication on a mesh."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from smd_jax.eviction.statistics import CacheShape
 
 BUDGET, BUFFER, KV_HEADS = 96, 32, 2
 KEYS = BUDGET + BUFFER
-SIMILARITIES = KV_HEADS * KEYS * KEYS * 4  # bytes of a row under R-KV
+SIMILARITY_BYTES = KV_HEADS * KEYS * KEYS * 4  # of a row under R-KV
 
 
 class Compressed(NamedTuple):
     result: Any
-    temporary: int  # bytes of a device
+    temporary: int  # bytes per device
     communication: list[str]
 
 
@@ -62,15 +61,15 @@ def compressed(rows: int, mesh: Mesh | None) -> Compressed:
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)])
 def test_every_device_of_a_mesh_compresses_a_few_rows_at_a_time(sizes: tuple[int, int]):
     alone, one, many = compressed(32, None), compressed(128, None), compressed(128, make_mesh(*sizes))
-    print(f"temporary bytes of a device with 32 rows: alone {alone.temporary}, on a mesh {many.temporary}")
+    print(f"temporary bytes per device with 32 rows: alone {alone.temporary}, on a mesh {many.temporary}")
     assert many.temporary < 1.5 * alone.temporary
-    assert many.temporary < 8 * SIMILARITIES, "less than those of all 32 rows"
+    assert many.temporary < 8 * SIMILARITY_BYTES, "less than those of all 32 rows"
     assert many.communication == []
     jax.tree.map(np.testing.assert_array_equal, many.result, one.result)
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(40, (2, 1, 2)), (34, (4, 1))])
-def test_a_mesh_that_splits_heads_and_rows_that_do_not_divide(rows: int, sizes: tuple[int, ...]):
-    """All rows are one part there."""
+def test_meshes_that_split_heads_or_do_not_divide_the_rows(rows: int, sizes: tuple[int, ...]):
+    """There, all rows are compressed at once."""
     found, expected = compressed(rows, make_mesh(*sizes)), compressed(rows, None)
     jax.tree.map(np.testing.assert_array_equal, found.result, expected.result)

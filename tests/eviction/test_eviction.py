@@ -1,4 +1,4 @@
-"""Policies: scores against a second writing of their formulas, and whole rollouts against a simulation of them."""
+"""Eviction policies: scores against NumPy formulas, and whole rollouts against a NumPy simulation."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from tests.numpy_policies import FORMULAS, Row
 from tests.query_centers import drawn_centers
 from tests.under_test import POLICIES, SHAPES, eviction_times, left_padded, make_params
 
-BY_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
-BY_FORMULA["TOVA of each head"] = TOVA(shared=False)
-BY_FORMULA["TriAttention"] = TriAttention(drawn_centers(heads=12, half=4), sinks=2)
+WITH_FORMULA = {name: policy for name, policy in POLICIES.items() if type(policy) in FORMULAS}
+WITH_FORMULA["TOVA of each head"] = TOVA(shared=False)
+WITH_FORMULA["TriAttention"] = TriAttention(drawn_centers(heads=12, half=4), sinks=2)
 BATCH, KV_HEADS, SLOTS, D, BUDGET = 4, 2, 14, 8, 8
 EMPTY_SLOTS = [0, 3, 5, 12]  # of each row; the last row has two keys and is shorter than every window
 
 
 def make_view(policy: EvictionPolicy) -> CacheView:
-    """A cache in the middle of a rollout: sinks, some keys of the past, the newest four; queries in any order."""
+    """A cache in the middle of a rollout: some older keys, the newest four, random queries."""
     rng = np.random.default_rng(0)
     shape = (BATCH, KV_HEADS, SLOTS)
     last = [40, 30, 8, 1]
@@ -70,33 +70,33 @@ def make_view(policy: EvictionPolicy) -> CacheView:
     )
 
 
-def existing(view: CacheView, b: int) -> Row:
+def row_of_view(view: CacheView, b: int) -> Row:
     """One row without its empty slots and without queries from before its start."""
-    nothing = np.zeros((view.keys.shape[1], SLOTS, 0))
+    empty = np.zeros((view.keys.shape[1], SLOTS, 0))
     keys, positions = np.asarray(view.keys, np.float64)[b], np.asarray(view.positions)[b]
-    received, queries, when = nothing, nothing, np.zeros(0, int)
+    received, queries, query_positions = empty, empty, np.zeros(0, int)
     for statistic, state in zip(view.declared, view.states, strict=True):
         if isinstance(statistic, ReceivedAttention):
             received = np.asarray(state, np.float64)[b]
         if isinstance(statistic, NewestQueries):
-            # Query n lies at index n % window.
+            # Query n is at index n % window.
             number, window = int(view.number), statistic.window
             numbers = [n for n in range(number - window + 1, number + 1) if int(view.newest[b]) - (number - n) >= 0]
             queries = np.asarray(state, np.float64)[b][:, [n % window for n in numbers]]
-            when = np.array([int(view.newest[b]) - (number - n) for n in numbers])
+            query_positions = np.array([int(view.newest[b]) - (number - n) for n in numbers])
     slots = slice(EMPTY_SLOTS[b], None)
-    return Row(keys[:, slots], positions[:, slots], received[:, slots], queries, when, view.budget)
+    return Row(keys[:, slots], positions[:, slots], received[:, slots], queries, query_positions, view.budget)
 
 
 def query_window(policy: EvictionPolicy) -> int:
-    """How many of the newest queries it asks for."""
+    """Number of newest queries that the policy reads."""
     return sum(x.window for x in policy.statistics if isinstance(x, NewestQueries))
 
 
-@pytest.mark.parametrize("name", BY_FORMULA)
+@pytest.mark.parametrize("name", WITH_FORMULA)
 def test_score_in_float64(name: str):
-    """Scores are not narrowed on the way."""
-    policy = BY_FORMULA[name]
+    """No step casts to float32."""
+    policy = WITH_FORMULA[name]
     view = make_view(policy)
     exact = jax.tree.map(np.asarray, view.replace(rng=None))
     with jax.enable_x64(True):
@@ -105,19 +105,19 @@ def test_score_in_float64(name: str):
     if name in ("Recent", "StreamingLLM"):
         return  # positions: integers in float32
     for b in range(BATCH):
-        expected = numpy_policies.scores(policy, existing(view, b))
+        expected = numpy_policies.scores(policy, row_of_view(view, b))
         np.testing.assert_allclose(got[b, :, EMPTY_SLOTS[b] :], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_views_are_hard_enough():
+def test_views_contain_the_hard_cases():
     """Some keys are similar beyond R-KV's threshold, and a row has fewer keys than its window."""
-    row = existing(make_view(POLICIES["RKV"]), 0)
+    row = row_of_view(make_view(POLICIES["RKV"]), 0)
     keys = row.keys[0] / np.linalg.norm(row.keys[0], axis=-1, keepdims=True)
     assert ((keys @ keys.T - np.eye(len(keys))) > 0.5).sum() > 4
-    assert existing(make_view(POLICIES["SnapKV"]), 3).keys.shape[1] == 2
+    assert row_of_view(make_view(POLICIES["SnapKV"]), 3).keys.shape[1] == 2
 
 
-# Whole rollouts of one layer, whose queries and keys numpy can compute from the tokens alone.
+# Whole rollouts of one layer, whose queries and keys depend only on the tokens.
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Run:
 
 
 WIDTH, RESPONSE = 11, 32
-SEGMENTS_OF_THREE = RolloutConfig(RESPONSE, budget=9, buffer=3)  # the last one is not whole
-# So many tokens that none comes twice in a row: the same token again has a key of the same norm.
+SEGMENTS_OF_THREE = RolloutConfig(RESPONSE, budget=9, buffer=3)  # the last segment is partial
+# A vocabulary so large that no row repeats a token: equal tokens have keys of equal norm.
 ONE_LAYER = tiny_model_config(vocab_size=20_000, num_layers=1, tie_embeddings=False)
 
 
@@ -155,9 +155,8 @@ def run_one_layer(policy: EvictionPolicy, config: RolloutConfig = SEGMENTS_OF_TH
     return Run(policy, config, trajectory)
 
 
-def simulate(run: Run, b: int, asked: int) -> np.ndarray:
-    """`evicted_at [kv_heads, T]` of one row, key by key and query by query, where the policy knows the newest `asked`
-    queries."""
+def simulate(run: Run, b: int, window: int) -> np.ndarray:
+    """Simulates `evicted_at [kv_heads, T]` of one row; the policy reads the newest `window` queries."""
     budget, chunk = run.config.budget, run.config.prefill_chunk or WIDTH
     start, q, k = run.projections(b)
     kv_heads, total, _ = k.shape
@@ -173,10 +172,10 @@ def simulate(run: Run, b: int, asked: int) -> np.ndarray:
         decoded = t + 1 - (WIDTH - start)  # negative within the prompt, whose chunks are counted from its end
         if decoded % (chunk if decoded < 0 else run.config.buffer) or len(kept[0]) <= budget:
             continue
-        queries = np.arange(max(t + 1 - asked, 0), t + 1)
+        queries = np.arange(max(t + 1 - window, 0), t + 1)
         keys = np.stack([k[h, kept[h]] for h in range(kv_heads)])
-        heard = np.stack([received[h, kept[h]] for h in range(kv_heads)])
-        row = Row(keys, np.array(kept), heard, q[:, queries], queries, budget)
+        attention = np.stack([received[h, kept[h]] for h in range(kv_heads)])
+        row = Row(keys, np.array(kept), attention, q[:, queries], queries, budget)
         scores = numpy_policies.scores(run.policy, row)
         for h in range(kv_heads):
             best = sorted(range(len(kept[h])), key=lambda i, h=h: (-scores[h, i], i))[:budget]
@@ -186,14 +185,14 @@ def simulate(run: Run, b: int, asked: int) -> np.ndarray:
     return np.concatenate([np.zeros((kv_heads, start), int), evicted_at], axis=1)
 
 
-# These ask for positions alone, as StreamingLLM does, or are the inner policy in a single layer.
-LIKE_ANOTHER = ("Recent", "Protect of StreamingLLM", "Pyramid", "Pyramid of H2O")
+# These read only positions, as StreamingLLM does, or equal their inner policy in a single layer.
+REDUNDANT = ("Recent", "Protect of StreamingLLM", "Pyramid", "Pyramid of H2O")
 
 
-@pytest.mark.parametrize("name", [name for name in BY_FORMULA if name not in LIKE_ANOTHER])
-def test_whole_rollout(name: str):
-    """The rollout hands the policy the right keys, queries and statistics at the right times."""
-    run = run_one_layer(BY_FORMULA[name])
+@pytest.mark.parametrize("name", [name for name in WITH_FORMULA if name not in REDUNDANT])
+def test_rollouts_match_the_simulation(name: str):
+    """The rollout passes the right keys, queries and statistics to the policy at the right times."""
+    run = run_one_layer(WITH_FORMULA[name])
     for b in range(3):
         tokens = np.asarray(run.trajectory.tokens)[b][np.asarray(run.trajectory.valid)[b]]
         assert len(set(tokens)) == len(tokens), "choose another key: two keys may have equal scores"
@@ -216,7 +215,7 @@ def test_whole_rollout(name: str):
         (Recent(), 0, 1),
     ],
 )
-def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budget: int, needed: int):
+def test_budgets_below_the_protected_keys_are_refused(policy: EvictionPolicy, budget: int, needed: int):
     check_budget(policy, needed, num_layers=2)
     message = rf"at least {needed} keys \(sinks \+ window that .*\); got {budget} in layer 0 \(budget {budget}\)"
     with pytest.raises(ValueError, match=message):
@@ -243,7 +242,7 @@ def test_budget_that_cannot_hold_the_protected_keys(policy: EvictionPolicy, budg
         (lambda: Pyramid(Knorm(), beta=float("nan")), r"Pyramid\.beta >= 1; got nan"),
     ],
 )
-def test_numbers_that_make_no_sense(make: Any, message: str):
+def test_invalid_numbers_are_refused(make: Any, message: str):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -255,7 +254,7 @@ def test_pyramid_budgets_by_hand():
     assert Pyramid(Knorm()).layer_budgets(8, 1) == (8,)
 
 
-def test_pyramid_with_a_layer_too_small_for_its_window():
+def test_pyramid_layers_below_the_protected_keys_are_refused():
     @dataclass(frozen=True)
     class Greedy(EvictionPolicy):
         """Protects more than Pyramid takes into account."""
@@ -281,8 +280,8 @@ class ListedBudgets(Budgets):
 
 
 @pytest.mark.parametrize("sizes", [(8,), (8, 8, 8), (8, 7.5), (8, True), "88", 8])
-def test_budgets_of_layers_that_make_no_sense(sizes: Any):
-    """With too few of them the other layers would not be sampled at all."""
+def test_invalid_layer_budgets_are_refused(sizes: Any):
+    """With too few budgets, the other layers would not be sampled."""
     check_budget(Budgets((8, 6)), 8, num_layers=2)
     assert plan(ListedBudgets((8, 6)), RolloutConfig(4, 8, 4), num_layers=2, prompt_width=4) == ((8, 6), 4)
     message = "expected layer_budgets of Budgets as a tuple of 2 whole numbers, one for each layer; got "
@@ -291,8 +290,7 @@ def test_budgets_of_layers_that_make_no_sense(sizes: Any):
 
 
 @pytest.mark.parametrize("wrap", [Pyramid, Protect])
-def test_wrappers_pass_on(wrap: Any):
-    """What the rollout must observe, and the budgets, are the inner policy's."""
+def test_wrappers_use_the_inner_policy(wrap: Any):
     for inner in (H2O(), SnapKV(window=5), TOVA(), Knorm()):
         assert wrap(inner).statistics == inner.statistics
     assert wrap(H2O(recent=0.25)).protected(40) == 10
@@ -302,7 +300,7 @@ def test_wrappers_pass_on(wrap: Any):
     np.testing.assert_array_equal(inner, outer)
 
 
-def test_constants_of_the_papers():
+def test_defaults_are_those_of_the_papers():
     assert (StreamingLLM().sinks, SnapKV().window, SnapKV().kernel, H2O().recent) == (4, 32, 5, 0.5)
     assert (RKV().window, RKV().kernel, RKV().weight, RKV().threshold) == (8, 7, 0.1, 0.5)
     assert Pyramid(SnapKV()).beta == 20.0
@@ -327,8 +325,7 @@ def test_random_differs_by_row_and_head_and_repeats_for_equal_keys():
 
 
 @pytest.mark.slow
-def test_random_draws_anew_at_every_compression_and_layer():
-    """In a rollout of two layers: no two choices among the same slots are the same."""
+def test_random_evictions_differ_by_row_layer_head_and_seed():
     config = replace(SHAPES["GQA"], num_layers=2)
     prompts = left_padded([WIDTH] * 2, WIDTH, config.vocab_size)
     sizes = RolloutConfig(RESPONSE, 8, 8)
@@ -343,8 +340,8 @@ def test_random_draws_anew_at_every_compression_and_layer():
     assert len({choice.tobytes() for choice in choices}) == len(choices)
 
 
-def test_prompts_lose_the_same_keys_in_any_batch():
-    """What a policy draws while a prompt is read comes from the key of the prompt's first row."""
+def test_prompt_evictions_do_not_depend_on_the_batch():
+    """Prefill uses the PRNG key of the prompt's first row."""
     wide = left_padded([5, 9, 9, 2], 9, ONE_LAYER.vocab_size)
     alone = PromptBatch(wide.tokens[:1, 4:], wide.valid[:1, 4:])
 
@@ -359,41 +356,41 @@ def test_prompts_lose_the_same_keys_in_any_batch():
     np.testing.assert_array_equal(read(alone, prompt_keys(keys[:1], 1))[0, :, 4:], together[0, :, 4:])
 
 
-def prompt_losses(key: Any, prompts: PromptBatch, **options: Any) -> np.ndarray:
-    """Which keys of the prompt are gone for the first query of the response."""
+def prompt_evictions(key: Any, prompts: PromptBatch, **options: Any) -> np.ndarray:
+    """Which prompt keys are evicted before the first response query."""
     sizes = RolloutConfig(2, 4, 2)
     run = rollout(Decoder(ONE_LAYER), make_params(ONE_LAYER), prompts, key, policy=Random(), config=sizes, **options)
     return eviction_times(run)[..., :WIDTH] == WIDTH
 
 
 @pytest.mark.slow
-def test_prompts_lose_other_keys_in_other_seeds_and_rollouts():
-    """Equal prompts too, unless they are one group, whose rows go on from one reading."""
+def test_prompt_evictions_differ_by_seed_and_rollout():
+    """Also between equal prompts, except within a group, which shares one prefill."""
     prompts = PromptBatch(jnp.ones((4, WIDTH), jnp.int32), jnp.ones((4, WIDTH), bool))
-    seeds = [prompt_losses(jax.random.key(seed), prompts) for seed in range(3)]
-    rollouts = [prompt_losses(jax.random.fold_in(jax.random.key(0), index), prompts) for index in range(3)]
-    drawn = [row.tobytes() for losses in seeds + rollouts for row in losses]
+    seeds = [prompt_evictions(jax.random.key(seed), prompts) for seed in range(3)]
+    rollouts = [prompt_evictions(jax.random.fold_in(jax.random.key(0), index), prompts) for index in range(3)]
+    drawn = [row.tobytes() for batch in seeds + rollouts for row in batch]
     assert len(set(drawn)) == len(drawn)
-    grouped = prompt_losses(jax.random.key(0), prompts, group_size=2)
+    grouped = prompt_evictions(jax.random.key(0), prompts, group_size=2)
     np.testing.assert_array_equal(grouped[::2], grouped[1::2])
     assert len({row.tobytes() for row in grouped}) == 4
 
 
 @pytest.mark.slow
-def test_copies_of_a_prompt_lose_the_same_keys():
-    """However often a group's prompt is read, so that it divides over a mesh, and by the engine."""
+def test_copies_of_a_prompt_evict_the_same_keys():
+    """A group's prompt may be read several times to divide over a mesh, or by the engine."""
     prompts = left_padded([WIDTH, WIDTH - 2], WIDTH, ONE_LAYER.vocab_size)
     key = jax.random.key(4)
-    whole = prompt_losses(key, prompts, group_size=4)
+    whole = prompt_evictions(key, prompts, group_size=4)
     for copies in (2, 4):
         repeated = repeat_prompts(prompts, copies)
-        split = prompt_losses(key, repeated, group_size=4 // copies, prompt_copies=copies)
+        split = prompt_evictions(key, repeated, group_size=4 // copies, prompt_copies=copies)
         np.testing.assert_array_equal(split, whole)
     engine = Engine(Decoder(ONE_LAYER), Random(), RolloutConfig(2, 4, 2), decode_rows=3, prefill_rows=1)
     run = engine.run(make_params(ONE_LAYER), prompts, key, group_size=4).trajectory
     np.testing.assert_array_equal(eviction_times(run)[..., :WIDTH] == WIDTH, whole)
     with pytest.raises(ValueError, match="expected prompt_copies that divide 2 prompts; got 3"):
-        prompt_losses(key, prompts, prompt_copies=3)
+        prompt_evictions(key, prompts, prompt_copies=3)
 
 
 def test_missing_statistics_are_named():
@@ -420,7 +417,7 @@ class HoldsAnArray(EvictionPolicy):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("policy", "message"),
     [
         (H2O, r"expected an eviction policy, an instance.*H2O'>: H2O\(\)\?"),
         ("h2o", "expected an eviction policy, an instance of an EvictionPolicy; got 'h2o'"),
@@ -428,13 +425,13 @@ class HoldsAnArray(EvictionPolicy):
         (HoldsAnArray(np.ones(2)), "expected a hashable eviction policy.*got HoldsAnArray.*unhashable type"),
     ],
 )
-def test_what_is_no_policy(given: Any, message: str):
+def test_invalid_policies_are_refused(policy: Any, message: str):
     with pytest.raises(TypeError, match=message):
-        check_policy(given)
+        check_policy(policy)
 
 
-def test_policies_that_are_equal_and_differ_are_refused():
-    """The second one would run the program of the first."""
+def test_policies_with_attributes_that_are_no_fields_are_refused():
+    """Two of them are equal, so the second would run the program of the first."""
     assert Undecorated(1) == Undecorated(-1)
     with pytest.raises(TypeError, match="attributes that are no fields: sign"):
         run_one_layer(Undecorated(1))
@@ -460,12 +457,12 @@ class Even(EvictionPolicy):
         return view.positions % 2 == 0
 
 
-def test_scores_may_be_whole_numbers_or_booleans():
+def test_scores_may_be_integers_or_booleans():
     newest, recent = (eviction_times(run_one_layer(policy).trajectory) for policy in (Newest(), Recent()))
     np.testing.assert_array_equal(newest, recent)
     assert (eviction_times(run_one_layer(Even()).trajectory) != newest).any()
 
 
-def test_scores_of_another_shape_are_named():
+def test_scores_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"expected ForgetsHeads.score to give \[rows, kv_heads, slots\] = .*; got \["):
         run_one_layer(ForgetsHeads())

@@ -1,9 +1,4 @@
-"""Statistics that the library has never seen: policies of a user's own, wherever keys are kept.
-
-Two statistics of different kinds, each in a policy: a pytree per row that must leave padding out, and vectors per slot
-that read the keys. What they keep is held against a simulation
-in numpy, key by key and query by query.
-"""
+"""User-defined statistics, a pytree per row and vectors per slot, against a NumPy simulation."""
 
 from __future__ import annotations
 
@@ -38,7 +33,7 @@ from tests.numpy_policies import FORMULAS, Row
 from tests.sampler.test_engine import MODEL, SHAPE, SIZES, TWO_LAYERS, check_alike
 from tests.under_test import eviction_times, gap, left_padded, make_params
 
-# --- an expected attention: the mean of all queries so far, and how well a key fits it
+# --- expected attention: the product of a key and the mean of all queries so far
 
 
 class Mean(NamedTuple):
@@ -53,9 +48,9 @@ class MeanQuery(Statistic[Mean]):
         return Mean(total, jnp.zeros(shape.rows, jnp.int32))
 
     def observe(self, state: Mean, seen: Observation) -> Mean:
-        there = seen.query_columns >= 0
-        queries = jnp.where(there[:, None, :, None], seen.queries, 0).astype(state.total.dtype)
-        return Mean(state.total + queries.sum(2), state.count + there.sum(1, dtype=jnp.int32))
+        exists = seen.query_columns >= 0
+        queries = jnp.where(exists[:, None, :, None], seen.queries, 0).astype(state.total.dtype)
+        return Mean(state.total + queries.sum(2), state.count + exists.sum(1, dtype=jnp.int32))
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class ExpectedAttention(EvictionPolicy):
         return jnp.einsum("rhd,rhsd->rhs", mean, view.keys.astype(mean.dtype))
 
 
-# --- a running norm: root mean square of all queries that could see a key, channel by channel
+# --- running norm: a key weighted by the root mean square of the queries that saw it, per channel
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ class Squares(Statistic[dict[str, jax.Array]]):
 class RunningNorm(EvictionPolicy):
     @property
     def statistics(self) -> tuple[Squares, NewestQueries]:
-        """Two of them, of both kinds; the score reads one."""
+        """One per slot and one per row; the score reads the first."""
         return (Squares(), NewestQueries(3))
 
     def score(self, view: CacheView) -> jax.Array:
@@ -114,12 +109,12 @@ POLICIES: dict[str, EvictionPolicy] = {
 }
 
 
-# --- against numpy: one layer, whose queries and keys follow from the tokens alone
+# --- against numpy: one layer, whose queries and keys depend only on the tokens
 
 
 def expected_attention(policy: ExpectedAttention, row: Row) -> np.ndarray:
     mean = row.queries.mean(axis=1).reshape(len(row.keys), row.group, -1).mean(axis=1)
-    return np.stack([keys @ fits for keys, fits in zip(row.keys, mean, strict=True)])
+    return np.stack([keys @ query for keys, query in zip(row.keys, mean, strict=True)])
 
 
 def running_norm(policy: RunningNorm, row: Row) -> np.ndarray:
@@ -133,25 +128,25 @@ def running_norm(policy: RunningNorm, row: Row) -> np.ndarray:
 
 FORMULAS.update({ExpectedAttention: expected_attention, RunningNorm: running_norm})
 
-# Statistics are harder where keys go between chunks.
-READ = [("expected attention", None), ("running norm", 4), ("Protect", 4)]
+# With chunks of 4, keys are also evicted within the prompt.
+PREFILLS = [("expected attention", None), ("running norm", 4), ("Protect", 4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "chunk"), READ)
-def test_the_same_keys_as_in_numpy(name: str, chunk: int | None):
+@pytest.mark.parametrize(("name", "chunk"), PREFILLS)
+def test_evictions_match_the_simulation(name: str, chunk: int | None):
     config = RolloutConfig(RESPONSE, budget=9, buffer=3, prefill_chunk=chunk)
     run = run_one_layer(POLICIES[name], config)
     for b in range(3):
-        expected = simulate(run, b, asked=WIDTH + RESPONSE)
+        expected = simulate(run, b, window=WIDTH + RESPONSE)
         np.testing.assert_array_equal(run.evicted_at[b], expected)
         assert ((expected > 0) & (expected < NEVER)).sum() > 20
 
 
-# --- everywhere: the learner finds the sampler's probabilities, an engine gives what a fixed batch gives
+# --- identity in a fixed batch, in an engine and on a mesh
 
-# Every statistic and every form of reading.
-EVERYWHERE = [
+# Every statistic and every form of prefill.
+IDENTITY_CASES = [
     ("running norm", replace(SIZES, quant=QuantConfig(bits=4, group=2))),
     ("Protect", replace(SIZES, prefill_chunk=5)),
     ("Pyramid", SIZES),
@@ -159,16 +154,16 @@ EVERYWHERE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sizes"), EVERYWHERE, ids=["quantised", "in chunks", "whole prompts"])
+@pytest.mark.parametrize(("name", "sizes"), IDENTITY_CASES, ids=["quantised", "in chunks", "whole prompts"])
 def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, sizes: RolloutConfig):
     model = TWO_LAYERS if name == "Pyramid" else MODEL  # budgets that differ between layers
     done = check_alike(POLICIES[name], sizes, model)
-    assert gap(model, done, done.dense_mask()).max() > 1e-2, "nothing was evicted that mattered"
+    assert gap(model, done, done.dense_mask()).max() > 1e-2, "the evictions must matter"
 
 
 @pytest.mark.slow
 def test_on_a_mesh():
-    """Rows and heads of every statistic on devices of their own."""
+    """Rows and heads of every statistic are sharded."""
     policy, params = RunningNorm(), make_params(SHAPE)
     config = RolloutConfig(9, 6, 3)
     prompts, key = left_padded([8, 5, 3, 8, 2, 6, 7, 1], 8, SHAPE.vocab_size), jax.random.key(2)
@@ -187,8 +182,7 @@ def test_on_a_mesh():
             assert leaf.sharding.spec == PartitionSpec(("data", "fsdp"), "tensor")
 
 
-def test_a_step_copies_no_statistic():
-    """A segment works with less than one layer's largest statistic beside the state, which it updates in place."""
+def test_a_segment_updates_statistics_in_place():
     shape = tiny_model_config(vocab_size=40, num_layers=2, tie_embeddings=False, hidden_size=8, intermediate_size=8)
     config = RolloutConfig(max_new_tokens=64, budget=1000, buffer=24)
     sampler, rows = Sampler(Decoder(shape), RunningNorm(), config, 1020), 8

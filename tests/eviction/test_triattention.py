@@ -1,4 +1,4 @@
-"""TriAttention's measured queries, and what it refuses. Its scores and kept keys: tests/eviction/test_eviction.py."""
+"""TriAttention's query centers and invalid inputs. Its scores are tested in tests/eviction/test_eviction.py."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.under_test import left_padded, make_params
 ONE_LAYER = tiny_model_config(num_layers=1, tie_embeddings=False)
 
 
-def test_measured_centers_are_those_of_numpy():
-    """Of two prompts of different lengths: padding does not count, whatever its side."""
+def test_measured_centers_match_numpy():
+    """Over two prompts of different lengths; padding does not count."""
     prompts, params = left_padded([9, 5], 9, ONE_LAYER.vocab_size), make_params(ONE_LAYER)
     centers = measure_query_centers(Decoder(ONE_LAYER), params, prompts.tokens, prompts.valid)
     found = []
@@ -46,7 +46,7 @@ def test_centers_are_a_static_argument():
     assert isinstance(saved, dict) and saved["centers"] == {"_class": "QueryCenters", "digest": one.digest}
 
 
-def test_refusals():
+def test_invalid_inputs_are_refused():
     mean, length = np.ones((1, 4, 4), complex), np.ones((1, 4, 4))
     with pytest.raises(ValueError, match=r"expected mean and length \[layers, heads, head_dim / 2\]; got \(4, 4\)"):
         QueryCenters(mean[0], length, np.ones(4))
@@ -59,22 +59,22 @@ def test_refusals():
     with pytest.raises(ValueError, match="expected TriAttention.longest >= 1; got 0"):
         TriAttention(drawn_centers(heads=4, half=4), longest=0)
     two_layers = replace(ONE_LAYER, num_layers=2)
-    run = (left_padded([9], 9, 8), jax.random.key(0))
+    inputs = (left_padded([9], 9, 8), jax.random.key(0))
     sizes = RolloutConfig(4, budget=4, buffer=2)
-    for config, centers, said in (
+    for config, centers, message in (
         (two_layers, drawn_centers(heads=4, half=4), "expected query centers of at least 2 layers; got 1"),
         (ONE_LAYER, drawn_centers(heads=3, half=4), r"expected query centers of a multiple of 2 heads and 4 freq"),
     ):
-        with pytest.raises(ValueError, match=said):
-            rollout(Decoder(config), make_params(config), *run, policy=TriAttention(centers), config=sizes)
+        with pytest.raises(ValueError, match=message):
+            rollout(Decoder(config), make_params(config), *inputs, policy=TriAttention(centers), config=sizes)
     halved, mixed = replace(ONE_LAYER, rotary_dim=4), replace(ONE_LAYER, rope_interleaved=True)
-    for config, said in ((halved, "got 4 of them$"), (mixed, "got 8 of them in neighbouring pairs")):
-        with pytest.raises(ValueError, match=f"expected RoPE that pairs the halves of all 8 channels; {said}"):
-            measure_query_centers(Decoder(config), {}, run[0].tokens, run[0].valid)
+    for config, message in ((halved, "got 4 of them$"), (mixed, "got 8 of them in neighbouring pairs")):
+        with pytest.raises(ValueError, match=f"expected RoPE that pairs the halves of all 8 channels; {message}"):
+            measure_query_centers(Decoder(config), {}, inputs[0].tokens, inputs[0].valid)
 
 
-def test_a_layer_without_rope_turns_nothing():
-    """Of a model whose attention has sinks of its own."""
+def test_layers_without_rope_have_zero_frequencies():
+    """The model also has attention sinks."""
     config = replace(ONE_LAYER, num_layers=2, rope_layers=(True, False), attention_sinks=True)
     prompts = left_padded([9], 9, 8)
     centers = measure_query_centers(Decoder(config), make_params(config), prompts.tokens, prompts.valid)

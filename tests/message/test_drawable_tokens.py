@@ -1,4 +1,4 @@
-"""Replay of sampling filters and a minimum length: sampler and learner are one policy in every loss."""
+"""Replay of sampling filters and minimum lengths: losses use the sampler's drawable tokens."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ SAMPLERS: dict[str, tuple[SamplingConfig, int, Any]] = {
 
 @functools.cache
 def sampled(name: str) -> Trajectory:
-    """Rows of unequal prompts and responses under a budget of half their length."""
+    """A rollout with unequal prompts and responses, under a budget of half their length."""
     sampling, minimum, _ = SAMPLERS[name]
     config = RolloutConfig(LENGTH, 5, 2, eos_token_id=EOS, sampling=sampling, min_new_tokens=minimum)
     prompts = left_padded([8, 3, 5, 1], WIDTH, VOCAB)
-    # The first caller may be under a jit, whose tracers must not stay in the cache.
+    # If the first caller is traced, its tracers must not enter the cache.
     with jax.ensure_compile_time_eval():
         return rollout(MODEL, PARAMS, prompts, jax.random.key(3), policy=H2O(), config=config)
 
@@ -96,8 +96,8 @@ def plain_token_logprobs(name: str, params: Any, visibility: Visibility) -> jax.
     return jnp.take_along_axis(logprobs, sampled(name).response[..., None], -1)[..., 0]
 
 
-def largest_gap(trajectory: Trajectory) -> float:
-    """The largest |log p_sampler - log p_learner|."""
+def max_difference(trajectory: Trajectory) -> float:
+    """Largest |log p_sampler - log p_learner|."""
     return float(gap(MODEL, trajectory, params=PARAMS).max())
 
 
@@ -131,13 +131,13 @@ def test_a_minimum_length_without_filters_needs_no_array():
     assert ((drawable.apply(logits, jnp.array([2, 1])) == OUTSIDE).sum((0, 2)) == jnp.array([0, 5])).all()
 
 
-def test_bits_of_another_vocabulary():
+def test_bits_of_another_vocabulary_are_refused():
     with pytest.raises(ValueError, match="expected 4 bytes of bits for a vocabulary of 25; got 3 bytes"):
         DrawableTokens(jnp.zeros((1, 2, 3), jnp.uint8)).to_boolean(25, jnp.arange(2))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: str):
+def test_softmax_entropy_and_divergences_use_only_drawable_tokens(dtype: str):
     """Values equal those over the drawable tokens; gradients are finite, and exactly 0 outside."""
     rng = np.random.default_rng(1)
     inside = rng.random((2, 3, 17)) < 0.4
@@ -161,11 +161,11 @@ def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: st
     for grad in map(np.asarray, grads):
         assert np.isfinite(grad).all() and (grad[~inside] == 0).all() and (grad != 0).any()
     for b, t in np.ndindex(2, 3):
-        few = inside[b, t]
-        p, q = (np.exp(z[b, t][few].astype(np.float64) - z[b, t][few].max()) for z in (x, y))
+        allowed = inside[b, t]
+        p, q = (np.exp(z[b, t][allowed].astype(np.float64) - z[b, t][allowed].max()) for z in (x, y))
         p, q = p / p.sum(), q / q.sum()
         expected = {
-            "logprobs": np.log(p[int(few[:4].sum())]),
+            "logprobs": np.log(p[int(allowed[:4].sum())]),
             "entropy": -(p * np.log(p)).sum(),
             "kl": (p * np.log(p / q)).sum(),
             "overlap": np.minimum(p, q).sum(),
@@ -174,7 +174,7 @@ def test_softmax_entropy_and_divergences_see_the_drawable_tokens_alone(dtype: st
             np.testing.assert_allclose(values[name][b, t], value, rtol=2e-5, atol=1e-5)
 
 
-# --- one policy
+# --- identity
 
 
 @pytest.mark.slow
@@ -186,14 +186,14 @@ def test_identity(name: str):
     assert (None if trajectory.drawable.sets is None else trajectory.drawable.sets.dtype) == dtype
     lengths = np.asarray(trajectory.lengths())
     assert (lengths > minimum).all()
-    assert largest_gap(trajectory) < 2e-5
+    assert max_difference(trajectory) < 2e-5
     from_host = replay(MODEL, PARAMS, jax.device_get(trajectory)).logprobs
     assert abs(from_host - trajectory.logprobs).max(where=trajectory.response_mask, initial=0) < 2e-5
     mask, entropy = np.asarray(trajectory.response_mask), replay_jitted(MODEL, PARAMS, trajectory).entropy
     np.testing.assert_allclose(np.asarray(trajectory.entropy)[mask], np.asarray(entropy)[mask], rtol=1e-4, atol=1e-5)
     assert not np.asarray(trajectory.entropy)[~mask].any()
-    assert largest_gap(trajectory.replace(drawable=None)) > (1e-3 if name == "minimum length" else 1e-2)
-    assert trajectory.mask is not None and largest_gap(trajectory.replace(mask=trajectory.dense_mask())) > 1e-2
+    assert max_difference(trajectory.replace(drawable=None)) > (1e-3 if name == "minimum length" else 1e-2)
+    assert trajectory.mask is not None and max_difference(trajectory.replace(mask=trajectory.dense_mask())) > 1e-2
     explicit = plain_token_logprobs(name, PARAMS, "shadow")
     np.testing.assert_allclose(np.asarray(trajectory.logprobs)[mask], np.asarray(explicit)[mask], atol=2e-5)
 
@@ -208,10 +208,10 @@ def test_padding_has_finite_logprobs():
     assert (scores.logprobs > -100).all() and jnp.isfinite(scores.entropy).all()
 
 
-# --- the sampling support of other engines, in compressed rows
+# --- the sampling support of other engines, in CSR form
 
 
-def test_compressed_rows_by_hand():
+def test_csr_support_by_hand():
     support = [([3, 5, 7, 1, 2], [0, 2, 5]), ([9], [0, 1])]
     drawable = DrawableTokens.from_csr(support, [[5, 1], [9]])
     assert drawable.sets is not None and drawable.sets.tolist() == [
@@ -223,10 +223,10 @@ def test_compressed_rows_by_hand():
 @pytest.mark.slow
 @settings(deadline=None)  # new sizes compile
 @given(st.lists(st.sets(st.integers(0, 99), min_size=1), min_size=1, max_size=6), st.booleans())
-def test_sets_come_back(sets, as_bits):
-    ids = [token for one in sets for token in sorted(one)]
+def test_csr_support_round_trips(sets, as_bits):
+    ids = [token for tokens in sets for token in sorted(tokens)]
     offsets = np.cumsum([0, *map(len, sets)])
-    response = [min(one) for one in sets]
+    response = [min(tokens) for tokens in sets]
     vocab_size = 100 if as_bits else None
     drawable = DrawableTokens.from_csr([(ids, offsets)], [response], response_width=6, vocab_size=vocab_size)
     boolean = np.asarray(drawable.to_boolean(100, jnp.arange(6)))[0, : len(sets)]
@@ -234,7 +234,7 @@ def test_sets_come_back(sets, as_bits):
 
 
 @pytest.mark.parametrize(
-    ("support", "said"),
+    ("support", "message"),
     [
         ([], "sampling support of 1 rows; got 0"),
         ([([1, 2], [0, 1])], "expected 3 rising offsets from 0 to 2 in the sampling support of row 0"),
@@ -247,8 +247,8 @@ def test_sets_come_back(sets, as_bits):
         ([(np.array([1.5, 2.0]), [0, 1, 2])], "expected whole numbers"),
     ],
 )
-def test_bad_support_is_refused(support, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_support_is_refused(support, message):
+    with pytest.raises(ValueError, match=message):
         DrawableTokens.from_csr(support, [[1, 2]], vocab_size=100)
 
 
@@ -258,8 +258,8 @@ def test_support_without_tokens_is_refused(responses: list[list[int]]):
         DrawableTokens.from_csr([([], [0])] * len(responses), responses)
 
 
-def test_bits_of_many_tokens():
-    """More tokens than are packed at once; only the first set is large."""
+def test_bits_of_more_tokens_than_a_block():
+    """Only the first set is large."""
     vocab, tokens = 20_000, 300
     ids = np.concatenate([np.arange(700), np.arange(1, tokens) * 60])
     drawable = DrawableTokens.from_csr([(ids, [0, *range(700, len(ids) + 1)])], [[0, *ids[700:]]], vocab_size=vocab)
@@ -296,7 +296,7 @@ def test_a_width_below_the_longest_response_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["top-k", "top-p"])
 def test_a_foreign_record_with_support_is_exact(name: str):
-    """A rollout of ours, reported as vLLM reports it. Without its support the learner is another policy."""
+    """Our own rollout in vLLM's format. Without the support the learner is another policy."""
     ours = sampled(name)
     arrays = arrays_of(ours)
     ids, offsets, ends = arrays["support_ids"], arrays["support_offsets"], np.cumsum(ours.lengths())
@@ -305,8 +305,8 @@ def test_a_foreign_record_with_support_is_exact(name: str):
         for start, end in zip([0, *ends], ends, strict=False)
     ]
     record = records_of(ours) | {"temperature": ours.temperature, "vocab_size": VOCAB}
-    assert largest_gap(Trajectory.from_records(**record, support=support)) < 2e-5
-    assert largest_gap(Trajectory.from_records(**record)) > 1e-2
+    assert max_difference(Trajectory.from_records(**record, support=support)) < 2e-5
+    assert max_difference(Trajectory.from_records(**record)) > 1e-2
 
 
 # --- losses
@@ -366,13 +366,13 @@ def test_distillation(name: str, direction: Any):
     """Divergence and overlap equal the plain definition over the drawable tokens; gradients are finite."""
     trajectory = sampled(name)
     weights = jnp.where(trajectory.response_mask, jnp.arange(1.0, LENGTH + 1)[None], 0.0)
-    of_dense = plain_logprobs(name, REFERENCE if direction == "anchor" else PARAMS, "dense")
-    of_shadow = plain_logprobs(name, PARAMS, "shadow")
-    dense, shadow = (jnp.where(jnp.isfinite(x), x, -1e30) for x in (of_dense, of_shadow))
-    each = divergence(dense, shadow, direction)
+    dense_logprobs = plain_logprobs(name, REFERENCE if direction == "anchor" else PARAMS, "dense")
+    shadow_logprobs = plain_logprobs(name, PARAMS, "shadow")
+    dense, shadow = (jnp.where(jnp.isfinite(x), x, -1e30) for x in (dense_logprobs, shadow_logprobs))
+    per_token = divergence(dense, shadow, direction)
     value, agreement = distilled(name, DistillConfig(direction=direction), weights)
-    np.testing.assert_allclose(value, (weights * each).sum(), rtol=1e-4)
-    shared = np.minimum(np.exp(of_dense), np.exp(of_shadow)).sum(-1)
+    np.testing.assert_allclose(value, (weights * per_token).sum(), rtol=1e-4)
+    shared = np.minimum(np.exp(dense_logprobs), np.exp(shadow_logprobs)).sum(-1)
     inside = np.asarray(weights > 0)
     np.testing.assert_allclose(np.asarray(agreement)[inside], shared[inside], rtol=1e-4)
 

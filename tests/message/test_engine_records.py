@@ -1,4 +1,4 @@
-"""Records of TensorRT-LLM and Memento against caches that numpy compacts in place, and against our own rollouts."""
+"""Records of TensorRT-LLM and Memento against NumPy caches and our own rollouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODES: tuple[EvictionMode, ...] = ("union", "per_head", "per_layer_perhead")
 
 
 class Pool:
-    """The key pools of one request, as arrays that are overwritten: each entry is the position of its token."""
+    """Key pools of one request: each slot holds the position of its token."""
 
     def __init__(self, prompt: int, tokens: int) -> None:
         self.prompt = prompt
@@ -48,14 +48,14 @@ class Pool:
             self.visible[:, :, query, : query + 1] = True
 
     def forward(self, query: int) -> None:
-        """Writes the query's key, and attends to all that lies in the pools."""
+        """Writes the query's key, then attends to every key in the pools."""
         self.slots[:, :, self.length] = query
         self.length += 1
         for layer, head in np.ndindex(LAYERS, HEADS):
             self.visible[layer, head, query, self.slots[layer, head, : self.length]] = True
 
     def compact(self, kept: np.ndarray, cached: int) -> None:
-        """Moves the kept keys of `[layers, kv_heads, keep]`, and what is in flight, behind the prompt."""
+        """Moves the kept keys `[layers, kv_heads, keep]` and the keys in flight to the slots after the prompt."""
         for layer, head in np.ndindex(LAYERS, HEADS):
             pool = self.slots[layer, head]
             for target, source in enumerate([*kept[layer, head], *range(cached, self.length)], self.prompt):
@@ -63,10 +63,10 @@ class Pool:
         self.length = self.prompt + kept.shape[-1] + self.length - cached
 
 
-def emulated(
+def emulate(
     mode: EvictionMode, prompt: int, tokens: int, keep: int, beta: int, overlap: bool, seed: int
 ) -> tuple[list[Round], np.ndarray]:
-    """Rounds with random kept sets, and what the queries of a request saw."""
+    """A request with random kept sets: its rounds, and the keys that its queries saw."""
     rng, pool, rounds, evicted = np.random.default_rng(seed), Pool(prompt, tokens), [], 0
     queries = iter(range(prompt, tokens - 1))  # the last token is never read
     for step, query in enumerate(queries, 1):
@@ -97,11 +97,11 @@ def emulated(
     overlap=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_rounds_are_what_the_queries_saw(
+def test_random_rounds_give_the_emulated_visibility(
     mode: EvictionMode, prompt: int, response: int, keep: int, beta: int, overlap: bool, seed: int
 ):
     tokens = prompt + response
-    rounds, visible = emulated(mode, prompt, tokens, keep, beta, overlap, seed)
+    rounds, visible = emulate(mode, prompt, tokens, keep, beta, overlap, seed)
     rows = [[1] * prompt], [[2] * response]
     (evicted_at,) = tensorrt_llm_evictions(*rows, [rounds], mode=mode, layers=LAYERS, kv_heads=HEADS)
     query = np.arange(tokens)
@@ -110,23 +110,23 @@ def test_rounds_are_what_the_queries_saw(
     np.testing.assert_array_equal(np.broadcast_to(seen, visible.shape)[:, :, :-1], visible[:, :, :-1])
 
 
-def of_one_row(rounds: Any, mode: Any = "union", full_layers: Any = ()) -> np.ndarray:
-    """Of a prompt of two tokens and a response of eight."""
+def row_evicted_at(rounds: Any, mode: Any = "union", full_layers: Any = ()) -> np.ndarray:
+    """For a prompt of two tokens and a response of eight."""
     sizes = {"layers": LAYERS, "kv_heads": HEADS, "full_layers": full_layers}
     return tensorrt_llm_evictions([[1] * 2], [[2] * 8], rounds, mode=mode, **sizes)[0]
 
 
-def test_the_picture():
+def test_rounds_of_the_module_docstring():
     for late in (0, 1):
         rounds = [Round(6, [3, 4], late), Round(6, [2, 5], late)]
         expected = [NEVER, NEVER, 6 + late, NEVER, 8 + late, 6 + late, 8 + late, NEVER, NEVER, NEVER]
-        assert of_one_row([rounds]).tolist() == [[expected]]
-        assert of_one_row([rounds], full_layers=[1]).tolist() == [[expected], [[NEVER] * 10]]
-    assert of_one_row([[Round(6, [])]]).tolist() == [[[NEVER] * 2 + [6] * 4 + [NEVER] * 4]]
+        assert row_evicted_at([rounds]).tolist() == [[expected]]
+        assert row_evicted_at([rounds], full_layers=[1]).tolist() == [[expected], [[NEVER] * 10]]
+    assert row_evicted_at([[Round(6, [])]]).tolist() == [[[NEVER] * 2 + [6] * 4 + [NEVER] * 4]]
 
 
 @pytest.mark.parametrize(
-    ("rounds", "more", "said"),
+    ("rounds", "options", "message"),
     [
         ([], {}, "expected rounds of 1 prompts and 1 responses; got 0"),
         ([[Round(11, [3, 4])]], {}, r"expected cached from 2, .* to 10, .*; got 11 \(row 0, round 0\)"),
@@ -141,9 +141,9 @@ def test_the_picture():
         ([[Round(6, [3])]], {"full_layers": [2]}, r"expected full_layers from 0 to 1; got \(2,\)"),
     ],
 )
-def test_rounds_that_cannot_be(rounds: Any, more: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
-        of_one_row(rounds, **more)
+def test_invalid_rounds_are_refused(rounds: Any, options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        row_evicted_at(rounds, **options)
 
 
 PROMPT, KEEP, BETA = 7, 6, 4
@@ -170,7 +170,7 @@ def rounds_of(evicted_at: np.ndarray) -> list[Round]:
 
 
 def test_a_rollout_of_the_engine_is_replayed_exactly():
-    """TriAttention pins the prompt and keeps KEEP keys of what follows, every BETA tokens, in each layer and head."""
+    """TriAttention pins the prompt; every BETA tokens it keeps KEEP later keys per layer and head."""
     prompts = left_padded([PROMPT] * 3, PROMPT, CONFIG.vocab_size)
     centers = measure_query_centers(MODEL, PARAMS, prompts.tokens, prompts.valid)
     sizes = RolloutConfig(max_new_tokens=41, budget=PROMPT + KEEP, buffer=BETA)
@@ -178,12 +178,12 @@ def test_a_rollout_of_the_engine_is_replayed_exactly():
     rounds = [rounds_of(row) for row in eviction_times(ours)]
     assert all(len(of_row) == 9 and np.asarray(of_row[0].kept).shape == (4, KEEP) for of_row in rounds)
     late = [[replace(one, in_flight=1) for one in of_row] for of_row in rounds]
-    given = records_of(ours)
-    del given["evicted_at"]
-    tokens = given["prompts"], given["responses"]
+    record = records_of(ours)
+    del record["evicted_at"]
+    tokens = record["prompts"], record["responses"]
     theirs, wrong = (
         Trajectory.from_records(
-            **given,
+            **record,
             evicted_at=tensorrt_llm_evictions(*tokens, x, mode="per_layer_perhead", layers=LAYERS, kv_heads=HEADS),
         )
         for x in (rounds, late)
@@ -197,20 +197,20 @@ def test_a_rollout_of_the_engine_is_replayed_exactly():
 BLOCKS = MementoBlocks(block_start=3, block_end=4, summary_start=5, summary_end=6, mask_delimiters=False)
 
 
-def seen_by_hand(prompt: int, response: list[int], blocks: MementoBlocks) -> np.ndarray:
-    """`[tokens, tokens]`: which keys lie in the cache when a query attends. Keys are deleted from a list."""
+def visible_by_hand(prompt: int, response: list[int], blocks: MementoBlocks) -> np.ndarray:
+    """Visibility `[tokens, tokens]`; evicted keys are deleted from a list."""
     total, cache = prompt + len(response), list(range(prompt))
     visible = np.zeros((total, total), bool)
     visible[:prompt, :prompt] = np.tril(np.ones((prompt, prompt), bool))
     stack: list[int] = []
-    ends: dict[int, int] = {}  # start: end, of blocks without a summary, in the order of their starts
-    writing: tuple[int, int] | None = None
-    done: list[tuple[int, int]] = []
+    ends: dict[int, int] = {}  # start: end of closed blocks without a summary
+    summarising: tuple[int, int] | None = None
+    summarised: list[tuple[int, int]] = []
     defer = blocks.keep_last_block_for_answer and blocks.keep_last_n_blocks == 0
 
     def delete_oldest() -> None:
-        if 0 <= blocks.keep_last_n_blocks < len(done):
-            start, end = done.pop(0)
+        if 0 <= blocks.keep_last_n_blocks < len(summarised):
+            start, end = summarised.pop(0)
             first, last = (start, end) if blocks.mask_delimiters else (start + 1, end - 1)
             cache[:] = [key for key in cache if not first <= key <= last]
 
@@ -223,10 +223,10 @@ def seen_by_hand(prompt: int, response: list[int], blocks: MementoBlocks) -> np.
             ends[stack.pop()] = position
         if token == 5 and ends:
             newest = max(ends)
-            writing = (newest, ends.pop(newest))
-        if token == 6 and writing:
-            done.append(writing)
-            writing = None
+            summarising = (newest, ends.pop(newest))
+        if token == 6 and summarising:
+            summarised.append(summarising)
+            summarising = None
             if not defer:
                 delete_oldest()
         cache.append(position)
@@ -242,17 +242,17 @@ def seen_by_hand(prompt: int, response: list[int], blocks: MementoBlocks) -> np.
     keep=st.integers(-1, 2),
     for_answer=st.booleans(),
 )
-def test_blocks_of_any_tokens(prompt: int, response: list[int], delimiters: bool, keep: int, for_answer: bool):
-    """Nested and unfinished blocks, too."""
+def test_visibility_of_random_blocks(prompt: int, response: list[int], delimiters: bool, keep: int, for_answer: bool):
+    """Includes nested and unfinished blocks."""
     blocks = replace(BLOCKS, mask_delimiters=delimiters, keep_last_n_blocks=keep, keep_last_block_for_answer=for_answer)
     (evicted_at,) = memento_evictions([[2] * prompt], [response], blocks)
     query = np.arange(prompt + len(response))
-    seen = (query <= query[:, None]) & (query[:, None] < evicted_at[0, 0])
-    np.testing.assert_array_equal(seen, seen_by_hand(prompt, response, blocks))
+    visible = (query <= query[:, None]) & (query[:, None] < evicted_at[0, 0])
+    np.testing.assert_array_equal(visible, visible_by_hand(prompt, response, blocks))
 
 
 def nests(response: list[int]) -> bool:
-    """Whether a block begins within another one, or ends before the one before it has its summary."""
+    """Whether a block begins inside another, or ends before the previous one has its summary."""
     opened, waiting = False, False
     for token in response:
         if (token == 3 and opened) or (token == 4 and opened and waiting):
@@ -263,16 +263,16 @@ def nests(response: list[int]) -> bool:
 
 
 def test_a_rollout_of_memento_is_replayed_exactly():
-    """Our policy evicts the same blocks, as long as they do not nest. One query later would be noticed."""
+    """Our policy evicts the same blocks if they do not nest. Evictions one query later would differ."""
     prompts = PromptBatch(jnp.tile(jnp.array([[1, 2, 7]]), (48, 1)), jnp.ones((48, 3), bool))
     policy = OnTokens(TokenSpans(open=3, close=4, summary=(5, 6)))
     ours = sampled(policy, RolloutConfig(max_new_tokens=30, budget=8, buffer=8), prompts)
     rows = [row for row, tokens in enumerate(np.asarray(ours.response).tolist()) if not nests(tokens)]
-    given = records_of(jax.tree.map(lambda x: x[np.array(rows)], ours))
-    del given["evicted_at"]
+    record = records_of(jax.tree.map(lambda x: x[np.array(rows)], ours))
+    del record["evicted_at"]
     theirs, late = (
         Trajectory.from_records(
-            **given, evicted_at=memento_evictions(given["prompts"], given["responses"], BLOCKS, in_flight=in_flight)
+            **record, evicted_at=memento_evictions(record["prompts"], record["responses"], BLOCKS, in_flight=in_flight)
         )
         for in_flight in (0, 1)
     )
@@ -283,7 +283,7 @@ def test_a_rollout_of_memento_is_replayed_exactly():
     assert gap(MODEL, theirs).max() <= 2e-5 and gap(MODEL, late).max() > 1e-3
 
 
-def test_blocks_that_cannot_be():
+def test_invalid_blocks_are_refused():
     with pytest.raises(ValueError, match="expected four different token ids"):
         replace(BLOCKS, block_end=3)
     with pytest.raises(ValueError, match="expected keep_last_n_blocks >= -1; got -2"):

@@ -1,5 +1,4 @@
-"""Evictions as draws: the learner gives the sampler's log-probabilities of tokens and of evictions again, both are
-those of Plackett and Luce, and reward moves the gate."""
+"""Sampled evictions: replay, log-probabilities after Plackett and Luce, and gradients of the gate."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ WIDTH, RESPONSE = 12, 30
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
 LIMITS = np.array([30, 4, 30, 17, 9, 30, 1, 30])  # some rows end within a segment, one with the first token
 CONFIG = RolloutConfig(RESPONSE, budget=7, buffer=3, eos_token_id=7)
-# float32, and log-probabilities of up to ten nats, sums over up to five draws.
+# Rounding of float32: sums over up to five draws, log-probabilities of up to ten nats.
 BOUND = 3e-5
 
 CASES: dict[str, tuple[ModelConfig, RolloutConfig]] = {
@@ -55,13 +54,12 @@ CASES: dict[str, tuple[ModelConfig, RolloutConfig]] = {
     ),
 }
 
-
-# The second by the model's own attention: low enough that queries of random parameters prefer some keys.
+# The temperature is low enough that queries of random parameters prefer some keys.
 GATES = {"linear": LinearGate(), "attention": AttentionGate(temperature=0.3)}
 
 
 def with_gate(config: ModelConfig) -> dict[str, Any]:
-    """A gate that has opinions: logits of a few nats apart."""
+    """Parameters with a gate whose logits are a few nats apart."""
     params = add_gate(
         make_params(config),
         LinearGate(),
@@ -74,18 +72,18 @@ def with_gate(config: ModelConfig) -> dict[str, Any]:
     return {**params, EVICTION_GATE: gate}
 
 
-def test_sampler_and_learner_read_a_gate_in_one_precision():
+def test_compute_params_leave_the_gate_in_float32():
     config = dataclasses.replace(SHAPES["GQA"], dtype="bfloat16")
     params = with_gate(config)
-    read = Decoder(config).compute_params(params)
-    same = jax.tree.map(
-        lambda x, y: x.dtype == y.dtype and bool((x == y).all()), read[EVICTION_GATE], params[EVICTION_GATE]
+    converted = Decoder(config).compute_params(params)
+    equal = jax.tree.map(
+        lambda x, y: x.dtype == y.dtype and bool((x == y).all()), converted[EVICTION_GATE], params[EVICTION_GATE]
     )
-    assert all(jax.tree.leaves(same)) and any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(read))
+    assert all(jax.tree.leaves(equal)) and any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(converted))
 
 
 @cache
-def roll(case: str, gate: str = "linear") -> tuple[Decoder, Any, Trajectory]:
+def roll_out(case: str, gate: str = "linear") -> tuple[Decoder, Any, Trajectory]:
     shape, config = CASES[case]
     model, params = Decoder(shape), with_gate(shape) if GATES[gate].has_parameters else make_params(shape)
     prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
@@ -107,29 +105,29 @@ def differences(model: Decoder, params: Any, trajectory: Any) -> tuple[float, fl
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("case", CASES)
 def test_identity(case: str, gate: str):
-    """Both parts, in float32: unequal prompts, rows that end early, compressions of prompts and responses."""
-    model, params, trajectory = roll(case, gate)
+    """Covers unequal prompts, rows that end early, and compressions of prompts and responses."""
+    model, params, trajectory = roll_out(case, gate)
     draws: Any = trajectory.evictions
     tokens, evictions = differences(model, params, trajectory)
     print(f"{case}: |dlogp| tokens {tokens:.1e}, evictions {evictions:.1e}")
     assert tokens <= 2e-5 and evictions <= BOUND
     counted = np.asarray(draws.counted(trajectory.valid))
     by_compression = np.moveaxis(np.asarray(draws.logprobs), 3, 1)
-    assert (by_compression[counted] < -0.1).mean() > 0.5, "something was drawn"
+    assert (by_compression[counted] < -0.1).mean() > 0.5, "most draws must be uncertain"
     assert not by_compression[~counted].any() and counted.sum(axis=1).min() == 0
     shuffled = draws.replace(order=jnp.where(draws.order == STAYED, STAYED, -draws.order))
-    assert differences(model, params, trajectory.replace(evictions=shuffled))[1] > 0.1, "another order, another p"
+    assert differences(model, params, trajectory.replace(evictions=shuffled))[1] > 0.1, "the order must matter"
     moved = jax.tree.map(lambda x: 1.1 * x, {EVICTION_GATE: params[EVICTION_GATE]} if gate == "linear" else params)
-    assert differences(model, {**params, **moved}, trajectory)[1] > 0.05, "another gate, another p"
+    assert differences(model, {**params, **moved}, trajectory)[1] > 0.05, "the gate must matter"
 
 
-def plackett_luce(logits: dict[int, float], gone: list[int]) -> float:
-    """log p that these keys go in this order, by the definition and in float64."""
-    left = {key: math.exp(-logit) for key, logit in logits.items()}
+def plackett_luce(logits: dict[int, float], evicted: list[int]) -> float:
+    """Log-probability that these keys are evicted in this order, by the definition in float64."""
+    weights = {key: math.exp(-logit) for key, logit in logits.items()}
     total = 0.0
-    for key in gone:
-        total += math.log(left[key] / sum(left.values()))
-        del left[key]
+    for key in evicted:
+        total += math.log(weights[key] / sum(weights.values()))
+        del weights[key]
     return total
 
 
@@ -140,31 +138,31 @@ def numpy_gate(kernel: np.ndarray, key: np.ndarray, value: np.ndarray, position:
 
 
 def numpy_attention(queries: np.ndarray, key: np.ndarray) -> float:
-    """The query heads of a KV head, by the definition."""
+    """Mean over the query heads of a KV head, at temperature 0.3."""
     return float(np.mean([query @ key for query in queries]) / math.sqrt(len(key)) / 0.3)
 
 
 class Recorder:
-    """The attention of a teacher-forced pass that also hands out queries, keys and values."""
+    """Attention that also returns queries, keys and values."""
 
     def __call__(self, q: Any, k: Any, v: Any, layer: Any, /) -> tuple[Any, Any]:
         return attend(q, k, v, layer, "reference"), (q, k, v)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_against_plackett_and_luce(gate: str):
-    """Every recorded number, from the mask and the order alone: keys of a plain pass, sums in float64."""
-    model, params, trajectory = roll("GQA", gate)
+def test_recorded_logprobs_match_the_definition(gate: str):
+    """Expected values follow from the mask, the order and the keys of a plain pass, in float64."""
+    model, params, trajectory = roll_out("GQA", gate)
     t: Any = jax.tree.map(np.asarray, trajectory)
     masks = layer_masks(model.shape, trajectory.tokens, trajectory.mask)
-    places = model.encode_positions(trajectory.positions)
-    _, states = jax.jit(model.hidden, static_argnums=3)(params, trajectory.tokens, places, Recorder(), masks)
+    positions = model.encode_positions(trajectory.positions)
+    _, states = jax.jit(model.hidden, static_argnums=3)(params, trajectory.tokens, positions, Recorder(), masks)
     checked = 0
     for row, layer, head in itertools.product(range(len(LENGTHS)), range(2), range(2)):
         queries, keys, values = (np.asarray(x[row], np.float64) for x in states[layer])
         queries, keys, values = queries.reshape(2, -1, *keys.shape[1:])[head], keys[head], values[head]
 
-        gone_at = t.mask.evicted_at[row, layer, head]
+        evicted_at = t.mask.evicted_at[row, layer, head]
         order = t.evictions.order[row, layer, head]
         start, length = WIDTH - LENGTHS[row], int(t.valid[row].sum())
         end = start + length
@@ -172,51 +170,51 @@ def test_against_plackett_and_luce(gate: str):
         for number, boundary in enumerate(range(WIDTH, WIDTH + RESPONSE, t.evictions.length)):
             recorded = t.evictions.logprobs[row, layer, head, number]
             if boundary + 1 >= end:
-                assert recorded == 0, "nothing was drawn after it"
+                assert recorded == 0, "no query follows"
                 continue
-            cached = [s for s in range(start, boundary) if gone_at[s] >= boundary and s + window > boundary]
-            gone = sorted((s for s in cached if gone_at[s] == boundary), key=lambda s: order[s])
+            cached = [s for s in range(start, boundary) if evicted_at[s] >= boundary and s + window > boundary]
+            evicted = sorted((s for s in cached if evicted_at[s] == boundary), key=lambda s: order[s])
             if gate == "linear":
                 kernel = np.asarray(params[EVICTION_GATE][f"layers_{layer}"]["kernel"][head], np.float64)
                 logits = {s: numpy_gate(kernel, keys[s], values[s], s - start, boundary - 1 - start) for s in cached}
             else:
                 logits = {s: numpy_attention(queries[:, boundary - 1], keys[s]) for s in cached}
-            assert len(cached) - len(gone) <= 7 and all(order[s] >= 0 for s in gone)
-            assert abs(recorded - plackett_luce(logits, gone)) <= BOUND
-            checked += len(gone)
+            assert len(cached) - len(evicted) <= 7 and all(order[s] >= 0 for s in evicted)
+            assert abs(recorded - plackett_luce(logits, evicted)) <= BOUND
+            checked += len(evicted)
     assert checked > 100
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_gradient_of_a_draw(scale: float):
-    """Against differences of the definition; nothing overflows where keys are hundreds of nats apart."""
-    logits, gone = scale * np.array([0.3, -1.0, 2.0, 0.7, 9.0, -4.0]), [1, 3, 0]
-    order = jnp.full(6, STAYED).at[jnp.asarray(gone)].set(jnp.asarray([2, 5, 6]))
+    """Against finite differences; nothing overflows if logits are hundreds of nats apart."""
+    logits, evicted = scale * np.array([0.3, -1.0, 2.0, 0.7, 9.0, -4.0]), [1, 3, 0]
+    order = jnp.full(6, STAYED).at[jnp.asarray(evicted)].set(jnp.asarray([2, 5, 6]))
     candidate = jnp.asarray([True] * 5 + [False])
 
-    def of(logits: np.ndarray) -> float:
-        return plackett_luce(dict(enumerate(logits[:5])), gone)
+    def logprob(logits: np.ndarray) -> float:
+        return plackett_luce(dict(enumerate(logits[:5])), evicted)
 
-    slope = [(of(logits + step) - of(logits - step)) / 2e-4 for step in 1e-4 * np.eye(6)]
-    found = jax.grad(ordered_logprob)(jnp.asarray(logits, jnp.float32), order, candidate, order != STAYED)
-    np.testing.assert_allclose(found, slope, atol=1e-5)
-    assert scale > 1 or np.abs(slope).max() > 0.5
+    expected = [(logprob(logits + step) - logprob(logits - step)) / 2e-4 for step in 1e-4 * np.eye(6)]
+    gradient = jax.grad(ordered_logprob)(jnp.asarray(logits, jnp.float32), order, candidate, order != STAYED)
+    np.testing.assert_allclose(gradient, expected, atol=1e-5)
+    assert scale > 1 or np.abs(expected).max() > 0.5
 
 
-def test_draws_come_as_often_as_their_probability_says():
-    """Of four keys two go: every ordered pair's share of 8,000 rows, as recorded, within five standard deviations. So
-    the log-probability beside it is that of the draw itself, not of another order of the same keys."""
+def test_draw_frequencies_match_the_recorded_logprobs():
+    """Two of four keys are evicted. The share of every ordered pair in 8,000 rows is within five standard deviations of
+    its probability, and the recorded log-probability is that of the sampled order."""
     rows, logits = 8000, np.array([0.0, 1.0, -1.0, 0.5])
     kernel = np.zeros((1, 6, 2), np.float32)
-    kernel[0, 0, 0] = 1.0  # a key's first number is its logit
-    of_slots = jnp.asarray([7.0, *logits], jnp.float32)  # the first slot is empty
-    keys = jnp.broadcast_to(jnp.stack([of_slots, jnp.zeros(5)], -1), (rows, 1, 5, 2))
+    kernel[0, 0, 0] = 1.0  # a key's first channel is its logit
+    slot_logits = jnp.asarray([7.0, *logits], jnp.float32)  # the first slot is empty
+    keys = jnp.broadcast_to(jnp.stack([slot_logits, jnp.zeros(5)], -1), (rows, 1, 5, 2))
     columns = jnp.broadcast_to(jnp.asarray([EMPTY, 0, 1, 2, 3], jnp.int32), (rows, 1, 5))
     statistics = LearnedGate().statistics
     states = (jnp.zeros((rows, 1, 1, 2)),)  # the newest query, which a linear gate does not read
     cache = LayerCache(keys, jnp.zeros_like(keys), columns, states=states, statistics=statistics)
-    same = jnp.zeros(rows, jnp.int32)
-    progress = RowProgress(same, same + 3, same, same, jax.random.split(jax.random.key(0), rows))
+    zeros = jnp.zeros(rows, jnp.int32)
+    progress = RowProgress(zeros, zeros + 3, zeros, zeros, jax.random.split(jax.random.key(0), rows))
     params = {EVICTION_GATE: {"layers_0": {"kernel": jnp.asarray(kernel)}}}
 
     def compressed(policy: LearnedGate) -> CompressionRecord:
@@ -225,35 +223,35 @@ def test_draws_come_as_often_as_their_probability_says():
         return jax.jit(lambda cache: compression(cache, progress, jnp.int32(3), own)[1])(cache)
 
     record: Any = compressed(LearnedGate())
-    gone = np.asarray(record.dropped)[:, 0]
-    assert (gone[:, 0] == EMPTY).all(), "nobody drew it"
+    dropped = np.asarray(record.dropped)[:, 0]
+    assert (dropped[:, 0] == EMPTY).all(), "the empty slot is never drawn"
     for pair in itertools.permutations(range(4), 2):
         probability = math.exp(plackett_luce(dict(enumerate(logits)), list(pair)))
-        drawn = (gone[:, 1:] == pair).all(axis=1)
+        drawn = (dropped[:, 1:] == pair).all(axis=1)
         assert abs(drawn.mean() - probability) <= 5 * math.sqrt(probability * (1 - probability) / rows)
         np.testing.assert_allclose(np.asarray(record.logprob)[drawn, 0], math.log(probability), atol=1e-5)
-    decided: Any = compressed(LearnedGate(greedy=True))
-    assert (np.asarray(decided.dropped) == [EMPTY, 0, 2]).all() and decided.logprob is None
+    greedy: Any = compressed(LearnedGate(greedy=True))
+    assert (np.asarray(greedy.dropped) == [EMPTY, 0, 2]).all() and greedy.logprob is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
-def test_engine_records_the_same(gate: str):
-    """Rows seated late, prompts in batches of their own widths."""
+def test_engine_records_the_same_draws(gate: str):
+    """With rows that start late, and prompt batches of other widths."""
     shape, config = CASES["MHA"]
-    model, params, trajectory = roll("MHA", gate)
+    model, params, trajectory = roll_out("MHA", gate)
     prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
     engine = Engine(model, LearnedGate(GATES[gate]), config, decode_rows=5, prefill_rows=3)
-    again: Any = engine.run(params, prompts, jax.random.key(3), limits=LIMITS).trajectory
+    result: Any = engine.run(params, prompts, jax.random.key(3), limits=LIMITS).trajectory
     draws: Any = trajectory.evictions
-    np.testing.assert_array_equal(again.tokens, trajectory.tokens)
-    np.testing.assert_array_equal(again.evictions.order >= 0, draws.order >= 0)
-    np.testing.assert_allclose(again.evictions.logprobs, draws.logprobs, atol=BOUND)
+    np.testing.assert_array_equal(result.tokens, trajectory.tokens)
+    np.testing.assert_array_equal(result.evictions.order >= 0, draws.order >= 0)
+    np.testing.assert_allclose(result.evictions.logprobs, draws.logprobs, atol=BOUND)
 
 
 def test_first_columns():
-    """What a narrower learner sees has the draws of these columns, and counts those that something comes after."""
-    _, _, trajectory = roll("GQA")
+    """A narrower trajectory has only the draws before its last query."""
+    _, _, trajectory = roll_out("GQA")
     draws: Any = trajectory.evictions
     short: Any = trajectory.first_columns(16).evictions
     assert short.boundaries.tolist() == [12, 15, 18, 21, 24, 27] and short.order.shape[-1] == 28
@@ -277,9 +275,9 @@ def batch(group_size: int = 2, gate: str = "linear") -> tuple[dict[str, Any], Tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group_size", "gate"), [(1, "linear"), (2, "linear"), (2, "attention")])
-def test_gradient_is_that_of_reinforce(group_size: int, gate: str):
-    """Of the update, against one taken of the definition: A log p of every draw of the row's own, over the number of
-    tokens. The draw of the prompt's keys is the row's own where the row is its whole group."""
+def test_gradient_matches_reinforce(group_size: int, gate: str):
+    """The gradient of the definition: advantage times log p of each draw, over the number of tokens. The prompt's draw
+    counts only in groups of one row."""
     params, data = batch(group_size, gate)
     t: Any = data.trajectory
     first = 0 if group_size == 1 else 1
@@ -288,8 +286,8 @@ def test_gradient_is_that_of_reinforce(group_size: int, gate: str):
         logprobs = replay_evictions(MODEL, params, t)[..., first:].sum(axis=(1, 2, 3))
         return -(data.advantages * logprobs).sum() / t.response_mask.sum()
 
-    halves = UpdateConfig(policy_coef=0.0, eviction_coef=2.0, microbatch_size=4)
-    metrics, gradient = metrics_and_gradients(halves, data=data, model=MODEL, params=params)
+    config = UpdateConfig(policy_coef=0.0, eviction_coef=2.0, microbatch_size=4)
+    metrics, gradient = metrics_and_gradients(config, data=data, model=MODEL, params=params)
     assert distance(gradient, jax.tree.map(lambda x: 2 * x, jax.jit(jax.grad(expected))(params))) <= 1e-5
     assert metrics["evictions/logp_difference/max"] <= BOUND
     trained = gradient[EVICTION_GATE]["layers_0"] if gate == "linear" else gradient["layers_0"]["attention"]["q_proj"]
@@ -298,24 +296,23 @@ def test_gradient_is_that_of_reinforce(group_size: int, gate: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
-def test_prompts_that_are_read_once(gate: str):
-    """Draws of a prompt's keys, which its responses share, and of theirs: the same gradients, of tokens and gates."""
+def test_shared_prompts_give_the_same_gradients(gate: str):
     params, data = batch(gate=gate)
-    of_rows = UpdateConfig(eviction_coef=1.0, microbatch_size=4)
-    (metrics, gradient), (once, of_once) = (
+    by_row = UpdateConfig(eviction_coef=1.0, microbatch_size=4)
+    (metrics, gradient), (shared_metrics, shared_gradient) = (
         metrics_and_gradients(config, data=data, model=MODEL, params=params)
-        for config in (of_rows, dataclasses.replace(of_rows, rows_per_prompt=2))
+        for config in (by_row, dataclasses.replace(by_row, rows_per_prompt=2))
     )
-    assert distance(of_once, gradient) <= 1e-5
+    assert distance(shared_gradient, gradient) <= 1e-5
     trained = EVICTION_GATE if gate == "linear" else "layers_0"
-    assert distance(of_once[trained], gradient[trained]) <= 1e-5
-    assert once["evictions/loss"] == pytest.approx(metrics["evictions/loss"], abs=1e-6)
-    assert once["evictions/logp_difference/max"] <= BOUND
+    assert distance(shared_gradient[trained], gradient[trained]) <= 1e-5
+    assert shared_metrics["evictions/loss"] == pytest.approx(metrics["evictions/loss"], abs=1e-6)
+    assert shared_metrics["evictions/logp_difference/max"] <= BOUND
 
 
 @pytest.mark.slow
 def test_rows_of_a_group_share_the_draw_of_their_prompt():
-    """The prompt is read once for both; rows that read it by themselves have draws of their own."""
+    """In groups of one row, each row has its own draw."""
     shared, own = (np.asarray(recorded_draws(batch(size)[1].trajectory)[1].logprobs) for size in (2, 1))
     np.testing.assert_array_equal(shared[::2, ..., 0], shared[1::2, ..., 0])
     assert (shared[::2, ..., 1] != shared[1::2, ..., 1]).any()
@@ -325,9 +322,9 @@ def test_rows_of_a_group_share_the_draw_of_their_prompt():
 @pytest.mark.slow
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_shared_draw_has_no_gradient(truncated: bool):
-    """Whichever rows of the group count: their advantages sum to zero over all rows, and not over these."""
+    """Even if only some rows of the group count, whose advantages do not sum to zero."""
     params = with_gate(MODEL.config)
-    sizes = RolloutConfig(4, 3, 4, eos_token_id=None)  # the prompt alone is compressed
+    sizes = RolloutConfig(4, 3, 4, eos_token_id=None)  # only the prompt is compressed
     prompts, key = left_padded([8], 8, 32), jax.random.key(0)
     trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=sizes, group_size=4)
     assert (np.asarray(recorded_draws(trajectory)[1].logprobs) < -0.1).all()
@@ -339,7 +336,7 @@ def test_a_shared_draw_has_no_gradient(truncated: bool):
 
 
 def test_loss_by_hand():
-    """Two rows, one draw each: a ratio of 1.5 is clipped where the advantage is positive, and not where it isn't."""
+    """Two rows, one draw each: a ratio of 1.5 is clipped to 1.2 only where the advantage is positive."""
     logprobs = jnp.log(jnp.asarray([1.5, 1.5])).reshape(2, 1, 1, 1)
     weights = eviction_weights(jnp.ones((2, 1), bool), jnp.ones((2, 4), bool))
     np.testing.assert_allclose(weights, 1 / 8)
@@ -347,21 +344,21 @@ def test_loss_by_hand():
     assert float(loss) == pytest.approx(-(1.2 - 1.5) / 8)
     nothing = eviction_weights(jnp.ones((2, 1), bool), jnp.zeros((2, 4), bool))
     assert not nothing.any()
-    # Without a weight, an advantage and a log-probability may be anything.
+    # Rows without weight may hold NaN.
     weights = eviction_weights(jnp.asarray([[True], [False]]), jnp.ones((2, 4), bool))
     bad = jnp.asarray([0.0, jnp.nan]).reshape(2, 1, 1, 1)
-    loss, slope = jax.value_and_grad(eviction_loss)(logprobs + bad, bad, jnp.asarray([1.0, jnp.nan]), weights)
-    assert float(loss) == pytest.approx(-1.2 / 8) and np.isfinite(slope).all()
-    # A compression of many draws may have moved by more nats than float32 can exponentiate.
+    loss, gradient = jax.value_and_grad(eviction_loss)(logprobs + bad, bad, jnp.asarray([1.0, jnp.nan]), weights)
+    assert float(loss) == pytest.approx(-1.2 / 8) and np.isfinite(gradient).all()
+    # The ratio of a compression of many draws may overflow float32.
     far = jnp.full((2, 1, 1, 1), 100.0)
     weights = eviction_weights(jnp.ones((2, 1), bool), jnp.ones((2, 4), bool))
     for advantage in (1.0, 0.0, -1.0):
-        loss, slope = jax.value_and_grad(eviction_loss)(far, -far, jnp.full(2, advantage), weights)
-        assert np.isfinite(loss) and np.isfinite(slope).all()
+        loss, gradient = jax.value_and_grad(eviction_loss)(far, -far, jnp.full(2, advantage), weights)
+        assert np.isfinite(loss) and np.isfinite(gradient).all()
 
 
-def test_fresh_gate_is_indifferent():
-    """Every logit is 0, whatever the keys: each of n candidates goes first with probability 1 / n."""
+def test_fresh_gate_has_zero_logits():
+    """So each of n candidates is evicted first with probability 1 / n."""
     gate = LinearGate()
     keys = jax.random.normal(jax.random.key(0), (1, 2, 3, 8))
     positions = jnp.arange(3).reshape(1, 1, 3)
@@ -383,14 +380,14 @@ def test_sinks_of_a_gate_without_parameters():
             AttentionGate(temperature=wrong)
 
 
-def test_what_does_not_go(tmp_path: Any):
+def test_unsupported_options_are_refused(tmp_path: Any):
     params, data = batch()
     prompts = left_padded([8, 5, 3, 8], 8, 32)
     with pytest.raises(ValueError, match="without a gate"):
         add_gate(params, LinearGate(), num_layers=1, num_kv_heads=2, head_dim=8)
     quant = QuantConfig(bits=4, group=2)
-    refused: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"quant": quant}]
-    for options in refused:
+    unsupported: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"quant": quant}]
+    for options in unsupported:
         with pytest.raises(ValueError, match=r"expected .* with LearnedGate, whose draws the learner recomputes"):
             config = RolloutConfig(4, 5, 2, **options)
             rollout(MODEL, params, prompts, jax.random.key(0), policy=LearnedGate(), config=config)

@@ -1,4 +1,4 @@
-"""Rollouts of another sampler: drawn by hand, against our own, from a decoder in numpy; and what is refused."""
+"""`Trajectory.from_records`: every form of record, rollouts of a NumPy sampler, and invalid records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS, HEADS, VOCAB = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size
 
 # ---------------------------------------------------------------- by hand
 
-# One layer, two KV heads. The first head is the picture in the module's docstring; the second never loses a key.
+# One layer, two KV heads. The first head is the example of foreign.py; the second evicts nothing.
 ALL = [0, 1, 2, 3, 4, 5]
 KEPT = [(5, [[[0, 1, 3, 4], ALL]]), (7, [[[1, 3, 6, 7], [*ALL, 6, 7]]])]
 DROPPED = [(5, [[[2, 5], []]]), (7, [[[0, 4], []]])]
@@ -54,17 +54,17 @@ RECORDS = {"kept": KEPT, "dropped": DROPPED, "evicted_at": EVICTED_AT}
 PROMPT, RESPONSE, LOGPROBS = [5, 6, 7, 8], [9, 10, 11, 12, 2], [-0.5, -1.0, 0.0, -2.0, -0.25]
 
 
-def of_one_row(**other: Any) -> Trajectory:
-    """The row above, with what a test changes in it."""
-    given = {"prompts": [PROMPT], "responses": [RESPONSE], "logprobs": [LOGPROBS], "terminated": [True]}
-    given |= {"layers": 1, "kv_heads": 2} | ({} if other.keys() & RECORDS.keys() else {"kept": [KEPT]})
-    return Trajectory.from_records(**(given | other))
+def row_trajectory(**changes: Any) -> Trajectory:
+    """Trajectory of the row above, with some arguments changed."""
+    arguments = {"prompts": [PROMPT], "responses": [RESPONSE], "logprobs": [LOGPROBS], "terminated": [True]}
+    arguments |= {"layers": 1, "kv_heads": 2} | ({} if changes.keys() & RECORDS.keys() else {"kept": [KEPT]})
+    return Trajectory.from_records(**(arguments | changes))
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_the_picture(name: str):
-    """Each form of the record says the same; the row stands between padding at both sides."""
-    trajectory = of_one_row(
+def test_every_form_of_record_gives_the_same_mask(name: str):
+    """The row has padding on both sides."""
+    trajectory = row_trajectory(
         **{name: [RECORDS[name]]}, prompt_width=6, response_width=7, pad_token_id=3, temperature=0.5
     )
     assert trajectory.tokens.tolist() == [[3, 3, *PROMPT, *RESPONSE, 3, 3]]
@@ -74,40 +74,39 @@ def test_the_picture(name: str):
     expected = np.zeros((13, 13), bool)
     expected[2:11, 2:11] = HEAD
     np.testing.assert_array_equal(trajectory.mask.to_boolean()[0, 0, 0], expected)
-    # Nobody asks behind the row's end, column 11; padding before it was never there.
+    # No key outlives the row's end, column 11; padding was never cached.
     assert eviction_times(trajectory)[0, 0, 1].tolist() == [0, 0] + [11] * 9 + [0, 0]
-    assert eviction_times(of_one_row(**{name: [RECORDS[name]]}))[0, 0, 1].tolist() == [NEVER] * 9
+    assert eviction_times(row_trajectory(**{name: [RECORDS[name]]}))[0, 0, 1].tolist() == [NEVER] * 9
 
 
 def test_rows_of_unequal_length():
-    """A compression in the prompt, one after its last token, one in the response; and a row without any."""
+    """Row 0 is compressed after its prompt and in its response, row 1 never."""
     prompts, responses = [[1], [1, 2, 3]], [[4, 5, 6], [7, 8]]
     kept = [[(0, [[[]]]), (2, [[[1, 2]]])], []]
     logprobs = [[-1.0] * 3, [-1.0] * 2]
     same = {"terminated": [False, True], "layers": 1, "kv_heads": 1}
     trajectory = Trajectory.from_records(prompts, responses, logprobs, kept=kept, **same)
     assert trajectory.tokens.tolist() == [[0, 0, 1, 4, 5, 6], [1, 2, 3, 7, 8, 0]]
-    # Position 0 of the first row is column 2: its key goes before the query of column 3 looks.
+    # Position 0 of row 0 is column 2: its key is evicted before the query of column 3.
     assert eviction_times(trajectory)[:, 0, 0].tolist() == [[0, 0, 3] + [NEVER] * 3, [5] * 5 + [0]]
 
 
 def test_two_compressions_may_follow_one_query():
-    """One for each layer, as hooks report them: `dropped` of the other layer is empty."""
+    """One per layer, as hooks report them: `dropped` is empty for the other layer."""
     dropped = [(5, [[[1], []], [[], []]]), (5, [[[], []], [[], [0, 5]]])]
-    found = eviction_times(of_one_row(dropped=[dropped], layers=2))[0]
+    found = eviction_times(row_trajectory(dropped=[dropped], layers=2))[0]
     expected = np.full((2, 2, 9), NEVER)
     expected[0, 0, 1] = expected[1, 1, 0] = expected[1, 1, 5] = 6
     np.testing.assert_array_equal(found, expected)
 
 
-def test_axes_of_one_stand_for_all():
-    """They stay 1 if every row has them. For replays, packed rows, records and saved masks they are all layers' and
-    heads'."""
+def test_axes_of_size_one_broadcast():
+    """They stay 1 if every row has them; replays, packed rows, records and saved masks broadcast them."""
     one = EVICTED_AT[:, :1]
-    shared = of_one_row(evicted_at=[one], layers=3)
-    np.testing.assert_array_equal(eviction_times(shared), eviction_times(of_one_row())[:, :, :1])
+    shared = row_trajectory(evicted_at=[one], layers=3)
+    np.testing.assert_array_equal(eviction_times(shared), eviction_times(row_trajectory())[:, :, :1])
     two = {"prompts": [PROMPT] * 2, "responses": [RESPONSE] * 2, "logprobs": [LOGPROBS] * 2, "terminated": [True] * 2}
-    assert eviction_times(of_one_row(**two, evicted_at=[one, EVICTED_AT], layers=3)).shape == (2, 1, 2, 9)
+    assert eviction_times(row_trajectory(**two, evicted_at=[one, EVICTED_AT], layers=3)).shape == (2, 1, 2, 9)
     every = shared.replace(mask=ShadowMask(jnp.broadcast_to(shared.mask.evicted_at, (1, LAYERS, HEADS, 9))))
     config, tokenizer = UpdateConfig(microbatch_size=1, pack_columns=12), byte_tokenizer(chat=False)
     masks, logprobs = list[list[np.ndarray]](), list[jax.Array]()
@@ -121,25 +120,25 @@ def test_axes_of_one_stand_for_all():
     np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-6)
 
 
-def test_the_forms_of_random_evictions_agree():
-    """A compression after every query, with few or many keys or none."""
+def test_kept_and_dropped_keys_of_random_evictions_agree():
+    """One compression after every query; some drop no key."""
     rng = np.random.default_rng(0)
     tokens, sides = 24, (2, 3)
     expected = np.full((*sides, tokens), NEVER)
     kept, dropped = [], []
     for query in range(tokens):
-        goes = (expected[..., : query + 1] == NEVER) & (rng.random((*sides, query + 1)) < 0.1)
-        expected[..., : query + 1][goes] = query + 1
-        stays = expected[..., : query + 1] == NEVER
-        for record, named in ((kept, stays), (dropped, goes)):
-            record.append((query, [[rng.permutation(np.flatnonzero(head)) for head in layer] for layer in named]))
+        drops = (expected[..., : query + 1] == NEVER) & (rng.random((*sides, query + 1)) < 0.1)
+        expected[..., : query + 1][drops] = query + 1
+        keeps = expected[..., : query + 1] == NEVER
+        for record, selected in ((kept, keeps), (dropped, drops)):
+            record.append((query, [[rng.permutation(np.flatnonzero(head)) for head in layer] for layer in selected]))
     for of_kept, of_dropped in (([kept], None), (None, [dropped])):
         (found,) = evicted_by_row(np.array([tokens]), *sides, kept=of_kept, dropped=of_dropped)
         np.testing.assert_array_equal(found, expected)
 
 
 def test_dropped_keys_are_read_without_a_pass_over_the_row():
-    """Otherwise an engine that evicts at every step takes a time that is quadratic in the length."""
+    """Otherwise the time is quadratic in the length if an engine evicts at every step."""
     tokens = 50_000
     dropped = [[(tokens - 2, [[[5], [6]]]), (tokens - 1, [[[7], []]])]]
     tracemalloc.start()
@@ -151,11 +150,11 @@ def test_dropped_keys_are_read_without_a_pass_over_the_row():
     assert np.argwhere(found != NEVER)[:, 2].tolist() == [5, 7, 6] and peak < 1.25 * found.nbytes
 
 
-def test_tokens_of_a_tool_are_given():
-    """They have no loss, whatever the engine reports for them, and no set of drawable tokens."""
+def test_tool_tokens_have_no_loss():
+    """Their log-probabilities are ignored, and they have no set of drawable tokens."""
     flags, logprobs = [True, False, False, True, True], [-0.5, float("nan"), 7.0, -2.0, -0.25]
     support = [([9, 3, 6, 12, 2], [0, 2, 3, 3, 4, 5])]
-    trajectory = of_one_row(logprobs=[logprobs], sampled=[flags], support=support, response_width=7)
+    trajectory = row_trajectory(logprobs=[logprobs], sampled=[flags], support=support, response_width=7)
     assert trajectory.response_mask.tolist() == [[*flags, False, False]]
     assert trajectory.logprobs.tolist() == [[-0.5, 0, 0, -2.0, -0.25, 0, 0]]
     none = [-1, -1]
@@ -163,7 +162,7 @@ def test_tokens_of_a_tool_are_given():
     assert trajectory.drawable.sets.tolist() == [[[9, 3], none, none, [12, -1], [2, -1], none, none]]
 
 
-def test_padding_is_taken_off():
+def test_unpad_removes_padding():
     rows = unpad(np.array([[7, 7, 1, 2], [3, 4, 5, 6]]), np.array([[0, 0, 1, 1], [1, 1, 1, 1]]))
     assert [row.tolist() for row in rows] == [[1, 2], [3, 4, 5, 6]]
     with pytest.raises(ValueError, match=r"one shape \[batch, width\]; got \(2, 3\) and \(2, 2\)"):
@@ -172,7 +171,7 @@ def test_padding_is_taken_off():
         unpad(np.zeros((1, 2)), np.array([[0.5, 1]]))
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- invalid records
 
 
 def keys(first: list[int], second: Sequence[int] = (0, 1, 2, 3, 4, 5)) -> list[list[list[int]]]:
@@ -185,49 +184,49 @@ def changed(array: np.ndarray, where: tuple[int, ...], value: Any) -> np.ndarray
     return array
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a key comes back": (
+INVALID_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "an evicted key comes back": (
         {"kept": [[KEPT[0], (7, keys([1, 2, 6, 7]))]]},
         "evicted key never comes back; got key 2, which was dropped after query 5 "
         r"\(row 0, compression 1 after query 7, layer 0, kv head 0\)",
     ),
-    "a key goes twice": (
+    "a key is dropped twice": (
         {"dropped": [[DROPPED[0], (7, keys([5], []))]]},
         r"dropped keys that were in the cache, .* got key 5, .* \(row 0, compression 1 .*kv head 0\)",
     ),
-    "a key goes before it exists": (
+    "a key is dropped before it exists": (
         {"dropped": [[(5, keys([2], [6]))]]},
         r"dropped keys from 0 to 5, .*; got 6 \(row 0, compression 0 after query 5, layer 0, kv head 1\)",
     ),
-    "more keys than there were": (
+    "a key is kept twice": (
         {"kept": [[(5, keys([0, 1, 2, 3, 4, 5, 5]))]]},
         r"every kept key once; got key 5 2 times \(row 0, compression 0 after query 5, layer 0, kv head 0\)",
     ),
     "after the row": ({"kept": [[(9, keys([0]))]]}, r"queries 0 to 8; got one after query 9 \(row 0, compression 0\)"),
     "out of order": ({"kept": [KEPT[::-1]]}, r"queries 7 to 8; got one after query 5 \(row 0, compression 1\)"),
     "another number of layers": ({"layers": 3}, r"keys of 3 layers; got 1 \(row 0, compression 0\)"),
-    "keys as fractions": (
+    "fractional keys": (
         {"kept": [[(5, [[np.array([0.5]), ALL]])]]},
         r"whole numbers in a list; got .*float64 \(row 0, comp",
     ),
     "NaN": ({"logprobs": [[-1, -1, float("nan"), -1, -1]]}, r"finite .*; got nan \(row 0, response token 2\)"),
     "a positive log-probability": ({"logprobs": [[-1, 0.7, -1, -1, -1]]}, r"at most 0 .* got 0.7 .*token 1\)"),
-    "a log-probability too few": ({"logprobs": [[-1.0] * 4]}, r"each of the 5 response tokens of row 0; got .*\(4,\)"),
+    "too few log-probabilities": ({"logprobs": [[-1.0] * 4]}, r"each of the 5 response tokens of row 0; got .*\(4,\)"),
     "a token outside": ({"vocab_size": 12}, r"ids from 0 to 11, the vocabulary; got 12 \(response of row 0, token 3\)"),
     "a pad token outside": ({"vocab_size": 13, "pad_token_id": 13}, r"got 13 \(pad_token_id"),
-    "tokens as fractions": (
+    "fractional tokens": (
         {"prompts": [np.full(4, 0.5)]},
         r"whole numbers in a list; got .*float64 \(prompt of row 0\)",
     ),
     "no prompt": ({"prompts": [[]]}, "at least one token in every prompt; got none in row 0"),
-    "rows that don't fit": ({"prompts": [PROMPT] * 2}, "prompts, responses and rows of .*; got 2, 1 and 1"),
+    "unequal numbers of rows": ({"prompts": [PROMPT] * 2}, "prompts, responses and rows of .*; got 2, 1 and 1"),
     "two records": ({"kept": [KEPT], "evicted_at": [EVICTED_AT]}, "exactly one of .*; got kept and evicted_at"),
     "no record": ({"kept": None}, "exactly one of kept, dropped, evicted_at; got none"),
     "a greedy sampler": ({"temperature": 0.0}, "temperature > 0, .*; got 0.0"),
-    "terminated of two rows": ({"terminated": [True, False]}, "a boolean for each of 1 rows in terminated"),
+    "terminated for two rows": ({"terminated": [True, False]}, "a boolean for each of 1 rows in terminated"),
     "prompts too wide": ({"prompt_width": 3}, "prompt_width of at least 4, the tokens of row 0; got 3"),
-    "a row above the longest": ({"longest": 8}, "longest of at least 9, the tokens of row 0; got 8"),
-    "sampled of two rows": ({"sampled": [[True] * 5] * 2}, "expected sampled of 1 rows; got 2"),
+    "a row longer than longest": ({"longest": 8}, "longest of at least 9, the tokens of row 0; got 8"),
+    "sampled for two rows": ({"sampled": [[True] * 5] * 2}, "expected sampled of 1 rows; got 2"),
     "sampled of another length": (
         {"sampled": [[True] * 4]},
         r"a boolean for each of the 5 response tokens of row 0 in sampled; got .* shape \(4,\) and bool",
@@ -237,11 +236,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sampled": [[True, True, False, True, True]], "support": [([9, 12, 2], [0, 1, 1, 1, 2, 3])]},
         "expected 6 rising offsets from 0 to 3 in the sampling support of row 0",
     ),
-    "evicted_at of other sizes": (
+    "evicted_at of another shape": (
         {"evicted_at": [EVICTED_AT[..., 1:]]},
         r"row 0 to be \(1, 2, 9\) .*; got \(1, 2, 8\)",
     ),
-    "evicted_at in fractions": (
+    "fractional evicted_at": (
         {"evicted_at": [EVICTED_AT / 2]},
         r"whole numbers in evicted_at; got float64 \(row 0\)",
     ),
@@ -252,37 +251,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str):
-    other, message = REFUSED[case]
+@pytest.mark.parametrize("case", INVALID_RECORDS)
+def test_invalid_records_are_refused(case: str):
+    changes, message = INVALID_RECORDS[case]
     with pytest.raises(ValueError, match=message):
-        of_one_row(**other)
+        row_trajectory(**changes)
 
 
-def test_the_row_is_named():
+def test_errors_name_the_row():
     """Row 1 of two, in each form of the record."""
     two = {"prompts": [PROMPT] * 2, "responses": [RESPONSE] * 2, "terminated": [True] * 2}
     bad = {"kept": KEPT[::-1], "dropped": DROPPED * 2, "evicted_at": EVICTED_AT * 0}
     for name, record in bad.items():
         with pytest.raises(ValueError, match="row 1"):
-            of_one_row(**two, logprobs=[LOGPROBS] * 2, **{name: [RECORDS[name], record]})
+            row_trajectory(**two, logprobs=[LOGPROBS] * 2, **{name: [RECORDS[name], record]})
     with pytest.raises(ValueError, match="row 1, response token 0"):
-        of_one_row(**two, logprobs=[LOGPROBS, [1.0] * 5], kept=[KEPT, KEPT])
+        row_trajectory(**two, logprobs=[LOGPROBS, [1.0] * 5], kept=[KEPT, KEPT])
 
 
-def test_rounding_is_no_positive_log_probability():
+def test_rounding_may_make_log_probabilities_positive():
     """x - logsumexp(x) of a certain token, in float32."""
-    assert of_one_row(logprobs=[[2e-6, -1, -1, -1, -1]]).logprobs[0, 0] == np.float32(2e-6)
+    assert row_trajectory(logprobs=[[2e-6, -1, -1, -1, -1]]).logprobs[0, 0] == np.float32(2e-6)
 
 
-# ---------------------------------------------------------------- the whole path, from a sampler that isn't ours
+# ---------------------------------------------------------------- end to end, from a NumPy sampler
 
 BUDGET, INTERVAL, LENGTH = 5, 2, 10
 
 
 def numpy_rollout(prompt: list[int], rng: np.random.Generator) -> tuple[list[int], list[float], list[Compression]]:
-    """A sampler in numpy and float64, which after the prompt and then every so many tokens forgets all but some random
-    keys: response, log-probabilities, kept keys."""
+    """Samples in float64, keeping BUDGET random keys after the prompt and every INTERVAL tokens. Returns response,
+    log-probabilities and kept keys."""
     tokens = list(prompt)
     logprobs, kept = [], []
     total = len(prompt) + LENGTH
@@ -324,21 +323,21 @@ def foreign_trajectory() -> Trajectory:
     )
 
 
-def test_a_learner_replays_and_trains_on_another_sampler():
+def test_learner_replays_and_trains_on_another_sampler():
     trajectory = foreign_trajectory()
-    promised = trajectory.replace(mask=trajectory.mask.with_segments((Segments(8, INTERVAL, BUDGET),)))
-    for ours in (trajectory, promised):
-        difference = np.asarray(replay_jitted(MODEL, PARAMS, ours).logprobs - trajectory.logprobs)
+    segmented = trajectory.replace(mask=trajectory.mask.with_segments((Segments(8, INTERVAL, BUDGET),)))
+    for each in (trajectory, segmented):
+        difference = np.asarray(replay_jitted(MODEL, PARAMS, each).logprobs - trajectory.logprobs)
         assert np.abs(difference).max() <= 2e-5
     dense = replay_jitted(MODEL, PARAMS, trajectory.replace(mask=trajectory.dense_mask())).logprobs
     assert np.abs(np.asarray(dense - trajectory.logprobs)).max() > 1e-2
-    metrics, gradients = metrics_and_gradients(UpdateConfig(), TrainBatch(promised, ADVANTAGES, promised.logprobs))
+    metrics, gradients = metrics_and_gradients(UpdateConfig(), TrainBatch(segmented, ADVANTAGES, segmented.logprobs))
     assert metrics["sampling/sampling_logp_difference/max"] <= 2e-5
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradients)) > 0
 
 
 def test_a_batch_may_be_wider_than_the_context():
-    """Every row fits, and prompts and responses are padded apart: the same log-probabilities as one by one."""
+    """Every row fits, but prompts and responses are padded separately."""
     model = Decoder(dataclasses.replace(CONFIG, max_positions=16))
     rng = np.random.default_rng(0)
     prompts, responses = ([rng.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in ((3, 12), (12, 3)))

@@ -1,4 +1,4 @@
-"""Masks: the interval form against the explicit one on masks of all kinds, and what is refused."""
+"""Interval masks against explicit boolean masks, and invalid masks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def explicit(evicted_at: np.ndarray) -> np.ndarray:
     return visible
 
 
-def compressed(mask: np.ndarray) -> ShadowMask:
+def shadow_mask(mask: np.ndarray) -> ShadowMask:
     """From `[…, queries, keys]`, leading axes of size 1 filled in."""
     return ShadowMask.from_boolean(jnp.asarray(mask.reshape((1,) * (5 - mask.ndim) + mask.shape)))
 
@@ -47,12 +47,12 @@ def test_left_padded_rows():
     valid = jnp.array([[False, False, True, True], [True, True, True, True]])
     assert dense_mask(valid).evicted_at.tolist() == [[[[0, 0, NEVER, NEVER]]], [[[NEVER] * 4]]]
     assert positions(valid).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-    assert positions(jnp.array([[False, True, True, False]])).tolist() == [[0, 0, 1, 2]], "also behind the end"
+    assert positions(jnp.array([[False, True, True, False]])).tolist() == [[0, 0, 1, 2]], "also after the row"
 
 
 @settings(deadline=None)
 @given(INTERVALS)
-def test_intervals_are_what_they_say(evicted_at: np.ndarray):
+def test_intervals_match_their_definition(evicted_at: np.ndarray):
     mask = ShadowMask(jnp.array(evicted_at))
     np.testing.assert_array_equal(mask.to_boolean(), explicit(evicted_at))
     for index in range(LAYERS):
@@ -68,7 +68,7 @@ def test_a_window_of_all_columns_hides_nothing(window: int):
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32])
-def test_evictions_beyond_32_bits(dtype: Any):
+def test_evictions_beyond_32_bits_mean_never(dtype: Any):
     evicted_at: Any = np.array([[[[0, 3, np.iinfo(dtype).max, 4]]]], dtype)
     mask = ShadowMask(evicted_at)
     assert mask.evicted_at.tolist() == [[[[0, 3, NEVER, 4]]]]
@@ -79,8 +79,8 @@ def test_evictions_beyond_32_bits(dtype: Any):
 @settings(deadline=None)
 @given(INTERVALS)
 def test_from_boolean_inverts_to_boolean(evicted_at: np.ndarray):
-    """Up to what means the same: no end and an end behind the last query; no start and never seen."""
-    again = np.asarray(compressed(explicit(evicted_at)).evicted_at)
+    """Up to equal meanings: an end after the last query is NEVER, and a key that no query sees ends at 0."""
+    again = np.asarray(shadow_mask(explicit(evicted_at)).evicted_at)
     np.testing.assert_array_equal(explicit(again), explicit(evicted_at))
     seen = evicted_at > np.arange(T)
     np.testing.assert_array_equal(again, np.where(seen, np.where(evicted_at >= T, NEVER, evicted_at), 0))
@@ -89,21 +89,21 @@ def test_from_boolean_inverts_to_boolean(evicted_at: np.ndarray):
 @settings(deadline=None)
 @given(INTERVALS, *(st.integers(0, size - 1) for size in (BATCH, LAYERS, HEADS, T, T)))
 def test_one_wrong_entry_is_refused(evicted_at: np.ndarray, b: int, layer: int, h: int, query: int, key: int):
-    """Any single flip that leaves no interval; the message says where."""
+    """Flips one entry so that no interval is left; the message says where."""
     mask = explicit(evicted_at)
     mask[b, layer, h, query, key] ^= True
     seen = np.flatnonzero(mask[b, layer, h, :, key])
     assume(len(seen) and seen.tolist() != list(range(key, key + len(seen))))
     with pytest.raises(ValueError, match=f"batch {b}, layer {layer}, kv head {h}, key {key}"):
-        compressed(mask)
+        shadow_mask(mask)
 
 
-def test_queries_and_keys_must_be_as_many():
+def test_unequal_numbers_of_queries_and_keys_are_refused():
     with pytest.raises(ValueError, match="as many queries as keys; got 2 queries and 3 keys"):
-        compressed(np.ones((2, 3), bool))
+        shadow_mask(np.ones((2, 3), bool))
 
 
-def test_masks_of_another_rank_are_named():
+def test_masks_of_another_rank_are_refused():
     """A mask of one layer, or of one head."""
     flat: Any = ShadowMask(jnp.ones((2, 5), jnp.int32))
     for use in (flat.to_boolean, lambda: flat.layer(0)):
@@ -114,8 +114,7 @@ def test_masks_of_another_rank_are_named():
         ask(ShadowMask, np.tril(np.ones((5, 5), bool)))
 
 
-def test_shared_layers_and_heads():
-    """Size 1 stands for all layers."""
+def test_axes_of_size_one_serve_all_layers():
     shared = ShadowMask(jnp.array([[[[0, NEVER, 4, NEVER, NEVER, NEVER]]]]))
     for index in (0, 5):
         assert shared.layer(index).evicted_at.shape == (1, 1, 6)
@@ -123,7 +122,7 @@ def test_shared_layers_and_heads():
 
 
 @pytest.mark.parametrize("index", [2, 5, -3])
-def test_a_layer_that_the_mask_does_not_have(index: int):
+def test_missing_layers_are_refused(index: int):
     mask = ShadowMask(jnp.array([[[[3, NEVER]], [[NEVER, NEVER]]]]))
     for use in (mask, mask.to_boolean()):
         with pytest.raises(ValueError, match=f"expected a layer from -2 to 1; got {index}"):
@@ -134,13 +133,13 @@ SIZES = {"batch": 2, "layers": 3, "kv_heads": 4, "columns": 5}
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 1, 5), (2, 1, 4, 5), (1, 3, 1, 5)])
-def test_masks_that_broadcast(shape: tuple[int, ...]):
+def test_masks_that_broadcast_are_accepted(shape: tuple[int, ...]):
     check_mask(ShadowMask(jnp.zeros(shape, jnp.int32)), **SIZES)
     check_mask(jnp.zeros((*shape, 5), bool), **SIZES)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 6), (2, 3, 2, 5), (3, 3, 4, 5), (2, 2, 4, 5), (2, 3, 4, 1)])
-def test_masks_that_do_not(shape: tuple[int, ...]):
+def test_masks_that_do_not_broadcast_are_refused(shape: tuple[int, ...]):
     got = rf"\(2, 3, 4, 5.*got \({', '.join(map(str, shape))}"
     with pytest.raises(ValueError, match=got):
         check_mask(ShadowMask(jnp.zeros(shape, jnp.int32)), **SIZES)
@@ -149,7 +148,7 @@ def test_masks_that_do_not(shape: tuple[int, ...]):
 
 
 def test_changed_intervals_lose_their_segments():
-    """Attention would skip keys that the new intervals show."""
+    """With old segments, attention would skip keys that the new intervals show."""
     recorded = ShadowMask(jnp.array([[[[2, 3, NEVER, NEVER]]]])).with_segments((Segments(2, 1, 1),))
     forever = jnp.full_like(recorded.evicted_at, NEVER)
     changed = recorded.replace(evicted_at=forever)
@@ -173,7 +172,7 @@ def test_flax_restores_masks_with_their_segments():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_masks_of_numbers_are_refused(dtype: Any):
-    """Hugging Face adds 0 where a query sees a key, -1e9 elsewhere: as booleans, the opposite."""
+    """Hugging Face adds 0 where a query sees a key and -1e9 elsewhere: read as booleans, the opposite."""
     numbers = np.zeros((2, 3, 4, 5, 5), dtype)
     message = f"expected a mask of booleans, true where a query sees a key; got {numbers.dtype}"
     check: Any = inspect.unwrap(check_mask)

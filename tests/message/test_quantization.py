@@ -1,7 +1,4 @@
-"""Quantisation against a plain float64 reference, in the cache and in the learner that replays it, and identity again.
-
-The reference walks over groups one by one, as the paper's formulas stand; codes are compared, not only numbers.
-"""
+"""Quantised caches and their replay against a float64 reference that follows KIVI's formulas group by group."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def test_pack_by_hand():
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 3, 8, 19]), st.integers(0, 99))
-def test_pack_and_back(bits: int, count: int, seed: int):
+def test_unpack_inverts_pack(bits: int, count: int, seed: int):
     codes = np.random.default_rng(seed).integers(0, 2**bits, (2, 3, count)).astype(np.uint8)
     packed = jax.jit(pack, static_argnums=1)(codes, bits)
     assert packed.dtype == jnp.uint8 and packed.shape == (2, 3, -(-count * bits // 8))
@@ -63,7 +60,7 @@ def test_pack_and_back(bits: int, count: int, seed: int):
 
 
 class Reference(NamedTuple):
-    """One row and head: codes, and what they stand for, `[columns, head_dim]`."""
+    """Codes and dequantised numbers of one row and head, `[columns, head_dim]`."""
 
     codes: np.ndarray
     numbers: np.ndarray
@@ -80,7 +77,7 @@ def group_reference(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def keys_reference(keys: np.ndarray, valid: np.ndarray, first: int, config: QuantConfig) -> Reference:
-    """By channel, in groups of columns that begin at `first` and everywhere `group` further on or back."""
+    """By channel, in groups of `group` columns, one of which begins at `first`."""
     out = Reference(np.zeros(keys.shape, np.uint8), np.zeros(keys.shape))
     group_of = (np.arange(len(keys)) - first) // config.group
     for group in np.unique(group_of):
@@ -115,17 +112,17 @@ def quantized_values(values: Any, config: QuantConfig) -> tuple[Any, Any]:
     return codes, dequantize(codes, ranges.low, ranges.scale)
 
 
-# Bits, group, first and columns, few so that programs are compiled once for many keys: groups that begin before, at
-# and behind the first column, that fill the columns or do not, of one column, of more than there are.
-KIVI: list[tuple[Any, int, int, int]] = [
+# Bits, group, first and columns: groups that begin before, at and after the first column, whole and partial groups, of
+# one column, and of more columns than there are. The few sizes are compiled once.
+KIVI_SIZES: list[tuple[Any, int, int, int]] = [
     (8, 3, 4, 14), (4, 4, 0, 12), (2, 2, 5, 9), (2, 1, 3, 5), (4, 7, 12, 4), (8, 5, 1, 1), (2, 6, 11, 13)
 ]  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.sampled_from(KIVI), st.integers(0, 16), st.integers(0, 99))
+@given(st.sampled_from(KIVI_SIZES), st.integers(0, 16), st.integers(0, 99))
 def test_against_kivi(sizes: tuple[Any, int, int, int], padding: int, seed: int):
-    """Exactly, in float64; padding is as large as it can be, and must not widen a range."""
+    """Exact codes, in float64. Padding is large and must not widen a range."""
     bits, group, first, columns = sizes
     rng, config = np.random.default_rng(seed), QuantConfig(bits=bits, group=group, value_group=4)
     x = rng.normal(size=(2, 2, columns, 8)) * 10.0 ** rng.integers(-3, 4, (2, 2, 1, 8))
@@ -144,7 +141,7 @@ def test_against_kivi(sizes: tuple[Any, int, int, int], padding: int, seed: int)
         np.testing.assert_allclose(value_numbers[b, h], expected.numbers, atol=1e-11)
 
 
-def test_nothing_to_round():
+def test_groups_without_a_range():
     """Groups without a key, with one, with equal keys, and with a range that vanishes in float32."""
     keys = jnp.array([9.0, 9.0, 3.0, 9.0, 4.0, 4.0, 1e-40, 0.0])[None, None, :, None]
     valid = jnp.array([False, False, True, False, True, True, True, True])[None, None]
@@ -157,25 +154,25 @@ def test_nothing_to_round():
 
 
 @EVERY_BITS
-@pytest.mark.parametrize("off", [0.0, 0.3, 0.49])
-def test_parity_finds_the_sampler_s_code(bits: Any, off: float):
-    """As long as the learner's quotient is off by less than a half; at 8 bits as at 2."""
+@pytest.mark.parametrize("error", [0.0, 0.3, 0.49])
+def test_parity_recovers_the_samplers_code(bits: Any, error: float):
+    """If the learner's quotient is off by less than a half, for any number of bits."""
     rng, config = np.random.default_rng(0), QuantConfig(bits=bits)
     quotient = np.concatenate([rng.uniform(0, config.highest, 4000), np.arange(config.highest) + 0.5])
     sampler = jnp.asarray(quotient, jnp.float32)[None, None, None]
     unit = Ranges(jnp.zeros_like(sampler), jnp.ones_like(sampler))
     codes = to_codes(sampler, unit, config)
-    learner = sampler + jnp.asarray(rng.uniform(-off, off, quotient.shape), jnp.float32)[None, None, None]
+    learner = sampler + jnp.asarray(rng.uniform(-error, error, quotient.shape), jnp.float32)[None, None, None]
     np.testing.assert_array_equal(to_codes(learner, unit, config, codes & 1), codes)
     plain = np.asarray(to_codes(learner, unit, config))
-    assert (plain == codes).all() == (off == 0.0)
+    assert (plain == codes).all() == (error == 0.0)
     too_far = sampler + 0.8 * jnp.sign(learner - sampler)
-    assert off == 0.0 or (to_codes(too_far, unit, config, codes & 1) != codes).any()
+    assert error == 0.0 or (to_codes(too_far, unit, config, codes & 1) != codes).any()
 
 
 @EVERY_BITS
 def test_parity_keeps_codes_in_range(bits: Any):
-    """Far outside, the nearest end of that parity."""
+    """Far outside the range, codes are the nearest end of that parity."""
     config, far = QuantConfig(bits=bits), jnp.array([-1e9, -1e9, 1e9, 1e9])[None, None, None]
     unit = Ranges(jnp.zeros_like(far), jnp.ones_like(far))
     codes = to_codes(far, unit, config, jnp.array([0, 1, 0, 1], jnp.uint8)[None, None, None])
@@ -189,9 +186,9 @@ CACHE_QUANT = QuantConfig(bits=2, group=3, value_group=4)
 
 
 @EVERY_BITS
-def test_codes_are_moved_and_never_made_again(bits: Any):
-    """A life of prompt and segments with random evictions. Whatever happened since, a key reads as the reference
-    rounded it with all columns of its group, evicted ones too, and one in the buffer reads as it is."""
+def test_kept_keys_are_quantised_once(bits: Any):
+    """Under random evictions, a kept key reads as the reference rounded it with all columns of its group, also evicted
+    ones. Keys in the buffer are exact."""
     config = replace(CACHE_QUANT, bits=bits)
     rng = np.random.default_rng(1)
     keys, values = rng.normal(size=(2, 2, 2, COLUMNS, HEAD_DIM)).astype(np.float32)
@@ -251,7 +248,7 @@ QUANT = QuantConfig(bits=2, group=3, value_group=4)
 
 @cache
 def problem() -> tuple[list[jax.Array], np.ndarray, KeyInterval]:
-    """q, k, v and the gradient of the output; which queries see which keys; and that as a mask with parities."""
+    """q, k, v and the gradient of the output; the visibility; and the same as a mask with parities."""
     rng = np.random.default_rng(3)
     q, k, v, d_out = (rng.normal(size=(2, heads, T, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
     evicted_at = np.full((2, 2, T), NEVER)
@@ -269,8 +266,8 @@ def problem() -> tuple[list[jax.Array], np.ndarray, KeyInterval]:
     return [jnp.asarray(x) for x in (q, k, v, d_out)], visible, mask
 
 
-def test_no_mask_for_other_attention():
-    """It reads no quantised keys, so it would replay another policy."""
+def test_head_mask_refuses_quantised_masks():
+    """Other attention reads no quantised keys, so it would replay another policy."""
     mask = problem()[2]
     whole = ShadowMask(mask.evicted_at[:, None], (SEGMENTS,), jax.tree.map(lambda x: x[:, None], mask.quantized))
     with pytest.raises(ValueError, match="expected the mask of a cache in full precision"):
@@ -279,7 +276,7 @@ def test_no_mask_for_other_attention():
 
 
 def by_query(q: Any, k: Any, v: Any, visible: np.ndarray, rounded: tuple[np.ndarray, np.ndarray]) -> Any:
-    """Every query with keys and values of its own, `[batch, kv_heads, queries, keys, head_dim]`: straight through."""
+    """Straight-through attention with keys and values of each query, `[batch, kv_heads, queries, keys, head_dim]`."""
     t = np.arange(T)
     ends = np.where(t < FIRST, FIRST, FIRST + ((t - FIRST) // LENGTH + 1) * LENGTH)
     later = jnp.asarray(t[:, None] >= ends)[None, None, :, :, None]
@@ -305,8 +302,8 @@ def with_gradients(f: Any, q: Any, k: Any, v: Any, d_out: Any) -> list[np.ndarra
 
 
 @cache
-def as_sampled() -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Output and gradients by loops over queries, and what they would be without quantisation."""
+def expected_attention() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Output and gradients of `by_query`, and those without quantisation."""
     arrays, visible, mask = problem()
     valid = np.asarray(mask.evicted_at) > 0
     k, v = (np.asarray(x, np.float64) for x in arrays[1:3])
@@ -321,10 +318,10 @@ def as_sampled() -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
-def test_attention_sees_what_the_sampler_saw(impl: Any):
-    """Output and straight-through gradients, every query with keys of its own; rows that see nothing give zeros."""
+def test_attention_uses_the_samplers_rounded_keys(impl: Any):
+    """Output and straight-through gradients; queries that see no key give zeros."""
     arrays, _, mask = problem()
-    expected, precise = as_sampled()
+    expected, precise = expected_attention()
     got = with_gradients(lambda q, k, v: attend(q, k, v, mask, impl), *arrays)
     for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, expected, precise, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6, err_msg=name)
@@ -343,15 +340,15 @@ def sum_of_squares(q: Any, k: Any, v: Any, mask: Any, impl: Any) -> Any:
     ("mesh", "impl"), [((2, 1, 2), "interval"), ((1, 1, 4), "segments"), ((3, 1, 1), "interval")], ids=str
 )
 def test_on_a_mesh(impl: Any, mesh: tuple[int, int, int]):
-    """The same values; four devices share two KV heads, three cannot share two rows."""
+    """Four devices share two KV heads; three cannot share two rows."""
     (q, k, v, _), _, mask = problem()
     with jax.set_mesh(make_mesh(*mesh)):
         got = sum_of_squares(q, k, v, mask, impl)
     chex.assert_trees_all_close(got, sum_of_squares(q, k, v, mask, impl), rtol=2e-5, atol=1e-5)
 
 
-def test_attention_with_parities_of_another():
-    """The learner's own keys, a little off: the recorded bits decide how they round."""
+def test_recorded_parities_decide_the_rounding():
+    """The learner's keys differ slightly from the sampler's."""
     (q, k, v, _), _, mask = problem()
     assert mask.quantized is not None
     near = k + 1e-6 * jax.random.normal(jax.random.key(0), k.shape)
@@ -362,10 +359,10 @@ def test_attention_with_parities_of_another():
     assert np.abs(attend_jitted(q, k, v, mask.replace(quantized=wrong), "xla") - out).max() > 0.1
 
 
-# Bad input.
+# Invalid input.
 
 
-def test_bad_configs():
+def test_invalid_groups_are_refused():
     with pytest.raises(ValueError, match="expected group >= 1; got 0"):
         QuantConfig(bits=4, group=0)
     with pytest.raises(ValueError, match="expected value_group >= 1; got 0"):

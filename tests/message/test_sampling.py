@@ -1,4 +1,4 @@
-"""Sampling against numpy in float64: which tokens are drawable, which one a number draws, and what is told of it."""
+"""Sampling against NumPy in float64: drawable tokens, sampled tokens, log-probabilities and entropies."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from smd_jax.message.sampling import (
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
 LOGITS = np.log(PROBABILITIES).astype(np.float32) + np.float32(3.0)  # logits are free up to a constant
 
-GATHERED = re.compile(r"= \(?\w+\[([\d,]*)\]\S* all-gather")  # sizes of what an all-gather makes
+GATHERED = re.compile(r"= \(?\w+\[([\d,]*)\]\S* all-gather")  # sizes of an all-gather's results
 
-jitted = partial(jax.jit, static_argnums=2)(sample)
+sample_jitted = partial(jax.jit, static_argnums=2)(sample)
 
 
 def draw(logits: Any, uniforms: Any, config: SamplingConfig) -> Sampled:
-    return jitted(jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32), config)
+    return sample_jitted(jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32), config)
 
 
-def sets(drawn: Sampled, vocab: int) -> np.ndarray:
-    """`[batch, vocab]` booleans of the drawable tokens."""
+def to_boolean(drawn: Sampled, vocab: int) -> np.ndarray:
+    """The drawable tokens as booleans `[batch, vocab]`."""
     if drawn.drawable is None:
         return np.ones((len(drawn.tokens), vocab), bool)
     drawable = np.asarray(drawn.drawable)
@@ -49,15 +49,15 @@ def sets(drawn: Sampled, vocab: int) -> np.ndarray:
 # --- an independent implementation, float64
 
 
-class OnTheEdge(Exception):
-    """An example that rounding decides."""
+class DecidedByRounding(Exception):
+    """Rounding decides the result of this example."""
 
 
 def drawable_by_definition(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
-    """`[vocab]` booleans of one row, from the words that define them.
+    """`[vocab]` booleans of one row, from the definitions of the filters.
 
     Raises:
-      OnTheEdge: if it hangs on the last bits of float32.
+      DecidedByRounding: if a token is within rounding of a threshold.
     """
     x = logits.astype(np.float64) / config.temperature
     drawable = np.isfinite(x)
@@ -69,50 +69,50 @@ def drawable_by_definition(logits: np.ndarray, config: SamplingConfig) -> np.nda
     if config.top_p < 1:
         larger = np.array([p[p > each].sum() for each in p]) / p.sum()
         if np.abs(larger[drawable] - config.top_p).min() < 1e-5:
-            raise OnTheEdge
+            raise DecidedByRounding
         drawable &= larger < config.top_p
     if config.min_p:
         if np.abs(p / config.min_p - 1).min() < 1e-5:
-            raise OnTheEdge
+            raise DecidedByRounding
         drawable &= p >= config.min_p
     return drawable
 
 
 def log_softmax(logits: np.ndarray, drawable: np.ndarray, temperature: float) -> np.ndarray:
-    """float64, over the drawable tokens; -inf outside."""
+    """In float64 over the drawable tokens; -inf outside."""
     x = np.where(drawable, logits.astype(np.float64) / temperature, -np.inf)
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
-def check(logits: np.ndarray, uniforms: np.ndarray, config: SamplingConfig, drawn: Sampled) -> None:
-    """Everything that a draw tells, row by row, but for which token it is."""
-    inside = sets(drawn, logits.shape[1])
+def check_rows(logits: np.ndarray, uniforms: np.ndarray, config: SamplingConfig, drawn: Sampled) -> None:
+    """Checks the drawable set, the log-probability, the entropy and the interval of every row."""
+    inside = to_boolean(drawn, logits.shape[1])
     for row, x in enumerate(logits):
         drawable = drawable_by_definition(x, config)
         expected = log_softmax(x, drawable, config.temperature)
         assert drawable[int(drawn.tokens[row])]
         if drawn.drawable is not None:
-            likely = expected - expected.max() > -80  # further below, whether float32 has a number is no matter
+            likely = expected - expected.max() > -80  # float32 may underflow further below
             np.testing.assert_array_equal(inside[row][likely], drawable[likely])
             assert not inside[row][~drawable].any()
-        check_numbers(drawn, row, expected, float(uniforms[row]), in_order=config.left_by_top_k(len(x)) > 0)
+        check_row(drawn, row, expected, float(uniforms[row]), in_order=config.left_by_top_k(len(x)) > 0)
 
 
-def check_numbers(drawn: Sampled, row: int, logprobs: np.ndarray, uniform: float, *, in_order: bool) -> None:
-    """What is told of a token: its log-probability, the entropy, and that the uniform number is inside its interval,
-    when tokens lie side by side by their ids (or, after top-k, by their probabilities)."""
+def check_row(drawn: Sampled, row: int, logprobs: np.ndarray, uniform: float, *, in_order: bool) -> None:
+    """Checks log-probability and entropy, and that the uniform number is in the token's interval. Intervals are ordered
+    by id or, with `in_order`, by probability."""
     token, p = int(drawn.tokens[row]), np.exp(logprobs)
     np.testing.assert_allclose(drawn.logprobs[row], logprobs[token], rtol=1e-5, atol=2e-5)
     entropy = -(p[p > 0] * logprobs[p > 0]).sum()
     np.testing.assert_allclose(drawn.entropy[row], entropy, rtol=1e-4, atol=1e-5)
     order = np.argsort(-logprobs, kind="stable") if in_order else np.arange(len(logprobs))
     ends = np.cumsum(p[order])
-    place = int(np.flatnonzero(order == token)[0])
-    start = ends[place - 1] if place else 0.0
-    assert max(start - uniform, uniform - ends[place]) < 1e-5
+    rank = int(np.flatnonzero(order == token)[0])
+    start = ends[rank - 1] if rank else 0.0
+    assert max(start - uniform, uniform - ends[rank]) < 1e-5
 
 
-# --- sets
+# --- drawable sets
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def check_numbers(drawn: Sampled, row: int, logprobs: np.ndarray, uniform: float
         ({"top_k": 2, "top_p": 0.99}, {1, 3}),
         ({"top_k": 4, "min_p": 0.2}, {0, 1, 3, 4}),
         ({"top_p": 0.9, "min_p": 0.5}, {1, 3, 4}),
-        ({"top_p": 0.62, "min_p": 0.45}, {1, 3}),  # min-p alone would leave the third too
+        ({"top_p": 0.62, "min_p": 0.45}, {1, 3}),  # only min-p would leave the third too
         ({"top_p": 0.72, "min_p": 0.45}, {1, 3, 4}),  # min-p first would leave 0.85, 76 % of it in two
         ({"temperature": 0.5, "top_p": 0.7}, {1, 3}),  # squares: 0.16 and 0.0625 are 83 % of all
         ({"temperature": 2.0, "top_p": 0.7}, {1, 3, 4}),  # roots: the first two are only 53 %
@@ -139,14 +139,14 @@ def check_numbers(drawn: Sampled, row: int, logprobs: np.ndarray, uniform: float
     ],
 )
 def test_sets(options: dict[str, Any], expected: set[int]):
-    inside = sets(draw(LOGITS[None], [0.5], SamplingConfig(**options)), 5)[0]
+    inside = to_boolean(draw(LOGITS[None], [0.5], SamplingConfig(**options)), 5)[0]
     assert set(np.flatnonzero(inside).tolist()) == expected
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"top_k": 2}, {1, 2}),  # exactly two, the first of the equals
+        ({"top_k": 2}, {1, 2}),  # exactly two: the first of the equals
         ({"top_p": 0.5}, {1, 2, 4}),  # two would reach 0.5, but none of the three is likelier than the others
         ({"top_k": 2, "top_p": 0.1}, {1, 2}),
         ({"min_p": 0.5}, {1, 2, 4}),
@@ -154,7 +154,7 @@ def test_sets(options: dict[str, Any], expected: set[int]):
 )
 def test_equally_likely_tokens(options: dict[str, Any], expected: set[int]):
     logits = np.log([[6, 29, 29, 6, 29]])
-    inside = sets(draw(logits, [0.5], SamplingConfig(**options)), 5)[0]
+    inside = to_boolean(draw(logits, [0.5], SamplingConfig(**options)), 5)[0]
     assert set(np.flatnonzero(inside).tolist()) == expected
 
 
@@ -185,7 +185,7 @@ ROWS = 4
     uniforms=st.lists(st.floats(0, 1, exclude_max=True, width=32), min_size=ROWS, max_size=ROWS),
 )
 def test_draws(seed, vocab, spread, steps, forbidden, config, uniforms):
-    """Ties (`steps` distances between logits), tokens of probability 0, and numbers at the very ends."""
+    """With ties (`steps` logits per unit), tokens of probability 0, and uniform numbers at both ends."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(ROWS, vocab)).astype(np.float32)
     logits = np.round(logits * steps) / steps if steps else logits
@@ -196,8 +196,8 @@ def test_draws(seed, vocab, spread, steps, forbidden, config, uniforms):
     uniforms = np.array(uniforms, np.float32)
     drawn = draw(logits, uniforms, config)
     try:
-        check(logits, uniforms, config, drawn)
-    except OnTheEdge:
+        check_rows(logits, uniforms, config, drawn)
+    except DecidedByRounding:
         assume(False)
 
 
@@ -214,23 +214,23 @@ def test_draws(seed, vocab, spread, steps, forbidden, config, uniforms):
     ids=str,
 )
 def test_large_vocabularies(kind: str, config: SamplingConfig):
-    """As many tokens as Qwen2 has, which are no whole number of blocks; 0 and the number before 1 among the draws."""
+    """Nearly Qwen2's vocabulary, in no whole number of blocks; uniform numbers include 0 and the last one below 1."""
     vocab, rng = 151_936 - 7, np.random.default_rng(2)
     logits = rng.normal(size=(4, vocab)).astype(np.float32)
     if kind == "wide":
         logits = 3 * logits + 100
-    if kind == "extreme":  # of all that is likely, there is one in the last block, and nothing in many others
+    if kind == "extreme":  # one likely token is in the last block; many blocks have none
         logits = np.where(rng.random(logits.shape) < 0.9, -np.inf, 1e4 * logits).astype(np.float32)
         logits[:, -1] = logits[:, 500] = 5e4
     uniforms = np.array([0.0, 0.3, 0.77, np.nextafter(np.float32(1), np.float32(0))], np.float32)
     drawn = draw(logits, uniforms, config)
-    inside = sets(drawn, vocab)
+    inside = to_boolean(drawn, vocab)
     for row in range(4):
         x = logits[row].astype(np.float64) / config.temperature
         p = np.where(inside[row], np.exp(x - x.max()), 0.0)
         assert p[int(drawn.tokens[row])] > 0
         expected = log_softmax(logits[row], p > 0, config.temperature)
-        check_numbers(drawn, row, expected, float(uniforms[row]), in_order=config.top_k > 0)
+        check_row(drawn, row, expected, float(uniforms[row]), in_order=config.top_k > 0)
         if config.top_k:
             assert inside[row].sum() <= 50
         if config.top_p < 1 and kind != "extreme":
@@ -241,7 +241,7 @@ def test_large_vocabularies(kind: str, config: SamplingConfig):
                 assert p.sum() / everything.sum() > config.top_p - 1e-5
 
 
-weigh = jax.jit(inverse_cdf)
+jitted_cdf = jax.jit(inverse_cdf)
 
 
 @settings(max_examples=200, deadline=None)
@@ -252,17 +252,17 @@ weigh = jax.jit(inverse_cdf)
     magnitude=st.sampled_from([0.0, 10.0, 80.0]),
 )
 def test_a_weight_of_zero_is_never_drawn(seed, count, share, magnitude):
-    """Whatever rounding does, and even for numbers that no generator gives: 1, and a little more."""
+    """Even for uniform numbers that no generator gives: 1, and a little more."""
     rng = np.random.default_rng(seed)
     weights = np.exp(-magnitude * rng.random((5, count))) * (rng.random((5, count)) < share)
     weights[np.arange(5), rng.integers(0, count, 5)] = 1.0
     weights = weights.astype(np.float32)
-    index = np.asarray(weigh(jnp.asarray(weights), jnp.array([0.0, 1 - 2**-24, 1.0, 1.0001, rng.random()])))
+    index = np.asarray(jitted_cdf(jnp.asarray(weights), jnp.array([0.0, 1 - 2**-24, 1.0, 1.0001, rng.random()])))
     assert index.dtype == np.int32 and (weights[np.arange(5), index] > 0).all()
 
 
-def test_running_sums_that_move_where_nothing_is_added():
-    """Made in a tree, they do; a number that falls into such a gap must not draw the weight of zero there."""
+def test_running_sums_that_rise_at_zero_weights():
+    """Tree summation makes such rises; a number that falls into one must not draw the weight of zero."""
     rng = np.random.default_rng(0)
     weights = (rng.random((500, 1187)) * (rng.random((500, 1187)) < 0.5)).astype(np.float32)
     sums = np.asarray(jax.jit(partial(jnp.cumsum, axis=-1))(weights))
@@ -273,7 +273,7 @@ def test_running_sums_that_move_where_nothing_is_added():
 
 
 def test_greedy():
-    """The likeliest token whatever the number and the filters; log-probability and entropy at temperature 1."""
+    """The likeliest token for any uniform number and filters; log-probability and entropy at temperature 1."""
     drawn = draw(np.stack([LOGITS, LOGITS]), [0.0, 0.99], SamplingConfig(temperature=0.0, top_k=3, min_p=0.1))
     assert drawn.tokens.tolist() == [1, 1] and drawn.drawable is None
     np.testing.assert_allclose(drawn.logprobs, np.log(0.4), rtol=1e-5)
@@ -281,12 +281,12 @@ def test_greedy():
 
 
 @pytest.mark.parametrize("config", [*CONFIGS[:5], SamplingConfig(temperature=0.0)], ids=str)
-def test_a_row_depends_on_its_own_number_and_logits_alone(config: SamplingConfig):
+def test_a_row_depends_only_on_its_own_number_and_logits(config: SamplingConfig):
     rng = np.random.default_rng(0)
     logits, uniforms = rng.normal(size=(6, 40)), rng.random(6)
     drawn = draw(logits, uniforms, config)
-    turned = draw(logits[::-1], uniforms[::-1], config)
-    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[::-1]), drawn, turned)
+    reversed_rows = draw(logits[::-1], uniforms[::-1], config)
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[::-1]), drawn, reversed_rows)
     for row in range(6):
         alone = draw(logits[row : row + 1], uniforms[row : row + 1], config)
         assert alone.tokens[0] == drawn.tokens[row]
@@ -294,7 +294,7 @@ def test_a_row_depends_on_its_own_number_and_logits_alone(config: SamplingConfig
 
 
 @pytest.mark.slow
-def test_wide_logits_stay_wide():
+def test_float64_logits_give_float64_results():
     with jax.enable_x64(True):
         logits = jnp.asarray(np.random.default_rng(4).normal(size=(3, 50)))
         for config in CONFIGS:
@@ -306,7 +306,7 @@ def test_wide_logits_stay_wide():
                 np.testing.assert_allclose(drawn.logprobs[row], expected[drawn.tokens[row]], rtol=1e-12)
 
 
-# --- what goes with it
+# --- form of the drawable set
 
 
 @pytest.mark.parametrize(
@@ -322,15 +322,14 @@ def test_wide_logits_stay_wide():
         (SamplingConfig(min_p=0.1, top_k=200), 101, ((13,), jnp.uint8)),
     ],
 )
-def test_the_form_of_the_set(config: SamplingConfig, vocab: int, expected: Any):
-    """Told before, and what comes."""
+def test_drawable_form_predicts_shape_and_dtype(config: SamplingConfig, vocab: int, expected: Any):
     form = drawable_form(config, vocab)
     assert (None if form is None else (form.shape, form.dtype)) == expected
     drawn = jax.eval_shape(partial(sample, config=config), jnp.zeros((2, vocab)), jnp.zeros(2)).drawable
     assert (None if drawn is None else (drawn.shape[1:], drawn.dtype)) == expected
 
 
-def test_drawable_ids_are_in_order_and_end_with_none():
+def test_drawable_ids_are_sorted_and_padded():
     logits = np.full((1, 2000), -np.inf)
     logits[0, [700, 3, 1999]] = [2.0, 5.0, 1.0]
     for min_p, expected in ((0.0, [3, 700, 1999, -1, -1]), (0.04, [3, 700, -1, -1, -1])):
@@ -351,12 +350,12 @@ def test_drawable_ids_are_in_order_and_end_with_none():
         ({"min_p": 1.1}, r"0 <= min_p <= 1 \(0: no filter\); got 1.1"),
     ],
 )
-def test_bad_settings(options: dict[str, Any], message: str):
+def test_invalid_settings_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         SamplingConfig(**options)
 
 
-# --- broken logits, meshes
+# --- non-finite logits, meshes
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -371,10 +370,9 @@ def test_bad_settings(options: dict[str, Any], message: str):
     ],
     ids=str,
 )
-def test_broken_logits_never_leave_the_vocabulary(config: SamplingConfig, bad: float):
-    """A diverged model says NaN. The token is of no use, but it must be one: ids outside of the vocabulary would break
-    whatever reads them before anybody sees the NaN in the log-probabilities, which says that they were broken."""
-    vocab = 100  # less than a block, so that a block's last place is outside
+def test_non_finite_logits_give_ids_of_the_vocabulary(config: SamplingConfig, bad: float):
+    """Ids outside of the vocabulary would break later code before the NaN in the log-probabilities is noticed."""
+    vocab = 100  # less than a block, so that a block's last index is outside
     drawn = draw(np.full((2, vocab), bad), [0.0, 0.9], config)
     tokens = np.asarray(drawn.tokens)
     assert ((tokens >= 0) & (tokens < vocab)).all()
@@ -382,17 +380,17 @@ def test_broken_logits_never_leave_the_vocabulary(config: SamplingConfig, bad: f
 
 
 @pytest.mark.parametrize("config", [SamplingConfig(top_k=5), SamplingConfig(top_p=0.7, min_p=0.02)], ids=str)
-def test_on_a_mesh_rows_stay_where_they_are(config: SamplingConfig):
-    """The compiler would gather the logits of all rows on every device to sort them (openxla/xla#49006)."""
+def test_a_mesh_gathers_no_logits(config: SamplingConfig):
+    """By itself, the compiler would gather the logits of all rows to sort them (openxla/xla#49006)."""
     vocab, mesh = 1000, make_mesh(data=2, fsdp=4)
     rng = np.random.default_rng(0)
     logits, uniforms = rng.normal(size=(16, vocab)).astype(np.float32), rng.random(16, np.float32)
     alone = draw(logits, uniforms, config)
     with jax.set_mesh(mesh):
         program = jax.jit(partial(sample, config=config))
-        there = shard_batch((jnp.asarray(logits), jnp.asarray(uniforms)), mesh)
-        hlo = str(program.lower(*there).compile().as_text())
-        together = program(*there)
+        sharded = shard_batch((jnp.asarray(logits), jnp.asarray(uniforms)), mesh)
+        hlo = str(program.lower(*sharded).compile().as_text())
+        together = program(*sharded)
     gathered = [int(np.prod([int(n) for n in size.split(",") if n])) for size in GATHERED.findall(hlo)]
     assert max(gathered, default=0) < vocab, f"arrays of these sizes are gathered: {gathered}"
     np.testing.assert_array_equal(together.tokens, alone.tokens)

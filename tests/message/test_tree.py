@@ -1,4 +1,4 @@
-"""Trees of tokens as interval masks: rows, branches, and inputs that are no tree."""
+"""Trees of tokens as interval masks: rows, branches and invalid trees."""
 
 import numpy as np
 import pytest
@@ -51,29 +51,29 @@ def test_a_packed_tree():
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(SEEDS, min_size=1, max_size=3), st.integers(0, 5))
-def test_a_row_shows_each_token_to_its_own_subtree(seeds, padding):
-    """A query sees itself and its ancestors, and the nearest of them predicts it."""
-    several = [random_tree(*seed) for seed in seeds]
-    total = sum(len(node.tokens) for one in several for node in one.nodes)
-    row = tree.pack(several, total + padding, pad_token_id=77)
+def test_each_token_is_visible_to_its_own_subtree(seeds, padding):
+    """The nearest ancestor of a token predicts it."""
+    trees = [random_tree(*seed) for seed in seeds]
+    total = sum(len(node.tokens) for each in trees for node in each.nodes)
+    row = tree.pack(trees, total + padding, pad_token_id=77)
     visible = np.zeros((total + padding,) * 2, bool)
     column = 0
-    for one in several:
+    for each in trees:
         columns_of = {}
-        for index in one.order:
-            node = one.nodes[index]
+        for index in each.order:
+            node = each.nodes[index]
             columns_of[index] = own = np.arange(column, column + len(node.tokens))
-            path = np.concatenate([columns_of[i] for i in one.path(index)])
-            for place in own:
-                before = path[path <= place]
-                visible[place, before] = True
-                assert row.positions[place] == len(before) - 1
-                assert row.sources[place] == (before[-2] if len(before) > 1 else -1)
+            path = np.concatenate([columns_of[i] for i in each.path(index)])
+            for query in own:
+                before = path[path <= query]
+                visible[query, before] = True
+                assert row.positions[query] == len(before) - 1
+                assert row.sources[query] == (before[-2] if len(before) > 1 else -1)
             for name in ("tokens", "sampled", "logprobs"):
                 np.testing.assert_array_equal(getattr(row, name)[own], getattr(node, name))
             column += len(own)
-    places = np.arange(total + padding)
-    interval = (places[None] <= places[:, None]) & (places[:, None] < row.evicted_at[None])
+    columns = np.arange(total + padding)
+    interval = (columns[None] <= columns[:, None]) & (columns[:, None] < row.evicted_at[None])
     np.testing.assert_array_equal(interval, visible)
     assert (row.tokens[total:] == 77).all() and (row.sources[total:] == -1).all() and not row.sampled[total:].any()
 
@@ -87,11 +87,11 @@ def test_a_token_counts_in_every_branch_or_once():
 
 
 def test_branches_as_rows():
-    """Prompts end before the first sampled token; later given tokens are not in the response mask and have no set."""
+    """Prompts end before the first sampled token. Later given tokens are not in the response mask and have no set."""
     given_late = Branch([1, 2, 3, 4, 5], [False, False, True, False, True], [0, 0, -1, 0, -2])
-    nothing = Branch([1, 2, 3], [False] * 3)
+    unsampled = Branch([1, 2, 3], [False] * 3)
     none = [-1, -1]
-    rows = tree.to_trajectory([given_late, nothing], temperature=0.5)
+    rows = tree.to_trajectory([given_late, unsampled], temperature=0.5)
     assert rows.prompt_width == 2 and rows.temperature == 0.5
     assert rows.tokens.tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]]
     assert rows.response_mask.tolist() == [[True, False, True], [False] * 3]
@@ -99,7 +99,7 @@ def test_branches_as_rows():
     assert rows.first_columns(2).response_mask.tolist() == [[True, False], [False] * 2]
     assert rows.terminated.tolist() == [True, True] and rows.drawable is None and rows.longest is None
     support = [([3, 7, 5], [0, 2, 2, 3]), ([], [0, 0])]
-    rows = tree.to_trajectory([given_late, nothing], support=support, terminated=[False, True], longest=5)
+    rows = tree.to_trajectory([given_late, unsampled], support=support, terminated=[False, True], longest=5)
     assert rows.drawable is not None and rows.drawable.sets is not None
     assert rows.drawable.sets.tolist() == [[[3, 7], none, [5, -1]], [none] * 3]
     assert rows.terminated.tolist() == [False, True] and rows.longest == 5
@@ -117,7 +117,7 @@ def test_branches_as_rows():
         ((Node([1], sampled=[True]),), "expected a given first token in the root"),
     ],
 )
-def test_invalid_trees(nodes, message):
+def test_invalid_trees_are_refused(nodes, message):
     with pytest.raises(ValueError, match=message):
         Tree(nodes)
 
@@ -127,7 +127,7 @@ def test_ids_beyond_32_bits_are_not_wrapped():
         Branch([2**32 + 5, 7])
 
 
-def test_wrong_shapes_and_sizes():
+def test_wrong_shapes_and_sizes_are_refused():
     with pytest.raises(ValueError, match=r"expected sampled of a node to be booleans \(2,\); got bool \(1,\)"):
         Node([1, 2], sampled=[True])
     with pytest.raises(ValueError, match=r"expected logprobs of a branch of shape \(2,\); got \(3,\)"):

@@ -1,4 +1,4 @@
-"""Attention against loops in numpy, forward and backward, and what happens to queries that see nothing."""
+"""Attention against NumPy loops, the choice of implementation, meshes and invalid inputs."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def inputs(heads: int, kv_heads: int, dtype: Any = jnp.float32, seed: int = 0) -
     return tuple(jnp.asarray(rng.normal(size=(BATCH, n, T, D)), dtype) for n in (heads, kv_heads, kv_heads))
 
 
-def any_mask(kv_heads: int, seed: int = 1) -> np.ndarray:
-    """Booleans of no particular kind; query 0 sees nothing anywhere, query 3 nothing in the first head."""
+def random_mask(kv_heads: int, seed: int = 1) -> np.ndarray:
+    """Random booleans; query 0 sees no key, query 3 none in the first head."""
     mask = np.random.default_rng(seed).random((BATCH, kv_heads, T, T)) < 0.5
     mask[:, :, 0] = False
     mask[:, 0, 3] = False
     return mask
 
 
-def in_numpy(q: Any, k: Any, v: Any, mask: np.ndarray) -> np.ndarray:
+def loop_attend(q: Any, k: Any, v: Any, mask: np.ndarray) -> np.ndarray:
     return numpy_decoder.attention(q, k, v, mask)[0]
 
 
@@ -50,16 +50,16 @@ def in_numpy(q: Any, k: Any, v: Any, mask: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("impl", ["reference", "xla", None])
 def test_forward(impl: Any, heads: int, kv_heads: int):
     q, k, v = inputs(heads, kv_heads)
-    mask = any_mask(kv_heads)
-    np.testing.assert_allclose(attend(q, k, v, jnp.array(mask), impl), in_numpy(q, k, v, mask), atol=1e-6, rtol=1e-5)
+    mask = random_mask(kv_heads)
+    np.testing.assert_allclose(attend(q, k, v, jnp.array(mask), impl), loop_attend(q, k, v, mask), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_a_query_that_sees_nothing_gives_zeros(impl: Any, scale: float):
-    """Exactly, and it passes nothing back; also where scores would overflow an exponential."""
+    """Exact zeros with zero gradients, even where scores would overflow an exponential."""
     q, k, v = (scale * x for x in inputs(4, 2))
-    mask = any_mask(2)
+    mask = random_mask(2)
     blind = np.repeat(~mask.any(-1), 2, axis=1)
 
     @jax.jit
@@ -75,13 +75,13 @@ def test_a_query_that_sees_nothing_gives_zeros(impl: Any, scale: float):
         assert not np.asarray(gradient).any()
 
 
-def test_a_key_that_nobody_sees_does_not_matter():
+def test_unseen_keys_do_not_matter():
     q, k, v = inputs(4, 2)
-    mask = any_mask(2)
+    mask = random_mask(2)
     mask[..., 4] = False
     plain = attend(q, k, v, jnp.array(mask))
-    loud = attend(q, k.at[:, :, 4].set(1e30), v.at[:, :, 4].set(1e30), jnp.array(mask))
-    np.testing.assert_array_equal(plain, loud)
+    changed = attend(q, k.at[:, :, 4].set(1e30), v.at[:, :, 4].set(1e30), jnp.array(mask))
+    np.testing.assert_array_equal(plain, changed)
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
@@ -104,29 +104,29 @@ TOLERANCES: dict[Any, float] = {"reference": 2**-8, "xla": 2**-6}
 def test_bfloat16():
     """Within the rounding of the inputs and of the products; the reference rounds only at the end."""
     q, k, v = inputs(4, 2, jnp.bfloat16)
-    mask = any_mask(2)
-    exact = in_numpy(q, k, v, mask)
+    mask = random_mask(2)
+    exact = loop_attend(q, k, v, mask)
     for impl, tolerance in TOLERANCES.items():
         out = attend(q, k, v, jnp.array(mask), impl)
         assert out.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance * np.abs(exact).max())
 
 
-def test_float64_stays():
+def test_float64_inputs_give_float64_outputs():
     with jax.enable_x64(True):
         q, k, v = inputs(4, 2, jnp.float64)
-        mask = any_mask(2)
+        mask = random_mask(2)
         for impl in ("reference", "xla"):
             out = attend(q, k, v, jnp.array(mask), impl)
             assert out.dtype == jnp.float64
-            np.testing.assert_allclose(out, in_numpy(q, k, v, mask), atol=1e-14)
+            np.testing.assert_allclose(out, loop_attend(q, k, v, mask), atol=1e-14)
 
 
 @SHAPES
 def test_attention_received(heads: int, kv_heads: int):
-    """Column sums of the softmax over queries and the group, by loops."""
+    """Sums of the softmax over queries and query heads."""
     q, k, v = inputs(heads, kv_heads)
-    mask = any_mask(kv_heads)
+    mask = random_mask(kv_heads)
     out, received = attend_and_observe(q, k, v, jnp.array(mask))
     expected = numpy_decoder.attention(q, k, v, mask)
     np.testing.assert_allclose(out, expected[0], atol=1e-6)
@@ -143,14 +143,14 @@ def shaped(tokens: int, dtype: Any = jnp.bfloat16, head_dim: int = 64) -> tuple[
 
 
 class Accelerator:
-    """As much of a GPU as the choice looks at."""
+    """The attribute of a GPU that the choice reads."""
 
     compute_capability = "9.0"
 
 
 @pytest.mark.parametrize("has_kernel", [False, True], ids=["booleans", "intervals"])
-def test_the_best_implementation(has_kernel: bool, monkeypatch: pytest.MonkeyPatch):
-    """Plain JAX on CPUs, a kernel wherever one can run; the device that JAX computes on decides, not the first one."""
+def test_best_implementation(has_kernel: bool, monkeypatch: pytest.MonkeyPatch):
+    """Plain JAX on CPUs, a kernel where one can run. JAX's default device decides, not the first device."""
     mask, portable = (interval(64), "portable") if has_kernel else (jnp.ones((1, 1, 64, 64), bool), "xla")
     assert best(*shaped(64), mask) == portable
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -165,8 +165,8 @@ def test_the_best_implementation(has_kernel: bool, monkeypatch: pytest.MonkeyPat
     assert best(*shaped(64), mask) == portable
 
 
-def test_gathering_pays_where_it_is_cheaper(monkeypatch: pytest.MonkeyPatch):
-    """732 keys of 2,048 are too many: the causal triangle has 1,024 on average. The default takes what pays."""
+def test_segments_are_gathered_where_cheaper(monkeypatch: pytest.MonkeyPatch):
+    """732 of 2,048 keys are too many: the causal triangle has 1,024 on average."""
     assert pays(Segments(64, 32, 128), 2048) and not pays(Segments(64, 32, 700), 2048)
     assert not pays(None, 2048) and not pays(Segments(2048, 32, 8), 2048)
     taken = []
@@ -183,7 +183,7 @@ def best_decode(q: jax.Array, k: jax.Array) -> str:
     return attention._best_decode(partial(attention.why_not_decode, q=q, k=k))
 
 
-def test_the_best_way_to_decode(monkeypatch: pytest.MonkeyPatch):
+def test_best_decode_implementation(monkeypatch: pytest.MonkeyPatch):
     q, k = jnp.zeros((1, 4, 1, 64), jnp.bfloat16), jnp.zeros((1, 2, 64, 64), jnp.bfloat16)
     assert best_decode(q, k) == "xla"
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -201,7 +201,7 @@ def test_the_best_way_to_decode(monkeypatch: pytest.MonkeyPatch):
         assert best_decode(q, many) == "xla"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert best_decode(q, many) == "xla", "said twice"
+        assert best_decode(q, many) == "xla", "warned twice"
     monkeypatch.setattr(Accelerator, "compute_capability", "8.0")
     assert best_decode(q, k) == "xla"
 
@@ -209,13 +209,13 @@ def test_the_best_way_to_decode(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("impl", "reason"), [("mosaic_gpu", "expected JAX to run on a GPU; got 'cpu'"), ("flash", "expected one of xla")]
 )
-def test_decoding_by_name(impl: Any, reason: str):
+def test_a_named_decode_implementation_that_cannot_run_says_why(impl: Any, reason: str):
     q, k = jnp.zeros((1, 4, 1, 64)), jnp.zeros((1, 2, 64, 64))
     with pytest.raises(ValueError, match=reason):
         inspect.unwrap(decode)(q, k, k, jnp.ones((1, 2, 64), bool), impl)
 
 
-def test_somebody_elses_mesh_is_left_to_the_compiler():
+def test_meshes_with_other_axes_are_left_to_the_compiler():
     q, k, v = inputs(4, 2)
     mask = KeyInterval(jnp.full((1, 1, T), NEVER, jnp.int32))
     expected = attend(q, k, v, mask)
@@ -241,9 +241,9 @@ def test_somebody_elses_mesh_is_left_to_the_compiler():
 )
 def test_a_named_implementation_that_cannot_run_says_why(impl: Any, mask: Any, reason: str):
     q, k = shaped(9)
-    ask: Any = inspect.unwrap(attend)  # past the type checks that only tests have
+    unchecked_attend: Any = inspect.unwrap(attend)  # without the type checks under pytest
     with pytest.raises(ValueError, match=re.escape(reason)):
-        ask(q, k, k, mask, impl)
+        unchecked_attend(q, k, k, mask, impl)
 
 
 @pytest.mark.parametrize(
@@ -268,14 +268,14 @@ def test_a_named_implementation_that_cannot_run_says_why(impl: Any, mask: Any, r
         ({"softcap": float("inf")}, "expected a finite softcap > 0, or None for no cap; got inf"),
     ],
 )
-def test_arrays_that_do_not_fit_together(change: dict[str, Any], message: str):
-    ask: Any = inspect.unwrap(attend)
+def test_invalid_arrays_are_refused(change: dict[str, Any], message: str):
+    unchecked_attend: Any = inspect.unwrap(attend)
     arrays = {"q": jnp.ones((1, 4, 9, 8)), "k": jnp.ones((1, 2, 9, 8)), "v": jnp.ones((1, 2, 9, 8))}
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        ask(**{**arrays, "mask": interval(9), **change})
+        unchecked_attend(**{**arrays, "mask": interval(9), **change})
 
 
-def test_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_reasons_against_the_gpu_kernel(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
     assert "got float32" in str(why_not("mosaic_gpu", *shaped(9, jnp.float32), interval(9)))
@@ -292,7 +292,7 @@ def test_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert "got 10.0" in str(why_not("mosaic_gpu", *shaped(9), interval(9)))
 
 
-def test_with_64_bits_plain_jax_runs_in_place_of_a_kernel(monkeypatch: pytest.MonkeyPatch):
+def test_x64_uses_plain_jax_instead_of_kernels(monkeypatch: pytest.MonkeyPatch):
     """Pallas would give the kernels indices of 64 bits, which its compilers refuse."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     q, k = shaped(64)
@@ -310,7 +310,7 @@ def test_with_64_bits_plain_jax_runs_in_place_of_a_kernel(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("impl", ["interval", "segments"])
-def test_a_mask_that_all_heads_and_rows_share(impl: Any):
+def test_masks_shared_by_heads_and_rows(impl: Any):
     q, k, v = inputs(4, 2)
     ends = jnp.asarray([[[0, 3, NEVER, 4, NEVER, 6, NEVER]]], jnp.int32)
     mask = KeyInterval(ends, Segments(2, 2, 3))
@@ -318,11 +318,11 @@ def test_a_mask_that_all_heads_and_rows_share(impl: Any):
     np.testing.assert_allclose(attend(q, k, v, mask, impl), expected, atol=1e-6)
 
 
-ON_CPUS = pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
+EVERY_CPU_IMPL = pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
 
 
-@ON_CPUS
-def test_an_eviction_beyond_32_bits_is_none(impl: Any):
+@EVERY_CPU_IMPL
+def test_evictions_beyond_32_bits_mean_never(impl: Any):
     q, k, v = inputs(4, 2)
     segments = Segments(2, 2, T)
 
@@ -340,7 +340,7 @@ def test_an_eviction_beyond_32_bits_is_none(impl: Any):
         np.testing.assert_allclose(attend(q, k, v, wide, impl), expected, atol=1e-6)
 
 
-@ON_CPUS
+@EVERY_CPU_IMPL
 def test_an_empty_batch(impl: Any):
     q, k, v = (x[:0] for x in inputs(4, 2))
     mask = interval(T, Segments(2, 2, T))
@@ -358,18 +358,18 @@ ON_MESHES = [("interval", (2, 2, 2)), ("interval", (1, 1, 4)), ("segments", (2, 
 
 
 @pytest.mark.parametrize(("impl", "mesh"), ON_MESHES, ids=str)
-def test_on_a_mesh_every_device_has_its_own_rows_and_heads(impl: Any, mesh: tuple[int, int, int]):
-    """The same values, and nothing is sent; eight rows, four query and two KV heads. Three devices cannot share eight
-    rows, so each does them all; four share two KV heads, repeated."""
+def test_a_mesh_splits_rows_and_heads_without_communication(impl: Any, mesh: tuple[int, int, int]):
+    """Eight rows, four query and two KV heads. Three devices cannot share eight rows, so each computes all; four
+    repeat the KV heads."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(8, n, 40, 8)), jnp.float32) for n in (4, 2, 2))
     mask = random_evictions(40, Segments(5, 4, 6), batch=8, kv_heads=2).layer(0)
     expected = sum_of_squares(q, k, v, mask, impl)
     with jax.set_mesh(make_mesh(*mesh)):
         rows = ("data", "fsdp") if mesh[0] != 3 else None
-        spread = [jax.device_put(x, P(rows, "tensor" if x.shape[1] % mesh[2] == 0 else None)) for x in (q, k, v)]
-        program = sum_of_squares.lower(*spread, mask, impl).compile()
-        got = program(*spread, mask)
+        sharded = [jax.device_put(x, P(rows, "tensor" if x.shape[1] % mesh[2] == 0 else None)) for x in (q, k, v)]
+        program = sum_of_squares.lower(*sharded, mask, impl).compile()
+        got = program(*sharded, mask)
     chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=1e-5)
-    if mesh[2] != 4:  # there K and V are whole on every device to begin with
+    if mesh[2] != 4:  # there K and V start replicated
         assert not re.findall(r"all-gather|all-to-all|collective-permute", str(program.as_text()))

@@ -1,4 +1,4 @@
-"""Every family of transformers that the decoder is: the same logits, the same files after export, and adapters.
+"""Every family of transformers that the decoder supports: logits, exports and adapters.
 
 golden/README.md says how the checkpoints and logits under golden/hf were made.
 """
@@ -32,7 +32,7 @@ ALL = sorted(path.parent.name for path in GOLDEN.glob("*/logits.npz"))
 NAMES = [name for name in ALL if "valid" in np.load(GOLDEN / name / "logits.npz").files]
 # Of logits of standard deviation 1.2; measured on CPU: at most 7e-6.
 ATOL, RELATIVE = 5e-5, 1e-4
-every_family = pytest.mark.parametrize("name", NAMES)
+EVERY_FAMILY = pytest.mark.parametrize("name", NAMES)
 
 apply_jitted = jax.jit(apply_model, static_argnums=0)
 
@@ -40,22 +40,22 @@ apply_jitted = jax.jit(apply_model, static_argnums=0)
 @functools.cache
 def opened(name: str) -> tuple[ModelConfig, Any]:
     config, params = load_checkpoint(GOLDEN / name)
-    # LongRoPE's long factors are those of a context that is longer than the one before it was stretched.
+    # LongRoPE uses its long factors only if the context is longer than the original one.
     return (replace(config, max_positions=64) if name == "phi3_long" else config), params
 
 
 def batch_of(name: str) -> dict[str, np.ndarray]:
-    """Tokens, logits, positions and which tokens are real: in files that say neither, all."""
+    """Tokens, logits, positions and valid tokens; files without the last two have no padding."""
     batch = dict(np.load(GOLDEN / name / "logits.npz"))
     shape = batch["tokens"].shape
     return {"positions": np.indices(shape, np.int32)[1], "valid": np.ones(shape, bool), **batch}
 
 
 def logits(config: ModelConfig, params: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
-    """Of real tokens."""
+    """Logits of the valid tokens."""
     valid = batch["valid"]
-    places = jnp.asarray(batch["positions"])
-    out = apply_jitted(Decoder(config), params, jnp.asarray(batch["tokens"]), places, dense_mask(jnp.asarray(valid)))
+    positions = jnp.asarray(batch["positions"])
+    out = apply_jitted(Decoder(config), params, jnp.asarray(batch["tokens"]), positions, dense_mask(jnp.asarray(valid)))
     return np.asarray(out)[valid]
 
 
@@ -64,14 +64,14 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_logits_are_those_of_transformers(name: str):
+def test_logits_match_transformers(name: str):
     config, params = opened(name)
     batch = batch_of(name)
     np.testing.assert_allclose(logits(config, params, batch), batch["logits"][batch["valid"]], atol=ATOL, rtol=0)
 
 
-@every_family
-def test_an_export_is_the_same_model(name: str, tmp_path: Path):
+@EVERY_FAMILY
+def test_exports_round_trip(name: str, tmp_path: Path):
     config, params = load_checkpoint(GOLDEN / name)
     save_checkpoint(tmp_path, params, config, dtype="bfloat16")
     again, weights = load_checkpoint(tmp_path)
@@ -84,15 +84,15 @@ def test_an_export_is_the_same_model(name: str, tmp_path: Path):
 
 def with_adapters(name: str) -> Any:
     config, params = opened(name)
-    # Of layers with an MLP beside layers with experts, PEFT has adapters of attention only.
+    # If some layers have an MLP and others experts, PEFT supports adapters of attention only.
     mlp = config.experts is None or not config.experts.layers
     targets: Any = TARGETS if mlp else TARGETS[:4]
     lora = LoraConfig(rank=2, alpha=3.0, targets=targets, rank_stabilised=True)
     return adapted(params, lora, size=0.5)
 
 
-@every_family
-def test_adapters_in_pefts_format(name: str, tmp_path: Path):
+@EVERY_FAMILY
+def test_adapters_round_trip_in_pefts_format(name: str, tmp_path: Path):
     (config, base), params = opened(name), with_adapters(name)
     save_peft(tmp_path, params, config, base_model=GOLDEN / name)
     assert_bitwise_equal(load_peft(tmp_path, base, config), params)
@@ -105,7 +105,7 @@ def test_adapters_in_pefts_format(name: str, tmp_path: Path):
         ("mixtral", ("up_proj",), "adapters on all of gate_proj, up_proj or on none.*got up_proj"),
     ],
 )
-def test_what_peft_cannot_express(name: str, targets: Any, message: str, tmp_path: Path):
+def test_adapters_that_peft_cannot_express_are_refused(name: str, targets: Any, message: str, tmp_path: Path):
     config, params = opened(name)
     lora = LoraConfig(targets=targets)
     with pytest.raises(ValueError, match=message):
@@ -115,8 +115,8 @@ def test_what_peft_cannot_express(name: str, targets: Any, message: str, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@every_family
-@pytest.mark.filterwarnings("default")  # PEFT's own, about what transformers is going to rename
+@EVERY_FAMILY
+@pytest.mark.filterwarnings("default")  # PEFT warns of names that transformers will change
 def test_peft_opens_what_we_save(name: str, tmp_path: Path):
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
@@ -130,7 +130,7 @@ def test_peft_opens_what_we_save(name: str, tmp_path: Path):
     assert_close(torch_logits(torch, model, batch), logits(config, params, batch))
 
 
-@every_family
+@EVERY_FAMILY
 def test_transformers_opens_an_export(name: str, tmp_path: Path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM

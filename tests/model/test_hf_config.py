@@ -1,4 +1,4 @@
-"""config.json of every family: what is read, what is written again, and what is refused."""
+"""config.json of every family: reading, writing and unsupported settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-READ = tiny_model_config(
+SMALL_CONFIG = tiny_model_config(
     vocab_size=96, intermediate_size=48, num_kv_heads=4, max_positions=64, qkv_bias=False, tie_embeddings=False
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -44,28 +44,28 @@ GEMMA |= {"sliding_window": 512, "sliding_window_pattern": 6}
 
 
 def test_defaults_are_those_of_transformers():
-    assert model_config_from_hf(SMALL) == READ
+    assert model_config_from_hf(SMALL) == SMALL_CONFIG
     assert model_config_from_hf(SMALL | {"model_type": "qwen3", "num_key_value_heads": 2}).head_dim == 128
 
 
-def test_keys_that_a_class_does_not_have_are_not_read():
-    """transformers keeps them on the configuration, and its models ignore them."""
+def test_keys_of_other_classes_are_ignored():
+    """As in transformers, which keeps them on the configuration but whose models ignore them."""
     foreign: dict[str, Any] = {"logits_scaling": 8.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 4}
     foreign |= {"no_rope_layers": None, "embedding_multiplier": None, "num_experts": 0}
     assert model_config_from_hf(SMALL | foreign) == model_config_from_hf(SMALL)
 
 
 def test_mistral():
-    expected = replace(READ, num_kv_heads=2, norm_eps=1e-5, sliding_windows=(16, 16))
+    expected = replace(SMALL_CONFIG, num_kv_heads=2, norm_eps=1e-5, sliding_windows=(16, 16))
     assert model_config_from_hf(MISTRAL) == expected
-    # Since v0.2, null.
+    # Null since v0.2.
     assert model_config_from_hf(MISTRAL | {"sliding_window": None}).sliding_windows == ()
-    # Nemo's heads are no share of its width.
+    # Nemo's heads do not add up to its width.
     assert model_config_from_hf(MISTRAL | {"hidden_size": 40, "head_dim": 8}).head_dim == 8
 
 
 def test_qwen2():
-    assert model_config_from_hf(QWEN2).sliding_windows == (), "a size that is not in use"
+    assert model_config_from_hf(QWEN2).sliding_windows == (), "the window is not in use"
     used = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
     assert model_config_from_hf(used).sliding_windows == (None, 64)
     assert model_config_from_hf(used | {"layer_types": [SLIDING, FULL]}).sliding_windows == (64, None)
@@ -74,7 +74,7 @@ def test_qwen2():
 def test_gemma3():
     config = model_config_from_hf(GEMMA)
     assert config == replace(
-        READ,
+        SMALL_CONFIG,
         num_layers=8,
         num_kv_heads=1,
         head_dim=256,
@@ -90,7 +90,7 @@ def test_gemma3():
     )
     assert model_config_from_hf(GEMMA | {"final_logit_softcapping": 30.0}) == replace(config, logit_softcap=30.0)
     assert Decoder(config).shape.window(5) is None and Decoder(config).shape.window(7) == 512
-    # Its keys as transformers 5 writes them; 27B divides scores by another number than head_dim.
+    # Keys of transformers 5; 27B has another query_pre_attn_scalar than head_dim.
     linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     near = {"rope_type": "default", "rope_theta": 1e4}
     newer = {key: value for key, value in GEMMA.items() if "rope" not in key}
@@ -112,12 +112,12 @@ def test_gemma3():
         },
     ],
 )
-def test_rope_in_every_spelling(rope: dict[str, Any]):
+def test_every_spelling_of_rope(rope: dict[str, Any]):
     config = model_config_from_hf(SMALL | rope)
     assert (config.rope_theta, config.rope_scaling) == (5e5, LinearRope(2.0))
 
 
-def test_the_rotated_share_is_kept_under_an_added_scaling():
+def test_an_added_scaling_keeps_the_rotated_share():
     rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     scaling = {"type": "su", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
     changed = {"rope_parameters": rope, "rope_scaling": scaling, "original_max_position_embeddings": 32}
@@ -141,7 +141,7 @@ def test_the_rotated_share_is_kept_under_an_added_scaling():
         ("ministral3", YARN | {"max_position_embeddings": 64, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}),
     ],
 )
-def test_keys_of_rope_in_published_files(model_type: str, rope: dict[str, Any]):
+def test_rope_keys_of_published_files_are_accepted(model_type: str, rope: dict[str, Any]):
     sizes = {"num_key_value_heads": 4, "original_max_position_embeddings": 32}
     model_config_from_hf(SMALL | sizes | {"model_type": model_type, "rope_scaling": rope})
 
@@ -177,7 +177,7 @@ def test_yarn_lengthens_the_context(given: int, expected: int):
     assert model_config_from_hf(config | {"rope_scaling": None}).max_positions == given
 
 
-def test_every_family_is_written_as_what_it_is():
+def test_model_types_of_written_configs():
     found = {name: model_type_of(config) for name, config in FAMILY_CONFIGS.items()}
     assert found == {
         "llama-bias": "llama",
@@ -187,23 +187,23 @@ def test_every_family_is_written_as_what_it_is():
         "gemma3": "gemma3_text",
         "gemma3-bias": "gemma3_text",
     }
-    assert model_type_of(PLAIN, "mistral") == "mistral", "without windows it is a Llama, too"
+    assert model_type_of(PLAIN, "mistral") == "mistral", "without windows it equals a Llama"
     assert model_type_of(replace(PLAIN, qkv_bias=True), "mistral") == "qwen2"
     scaled = replace(PLAIN, rope_scaling=YarnRope(4.0, 4, attention_factor=1.0, query_beta=0.5))
     assert (model_type_of(scaled), model_type_of(PLAIN, "ministral3")) == ("ministral3", "llama")
-    # The heads of a Mistral may be any share of its width.
+    # A Mistral's heads need not add up to its width.
     assert model_type_of(replace(PLAIN, hidden_size=30)) == "mistral"
 
 
-# --- refused
+# --- unsupported
 
-# Of training, of memory, and ids of tokens.
-NOT_OF_THE_FUNCTION = {
+# Settings of training and memory, and token ids.
+IRRELEVANT_FIELDS = {
     *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "pretraining_tp"),
     *("use_cache", "output_router_logits", "bos_token_id", "eos_token_id", "pad_token_id"),
 }
-# transformers turns them into a list by layer.
-IN_ANOTHER_FIELD = {
+# transformers converts them to a list by layer.
+CONVERTED_FIELDS = {
     *("no_rope_layer_interval", "_sliding_window_pattern", "original_max_position_embeddings"),
     *("max_window_layers", "use_sliding_window"),
 }
@@ -211,22 +211,22 @@ IN_ANOTHER_FIELD = {
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_field_of_transformers_is_read(model_type: str, monkeypatch: pytest.MonkeyPatch):
-    """A field that transformers' class has and we do not ask for would be ignored without a word."""
-    asked = set[str]()
+    """A field of transformers' class that is not read would be ignored silently."""
+    read_fields = set[str]()
 
     class Watched:
         def __init__(self, config: Any) -> None:
             self.config = config
 
         def __getattr__(self, key: str) -> Any:
-            asked.add(key)
+            read_fields.add(key)
             return getattr(self.config, key)
 
     parse = hf_config._parsed
     monkeypatch.setattr(hf_config, "_parsed", lambda content: Watched(parse(content)))
     model_config_from_hf({"model_type": model_type})
     fields = AutoConfig.for_model(model_type).to_dict().keys() - PretrainedConfig().to_dict().keys()
-    assert fields - asked - FAMILIES[model_type].only.keys() <= NOT_OF_THE_FUNCTION | IN_ANOTHER_FIELD
+    assert fields - read_fields - FAMILIES[model_type].only.keys() <= IRRELEVANT_FIELDS | CONVERTED_FIELDS
 
 
 @pytest.mark.parametrize(
@@ -305,13 +305,13 @@ def test_every_field_of_transformers_is_read(model_type: str, monkeypatch: pytes
         ("ministral3", {"rope_parameters": YARN}, "expected llama_4_scaling_beta > 0 in rope_parameters of ministral3"),
     ],
 )
-def test_what_the_decoder_does_not_do(model_type: str | None, change: dict[str, Any], message: str):
+def test_unsupported_configs_are_refused(model_type: str | None, change: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as caught:
         model_config_from_hf(SMALL | {"model_type": model_type} | change)
     assert len(str(caught.value)) < 600
 
 
-def test_keys_of_rope_that_change_nothing():
+def test_neutral_rope_keys_are_accepted():
     """Early files with YaRN have them."""
     given = SMALL | {"model_type": "llama"}
     plain = model_config_from_hf(given | {"rope_scaling": YARN})
@@ -319,8 +319,8 @@ def test_keys_of_rope_that_change_nothing():
     assert model_config_from_hf(given | {"rope_scaling": YARN | neutral}) == plain
 
 
-def test_before_a_tensor_is_read(tmp_path: Path):
-    """The weights are no safetensors at all; the error is about the field, and names the file."""
+def test_unsupported_configs_are_refused_before_tensors_are_read(tmp_path: Path):
+    """The tensor file is invalid; the error names config.json and the field."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"hidden_act": "gelu"}))
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     for read in (load_checkpoint, read_config):
@@ -340,12 +340,12 @@ def test_before_a_tensor_is_read(tmp_path: Path):
         (replace(GEMMA3, hidden_size=30), r"gemma3_text has no such config.json: .*hidden size \(30\) is"),
     ],
 )
-def test_what_no_model_type_expresses(config: ModelConfig, message: str):
+def test_configs_without_a_model_type_are_refused(config: ModelConfig, message: str):
     with pytest.raises(ValueError, match=message):
         hf_config_from_model(config, "float32")
 
 
-def test_what_no_decoder_is():
+def test_invalid_model_configs_are_refused():
     with pytest.raises(ValueError, match="expected sliding_windows with local_rope_theta"):
         replace(GEMMA3, sliding_windows=())
     with pytest.raises(ValueError, match="expected a finite query_pre_attn_scalar > 0; got 0.0"):

@@ -1,4 +1,4 @@
-"""LoRA: the function, its gradients, what is kept for them, and that the base is reference and teacher."""
+"""LoRA: forward pass, gradients, optimizer state, and the base as reference and teacher."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from tests.tiny_update import (
 from tests.under_test import gap, left_padded, replay_jitted
 
 ADAPTED = adapted(add_value_head(PARAMS, MODEL.config))
-# KL to the reference and the anchor's divergence, at once.
-HELD = UpdateConfig(loss=LossConfig(beta=0.2), distill=DistillConfig(direction="anchor", coef=0.5))
+# KL to the reference and the anchor's divergence.
+WITH_REFERENCE = UpdateConfig(loss=LossConfig(beta=0.2), distill=DistillConfig(direction="anchor", coef=0.5))
 # Every other term whose gradient reaches the layers: the policy's, the dense policy's, the critic's.
-EVERYTHING = UpdateConfig(distill=DistillConfig(direction="published"), value=ValueConfig(), microbatch_size=4)
+WITHOUT_REFERENCE = UpdateConfig(distill=DistillConfig(direction="published"), value=ValueConfig(), microbatch_size=4)
 
 
-def judged_batch() -> TrainBatch:
+def value_batch() -> TrainBatch:
     zeros = jnp.zeros(trajectory().logprobs.shape)
     return batch().replace(old_values=zeros, returns=zeros + 1.0)
 
@@ -65,13 +65,13 @@ def logprobs(params: Any, model: Decoder = MODEL) -> np.ndarray:
     return np.asarray(replay_jitted(model, params, trajectory()).logprobs)
 
 
-# --- the function
+# --- forward pass
 
 
 def test_fresh_adapters_change_nothing():
     fresh = add_lora(PARAMS, LoraConfig(), jax.random.key(0))
     assert logprobs(fresh).tobytes() == logprobs(PARAMS).tobytes()
-    assert fresh["layers_0"] is PARAMS["layers_0"], "the base is no copy"
+    assert fresh["layers_0"] is PARAMS["layers_0"], "the base must not be copied"
     for path, pair in by_module(fresh[LORA]).items():
         bound = pair["lora_A"].shape[0] ** -0.5
         largest = float(jnp.abs(pair["lora_A"]).max())
@@ -79,15 +79,15 @@ def test_fresh_adapters_change_nothing():
         assert not pair["lora_B"].any()
 
 
-def test_the_forward_pass_is_that_of_merged_weights():
+def test_forward_pass_equals_merged_weights():
     expected = logprobs(merged_in_float64(ADAPTED))
     np.testing.assert_allclose(logprobs(ADAPTED), expected, atol=2e-5)
     np.testing.assert_allclose(logprobs(merge_lora(ADAPTED)), expected, atol=2e-5)
     assert np.abs(expected - logprobs(PARAMS)).max() > 0.1, "the adapters must do something"
 
 
-def test_what_the_sampler_converts_is_the_same_to_the_last_bit():
-    """The scale of a copy in 16 bits is that of the adapters."""
+def test_compute_params_give_bitwise_equal_logprobs():
+    """The 16-bit copy keeps the scale of the adapters."""
     model = Decoder(dataclasses.replace(MODEL.config, dtype="bfloat16"))
     converted = model.compute_params(ADAPTED)
     assert {leaf.dtype for leaf in jax.tree.leaves(converted[LORA])} == {jnp.dtype("bfloat16")}
@@ -99,7 +99,7 @@ SAMPLING = RolloutConfig(20, budget=6, buffer=3, eos_token_id=7, sampling=Sampli
 
 @functools.cache
 def sampled(dtype: Any) -> Any:
-    """Model, parameters with adapters on a base of this dtype, and what was sampled with them."""
+    """Model, parameters with adapters on a base of this dtype, and their rollout."""
     model = Decoder(dataclasses.replace(MODEL.config, dtype=dtype))
     base = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     params = adapted(base)
@@ -110,10 +110,10 @@ def sampled(dtype: Any) -> Any:
 def test_sampler_and_learner_are_one_policy():
     model, params, drawn = sampled("float32")
     assert gap(model, drawn, params=params).max() <= 2e-5
-    assert gap(model, drawn, params=base_params(params)).max() > 1e-2, "the adapters must be missed"
+    assert gap(model, drawn, params=base_params(params)).max() > 1e-2, "the adapters must matter"
 
 
-def test_a_base_in_16_bits_keeps_its_adapters_in_32():
+def test_adapters_of_a_16_bit_base_are_float32():
     model, params, drawn = sampled("bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(params[LORA])} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(base_params(params))} == {jnp.dtype("bfloat16")}
@@ -139,14 +139,14 @@ def chained(gradients: Any, params: Any) -> dict[str, np.ndarray]:
 
 @functools.cache
 def gradients() -> Any:
-    return metrics_and_gradients(EVERYTHING, judged_batch(), params=ADAPTED)
+    return metrics_and_gradients(WITHOUT_REFERENCE, value_batch(), params=ADAPTED)
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_merged_weights_chained_by_hand():
+def test_gradients_match_merged_weights_by_the_chain_rule():
     metrics, grads = gradients()
     assert grads.keys() == {LORA, VALUE_HEAD}, "nothing else has a gradient"
-    merged_metrics, merged = metrics_and_gradients(EVERYTHING, judged_batch(), params=merged_in_float64(ADAPTED))
+    merged_metrics, merged = metrics_and_gradients(WITHOUT_REFERENCE, value_batch(), params=merged_in_float64(ADAPTED))
     np.testing.assert_allclose(metrics["loss"], merged_metrics["loss"], rtol=1e-4)
     found = flatten_dict(grads[LORA].matrices, sep="/")
     expected = chained(merged, ADAPTED)
@@ -164,27 +164,27 @@ def test_eight_devices_give_the_same_gradients():
     params = jax.tree.map(jnp.copy, ADAPTED)
     with jax.set_mesh(mesh):
         state = shard_tree(init_state(params, RECORD, jax.random.key(3)), mesh)
-        spread, _ = make_update(MODEL, RECORD, HELD)(state, shard_batch(jax.device_get(batch()), mesh))
-    assert distance(jax.device_get(spread.opt_state)[LORA], held()[1][LORA]) < 1e-5
+        spread, _ = make_update(MODEL, RECORD, WITH_REFERENCE)(state, shard_batch(jax.device_get(batch()), mesh))
+    assert distance(jax.device_get(spread.opt_state)[LORA], reference_step()[1][LORA]) < 1e-5
 
 
 @functools.cache
-def held() -> Any:
-    return metrics_and_gradients(HELD, params=ADAPTED)
+def reference_step() -> Any:
+    return metrics_and_gradients(WITH_REFERENCE, params=ADAPTED)
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_adapters_are_split_like_their_matrix(name: str):
+def test_adapters_are_sharded_like_their_matrix(name: str):
     mesh = make_mesh(2, 2, 2)
     kernel = param_spec(("layers_0", name, "kernel"), (8, 16), mesh)
     assert param_spec((LORA, "layers_0", name, "lora_A"), (8, 4), mesh) == P(kernel[0], None)
     assert param_spec((LORA, "layers_0", name, "lora_B"), (4, 16), mesh) == P(None, kernel[1])
 
 
-# --- what is kept
+# --- optimizer state
 
 
-def test_the_optimizer_has_moments_of_the_adapters_alone():
+def test_the_optimizer_has_moments_only_of_the_adapters():
     optimizer = optax.adam(1e-2)
     params = adapted(jax.tree.map(jnp.copy, PARAMS))
     state = init_state(params, optimizer, jax.random.key(0))
@@ -192,7 +192,7 @@ def test_the_optimizer_has_moments_of_the_adapters_alone():
     assert len(jax.tree.leaves(state.opt_state)) == 2 * len(adapters) + 1, "two moments each, and the count"
     assert tree_bytes(state.opt_state) == 2 * tree_bytes(adapters) + 4
     before = jax.device_get(params)
-    update = make_update(MODEL, optimizer, HELD)
+    update = make_update(MODEL, optimizer, WITH_REFERENCE)
     for _ in range(2):
         state, _ = update(state, batch())
     kept = tree_bytes((state.params, state.opt_state, state.reference))
@@ -208,28 +208,28 @@ def test_the_optimizer_has_moments_of_the_adapters_alone():
 
 @pytest.mark.slow
 def test_the_base_is_the_reference_and_the_anchor():
-    metrics, grads = held()
-    explicit, explicit_grads = metrics_and_gradients(HELD, params=ADAPTED, reference=PARAMS)
+    metrics, grads = reference_step()
+    explicit, explicit_grads = metrics_and_gradients(WITH_REFERENCE, params=ADAPTED, reference=PARAMS)
     assert metrics["kl"] > 0.01 and metrics["distill"] > 0.01
     assert_bitwise_equal(metrics, explicit)
     assert_bitwise_equal(jax.device_get(grads), jax.device_get(explicit_grads))
 
 
-def test_a_reference_on_the_same_base_is_kept_as_its_adapters():
+def test_a_reference_on_the_same_base_is_stored_as_its_adapters():
     first = adapted(PARAMS, seed=7)
     state = init_state(ADAPTED, RECORD, jax.random.key(0), reference=first)
     assert isinstance(state.reference, dict) and state.reference.keys() == {LORA}
     assert_bitwise_equal(reference_params(state), first)
-    of_base = init_state(ADAPTED, RECORD, jax.random.key(0), reference=PARAMS)
-    assert of_base.reference is None
-    assert_bitwise_equal(reference_params(of_base), PARAMS)
-    elsewhere = init_state(ADAPTED, RECORD, jax.random.key(0), reference=jax.tree.map(jnp.copy, first))
-    assert isinstance(elsewhere.reference, dict) and elsewhere.reference.keys() == first.keys()
-    assert_bitwise_equal(reference_params(elsewhere), first)
+    base_state = init_state(ADAPTED, RECORD, jax.random.key(0), reference=PARAMS)
+    assert base_state.reference is None
+    assert_bitwise_equal(reference_params(base_state), PARAMS)
+    other_base = init_state(ADAPTED, RECORD, jax.random.key(0), reference=jax.tree.map(jnp.copy, first))
+    assert isinstance(other_base.reference, dict) and other_base.reference.keys() == first.keys()
+    assert_bitwise_equal(reference_params(other_base), first)
 
 
-def test_a_reference_that_follows_adapters():
-    """A with A and B with B, halfway; the base stays."""
+def test_reference_sync_averages_adapters():
+    """A with A and B with B; the base stays."""
     sync = ReferenceSync(0.5, 1)
     state = init_state(ADAPTED, RECORD, jax.random.key(0), reference=adapted(PARAMS, seed=7))
     moved = synchronised(state, sync)
@@ -241,7 +241,7 @@ def test_a_reference_that_follows_adapters():
             synchronised(init_state(ADAPTED, RECORD, jax.random.key(0), reference=reference), sync)
 
 
-# --- bad input
+# --- invalid input
 
 
 @pytest.mark.parametrize(
@@ -254,17 +254,17 @@ def test_a_reference_that_follows_adapters():
         ({"targets": ("q_proj", "q_proj")}, "each once"),
     ],
 )
-def test_configs_that_are_refused(options: dict[str, Any], message: str):
+def test_invalid_configs_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         LoraConfig(**options)
 
 
-def test_what_has_adapters_gets_no_others():
+def test_a_second_set_of_adapters_is_refused():
     with pytest.raises(ValueError, match=r"expected parameters without adapters.*merge_lora"):
         add_lora(ADAPTED, SMALL, jax.random.key(0))
 
 
-def test_flax_by_itself_must_not_overlook_adapters():
+def test_flax_refuses_adapters_among_the_params():
     t = trajectory()
     with pytest.raises(ValueError, match=r"expected adapters in a separate collection.*got 'lora' among the param"):
         MODEL.apply({"params": ADAPTED}, t.tokens, t.positions, t.mask)
@@ -293,27 +293,27 @@ def test_a_model_that_does_not_read_adapters_is_refused(rows_per_prompt: int):
     assert replay(Reads(), params, bigram_update.trajectory()).logprobs.shape == (ROWS, LENGTH)
 
 
-def test_targets_that_a_model_lacks():
+def test_missing_targets_are_refused():
     params = {"layers_0": {"q_proj": {"kernel": jnp.zeros((4, 4))}, "mix": {"kernel": jnp.zeros((4, 4))}}}
     with pytest.raises(ValueError, match=r"among the matrices of the model, \['q_proj'\]; got \['v_proj'\], too"):
         add_lora(params, LoraConfig(targets=("q_proj", "v_proj")), jax.random.key(0))
-    # The default means the targets that the model has.
+    # By default, the targets that the model has.
     assert add_lora(params, LoraConfig(), jax.random.key(0))[LORA].config.targets == ("q_proj",)
     with pytest.raises(ValueError, match=r"among the matrices of the model, \[\]; got \['q_proj', 'k_proj'"):
         add_lora({"mix": {"kernel": jnp.zeros((4, 4))}}, LoraConfig(), jax.random.key(0))
 
 
-def test_a_checkpoint_takes_merged_weights(tmp_path: Any):
+def test_checkpoints_of_unmerged_adapters_are_refused(tmp_path: Any):
     with pytest.raises(ValueError, match=r"without lora, .*: smd\.model\.merge_lora.*smd\.model\.save_peft"):
         save_checkpoint(tmp_path / "export", drop_value_head(ADAPTED), MODEL.config)
     assert not (tmp_path / "export").exists()
 
 
-def test_a_matrix_starts_alike_whatever_else_has_adapters():
+def test_initial_adapters_do_not_depend_on_other_targets():
     shallow, deep = (random_params(tiny_model_config(num_layers=layers)) for layers in (1, 2))
-    one = add_lora(shallow, LoraConfig(rank=4, targets=("up_proj",)), jax.random.key(4))
-    all_of_them = add_lora(deep, LoraConfig(rank=4), jax.random.key(4))
-    first, second = (params[LORA].matrices["layers_0"]["mlp"]["up_proj"] for params in (one, all_of_them))
+    shallow_params = add_lora(shallow, LoraConfig(rank=4, targets=("up_proj",)), jax.random.key(4))
+    deep_params = add_lora(deep, LoraConfig(rank=4), jax.random.key(4))
+    first, second = (params[LORA].matrices["layers_0"]["mlp"]["up_proj"] for params in (shallow_params, deep_params))
     assert_bitwise_equal(jax.device_get(first), jax.device_get(second))
-    other = all_of_them[LORA].matrices["layers_0"]["mlp"]["gate_proj"]
-    assert np.any(np.asarray(other["lora_A"]) != np.asarray(first["lora_A"])), "every matrix has numbers of its own"
+    other = deep_params[LORA].matrices["layers_0"]["mlp"]["gate_proj"]
+    assert np.any(np.asarray(other["lora_A"]) != np.asarray(first["lora_A"])), "matrices start differently"

@@ -1,4 +1,4 @@
-"""Adapters of experts: what they compute, on one device and on several, in sampler and learner, and PEFT's format."""
+"""Adapters of experts: forward pass, gradients, meshes, replay and PEFT's format."""
 
 from __future__ import annotations
 
@@ -42,23 +42,24 @@ def params() -> Any:
     return adapted(params_of(CONFIG))
 
 
-def of_prompts(params: Any) -> np.ndarray:
-    places, mask = positions(PROMPTS.valid), dense_mask(PROMPTS.valid)
-    return np.asarray(apply_jitted(MODEL, params, PROMPTS.tokens, places, mask))[np.asarray(PROMPTS.valid)]
+def prompt_logits(params: Any) -> np.ndarray:
+    valid = PROMPTS.valid
+    logits = apply_jitted(MODEL, params, PROMPTS.tokens, positions(valid), dense_mask(valid))
+    return np.asarray(logits)[np.asarray(valid)]
 
 
-# --- the function
+# --- forward pass
 
 
-def test_merged_adapters_are_the_same_model():
-    np.testing.assert_allclose(of_prompts(params()), of_prompts(merge_lora(params())), atol=2e-5)
-    np.testing.assert_allclose(of_prompts(params()), of_prompts(merged_in_float64(params())), atol=2e-5)
-    assert np.abs(of_prompts(params()) - of_prompts(base_params(params()))).max() > 0.5
+def test_forward_pass_equals_merged_weights():
+    np.testing.assert_allclose(prompt_logits(params()), prompt_logits(merge_lora(params())), atol=2e-5)
+    np.testing.assert_allclose(prompt_logits(params()), prompt_logits(merged_in_float64(params())), atol=2e-5)
+    assert np.abs(prompt_logits(params()) - prompt_logits(base_params(params()))).max() > 0.5
     fresh = add_lora(params_of(CONFIG), LoraConfig(), jax.random.key(0))
-    assert of_prompts(fresh).tobytes() == of_prompts(params_of(CONFIG)).tobytes()
+    assert prompt_logits(fresh).tobytes() == prompt_logits(params_of(CONFIG)).tobytes()
 
 
-def test_every_expert_has_its_own():
+def test_every_expert_has_its_own_adapters():
     pair = by_module(params()[LORA])["layers_0", "mlp", "experts", "up_proj"]
     assert pair["lora_A"].shape == (6, 32, 3) and pair["lora_B"].shape == (6, 3, 24)
     assert len(np.unique(np.asarray(pair["lora_A"])[:, 0, 0])) == 6
@@ -76,7 +77,7 @@ def test_sampler_and_learner_are_one_policy():
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_the_merged_matrices():
+def test_gradients_match_merged_weights_by_the_chain_rule():
     """dL/dA = scale dL/dW B^T and dL/dB = scale A^T dL/dW, by expert; the base has none."""
     batch = TrainBatch(sampled(), jnp.asarray([1.0, -1.0, 0.5]), None)
     of_adapters, of_merged = (
@@ -95,19 +96,19 @@ def test_gradients_are_those_of_the_merged_matrices():
 
 
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_over_the_tensor_axis(tensor: int):
-    """Split by expert; where four devices cannot share six experts, each has all."""
+def test_tensor_axis_splits_adapters_by_expert(tensor: int):
+    """If four devices cannot share six experts, each has all."""
     mesh = make_mesh(data=1, fsdp=8 // tensor, tensor=tensor)
     with jax.set_mesh(mesh):
         sharded = shard_tree(params(), mesh)
-        found = of_prompts(sharded)
+        found = prompt_logits(sharded)
     a = sharded[LORA].matrices["layers_0"]["mlp"]["experts"]["up_proj"]["lora_A"]
     assert a.addressable_shards[0].data.shape == ((3, 8, 3) if tensor == 2 else (6, 16, 3))
-    np.testing.assert_allclose(found, of_prompts(params()), atol=2e-5)
+    np.testing.assert_allclose(found, prompt_logits(params()), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", MLP)
-def test_adapters_are_split_like_their_experts(name: str):
+def test_adapters_are_sharded_like_their_experts(name: str):
     mesh = make_mesh(2, 2, 2)
     experts = param_spec(("layers_0", "experts", name), (4, 8, 16), mesh)
     assert param_spec((LORA, "experts", name, "lora_A"), (4, 8, 2), mesh) == P(*experts[:2], None)
@@ -121,7 +122,7 @@ STORED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 
 
 def stored_weight(config: ModelConfig, params: Any, layer: int, name: str) -> np.ndarray:
-    """The parameter of transformers, `[experts, in, out]` in gpt-oss and else `[experts, out, in]`."""
+    """Parameter of transformers: `[experts, in, out]` in gpt-oss, otherwise `[experts, out, in]`."""
     experts = {key: np.asarray(x, np.float64) for key, x in params[f"layers_{layer}"]["mlp"]["experts"].items()}
     if config.attention_sinks:
         pair = np.stack([experts["gate_proj"], experts["up_proj"]], -1)
@@ -131,15 +132,15 @@ def stored_weight(config: ModelConfig, params: Any, layer: int, name: str) -> np
 
 
 def delta(config: ModelConfig, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """As `ParamWrapper.get_delta_weight` of PEFT computes it, without the scale."""
+    """What `ParamWrapper.get_delta_weight` of PEFT computes, without the scale."""
     count = config.experts.count if config.experts is not None else 0
     pair = b.reshape(len(b), -1, count).astype(np.float64), a.reshape(count, -1, a.shape[-1])
     return np.einsum("ore,eri->eio" if config.attention_sinks else "ore,eri->eoi", *pair)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_written(name: str, tmp_path: Path):
-    """What PEFT adds to each parameter, by its own formula in NumPy, is what merging adds."""
+def test_saved_adapters_match_pefts_formula(name: str, tmp_path: Path):
+    """PEFT's formula in NumPy adds to each parameter what merging adds."""
     config, base = opened(name)
     params = adapted(base, SMALL)
     save_peft(tmp_path, params, config)
@@ -163,8 +164,8 @@ def write(directory: Path, tensors: dict[str, np.ndarray], **content: Any) -> No
     (directory / "adapter_config.json").write_text(text)
 
 
-def as_peft_trains(config: ModelConfig, parameters: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Random adapters of rank 2, one A for gate and up."""
+def peft_adapters(config: ModelConfig, parameters: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Random adapters of rank 2 as PEFT trains them, with one A for gate and up."""
     assert config.experts is not None
     count, hidden, width = config.experts.count, config.hidden_size, config.experts.intermediate_size
     sides = {"gate_up_proj": (hidden, 2 * width), "down_proj": (width, hidden)}
@@ -180,9 +181,9 @@ def as_peft_trains(config: ModelConfig, parameters: tuple[str, ...]) -> dict[str
 
 @pytest.mark.parametrize("parameters", [tuple(STORED), ("gate_up_proj",), ("down_proj",)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_peft_trains_is_read(name: str, parameters: tuple[str, ...], tmp_path: Path):
+def test_adapters_trained_by_peft_are_read(name: str, parameters: tuple[str, ...], tmp_path: Path):
     config, base = opened(name)
-    tensors = as_peft_trains(config, parameters)
+    tensors = peft_adapters(config, parameters)
     write(tmp_path, tensors, target_parameters=[f"experts.{parameter}" for parameter in parameters])
     params = load_peft(tmp_path, base, config)
     assert params[LORA].config.targets == tuple(
@@ -217,14 +218,14 @@ ROUTER = {"base_model.model.model.layers.0.mlp.gate.lora_A.weight": np.ones((2, 
         (lambda x: x | ROUTER, tuple(STORED), "adapters of q_proj, .*; got down_proj, gate, gate_proj, up_proj"),
     ],
 )
-def test_files_that_do_not_fit(change: Any, parameters: Any, message: str, tmp_path: Path):
+def test_invalid_files_are_refused(change: Any, parameters: Any, message: str, tmp_path: Path):
     config, base = opened("mixtral")
-    write(tmp_path, change(as_peft_trains(config, tuple(STORED))), target_parameters=parameters)
+    write(tmp_path, change(peft_adapters(config, tuple(STORED))), target_parameters=parameters)
     with pytest.raises(ValueError, match=message):
         load_peft(tmp_path, base, config)
 
 
-def test_a_rank_for_parts_that_are_not_apart(tmp_path: Path):
+def test_joint_adapters_of_gate_and_up_are_refused(tmp_path: Path):
     config, base = opened("mixtral")
     save_peft(tmp_path, adapted(base, SMALL), config)
     file = tmp_path / "adapter_model.safetensors"

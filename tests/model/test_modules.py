@@ -37,8 +37,8 @@ def test_the_example_is_short_and_exact(example):
 
 
 @pytest.mark.slow
-def test_the_model_without_evictions_is_the_module(example):
-    """Logits equal those of the module with jax.nn.dot_product_attention and a causal mask."""
+def test_logits_without_evictions_equal_the_modules(example):
+    """With jax.nn.dot_product_attention and a causal mask."""
     model, params = example["model"], example["params"]
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 1, 64)
     positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
@@ -120,8 +120,8 @@ def test_a_model_that_calls_attend_with_other_sizes_is_refused(chunk):
         ({"vocab_size": 3}, r"expected logits of width 3, the vocab_size of ModelShape; got \[1, 5\]"),
     ],
 )
-def test_sizes_that_the_shape_does_not_have_are_refused(sizes, message, chunk):
-    """They would sample, and fail later or never."""
+def test_sizes_that_contradict_the_shape_are_refused(sizes, message, chunk):
+    """Otherwise sampling would work, and training would fail later or never."""
     right = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "hidden_size": 8, "vocab_size": 5}
     shape = smd.model.ModelShape(**(right | sizes), max_positions=8)
 
@@ -147,7 +147,7 @@ def test_dropout_is_switched_off():
     def hidden(module, tokens, *_):
         return module(jnp.ones((*tokens.shape, 2)))
 
-    def insisting(module, tokens, *_):
+    def with_dropout(module, tokens, *_):
         return module(jnp.ones((*tokens.shape, 2)), deterministic=False)
 
     def logits(*_):
@@ -159,7 +159,7 @@ def test_dropout_is_switched_off():
     model, params = smd.model.from_nnx(module, shape, hidden, logits)
     assert (model.hidden_of(model.with_params(params), tokens, tokens, unused) == 1).all()
     assert module.layers[0].rate == 0.5, "the user's module trains on with dropout"
-    model, params = smd.model.from_nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), shape, insisting, logits)
+    model, params = smd.model.from_nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), shape, with_dropout, logits)
     assert (model.hidden_of(model.with_params(params), tokens, tokens, unused) == 1).all()
     layers = eqx.nn.Sequential([eqx.nn.Dropout(0.5)])
     model, params = smd.model.from_equinox(layers, shape, hidden, logits)

@@ -1,4 +1,4 @@
-"""gpt-oss' experts in MXFP4: an independent dequantisation, and reading whole and onto a mesh."""
+"""gpt-oss' experts in MXFP4: dequantisation against bit arithmetic, loading onto one device and a mesh."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.model.test_family_logits import GOLDEN
 HIDDEN, WIDTH, EXPERTS = 64, 96, 4
 
 
-def in_float64(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """From the bits of E2M1: sign, exponent with bias 1, mantissa; exponent 0 is subnormal."""
+def from_bits(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values in float64 from the bits of E2M1: sign, exponent with bias 1, mantissa; exponent 0 is subnormal."""
     halves = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, 32).astype(np.int64)
     sign, exponent, mantissa = 1.0 - 2 * (halves >> 3), (halves >> 1) & 3, halves & 1
     values = np.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1))
@@ -33,7 +33,7 @@ def in_float64(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def test_every_byte_and_scale():
     blocks = np.tile(np.arange(256, dtype=np.uint8).reshape(16, 1, 16), (1, 253, 1))
     scales = np.tile(np.arange(253, dtype=np.uint8), (16, 1))
-    np.testing.assert_array_equal(np.float64(dequantised(blocks, scales)), in_float64(blocks, scales))
+    np.testing.assert_array_equal(np.float64(dequantised(blocks, scales)), from_bits(blocks, scales))
     ends = dequantised(np.full((1, 3, 16), 0x77, np.uint8), np.array([[253, 254, 255]], np.uint8))[0, ::32].tolist()
     assert ends[:2] == [np.inf, np.inf] and np.isnan(ends[2]), "6 * 2 ** 126 is beyond bfloat16"
 
@@ -43,12 +43,12 @@ def random_blocks(rng: Any, out: int, width_in: int) -> tuple[np.ndarray, np.nda
     return blocks, rng.integers(121, 126, blocks.shape[:-1], dtype=np.uint8)
 
 
-SIDES = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
+MATRIX_SHAPES = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As gpt-oss is published: experts in blocks in two files, everything else in bfloat16."""
+    """In gpt-oss' format: experts in blocks over two files, other weights in bfloat16."""
     directory, rng = tmp_path_factory.mktemp("mxfp4"), np.random.default_rng(0)
     content = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text())
     content |= {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_local_experts": EXPERTS}
@@ -61,19 +61,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scales: dict[str, np.ndarray] = {}
     plain: dict[str, np.ndarray] = {}
     for layer in range(2):
-        at = f"model.layers.{layer}"
+        path = f"model.layers.{layer}"
         for name, size in heads.items():
-            shapes[f"{at}.self_attn.{name}"] = (size, 32 if name == "o_proj" else HIDDEN)
-            plain[f"{at}.self_attn.{name}.bias"] = rng.normal(size=size)
-        plain[f"{at}.self_attn.sinks"] = rng.normal(size=4)
-        shapes |= {f"{at}.input_layernorm": (HIDDEN,), f"{at}.post_attention_layernorm": (HIDDEN,)}
-        shapes[f"{at}.mlp.router"] = (EXPERTS, HIDDEN)
-        plain[f"{at}.mlp.router.bias"] = rng.normal(size=EXPERTS)
-        for name, (out, width_in) in SIDES.items():
-            blocks[f"{at}.mlp.experts.{name}_blocks"], scales[f"{at}.mlp.experts.{name}_scales"] = random_blocks(
+            shapes[f"{path}.self_attn.{name}"] = (size, 32 if name == "o_proj" else HIDDEN)
+            plain[f"{path}.self_attn.{name}.bias"] = rng.normal(size=size)
+        plain[f"{path}.self_attn.sinks"] = rng.normal(size=4)
+        shapes |= {f"{path}.input_layernorm": (HIDDEN,), f"{path}.post_attention_layernorm": (HIDDEN,)}
+        shapes[f"{path}.mlp.router"] = (EXPERTS, HIDDEN)
+        plain[f"{path}.mlp.router.bias"] = rng.normal(size=EXPERTS)
+        for name, (out, width_in) in MATRIX_SHAPES.items():
+            blocks[f"{path}.mlp.experts.{name}_blocks"], scales[f"{path}.mlp.experts.{name}_scales"] = random_blocks(
                 rng, out, width_in
             )
-            plain[f"{at}.mlp.experts.{name}_bias"] = rng.normal(size=(EXPERTS, out))
+            plain[f"{path}.mlp.experts.{name}_bias"] = rng.normal(size=(EXPERTS, out))
     plain |= {f"{name}.weight": 0.2 * rng.normal(size=shape) for name, shape in shapes.items()}
     files = {
         "a.safetensors": {**blocks, **{k: v.astype(jnp.bfloat16) for k, v in plain.items()}},
@@ -87,39 +87,39 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(checkpoint: Path, directory: Path, **tensors: np.ndarray | None) -> Path:
-    """A copy in which tensors of the first layer's experts are others, or None: missing."""
+    """A copy with other tensors in the experts of the first layer; None removes a tensor."""
     shutil.copytree(checkpoint, directory)
     for file in ("a.safetensors", "b.safetensors"):
-        old = load_file(directory / file)
+        stored = load_file(directory / file)
         for name, tensor in tensors.items():
             key = f"model.layers.0.mlp.experts.{name}"
             if tensor is None:
-                old.pop(key, None)
-            elif key in old:
-                old[key] = tensor
-        save_file(old, directory / file, metadata={"format": "pt"})
+                stored.pop(key, None)
+            elif key in stored:
+                stored[key] = tensor
+        save_file(stored, directory / file, metadata={"format": "pt"})
     return directory
 
 
-def test_experts_are_read(checkpoint: Path):
-    """Gate and up are in turns; both are exact in either dtype."""
+def test_experts_are_loaded(checkpoint: Path):
+    """Gate and up columns alternate; values are exact in both dtypes."""
     stored = load_file(checkpoint / "a.safetensors") | load_file(checkpoint / "b.safetensors")
     for dtype in (jnp.float32, jnp.bfloat16):
         _, params = load_checkpoint(checkpoint, dtype=dtype)
         for layer in range(2):
             found = params[f"layers_{layer}"]["mlp"]["experts"]
-            at = f"model.layers.{layer}.mlp.experts"
+            prefix = f"model.layers.{layer}.mlp.experts"
             both, down = (
-                in_float64(stored[f"{at}.{name}_blocks"], stored[f"{at}.{name}_scales"]).swapaxes(1, 2)
-                for name in SIDES
+                from_bits(stored[f"{prefix}.{name}_blocks"], stored[f"{prefix}.{name}_scales"]).swapaxes(1, 2)
+                for name in MATRIX_SHAPES
             )
             for name, expected in {"gate_proj": both[..., ::2], "up_proj": both[..., 1::2], "down_proj": down}.items():
                 assert found[name].dtype == dtype
                 np.testing.assert_array_equal(np.float64(found[name]), expected)
 
 
-def test_parts_are_read_onto_a_mesh(checkpoint: Path):
-    """Of 64 columns, four devices read 16 each: half a group. Each converts its part."""
+def test_experts_are_loaded_onto_a_mesh(checkpoint: Path):
+    """Four devices read 16 of 64 columns each, half a group, and convert their part."""
     mesh = make_mesh(data=1, fsdp=4, tensor=2)
     _, found = load_checkpoint(checkpoint, dtype=jnp.bfloat16, mesh=mesh)
     _, whole = load_checkpoint(checkpoint, dtype=jnp.bfloat16)
@@ -154,6 +154,6 @@ def scales(groups: int, value: int = 0, dtype: Any = np.uint8) -> dict[str, np.n
         (scales(3, 255), "got NaN or infinity in layers_0/mlp/experts/down_proj"),
     ],
 )
-def test_files_that_do_not_fit(tensors: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path):
+def test_invalid_tensors_are_refused(tensors: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         load_checkpoint(changed(checkpoint, tmp_path / "other", **tensors))

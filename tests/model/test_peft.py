@@ -1,4 +1,4 @@
-"""PEFT's format: names, shapes and fields as PEFT writes them, round trips, refusals; and PEFT itself, where it is."""
+"""PEFT's format: names, shapes and fields, round trips, and invalid files."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ CONFIG = tiny_model_config()
 PARAMS = adapted(random_params(CONFIG))
 
 
-def written(directory: Path, params: Any = PARAMS, **options: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def saved(directory: Path, params: Any = PARAMS, **options: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     save_peft(directory, params, CONFIG, **options)
     return json.loads((directory / CONFIG_FILE).read_text()), load_file(directory / TENSOR_FILE)
 
 
-def test_names_shapes_and_fields_are_pefts(tmp_path: Path):
-    config, tensors = written(tmp_path, base_model="models/base")
+def test_names_shapes_and_fields(tmp_path: Path):
+    config, tensors = saved(tmp_path, base_model="models/base")
     assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, TENSOR_FILE]
     assert len(tensors) == 2 * 7 * CONFIG.num_layers
     name = "base_model.model.model.layers.1.self_attn.k_proj"
-    # PEFT's are torch.nn.Linear's: [out, in].
+    # PEFT stores torch.nn.Linear's [out, in].
     pair = PARAMS[LORA].matrices["layers_1"]["attention"]["k_proj"]
     np.testing.assert_array_equal(tensors[f"{name}.lora_A.weight"], np.asarray(pair["lora_A"]).T)
     np.testing.assert_array_equal(tensors[f"{name}.lora_B.weight"], np.asarray(pair["lora_B"]).T)
@@ -63,7 +63,7 @@ def test_a_round_trip(tmp_path: Path, config: LoraConfig):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_sixteen_bits_are_read_into_thirty_two(tmp_path: Path):
+def test_bfloat16_files_are_read_as_float32(tmp_path: Path):
     save_peft(tmp_path, PARAMS, CONFIG, dtype="bfloat16")
     loaded = load_peft(tmp_path, base_params(PARAMS), CONFIG)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), PARAMS[LORA])
@@ -93,17 +93,17 @@ def test_sixteen_bits_are_read_into_thirty_two(tmp_path: Path):
         ({"init_lora_weights": "olora"}, "got 'olora'"),
     ],
 )
-def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], message: str):
-    config, _ = written(tmp_path)
+def test_unsupported_configs_are_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    config, _ = saved(tmp_path)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=message):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
 
 
-@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_options_without_effect_are_taken(tmp_path: Path, start: object):
-    """A configuration with every option that PEFT 0.21 writes, at its default."""
-    config, _ = written(tmp_path)
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_options_without_effect_are_accepted(tmp_path: Path, init: object):
+    """Every option that PEFT 0.21 writes, at its default."""
+    config, _ = saved(tmp_path)
     others = {"alpha_pattern": {}, "arrow_config": None, "auto_mapping": None, "corda_config": None, "eva_config": None}
     others |= {"ensure_weight_tying": False, "exclude_modules": None, "kasa_config": None, "layer_replication": None}
     others |= {"layers_pattern": None, "layers_to_transform": None, "loftq_config": {}, "lora_bias": False}
@@ -111,7 +111,7 @@ def test_options_without_effect_are_taken(tmp_path: Path, start: object):
     others |= {"modules_to_save": None, "monteclora_config": None, "peft_version": "0.21.2", "qalora_group_size": 16}
     others |= {"rank_pattern": {}, "revision": None, "target_parameters": None, "trainable_token_indices": None}
     others |= {"use_bdlora": None, "use_dora": False, "use_qalora": False, "velora_config": None}
-    others |= {"alora_invocation_tokens": None, "init_lora_weights": start}
+    others |= {"alora_invocation_tokens": None, "init_lora_weights": init}
     others |= {"lora_dtype": None, "lorap_lr_ratio": None, "lorap_emb_lr": 1e-6}  # of ms-swift
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | others))
     assert_bitwise_equal(load_peft(tmp_path, base_params(PARAMS), CONFIG), PARAMS)
@@ -119,8 +119,8 @@ def test_options_without_effect_are_taken(tmp_path: Path, start: object):
     assert load_peft(tmp_path, base_params(PARAMS), CONFIG)[LORA].config.rank_stabilised is False
 
 
-def test_tensors_that_are_refused(tmp_path: Path):
-    _, tensors = written(tmp_path)
+def test_invalid_tensors_are_refused(tmp_path: Path):
+    _, tensors = saved(tmp_path)
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / TENSOR_FILE)
     with pytest.raises(ValueError, match=rf"expected {name} in .*, because its target has adapters in every layer"):
@@ -136,12 +136,12 @@ def test_tensors_that_are_refused(tmp_path: Path):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
 
 
-def test_files_that_are_not_there(tmp_path: Path):
+def test_a_missing_config_is_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=rf"expected adapters with {CONFIG_FILE} in"):
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
 
 
-def test_parameters_that_do_not_fit(tmp_path: Path):
+def test_invalid_parameters_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"expected parameters with adapters \(smd\.model\.add_lora\)"):
         save_peft(tmp_path / "a", base_params(PARAMS), CONFIG)
     with pytest.raises(ValueError, match=r"in every layer of the config; got others at layers_2/attention/k_proj"):
@@ -156,8 +156,8 @@ def test_parameters_that_do_not_fit(tmp_path: Path):
         load_peft(tmp_path / "b", PARAMS, CONFIG)
 
 
-def test_the_model_type_of_the_base_decides_how_matrices_are_stored(tmp_path: Path):
-    """The config of this Phi is also one of Mistral, whose q, k and v are three matrices."""
+def test_matrices_are_stored_as_in_the_model_type_of_the_base(tmp_path: Path):
+    """This Phi's config is also a Mistral's, which stores q, k and v as three matrices."""
     config, base = opened("phi3")
     params, hub = adapted(base), "microsoft/Phi-3-mini-4k-instruct"
     save_peft(tmp_path, params, config, base_model=hub, base_directory=GOLDEN / "phi3")
@@ -186,7 +186,7 @@ def test_the_model_type_of_the_base_decides_how_matrices_are_stored(tmp_path: Pa
 
 
 def fused_adapter(directory: Path, **options: Any) -> dict[str, np.ndarray]:
-    """Files as PEFT writes them for a Phi whose q, k and v are one matrix; and their matrices by layer."""
+    """Writes PEFT's files for a Phi whose q, k and v are one matrix; returns the tensors."""
     rng = np.random.default_rng(0)
     widths = {"qkv_proj": CONFIG.head_dim * (CONFIG.num_heads + 2 * CONFIG.num_kv_heads)}
     tensors = {}
@@ -200,14 +200,14 @@ def fused_adapter(directory: Path, **options: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
-def test_an_adapter_of_a_fused_matrix(tmp_path: Path):
-    """q, k and v start with its A, and with their rows of its B."""
+def test_adapters_of_a_fused_matrix_are_split(tmp_path: Path):
+    """q, k and v get its A, and their rows of its B."""
     tensors = fused_adapter(tmp_path)
     merged = merge_lora(load_peft(tmp_path, base_params(PARAMS), CONFIG))
     name = "base_model.model.model.layers.1.self_attn.qkv_proj"
     added = 2 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
-    there, before = merged["layers_1"]["attention"], PARAMS["layers_1"]["attention"]
-    found = [np.asarray(there[part]["kernel"] - before[part]["kernel"]).T for part in ("q_proj", "k_proj", "v_proj")]
+    after, before = merged["layers_1"]["attention"], PARAMS["layers_1"]["attention"]
+    found = [np.asarray(after[part]["kernel"] - before[part]["kernel"]).T for part in ("q_proj", "k_proj", "v_proj")]
     np.testing.assert_allclose(np.concatenate(found), added, atol=1e-5)
 
 
@@ -219,7 +219,7 @@ def test_ranks_of_single_matrices_are_refused(tmp_path: Path, pattern: Any):
 
 
 def test_adapters_of_a_dense_layer_beside_experts(tmp_path: Path):
-    """The dense layer's gate_proj is a matrix of its own, although experts store theirs as gate_up_proj."""
+    """The dense layer's gate_proj is a separate matrix, although experts store theirs as gate_up_proj."""
     experts = Experts(count=4, per_token=2, intermediate_size=8, layers=(False, True))
     config = replace(CONFIG, experts=experts)
     shapes = {"q_proj": (32, 32), "gate_proj": (32, 64)}

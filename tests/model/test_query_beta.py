@@ -1,6 +1,6 @@
 """Queries scaled by their position (Ministral 3): sampler and learner are one policy.
 
-The numbers are compared with transformers' in tests/model/test_family_logits.py.
+Logits are compared with transformers in tests/model/test_family_logits.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = replace(PLAIN, num_layers=1, rope_scaling=ROPE)
 
 
 def test_sampler_and_learner_are_one_policy():
-    """Over several contexts, and each query has its own scale: with one scale the learner is another policy."""
+    """The rollout spans several original contexts. With one scale for all queries the learner is another policy."""
     params, prompts = spread_params(0, CONFIG), left_padded([12, 5, 3], 12, CONFIG.vocab_size)
     sizes = RolloutConfig(24, budget=10, buffer=6)
     drawn = rollout(Decoder(CONFIG), params, prompts, jax.random.key(3), policy=POLICIES["SnapKV"], config=sizes)

@@ -1,4 +1,4 @@
-"""Gradients of what many tokens share are summed in float32, whatever the dtypes of parameters and computation."""
+"""Gradients of parameters that many tokens share are summed in float32, with parameters or computation in bfloat16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DENSE = tiny_model_config(num_layers=1, vocab_size=64, max_positions=COLUMNS)
 
 
 def gradients(config: ModelConfig, params: Any) -> Any:
-    """Of the mean log-probability of tokens of which half are the same."""
+    """Gradients of the mean log-probability of tokens of which half are the same."""
     rng = np.random.default_rng(0)
     tokens = np.where(rng.random((ROWS, COLUMNS)) < 0.5, FREQUENT, rng.integers(0, config.vocab_size, (ROWS, COLUMNS)))
     valid, logprobs = jnp.ones((ROWS, COLUMNS), bool), jnp.full((ROWS, COLUMNS - PROMPT), -4.0)
@@ -38,24 +38,24 @@ def error(found: jax.Array, expected: jax.Array) -> float:
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_the_row_of_a_frequent_token(compute: Any):
+def test_embedding_gradient_of_a_frequent_token(compute: Any):
     stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(DENSE))
     exact = gradients(DENSE, jax.tree.map(lambda x: x.astype(jnp.float32), stored))["embed"]["embedding"][FREQUENT]
     found = gradients(replace(DENSE, dtype=compute), stored)["embed"]["embedding"][FREQUENT]
     assert found.dtype == jnp.bfloat16
-    assert error(found, exact) < 0.03, "added one by one in bfloat16 it is 0.3"
+    assert error(found, exact) < 0.03, "0.3 if summed in bfloat16"
 
 
-def test_the_biases_of_experts():
+def test_bias_gradients_of_experts():
     experts = Experts(count=4, per_token=2, intermediate_size=32, bias=True, clamp=7.0)
     config = replace(DENSE, experts=experts)
     params = random_params(config)
     exact = jax.tree_util.tree_leaves_with_path(gradients(config, params))
     found = jax.tree.leaves(gradients(replace(config, dtype="bfloat16"), params))
     errors = {
-        jax.tree_util.keystr(path[-1:], simple=True): error(one, whole)
-        for (path, whole), one in zip(exact, found, strict=True)
+        jax.tree_util.keystr(path[-1:], simple=True): error(leaf, expected)
+        for (path, expected), leaf in zip(exact, found, strict=True)
         if jax.tree_util.keystr(path[-1:], simple=True) in ("gate_bias", "up_bias", "down_bias")
     }
     assert len(errors) == 3
-    assert max(errors.values()) < 0.05, "added one by one in bfloat16 it is 0.5"
+    assert max(errors.values()) < 0.05, "0.5 if summed in bfloat16"

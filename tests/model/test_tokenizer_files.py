@@ -1,4 +1,4 @@
-"""What is exported ends where training ended, keeps the source's files, and opens in transformers 4 and 5."""
+"""Exported tokenizer files: end tokens of training, files of the source, transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "transformers_
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A chat model as on the Hub: several ends, and sampling defaults."""
+    """A chat model as on the Hub, with several end tokens and sampling defaults."""
     write_random_checkpoint(tmp_path / "source", config=CONFIG)
     edit(tmp_path / "source" / "config.json", eos_token_id=258)
     edit(tmp_path / "source" / "generation_config.json", eos_token_id=[258, 256], **SAMPLING)
@@ -40,7 +40,7 @@ def exported(source: Path, name: str = "out", **options: Any) -> Path:
     return source.parent / name
 
 
-def ends_of(folder: Path) -> list[Any]:
+def written_end_ids(folder: Path) -> list[Any]:
     return [read(folder / name).get("eos_token_id") for name in ("config.json", "generation_config.json")]
 
 
@@ -48,26 +48,26 @@ def ends_of(folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("ends", "written"), [((256, 258), [258, 256]), ((258,), 258), ((257, 258), [257, 258]), ((256,), 256)]
 )
-def test_both_files_have_the_ends_of_training(source: Path, ends: tuple[int, ...], written: object):
+def test_both_files_have_the_end_tokens_of_training(source: Path, ends: tuple[int, ...], written: object):
     for tokenizer in (None, load_tokenizer(source)):
         out = exported(source, tokenizer=tokenizer, end_token_ids=ends)
-        assert ends_of(out) == [written, written]
+        assert written_end_ids(out) == [written, written]
         # The sampling defaults of the source stay.
         assert read(out / "generation_config.json").items() >= SAMPLING.items()
         assert GenerationConfig.from_pretrained(out).eos_token_id == written
 
 
-def test_without_them_the_source_decides(source: Path):
-    assert ends_of(exported(source)) == [258, [258, 256]]
+def test_end_tokens_default_to_those_of_the_source(source: Path):
+    assert written_end_ids(exported(source)) == [258, [258, 256]]
     # A tokenizer with another EOS adds it, as a rollout does.
     tokenizer = byte_tokenizer()
-    assert ends_of(exported(source, tokenizer=tokenizer)) == [[258, 256]] * 2
+    assert written_end_ids(exported(source, tokenizer=tokenizer)) == [[258, 256]] * 2
     tokenizer.eos_token = "<|im_start|>"
-    assert ends_of(exported(source, tokenizer=tokenizer)) == [[258, 256, 257]] * 2
+    assert written_end_ids(exported(source, tokenizer=tokenizer)) == [[258, 256, 257]] * 2
 
 
-def test_a_padding_token_without_a_row_is_in_no_configuration(source: Path):
-    """transformers makes it the padding_idx of the embedding, and refuses one that the embedding has not."""
+def test_padding_ids_outside_of_the_embedding_are_not_written(source: Path):
+    """transformers makes the id the embedding's padding_idx, and refuses one outside of the embedding."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<{i}>" for i in range(CONFIG.vocab_size - len(tokenizer))])
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -88,7 +88,7 @@ def test_generation_config_keeps_its_own_padding_and_bos(source: Path):
     written, generation = read(out / "config.json"), read(out / "generation_config.json")
     assert (written["pad_token_id"], written["bos_token_id"], written["eos_token_id"]) == (None, 7, 256)
     assert (generation["pad_token_id"], generation["bos_token_id"], generation["eos_token_id"]) == (5, 6, 256)
-    # What it does not say comes from config.json.
+    # Missing values come from config.json.
     edit(source / "generation_config.json", pad_token_id=-1, bos_token_id=None)
     edit(source / "config.json", pad_token_id=4)
     generation = read(exported(source, end_token_ids=(256,)) / "generation_config.json")
@@ -101,7 +101,7 @@ def test_generation_config_keeps_its_own_padding_and_bos(source: Path):
 
 def test_a_tokenizer_alone_is_its_own_source(tmp_path: Path, source: Path):
     save_checkpoint(tmp_path / "out", load_checkpoint(source)[1], CONFIG, tokenizer=byte_tokenizer())
-    assert ends_of(tmp_path / "out") == [258, 258]
+    assert written_end_ids(tmp_path / "out") == [258, 258]
     assert read(tmp_path / "out" / "config.json")["pad_token_id"] == 256
 
 
@@ -115,10 +115,10 @@ def test_named_chat_templates_survive_and_a_second_export_replaces_the_first(sou
     for _ in range(2):
         out = exported(source, tokenizer=None if copied else tokenizer)
         assert AutoTokenizer.from_pretrained(out).chat_template == templates
-    # Fewer templates leave no old ones.
+    # Old templates are removed.
     out = exported(source, tokenizer=byte_tokenizer())
     assert isinstance(AutoTokenizer.from_pretrained(out).chat_template, str)
-    # Other files in the folder of templates are not ours to delete.
+    # Other files in the folder of templates are kept.
     exported(source)
     (out / "additional_chat_templates" / "notes.md").touch()
     with pytest.raises(FileExistsError, match="also holds additional_chat_templates"):
@@ -128,7 +128,7 @@ def test_named_chat_templates_survive_and_a_second_export_replaces_the_first(sou
 @pytest.mark.slow
 @pytest.mark.parametrize("copied", [True, False])
 def test_transformers_4_can_open_the_tokenizer(source: Path, copied: bool):
-    """It knows neither the class TokenizersBackend nor extra_special_tokens as a list: both are transformers 5's."""
+    """Only transformers 5 knows the class TokenizersBackend and extra_special_tokens as a list."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(source)
     before = read(source / "tokenizer_config.json")
@@ -149,13 +149,13 @@ def test_a_class_that_transformers_4_knows_is_kept(source: Path):
     assert (exported(source) / "tokenizer_config.json").read_bytes() == before
 
 
-def test_an_export_is_read_with_the_ends_it_was_written_with(source: Path):
+def test_exported_end_tokens_are_read_back(source: Path):
     for ends in ((256, 258), (257, 258)):
         out = exported(source, end_token_ids=ends)
         assert end_token_ids(out, load_tokenizer(out), ()) == ends
 
 
-def test_sources_that_cannot_be_exported_are_found_before(source: Path):
+def test_invalid_sources_are_refused_before_the_export(source: Path):
     check_export_source(CONFIG, source)
     check_export_source(CONFIG, source, byte_tokenizer())
     (source / "generation_config.json").write_text("{")
@@ -167,7 +167,7 @@ def test_sources_that_cannot_be_exported_are_found_before(source: Path):
         check_export_source(CONFIG, source)
 
 
-def test_ids_in_a_configuration():
+def test_token_ids_are_an_id_or_a_list():
     for value, ids in ((None, []), (3, [3]), ([3, 1], [3, 1]), (-1, []), ([], [])):
         assert token_ids({"eos_token_id": value}, "eos_token_id", "file") == ids
     assert token_ids({}, "eos_token_id", "file") == []

@@ -1,4 +1,4 @@
-"""The critic's head: its values, and its place among the parameters. Its loss: tests/losses/test_gae.py."""
+"""The value head: values, sharding and exports. Its loss is tested in tests/losses/test_gae.py."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def head_of(kernel, bias) -> dict:
 # --- the head
 
 
-def test_a_fresh_critic_says_zero_and_leaves_the_layers_alone():
+def test_a_fresh_head_gives_zeros_and_no_gradient_to_the_layers():
     hidden = jax.random.normal(jax.random.key(0), (2, 3, CONFIG.hidden_size))
 
     def error(params, hidden):
@@ -39,7 +39,7 @@ def test_a_fresh_critic_says_zero_and_leaves_the_layers_alone():
     assert bool(jnp.all(of_params[VALUE_HEAD]["kernel"] != 0)) and of_params[VALUE_HEAD]["bias"] == -12
 
 
-def test_the_head_joins_the_parameters_and_leaves_them():
+def test_add_and_drop_value_head():
     assert set(WITH_HEAD) - set(PARAMS) == {VALUE_HEAD} and VALUE_HEAD not in PARAMS
     assert drop_value_head(WITH_HEAD) == PARAMS == drop_value_head(PARAMS)
     assert VALUE_HEAD in WITH_HEAD, "the original must not change"
@@ -51,7 +51,7 @@ def test_values_by_hand():
     np.testing.assert_array_equal(values(params, hidden), [[1.75, -3.75]])
 
 
-def test_the_head_is_wide_whatever_the_model():
+def test_the_head_computes_in_float32():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     assert {x.dtype for x in jax.tree.leaves(add_value_head(half, CONFIG)[VALUE_HEAD])} == {jnp.dtype("float32")}
     head = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head_of([1.0, 2.0**-12], 0.0))
@@ -59,18 +59,18 @@ def test_the_head_is_wide_whatever_the_model():
     assert out.dtype == jnp.float32 and float(out[0, 0]) == 1 + 2.0**-12  # more digits than bfloat16 has
 
 
-def test_a_second_head():
+def test_a_second_head_is_refused():
     with pytest.raises(ValueError, match=r"expected parameters without a value head.*; got \['embed', .*'value_head'"):
         add_value_head(WITH_HEAD, CONFIG)
 
 
-def test_without_a_head():
+def test_values_without_a_head_are_refused():
     message = r"PPO needs a value head: smd.model.add_value_head\(params, model.config\); got \['embed'"
     with pytest.raises(ValueError, match=message):
         values(PARAMS, jnp.zeros((1, 2, CONFIG.hidden_size)))
 
 
-# --- beyond the loss: devices and files
+# --- devices and files
 
 
 def test_every_device_has_the_whole_head():
@@ -82,7 +82,7 @@ def test_every_device_has_the_whole_head():
         assert head["kernel"].sharding.is_fully_replicated and head["bias"].sharding.is_fully_replicated
 
 
-def test_exports_go_without_the_head(tmp_path):
+def test_exports_with_the_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"without value_head, .*: smd.model.drop_value_head\(params\)"):
         save_checkpoint(tmp_path / "with", WITH_HEAD, CONFIG)
     assert not (tmp_path / "with").exists()

@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face's format: round trips and refusals. Logits: tests/model/test_family_logits.py."""
+"""Checkpoints in Hugging Face's format: round trips and invalid files. Logits: tests/model/test_family_logits.py."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CONFIGS = {
 
 
 def random_leaves(config: ModelConfig) -> dict[str, Any]:
-    """Parameters that are all different, biases and norms included."""
+    """Random parameters, including biases and norms."""
     leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: random_params(config)))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in leaves])
@@ -73,7 +73,7 @@ def test_parameters_sharded_over_devices_are_saved_whole(tmp_path: Path):
     chex.assert_trees_all_equal(load_checkpoint(tmp_path)[1], params, strict=True)
 
 
-def test_files_say_what_transformers_wants_to_know(tmp_path: Path):
+def test_files_hold_the_metadata_of_transformers(tmp_path: Path):
     config = CONFIGS["qwen2"]
     save_checkpoint(tmp_path, random_leaves(config), config)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -83,7 +83,7 @@ def test_files_say_what_transformers_wants_to_know(tmp_path: Path):
     assert written["model_type"] == "qwen2" and written["architectures"] == ["Qwen2ForCausalLM"]
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     modes = {file.stat().st_mode for file in tmp_path.iterdir()}
-    assert len(modes) == 1, "who may read one of the files may read all"
+    assert len(modes) == 1, "all files have the same permissions"
 
 
 def test_saving_replaces_a_checkpoint_and_leaves_nothing_else(tmp_path: Path):
@@ -102,13 +102,13 @@ def test_weights_that_could_not_be_loaded_are_not_saved(tmp_path: Path, dtype: F
     params = random_params(config)
     save_checkpoint(tmp_path / "model", params, config)
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    factor = jnp.nan if dtype == "float32" else 1e6  # which float16 does not have
+    factor = jnp.nan if dtype == "float32" else 1e6  # beyond float16
     with pytest.raises(ValueError, match=f"expected finite weights; got NaN or infinity in .*, as {dtype}"):
         save_checkpoint(tmp_path / "model", jax.tree.map(lambda x: x * factor, params), config, dtype=dtype)
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 
-def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = CONFIGS["qwen2"]
     params = random_leaves(config)
     save_checkpoint(tmp_path / "model", params, config, dtype="float32")
@@ -123,8 +123,8 @@ def test_failed_save_leaves_the_checkpoint_that_was_there(tmp_path: Path, monkey
     chex.assert_trees_all_equal(load_checkpoint(tmp_path / "model")[1], params, strict=True)
 
 
-def test_what_a_killed_save_left_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In a container a process often has the number that the killed one had."""
+def test_saving_works_after_a_killed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a container, a process often has the same id as the killed one."""
     config = CONFIGS["qwen2"]
     params = random_leaves(config)
     save_checkpoint(tmp_path / "model", params, config, dtype="float32")
@@ -132,15 +132,15 @@ def test_what_a_killed_save_left_is_no_obstacle(tmp_path: Path, monkeypatch: pyt
     shutil.copytree(tmp_path / "model", tmp_path / f".model.old-{os.getpid()}")
     save_checkpoint(tmp_path / "model", params, config, dtype="float32")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
-    # Killed between both renames: the older checkpoint is the only one, until another is complete.
+    # After a kill between both renames, the old checkpoint stays until a new one is complete.
     (tmp_path / "model").rename(tmp_path / f".model.old-{os.getpid()}")
     with pytest.raises(ValueError, match="expected finite weights"):
         save_checkpoint(tmp_path / "model", jax.tree.map(lambda x: x * jnp.nan, params), config, dtype="float32")
     chex.assert_trees_all_equal(load_checkpoint(tmp_path / "model")[1], params, strict=True)
 
 
-def test_the_model_type_is_taken_over_where_it_fits(tmp_path: Path):
-    """A Mistral without windows is a Llama, too."""
+def test_the_model_type_of_the_source_is_kept_where_valid(tmp_path: Path):
+    """A Mistral without windows equals a Llama."""
     config = CONFIGS["llama"]
     write_random_checkpoint(tmp_path / "from", config=config)
     file = tmp_path / "from" / "config.json"
@@ -154,7 +154,7 @@ def test_the_model_type_is_taken_over_where_it_fits(tmp_path: Path):
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A copy of golden/hf/qwen2 (tied embeddings, one file) to be spoiled."""
+    """A copy of golden/hf/qwen2 (tied embeddings, one file) to corrupt."""
     return Path(shutil.copytree(GOLDEN / "hf" / "qwen2", tmp_path / "checkpoint"))
 
 
@@ -180,7 +180,7 @@ def edit_config(checkpoint: Path, **changes: Any) -> None:
 
 LAYER = "model.layers.1"
 MISSING = ("model.norm.weight", f"{LAYER}.self_attn.k_proj.bias")
-SPOILED: list[tuple[Callable[[Path], object], str]] = [
+CORRUPTIONS: list[tuple[Callable[[Path], object], str]] = [
     (lambda x: (x / "config.json").unlink(), r"expected a checkpoint with config\.json in .*checkpoint"),
     (lambda x: (x / WEIGHTS).unlink(), r"expected model\.safetensors or .*index\.json"),
     (lambda x: (x / WEIGHTS).rename(x / "pytorch_model.bin"), r"expected .*got pytorch_model\.bin.*save it again"),
@@ -202,15 +202,15 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "message"), SPOILED)
-def test_a_spoiled_checkpoint_is_refused(checkpoint: Path, spoil: Callable[[Path], object], message: str):
+@pytest.mark.parametrize(("corrupt", "message"), CORRUPTIONS)
+def test_corrupt_checkpoints_are_refused(checkpoint: Path, corrupt: Callable[[Path], object], message: str):
     missing = ("expected a checkpoint", r"expected model\.safetensors or", "names shards")
-    spoil(checkpoint)
+    corrupt(checkpoint)
     with pytest.raises(FileNotFoundError if message.startswith(missing) else ValueError, match=message):
         load_checkpoint(checkpoint)
 
 
-def test_a_name_of_the_hub_is_no_directory():
+def test_names_of_the_hub_are_refused():
     with pytest.raises(
         FileNotFoundError, match=r"none at Qwen/Qwen2\.5-0\.5B\. A model of the Hugging Face Hub.*hf down"
     ):
@@ -218,14 +218,14 @@ def test_a_name_of_the_hub_is_no_directory():
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 200_000, '{"a":' * 200_000], ids=["cut", "lists", "objects"])
-def test_config_that_is_not_json(text: str, checkpoint: Path):
+def test_configs_that_are_not_json_are_refused(text: str, checkpoint: Path):
     (checkpoint / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json is not JSON") as caught:
         load_checkpoint(checkpoint)
     assert len(str(caught.value)) < 500
 
 
-def test_json_of_any_size_is_not_read(checkpoint: Path):
+def test_oversized_json_is_refused(checkpoint: Path):
     with (checkpoint / "config.json").open("ab") as file:
         file.truncate(17 * 2**20)  # a sparse file
     with pytest.raises(ValueError, match="config.json of at most 16,777,216 bytes; got 17,825,792"):
@@ -233,7 +233,7 @@ def test_json_of_any_size_is_not_read(checkpoint: Path):
 
 
 @pytest.mark.parametrize(("stored", "value"), [("float32", np.nan), ("float16", -np.inf), ("bfloat16", np.inf)])
-def test_weights_that_are_no_numbers(checkpoint: Path, stored: FloatName, value: float):
+def test_non_finite_weights_are_refused(checkpoint: Path, stored: FloatName, value: float):
     name = "model.layers.0.mlp.up_proj.weight"
     tensor = load_file(checkpoint / "model.safetensors")[name].astype(jnp.dtype(stored))
     rewrite(checkpoint, {name: tensor})
@@ -244,7 +244,7 @@ def test_weights_that_are_no_numbers(checkpoint: Path, stored: FloatName, value:
         load_checkpoint(checkpoint, dtype=stored)
 
 
-def test_weights_beyond_the_range_of_the_dtype(checkpoint: Path):
+def test_weights_beyond_the_range_of_the_dtype_are_refused(checkpoint: Path):
     name = "model.norm.weight"
     rewrite(checkpoint, {name: np.full_like(load_file(checkpoint / "model.safetensors")[name], 1e5)})
     load_checkpoint(checkpoint)
@@ -262,7 +262,7 @@ def test_redundant_tensors_are_tolerated(checkpoint: Path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tied_projection_with_other_values_is_refused(checkpoint: Path, dtype: str):
-    """transformers 4 drops it, transformers 5 does not tie it: both with a warning."""
+    """transformers 4 drops it, transformers 5 does not tie it; both only warn."""
     other = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].astype(jnp.dtype(dtype))
     other[-1, -1] += 1
     rewrite(checkpoint, {"lm_head.weight": other})
@@ -275,8 +275,8 @@ def test_a_tied_projection_with_other_values_is_refused(checkpoint: Path, dtype:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_tied_embedding_under_its_other_name(checkpoint: Path, sharded: bool):
-    """safetensors keeps one name of two for a shared tensor, and which one is up to the writer."""
+def test_a_tied_embedding_under_either_name_is_loaded(checkpoint: Path, sharded: bool):
+    """safetensors keeps one name of a shared tensor; the writer chooses which."""
     expected = load_checkpoint(checkpoint)[1]
     embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(checkpoint, {"lm_head.weight": embedding}, drop=("model.embed_tokens.weight",))
@@ -293,9 +293,7 @@ def test_a_tied_embedding_under_its_other_name(checkpoint: Path, sharded: bool):
         ({"vocab_size": 2**31 - 1}, r"embed_tokens.weight: expected \[2147483647, 32\]"),
     ],
 )
-def test_sizes_that_the_tensors_do_not_have_are_refused_from_headers(
-    checkpoint: Path, change: dict[str, Any], message: str
-):
+def test_wrong_sizes_are_refused_from_headers(checkpoint: Path, change: dict[str, Any], message: str):
     edit_config(checkpoint, **change)
     for read in (load_checkpoint, read_config):
         with pytest.raises(ValueError, match=message):
@@ -307,13 +305,13 @@ def test_sizes_that_the_tensors_do_not_have_are_refused_from_headers(
     ["../outside.safetensors", "/tmp/outside.safetensors", "a.bin", "x" * 3_000_000 + ".safetensors", 7, None],
     ids=lambda shard: repr(shard)[:20],
 )
-def test_shard_outside_the_directory(checkpoint: Path, shard: Any):
+def test_shards_outside_the_directory_are_refused(checkpoint: Path, shard: Any):
     write_index(checkpoint, shard)
     with pytest.raises(ValueError, match="must name safetensors files in its own directory; got"):
         load_checkpoint(checkpoint)
 
 
-def test_parameter_dtype_that_is_not_a_float(checkpoint: Path):
+def test_integer_dtypes_are_refused(checkpoint: Path):
     with pytest.raises(ValueError, match="expected the dtype of parameters to be one of float32, .*; got 'int8'"):
         load_checkpoint(checkpoint, dtype=jnp.int8)
 
@@ -321,7 +319,7 @@ def test_parameter_dtype_that_is_not_a_float(checkpoint: Path):
 # Saves that are refused
 
 
-def test_parameters_that_do_not_fit_the_config(tmp_path: Path):
+def test_parameters_of_another_config_are_refused(tmp_path: Path):
     config = CONFIGS["qwen2"]
     params = random_leaves(config)
     with pytest.raises(ValueError, match=r"tensors in params.*missing layers_2/.*and 4 more"):
@@ -359,7 +357,7 @@ def test_an_adapter_next_to_the_weights_is_not_applied(checkpoint: Path):
         chex.assert_trees_all_equal(load_checkpoint(checkpoint)[1], expected, strict=True)
 
 
-def test_tokenizer_that_is_not_there(tmp_path: Path):
+def test_a_missing_tokenizer_is_refused(tmp_path: Path):
     config = CONFIGS["qwen2"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"expected tokenizer\.json.*got \[\]"):
@@ -367,7 +365,7 @@ def test_tokenizer_that_is_not_there(tmp_path: Path):
     assert not (tmp_path / "new").exists()
 
 
-def test_shards_of_no_size(tmp_path: Path):
+def test_shards_of_size_zero_are_refused(tmp_path: Path):
     config = CONFIGS["qwen2"]
     with pytest.raises(ValueError, match="max_shard_bytes must be positive; got 0"):
         save_checkpoint(tmp_path, random_leaves(config), config, max_shard_bytes=0)

@@ -1,8 +1,4 @@
-"""Sliding windows are evictions known in advance: the sampler records them, and every attention honours them.
-
-Three layers, of which the first has a window above the budget, the second none, the third one below it; without the
-second where it doesn't matter.
-"""
+"""Sliding windows: the sampler records them as evictions, and every attention applies them."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from tests.tiny_update import spread_params
 from tests.under_test import POLICIES, eviction_times, gap, left_padded
 
 VOCAB, WIDTH, RESPONSE = 96, 12, 40
-WINDOWS = (20, None, 6)
+WINDOWS = (20, None, 6)  # above the budget, none, below the budget
 CONFIG = replace(tiny_model_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=False), sliding_windows=WINDOWS)
 TWO_LAYERS = replace(CONFIG, num_layers=2, sliding_windows=(20, 6))
 SIZES = RolloutConfig(RESPONSE, budget=12, buffer=8, eos_token_id=7)
@@ -39,23 +35,23 @@ def params(config: ModelConfig = CONFIG) -> Any:
 
 
 @cache
-def rolled(name: str, config: ModelConfig = CONFIG) -> Trajectory:
+def rollout_of(name: str, config: ModelConfig = CONFIG) -> Trajectory:
     arguments: Any = {"policy": POLICIES[name], "config": SIZES}
     return rollout(Decoder(config), params(config), PROMPTS, jax.random.key(3), **arguments)
 
 
 @pytest.mark.slow
 def test_a_learner_without_windows_is_another_policy():
-    trajectory, plain = rolled("Dense"), replace(CONFIG, sliding_windows=())
+    trajectory, plain = rollout_of("Dense"), replace(CONFIG, sliding_windows=())
     dense = trajectory.dense_mask()
-    assert gap(Decoder(CONFIG), trajectory, dense, params()).max() <= 2e-5, "a dense mask knows of no window"
+    assert gap(Decoder(CONFIG), trajectory, dense, params()).max() <= 2e-5, "the model adds its windows to a dense mask"
     assert gap(Decoder(plain), trajectory, dense, params()).max() > 1e-2
 
 
-def test_the_mask_says_what_the_windows_hid():
-    """Whatever the policy kept: in the layers with a window no key is seen for longer than that."""
+def test_the_mask_records_the_windows():
+    """In a layer with a window no key is seen for longer, under any policy."""
     for name in ("Dense", "H2O"):
-        evicted_at, valid = eviction_times(rolled(name)), np.asarray(rolled(name).valid)
+        evicted_at, valid = eviction_times(rollout_of(name)), np.asarray(rollout_of(name).valid)
         column = np.arange(WIDTH + RESPONSE)
         for layer, window in enumerate(WINDOWS):
             seen = np.where(valid[:, None], evicted_at[:, layer] - column, 1)
@@ -63,10 +59,10 @@ def test_the_mask_says_what_the_windows_hid():
             assert seen.max() == window if window else (evicted_at[:, layer] == NEVER).any()
 
 
-def test_keys_outside_the_window_go_first():
-    """With a budget above the window nothing that a query could see is evicted."""
-    evicted_at = eviction_times(rolled("Knorm"))[:, 2]  # budget 12 and 8 more slots, window 6
-    valid = np.asarray(rolled("Knorm").valid)
+def test_keys_outside_the_window_are_evicted_first():
+    """With a budget above the window, no key inside the window is evicted."""
+    evicted_at = eviction_times(rollout_of("Knorm"))[:, 2]  # budget 12 and 8 more slots, window 6
+    valid = np.asarray(rollout_of("Knorm").valid)
     column = np.arange(WIDTH + RESPONSE)
     last = column == (column * valid).max(1, keepdims=True)  # the last token never entered the cache
     expected = np.where(valid & ~last, column + 6, 0)
@@ -76,17 +72,17 @@ def test_keys_outside_the_window_go_first():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
-def test_every_implementation_gives_the_same(impl: Any):
-    trajectory, model = rolled("H2O", TWO_LAYERS), Decoder(TWO_LAYERS, impl=impl)
+def test_every_implementation_applies_the_windows(impl: Any):
+    trajectory, model = rollout_of("H2O", TWO_LAYERS), Decoder(TWO_LAYERS, impl=impl)
     assert gap(model, trajectory, params=params(TWO_LAYERS)).max() <= 2e-5
     if impl in ("interval", "portable"):
-        plain = trajectory.mask.replace(segments=())  # says nothing of the segments, nor of windows
+        plain = trajectory.mask.replace(segments=())  # without segments
         assert gap(model, trajectory, plain, params(TWO_LAYERS)).max() <= 2e-5
 
 
 @pytest.mark.slow
-def test_the_engine_gives_what_a_batch_gives():
-    whole = rolled("SnapKV", TWO_LAYERS)
+def test_the_engine_matches_a_fixed_batch():
+    whole = rollout_of("SnapKV", TWO_LAYERS)
     engine = Engine(Decoder(TWO_LAYERS), POLICIES["SnapKV"], SIZES, 3, prefill_rows=2)
     done = engine.run(params(TWO_LAYERS), PROMPTS, jax.random.key(3))
     np.testing.assert_array_equal(done.trajectory.tokens, whole.tokens)
