@@ -1,4 +1,4 @@
-"""Several real processes give what one gives on the same mesh; and what they refuse."""
+"""Several processes give the results of one on the same mesh, and refuse settings that differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,14 +37,13 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
-# Without these instructions XLA rounds some logits of four rows otherwise than those of two (seen on an AMD EPYC, one
-# log-probability by 4.8e-7).
+# Without AVX-512 XLA rounds some logits of four rows differently from those of two (one by 4.8e-7, on an AMD EPYC).
 HAS_AVX512 = Path("/proc/cpuinfo").exists() and "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 LIMIT = 420  # seconds for a set of processes
 
 
-class Found(NamedTuple):
-    """What the runs of `tests.joined` left.
+class Results(NamedTuple):
+    """Results of the runs of `tests.joined`.
 
     Attributes:
       arrays: by `run: name`. out: directory of smd-train.
@@ -58,41 +57,38 @@ class Found(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
-    """What this process found on two of its devices, and what two with one device each did."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
+    """Results of this process on two of its devices, and of two processes with one device each."""
     folder = tmp_path_factory.mktemp("joined")
     write_random_checkpoint(folder / "model", config=tiny_model_config(num_layers=1))
     for name, rows in (("rows", 12), ("held_out", 5)):
         lines = [json.dumps({"prompt": "abcdefgh"[: 1 + row % 8]}) for row in range(rows)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     joined.command(folder, folder / "1", "--max-steps", "4")
-    # The two go on from what the one had saved after two steps.
+    # Two processes resume the checkpoint that one saved after two steps.
     left_out = {"model", "completions", "3", "4"}
     shutil.copytree(folder / "1", folder / "2", ignore=lambda _, names: left_out & set(names))
     running = start(folder, count=2)
     one = joined.arrays() | joined.refused_rollout(folder / "1_refused")
     two = wait_for(running, folder / "2.npz")
-    # And one goes on from what the two had saved after the third.
+    # One process resumes the checkpoint that two saved after the third step.
     joined.command(folder, folder / "2", "--max-steps", "4", "--resume")
-    return {1: Found(one, folder / "1"), 2: Found(two, folder / "2")}
+    return {1: Results(one, folder / "1"), 2: Results(two, folder / "2")}
 
 
 def start(folder: Path, count: int) -> list[subprocess.Popen[str]]:
-    """So many processes of `tests.joined`, with one device each."""
+    """Starts `count` processes of `tests.joined`, with one device each."""
     coordinator = f"localhost:{free_port()}"
     flags = " ".join(word for word in os.environ["XLA_FLAGS"].split() if "device_count" not in word)
     flags += " --xla_force_host_platform_device_count=1"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.joined", str(folder), coordinator, str(count)]
-    quiet, heard = subprocess.DEVNULL, subprocess.PIPE
-    return [
-        subprocess.Popen([*command, str(index)], env=environment, text=True, cwd=ROOT, stdout=quiet, stderr=heard)
-        for index in range(count)
-    ]
+    options: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    return [subprocess.Popen([*command, str(index)], env=environment, **options) for index in range(count)]
 
 
 def wait_for(running: list[subprocess.Popen[str]], file: Path) -> dict[str, np.ndarray]:
-    """What the first of them leaves in the file, when all have ended well. None may wait for ever for another."""
+    """The arrays that the first process writes. All must succeed within `LIMIT` seconds."""
     try:
         errors = [process.communicate(timeout=LIMIT)[1] for process in running]
     finally:
@@ -109,86 +105,87 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
-    """Names of the arrays that are not the same to the last bit."""
+def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    """Names of the arrays that are not bitwise equal."""
     return [name for name in one if one[name].tobytes() != other[name].tobytes()]
 
 
 def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    """What is drawn, and what follows from it alone, to the last bit; the rest but for rounding."""
-    for name in apart(one, other):
+    """Sampled arrays must be bitwise equal, computed ones up to rounding."""
+    for name in differing(one, other):
         computed = {"logprobs", "metric", "params"} & set(name.split())
         assert computed, name
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("run", joined.RUNS)
-def test_a_run_draws_the_same(found: dict[int, Found], run: str):
-    """Tokens, masks and rewards to the last bit, computed numbers up to rounding."""
-    one, two = found[1].of(run), found[2].of(run)
+def test_two_processes_sample_the_same_as_one(results: dict[int, Results], run: str):
+    """Tokens, masks and rewards bitwise, computed numbers up to rounding."""
+    one, two = results[1].of(run), results[2].of(run)
     assert one.keys() == two.keys() and len(one) > 40
-    # Longer responses add up more terms, and a divergence is a difference of nearly equal ones.
+    # `taught` sums more terms, and its divergence is a difference of nearly equal ones.
     if HAS_AVX512 and run != "taught":
-        assert not apart(one, two)
+        assert not differing(one, two)
     assert_same(one, two)
 
 
-def test_four_processes_give_what_one_gives_on_four_devices(found: dict[int, Found], tmp_path: Path):
-    """And what two give that have half of the experts each: routing is recorded, and routers and adapters learn."""
+def test_four_processes_equal_one_on_four_devices(results: dict[int, Results], tmp_path: Path):
+    """They also equal two processes with half of the experts each. Routers and adapters learn."""
     running = start(tmp_path, count=4)
     one = joined.on_four_devices()
     four = wait_for(running, tmp_path / "4.npz")
     assert one.keys() == four.keys() and len(one) > 40
     assert_same(one, four)
-    assert len(set(one["numbers 0"])) == 4, "each process feeds a prompt of its own"
+    assert len(set(one["numbers 0"])) == 4, "each process feeds its own prompt"
     for step in range(joined.STEPS):
         routing = one[f"routing {step}"]
         assert routing.shape == (8, 14, 1, 2) and set(np.unique(routing)) == {-1, 0, 1, 2, 3}
         assert one[f"metric {step} grad_norm"] > 0.01 and one[f"metric {step} experts/balance_loss"] > 0.5
-    experts = found[2].of("experts_over_processes")
+    experts = results[2].of("experts_over_processes")
     assert_same(one, {name.partition(": ")[2]: x for name, x in experts.items()})
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_where_sampler_and_learner_part_is_said_in_every_process(found: dict[int, Found], count: int):
-    """The mask is wrong in a row of the last process; it is the row's number in the whole batch that is named."""
-    run, said = found[count].out.parent / f"{count}_refused/refused", list(found[count].arrays["refused: said"])
-    assert len(said) == count and len(set(said)) == 1, said
+def test_every_process_reports_the_first_mismatch(results: dict[int, Results], count: int):
+    """The mask is wrong in a row of the last process; the message names its row in the whole batch."""
+    run, messages = results[count].out.parent / f"{count}_refused/refused", list(results[count].arrays["refused: said"])
+    assert len(messages) == count and len(set(messages)) == 1, messages
     wrong = load_file(run / "refused_0.safetensors")
     assert len(wrong["tokens"]) == 8 and len(read_metrics(run / "metrics.jsonl")) == 1
-    # The query before the first recorded eviction sees a key too many, and the token after that query is the first to
-    # be another's. Padding of the prompt, which no query sees, has 0.
-    own = wrong["evicted_at"][joined.WRONG_ROW, joined.WRONG_LAYER, joined.WRONG_HEAD]
-    column, padding = own[own > 0].min(), np.argmax(wrong["valid"][joined.WRONG_ROW])
-    assert said[0].startswith("RefusedRolloutError: rollout 0: expected sampler and learner within 0.00058 nats")
-    assert f"first at row {joined.WRONG_ROW}, position {column - padding} (" in said[0]
-    assert f"likeliest layer {joined.WRONG_LAYER}, KV head {joined.WRONG_HEAD}: " in said[0]
-    assert f"where it evicts a query earlier. The rollout is in {run / 'refused_0.safetensors'}" in said[0]
+    # The query before the first recorded eviction sees one key too many, so the next token is the first to differ.
+    # Padding of the prompt has 0.
+    times = wrong["evicted_at"][joined.WRONG_ROW, joined.WRONG_LAYER, joined.WRONG_HEAD]
+    column, padding = times[times > 0].min(), np.argmax(wrong["valid"][joined.WRONG_ROW])
+    (message,) = set(messages)
+    assert message.startswith("RefusedRolloutError: rollout 0: expected sampler and learner within 0.00058 nats")
+    assert f"first at row {joined.WRONG_ROW}, position {column - padding} (" in message
+    assert f"likeliest layer {joined.WRONG_LAYER}, KV head {joined.WRONG_HEAD}: " in message
+    assert f"where it evicts a query earlier. The rollout is in {run / 'refused_0.safetensors'}" in message
 
 
-def test_a_refused_rollout_that_cannot_be_written_ends_all(found: dict[int, Found]):
-    """And none but the first has tried to."""
-    first, second = found[2].arrays["no_room: said"]
-    assert not list((found[2].out.parent / "2_refused/no_room").glob("refused*"))
+def test_a_failed_dump_stops_all_processes(results: dict[int, Results]):
+    """Only the first process writes it."""
+    first, second = results[2].arrays["no_room: said"]
+    assert not list((results[2].out.parent / "2_refused/no_room").glob("refused*"))
     assert first.startswith("OSError: ") and "No space left on device" in first
     assert second.startswith("OtherProcessError: ") and "process 0 ended with OSError" in second
 
 
-def test_there_was_something_to_learn(found: dict[int, Found]):
-    arrays = found[2].arrays
+def test_every_process_has_a_learning_signal(results: dict[int, Results]):
+    arrays = results[2].arrays
     for run in ("taught", "pairs"):
         rewards, numbers = arrays[f"{run}: rewards 0"].reshape(4, 2), arrays[f"{run}: numbers 0"].reshape(4, 2)
         assert rewards[0, 0] != rewards[0, 1] or rewards[1, 0] != rewards[1, 1]
-        assert rewards[2, 0] != rewards[2, 1], "the other process learns, too"
+        assert rewards[2, 0] != rewards[2, 1], "the second process has no signal"
         assert arrays[f"{run}: metric 0 grad_norm"] > 0.01
-        assert (numbers[:, 0] == numbers[:, 1]).all() and len(set(numbers[:, 0])) == 4, "each feeds prompts of its own"
+        assert (numbers[:, 0] == numbers[:, 1]).all() and len(set(numbers[:, 0])) == 4, "each feeds its own prompts"
     assert arrays["taught: metric 0 dynamic_sampling/rollouts"] == 2
     assert np.isnan(rewards[3:]).all() and np.isnan(arrays["experts_over_processes: rewards 0"][6:]).all()
 
 
-def test_the_command_gives_the_same_and_writes_once(found: dict[int, Found]):
-    """One process took four steps; or two took the third, from what the one had saved, and one the fourth from that."""
-    one, two = found[1].out, found[2].out
+def test_the_command_gives_the_same_and_writes_once(results: dict[int, Results]):
+    """Four steps in one process equal a run whose third step is taken by two."""
+    one, two = results[1].out, results[2].out
     left, right = (load_file(out / "model/model.safetensors") for out in (one, two))
     assert left.keys() == right.keys()
     for name in left:
@@ -203,8 +200,8 @@ def test_the_command_gives_the_same_and_writes_once(found: dict[int, Found]):
     assert (two / "completions/completions_00002.parquet").is_file()
 
 
-def test_what_several_processes_saved_one_reads(found: dict[int, Found]):
-    one, two = (saved_params(found[count].out / "checkpoints") for count in (1, 2))
+def test_one_process_reads_the_checkpoint_of_several(results: dict[int, Results]):
+    one, two = (saved_params(results[count].out / "checkpoints") for count in (1, 2))
     assert one.keys() == two.keys() and len(one) > 8
     for name in one:
         np.testing.assert_allclose(one[name], two[name], rtol=1e-5, atol=1e-6)
@@ -220,7 +217,7 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("case", "message"),
     [
         ("only one resumes", "process 1: arguments.run.resume: expected true, got false"),
         ("one that resumes fails", "process 1 ended with UserError: expected rows on this host; got none"),
@@ -253,11 +250,11 @@ def saved_params(directory: Path) -> dict[str, np.ndarray]:
         ("prompts", "divide over 2 processes, because all completions of a prompt are sampled by one; got 3 prompts"),
     ],
 )
-def test_what_processes_refuse(found: dict[int, Found], what: str, said: str):
-    assert said in str(found[2].arrays[f"refused: {what}"])
+def test_refusals_of_several_processes(results: dict[int, Results], case: str, message: str):
+    assert message in str(results[2].arrays[f"refused: {case}"])
 
 
-# --- by one process alone
+# --- a single process
 
 
 def test_rows_of_a_process():
@@ -266,13 +263,13 @@ def test_rows_of_a_process():
     assert DataShards(((0, 1), (2, 3)), own=0).one_per_group(["a", "b", "c", "d"]) == ["a", "c"]
 
 
-def test_one_process_feeds_all():
+def test_a_single_process_feeds_the_whole_mesh():
     placement = SamplerPlacement(make_mesh(2, 2, 2))
     assert placement.data_shards == DataShards(((0,),), own=0)
     assert placement.own_mesh is placement.mesh
 
 
-def test_one_process_talks_to_nobody():
+def test_a_single_process_does_not_communicate():
     processes.check_same({"seed": 0})
     assert processes.gather_json({"a": [1, float("inf")]}) == [{"a": [1, float("inf")]}]
     assert processes.is_first()
@@ -292,13 +289,13 @@ def test_a_step_takes_the_time_of_its_slowest_process(monkeypatch: pytest.Monkey
     assert whole.completions == ["text", "text"] and whole.graded.rewards.shape == (2,)
 
 
-def test_an_error_that_is_being_handled_is_none_of_the_body():
+def test_all_or_none_ignores_an_error_that_is_being_handled():
     try:
         raise KeyError("handled")
     except KeyError:
         with processes.all_or_none():
-            went_well = True
-    assert went_well
+            finished = True
+    assert finished
 
 
 def test_differences_are_named():
@@ -312,9 +309,9 @@ def test_differences_are_named():
     assert not processes.differences({"x": float("nan")}, {"x": float("nan")})
 
 
-def test_versions_of_what_builds_the_rows_count(monkeypatch: pytest.MonkeyPatch):
-    builds = {"transformers", "tokenizers", "datasets", "reasoning-gym"}
-    assert builds < processes.versions().keys()
+def test_versions_include_the_libraries_that_build_rows(monkeypatch: pytest.MonkeyPatch):
+    libraries = {"transformers", "tokenizers", "datasets", "reasoning-gym"}
+    assert libraries < processes.versions().keys()
     version = metadata.version
 
     def without_an_extra(name: str) -> str:
@@ -323,25 +320,25 @@ def test_versions_of_what_builds_the_rows_count(monkeypatch: pytest.MonkeyPatch)
         return version(name)
 
     monkeypatch.setattr(metadata, "version", without_an_extra)
-    assert builds - processes.versions().keys() == {"reasoning-gym"}
+    assert libraries - processes.versions().keys() == {"reasoning-gym"}
     assert machine(make_mesh()).keys() > processes.versions().keys()
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (("localhost:1", None, 0), "together, or none"),
         ((None, 2, None), "together, or none"),
         (("localhost:1", 2, 2), "from 0 to 1, of 2 processes; got 2"),
     ],
 )
-def test_a_process_that_cannot_be(given: tuple[str | None, int | None, int | None], said: str):
-    with pytest.raises(ValueError, match=said):
-        processes.join(*given)
+def test_invalid_process_ids_are_refused(arguments: tuple[str | None, int | None, int | None], message: str):
+    with pytest.raises(ValueError, match=message):
+        processes.join(*arguments)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             LaunchArgs(coordinator="auto", num_processes=2),
@@ -351,19 +348,19 @@ def test_a_process_that_cannot_be(given: tuple[str | None, int | None, int | Non
         (LaunchArgs(process_id=1), "together, or none"),
     ],
 )
-def test_flags_that_do_not_go_together(flags: LaunchArgs, said: str):
-    with pytest.raises(UserError, match=said):
+def test_incomplete_launch_flags_are_refused(flags: LaunchArgs, message: str):
+    with pytest.raises(UserError, match=message):
         launch.join(flags)
 
 
-def test_a_run_does_not_keep_who_took_part():
+def test_launch_flags_are_not_saved_with_the_run():
     flags = ["--coordinator", "host0:1234", "--num-processes", "2", "--process-id", "1"]
     algorithm, args = parse(["grpo", "--model", "somewhere", "--dataset", "sorting", *flags])
     assert args.launch == LaunchArgs(coordinator="host0:1234", num_processes=2, process_id=1)
     assert "host0" not in config_text(algorithm, args) and "process_id: null" in config_text(algorithm, args)
 
 
-JOINS = """
+JOIN = """
 import jax
 from smd_jax.devices import processes
 processes.join()
@@ -371,19 +368,18 @@ print(jax.process_count(), jax._src.xla_bridge.CUDA_VISIBLE_DEVICES.value)
 """
 
 
-@pytest.mark.parametrize(("own", "devices"), [({}, "3"), ({"JAX_LOCAL_DEVICE_IDS": "0,1"}, "0,1")])
-def test_accelerators_of_a_process_under_slurm(own: dict[str, str], devices: str):
-    """A task has the one of its own number on the node, unless it is told which: docs/many_hosts.md counts on it."""
+@pytest.mark.parametrize(("variables", "devices"), [({}, "3"), ({"JAX_LOCAL_DEVICE_IDS": "0,1"}, "0,1")])
+def test_accelerators_of_a_process_under_slurm(variables: dict[str, str], devices: str):
+    """A task has the one of its number on the node unless set otherwise (docs/many_hosts.md)."""
     # The fourth task of its node, in a step that has no other task.
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     slurm |= {"SLURM_LOCALID": "3", "JAX_COORDINATOR_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", JOINS], env=os.environ | slurm | own, text=True, check=False, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1", devices]
+    environment = os.environ | slurm | variables
+    result = subprocess.run([sys.executable, "-c", JOIN], env=environment, text=True, check=False, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["1", devices]
 
 
-def test_without_flags_nobody_is_joined():
+def test_without_flags_no_process_joins():
     launch.join(LaunchArgs())
     assert jax.process_count() == 1

@@ -1,4 +1,4 @@
-"""Eight fake devices give what one gives, and hold an eighth of what it holds."""
+"""Eight fake devices give the results of one, and each has an eighth of the arrays."""
 
 import dataclasses
 import functools
@@ -77,13 +77,13 @@ def updated(sizes, config):
     with jax.set_mesh(mesh):
         state = shard_tree(init_state(params(), RECORD, jax.random.key(3)), mesh)
         data = shard_batch(jax.device_get(train_batch(sampled(ONE))), mesh)
-        if config.correction.traits.uses_mismatch:  # the learner's, not the sampler's
+        if config.correction.traits.uses_mismatch:  # the update then computes them
             data = data.replace(old_logprobs=None)
         state, metrics = make_update(MODEL, RECORD, config)(state, data)
     return jax.device_get((metrics, state.opt_state))
 
 
-# --- the same numbers
+# --- results
 
 
 @pytest.mark.slow
@@ -107,14 +107,14 @@ def test_an_update_gives_the_same_loss_and_gradients(sizes, config):
     assert many["sampling/sampling_logp_difference/max"] < 2e-5
     for path, gradient in jax.tree_util.tree_leaves_with_path(one_grads):
         if "k_proj" in str(path) and "bias" in str(path):
-            continue  # zero but for rounding: softmax does not see what all keys share
+            continue  # zero up to rounding: softmax ignores a shift of all scores
         name = jax.tree_util.keystr(path)
         (other,) = (g for p, g in jax.tree_util.tree_leaves_with_path(many_grads) if p == path)
         assert distance(other, gradient) < 1e-5, name
 
 
 @pytest.mark.slow
-def test_an_update_by_blocks_gives_the_same(monkeypatch):
+def test_an_update_by_blocks_gives_the_same_gradients(monkeypatch):
     """Logits of two columns at a time on every device, the vocabulary in two parts."""
     expected_metrics, expected = updated(ONE, PLAIN)
     monkeypatch.setattr(blocks, "LOGIT_BYTES", ROWS * 32 * 4 // 4)
@@ -125,8 +125,8 @@ def test_an_update_by_blocks_gives_the_same(monkeypatch):
 
 
 def test_blocks_send_sums_and_no_logits(monkeypatch):
-    """What the loop over blocks sends between devices: maximum and sum of its softmax, and the drawn token's logit.
-    The head is gathered from fsdp before the loop begins; the vocabulary stays in two parts."""
+    """The loop over blocks reduces the maximum and sum of the softmax, and the sampled token's logit. The head is
+    gathered from fsdp before the loop; the vocabulary stays in two parts."""
     monkeypatch.setattr(blocks, "LOGIT_BYTES", ROWS * 32 * 4 // 4)
     mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
@@ -135,13 +135,13 @@ def test_blocks_send_sums_and_no_logits(monkeypatch):
     hlo = program.as_text()
     bodies = [hlo.split(f"\n%{name} (")[1].split("\n}")[0] for name in re.findall(r"body=%([\w.-]+)", hlo)]
     of_blocks = [body for body in bodies if " all-reduce(" in body]
-    assert len(of_blocks) == 1, "one loop needs other devices, that over blocks"
+    assert len(of_blocks) == 1, "only the loop over blocks communicates"
     assert not re.search(r" all-(gather|to-all)\(", of_blocks[0])
 
 
-# --- who holds what
+# --- shards
 
-SHARD_SHAPES = {  # of fsdp = 4, tensor = 2, by hand
+SHARD_SHAPES = {  # for fsdp = 4, tensor = 2, by hand
     "embed/embedding": (16, 8),
     "lm_head/kernel": (8, 16),
     "norm/scale": (32,),
@@ -163,20 +163,20 @@ def by_name(tree):
 
 
 def shard_shape(leaf) -> tuple[int, ...]:
-    """What every device really holds."""
+    """The shape on every device."""
     (shape,) = {shard.data.shape for shard in leaf.addressable_shards}
     assert len(leaf.addressable_shards) == 8
     return shape
 
 
-def test_parameters_lie_as_the_table_says():
+def test_parameters_are_sharded_as_in_the_table():
     placed = by_name(shard_tree(params(), make_mesh(1, 4, 2)))
     assert {name: shard_shape(placed[name]) for name in SHARD_SHAPES} == SHARD_SHAPES
     for name, leaf in placed.items():
-        assert leaf.ndim == 1 or shard_shape(leaf) != leaf.shape, f"{name} lies whole on every device"
+        assert leaf.ndim == 1 or shard_shape(leaf) != leaf.shape, f"{name} is replicated"
 
 
-def test_optimizer_state_lies_like_its_parameters():
+def test_optimizer_state_is_sharded_like_its_parameters():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     state = shard_tree(init_state(params(), optimizer, jax.random.key(0), params()), make_mesh(1, 4, 2))
     placed = by_name(state.opt_state)
@@ -201,7 +201,7 @@ EXPERTS = Experts(count=4, per_token=2, intermediate_size=16, bias=True, clamp=7
 
 
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
-def test_stacked_layers_are_split_like_single_ones(experts):
+def test_stacked_layers_are_sharded_like_single_ones(experts):
     config = dataclasses.replace(MODEL.config, num_layers=4, experts=experts)
     shapes = jax.eval_shape(lambda: add_lora(random_params(config), LoraConfig(rank=2), jax.random.key(0)))
     stacked = jax.eval_shape(lambda tree: stack_params(tree, [range(4)]), shapes)
@@ -216,7 +216,7 @@ def test_stacked_layers_are_split_like_single_ones(experts):
     assert specs(stacked)["layers_0_to_3/attention/q_proj/kernel"] == (None, "fsdp", "tensor")
 
 
-def test_parameters_of_unknown_names_are_split_by_their_long_sides():
+def test_unknown_parameters_are_sharded_on_their_longest_axis():
     mesh = make_mesh(data=2, fsdp=4)
     assert param_spec(("blocks", "block0", "wq"), (32, 32), mesh) == P("fsdp", None)
     assert param_spec(("blocks", "block0", "wo"), (30, 32), mesh) == P(None, "fsdp")
@@ -225,12 +225,12 @@ def test_parameters_of_unknown_names_are_split_by_their_long_sides():
     assert param_spec(("value_head", "kernel"), (32, 1), mesh) == P()
 
 
-def test_rows_lie_on_data_and_fsdp():
+def test_rows_are_sharded_over_data_and_fsdp():
     placed = shard_batch({"x": jnp.zeros((8, 3)), "y": jnp.zeros(8)}, make_mesh(2, 2, 2))
     assert (shard_shape(placed["x"]), shard_shape(placed["y"])) == ((2, 3), (2,))
 
 
-def test_constraints_need_a_mesh():
+def test_constraints_do_nothing_without_a_mesh():
     x = jnp.zeros((8, 4))
     tree = {"q_proj": {"kernel": x}}
     assert constrain(x) is x
@@ -241,10 +241,10 @@ def test_constraints_need_a_mesh():
         assert shard_shape(jax.jit(constrain_tree)(tree)["q_proj"]["kernel"]) == (4, 2)
 
 
-# --- the program
+# --- compiled programs
 
 
-def test_the_update_compiles_once_and_leaves_the_state_where_it_was():
+def test_the_update_compiles_once_and_keeps_the_shardings():
     mesh, optimizer = make_mesh(2, 2, 2), optax.adam(1e-3)
     update = make_update(MODEL, optimizer, PLAIN)
     with jax.set_mesh(mesh):
@@ -260,23 +260,22 @@ def test_the_update_compiles_once_and_leaves_the_state_where_it_was():
     assert shard_shape(by_name(state.params)["embed/embedding"]) == (16, 16)
 
 
-def in_loops(hlo: str) -> list[str]:
-    """Collectives that loops of a compiled program run, with what they call: shape and kind."""
+def loop_collectives(hlo: str) -> list[str]:
+    """Shape and kind of the collectives in loops of a compiled program, and in computations that they call."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{\n(.*?)^\}", hlo, re.DOTALL | re.MULTILINE))
-    waiting, seen = re.findall(r"body=%([\w.-]+)", hlo), set[str]()
-    while waiting:
-        name = waiting.pop()
+    pending, seen = re.findall(r"body=%([\w.-]+)", hlo), set[str]()
+    while pending:
+        name = pending.pop()
         if name not in seen:
             seen.add(name)
-            waiting += re.findall(r"(?:body|condition|calls)=%([\w.-]+)", bodies[name])
+            pending += re.findall(r"(?:body|condition|calls)=%([\w.-]+)", bodies[name])
     kinds = r"= (.*? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?)\("
     return [found for name in seen for found in re.findall(kinds, bodies[name])]
 
 
 def test_decoding_gathers_no_weights():
-    """They are gathered from fsdp once, before the loop. XLA's CPU backend would move such gathers out of a loop by
-    itself, where that does not cost too much memory: here it may not."""
-    stay: dict[str, str | bool] = {
+    """Weights are gathered from fsdp once, before the loop. XLA's own code motion out of loops is disabled."""
+    no_code_motion: dict[str, str | bool] = {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
     }
     mesh, config = make_mesh(1, 4, 1), RolloutConfig(LENGTH, 5, 2, eos_token_id=5)
@@ -284,39 +283,39 @@ def test_decoding_gathers_no_weights():
         prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
         placed = shard_tree(params(), mesh)
         lowered = rollout_program.lower(MODEL, placed, prompts, jax.random.key(2), policy=H2O(), config=config)
-        program = str(lowered.compile(compiler_options=stay).as_text())
+        program = str(lowered.compile(compiler_options=no_code_motion).as_text())
     assert "f32[16,64]" in program, "parameters come in four parts"
-    assert [kind.split("{")[0] for kind in in_loops(program)] == ["pred[] all-reduce"], "whether all rows are done"
+    assert [kind.split("{")[0] for kind in loop_collectives(program)] == ["pred[] all-reduce"], "whether rows are done"
 
 
 def gathers(lowered: jax.stages.Lowered) -> list[str]:
     return [line for line in (lowered.compile().as_text() or "").splitlines() if "all-gather" in line]
 
 
-def test_rows_are_sorted_where_they_lie():
-    """Left to itself, the compiler gathers all rows on every device (when this fails, XLA has learnt it)."""
+def test_sorting_rows_needs_no_gather():
+    """Without `over_rows` XLA gathers all rows on every device; that assertion fails once XLA no longer does."""
 
-    def best(x: jax.Array) -> tuple[jax.Array, ...]:
+    def top_five(x: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.lax.top_k(x, 5))
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4, 64)), jnp.float32)
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        for spec, apart in ((P(("data", "fsdp")), over_rows), (P(("data", "fsdp"), "tensor"), over_heads)):
+        for spec, over in ((P(("data", "fsdp")), over_rows), (P(("data", "fsdp"), "tensor"), over_heads)):
             placed = jax.device_put(x, NamedSharding(mesh, spec))
-            assert gathers(jax.jit(best).lower(placed))
-            program = jax.jit(lambda x, apart=apart: apart(best, x))
+            assert gathers(jax.jit(top_five).lower(placed))
+            program = jax.jit(lambda x, over=over: over(top_five, x))
             assert not gathers(program.lower(placed))
-            jax.tree.map(np.testing.assert_array_equal, program(placed), best(x))
+            jax.tree.map(np.testing.assert_array_equal, program(placed), top_five(x))
         odd = jnp.arange(15.0).reshape(3, 5)
-        jax.tree.map(np.testing.assert_array_equal, over_rows(best, odd), best(odd))
+        jax.tree.map(np.testing.assert_array_equal, over_rows(top_five, odd), top_five(odd))
     assert over_rows(lambda x: x, x) is x
 
 
 # --- bad input
 
 
-def test_a_mesh_of_more_devices_than_there_are():
+def test_a_mesh_of_too_many_devices_is_refused():
     with pytest.raises(
         ValueError, match="expected 16 devices, .*data axis 4, fsdp axis 2, sequence axis 1 and tensor axis 2; got 8"
     ):
@@ -327,7 +326,7 @@ def test_a_mesh_of_more_devices_than_there_are():
         make_mesh(2, devices=jax.devices()[:1])
 
 
-def test_a_device_given_twice():
+def test_a_repeated_device_is_refused():
     with pytest.raises(ValueError, match="expected different devices; got"):
         make_mesh(2, devices=jax.devices()[:1] * 2)
 
@@ -335,26 +334,26 @@ def test_a_device_given_twice():
 @pytest.mark.parametrize(
     ("axes", "kind"),
     [
-        (("data", "fsdp", "tensor", "sequence"), AxisType.Auto),  # rows are read off the order
+        (("data", "fsdp", "tensor", "sequence"), AxisType.Auto),  # the order of axes assigns the rows
         (("data", "tensor"), AxisType.Auto),
         (AXES, AxisType.Explicit),
     ],
 )
-def test_a_sampler_takes_meshes_like_those_of_make_mesh(axes: tuple[str, ...], kind: AxisType):
+def test_a_sampler_refuses_meshes_unlike_those_of_make_mesh(axes: tuple[str, ...], kind: AxisType):
     devices = np.array(jax.devices()).reshape((2,) * (len(axes) - 1) + (-1,))
     with pytest.raises(ValueError, match="expected a mesh of smd.make_mesh, or one with the axes .* in this order"):
         SamplerPlacement(Mesh(devices, axes, axis_types=(kind,) * len(axes)))
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "sequence"])
-def test_an_axis_of_no_devices(axis):
+def test_empty_axes_are_refused(axis):
     for size in (0, -2):
         sizes = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1} | {axis: size}
         with pytest.raises(ValueError, match=f"expected at least 1 device on the {axis} axis; got {size}"):
             make_mesh(sizes["data"], sizes["fsdp"], sizes["tensor"], sequence=sizes["sequence"])
 
 
-def test_a_batch_that_does_not_divide():
+def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"divides over data axis \* fsdp axis = 4; got 6 rows"):
         shard_batch({"x": jnp.zeros((8, 2)), "y": jnp.zeros(6)}, make_mesh(2, 2, 2))
 

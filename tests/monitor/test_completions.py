@@ -68,7 +68,7 @@ def samples(texts: list[str], advantages: bool = True) -> Samples:
     )
 
 
-def test_a_file_of_completions(tmp_path):
+def test_completions_are_saved_as_parquet(tmp_path):
     log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0)
     for step in (0, 5):
         log(step, samples(["yes", "none"]))
@@ -104,7 +104,7 @@ def test_a_lone_surrogate_is_replaced(tmp_path):
     assert table["completion"].to_pylist() == ["x?"]
 
 
-def test_a_disk_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
+def test_a_failed_write_does_not_stop_the_run(tmp_path, capsys):
     (tmp_path / "completions").write_text("a file where the folder should be")
     log = CompletionsLog(tmp_path, TOKENIZER, table_rows=0)
     for step in range(3):
@@ -120,11 +120,11 @@ def test_negative_options_are_refused(tmp_path):
 
 # --- on a terminal
 
-EVIL = "a\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \x9b2J\u202eabc\r\x00\x7f"
+CONTROL_CHARACTERS = "a\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \x9b2J\u202eabc\r\x00\x7f"
 
 
 def test_control_characters_become_visible():
-    shown = visible(EVIL + "\n")
+    shown = visible(CONTROL_CHARACTERS + "\n")
     assert shown == "a␛[31mred␛]0;title␇ [bold]x[/bold] \\u009b2J\\u202eabc␍␀\\u007f\n"
     assert visible("日本語 👩‍🚀 é") == "日本語 👩‍🚀 é"
     assert one_line("a\nb" + "c" * 600).startswith("a⏎bc") and len(one_line("c" * 600)) == 500
@@ -140,7 +140,7 @@ def test_the_table_on_a_terminal_without_unicode(monkeypatch):
     assert rb"\u65e5\u672c" in raw.getvalue() and rb"\xe9\u23ce" in raw.getvalue()
 
 
-def test_long_texts_lose_their_middle():
+def test_long_texts_are_shortened_in_the_middle():
     text = shortened_text("b" * 300 + "m" * 500 + "e" * 300)
     assert text == "b" * 200 + " […] " + "e" * 200
 
@@ -151,9 +151,9 @@ def test_long_texts_lose_their_middle():
 EVICTED_AT = jnp.array([[[[0, NEVER, 4, NEVER, NEVER, NEVER, NEVER], [0, *[NEVER] * 6]]]], jnp.int32)
 
 
-def test_a_mask_without_its_padding():
-    drawn = trajectory([[67, 68, 69, EOS]], [[65, 66]], ShadowMask(EVICTED_AT))
-    mask = extract_mask(drawn, 0, TOKENIZER, step=3, reward=0.5)
+def test_extracted_masks_have_no_padding():
+    sampled = trajectory([[67, 68, 69, EOS]], [[65, 66]], ShadowMask(EVICTED_AT))
+    mask = extract_mask(sampled, 0, TOKENIZER, step=3, reward=0.5)
     assert mask.evicted_at.tolist() == [[[6, 3, 6, 6, 6, 6], [6] * 6]]
     assert mask.evicted_at.dtype == np.uint16 and mask.prompt_length == 2 and (mask.step, mask.row) == (3, 0)
     assert mask.pieces[:5] == list("ABCDE")
@@ -163,14 +163,14 @@ def test_a_mask_without_its_padding():
         assert not forgotten[0, 1].any()
 
 
-def test_masks_read_back(tmp_path):
-    drawn = trajectory([[67, EOS], [68, 69, 70, 71]], [[65], [65, 66, 0]])
-    masks = [extract_mask(drawn, row, TOKENIZER, 5, row / 3) for row in range(2)]
+def test_masks_are_loaded_as_saved(tmp_path):
+    sampled = trajectory([[67, EOS], [68, 69, 70, 71]], [[65], [65, 66, 0]])
+    masks = [extract_mask(sampled, row, TOKENIZER, 5, row / 3) for row in range(2)]
     save_masks(tmp_path / "masks.npz", masks)
-    for mask, again in zip(masks, load_masks(tmp_path / "masks.npz"), strict=True):
-        np.testing.assert_array_equal(mask.evicted_at, again.evicted_at)
+    for mask, loaded in zip(masks, load_masks(tmp_path / "masks.npz"), strict=True):
+        np.testing.assert_array_equal(mask.evicted_at, loaded.evicted_at)
         assert (mask.pieces, mask.prompt_length, mask.row, mask.reward) == (
-            *(again.pieces, again.prompt_length, again.row, again.reward),
+            *(loaded.pieces, loaded.prompt_length, loaded.row, loaded.reward),
         )
     np.savez(tmp_path / "other.npz", a=np.zeros(2))
     with pytest.raises(ValueError, match="expected a file of saved masks; got .*other.npz"):
@@ -195,10 +195,9 @@ def test_a_token_may_end_one_character_and_begin_another():
     assert token_pieces(tokenizer, [0, 1, 2]) == ["", "", "日本"]
 
 
-def test_conversations(tmp_path):
-    """Turns and answers are columns of the file and one text on a terminal; the mask knows the turn of each token."""
-    said = Conversation("AB", ["y", "n"], ["!"], [0.5, 1.0], ending="done")
-    one = samples(["y!n"])._replace(conversations=(said,))
+def test_turns_of_conversations_are_saved_and_printed(tmp_path):
+    conversation = Conversation("AB", ["y", "n"], ["!"], [0.5, 1.0], ending="done")
+    one = samples(["y!n"])._replace(conversations=(conversation,))
     sampled = jnp.array([[True, False, True, True]])
     one = one._replace(trajectory=one.trajectory.replace(sampled=sampled))
     file = io.StringIO()

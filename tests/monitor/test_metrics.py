@@ -1,4 +1,4 @@
-"""Metrics: numbers worked out by hand, and a file that survives crashes."""
+"""Metrics worked out by hand, and a metrics file that survives crashes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_mismatch_by_hand():
 ONES = ("ratio/min", "ratio/mean", "ratio/max", "eff_sample_size", "agreement_p5")  # of equal policies
 
 
-def test_mismatch_of_nothing():
-    nothing = sampler_learner_metrics(jnp.full((2, 3), -jnp.inf), jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3), bool))
-    for name, value in nothing.items():
+def test_mismatch_without_tokens():
+    metrics = sampler_learner_metrics(jnp.full((2, 3), -jnp.inf), jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3), bool))
+    for name, value in metrics.items():
         assert float(value) == (1.0 if name.endswith(ONES) else 0.0), name
 
 
@@ -63,11 +63,11 @@ def test_rewards_by_hand():
     assert float(got["frac_reward_zero_std"]) == pytest.approx(1 / 3, rel=1e-6)
 
 
-def test_equal_rewards_count_as_equal_whatever_their_mean_rounds_to():
+def test_equal_rewards_have_zero_std_despite_rounding():
     assert float(reward_metrics(jnp.full((14,), 1234.1), group_size=7)["frac_reward_zero_std"]) == 1.0
 
 
-def test_groups_of_one_have_no_spread():
+def test_groups_of_one_have_zero_std():
     got = reward_metrics(jnp.array([1.0, 3.0]), group_size=1)
     assert float(got["reward_std_within_group"]) == 0.0
     assert float(got["frac_reward_zero_std"]) == 1.0
@@ -81,7 +81,7 @@ def test_group_size_must_divide_the_batch(group_size):
         reward_metrics(jnp.zeros(6), group_size)
 
 
-def test_rows_read_back_exactly(tmp_path):
+def test_rows_are_read_as_written(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         row = writer.write(0, {"reward": jnp.float32(0.1), "num_tokens": 12, "entropy": jnp.bfloat16(1.5)})
@@ -91,7 +91,7 @@ def test_rows_read_back_exactly(tmp_path):
     assert path.read_bytes().count(b"\n") == 2
 
 
-def test_every_row_is_on_disk_at_once(tmp_path):
+def test_every_row_is_written_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
     writer.write(0, {"reward": 0.5})
@@ -108,7 +108,7 @@ def test_numbers_outside_json_become_null_and_read_as_nan(tmp_path):
     assert math.isnan(row["kl"]) and math.isnan(row["ratio"])
 
 
-def test_one_transfer_a_row(tmp_path, monkeypatch):
+def test_each_row_takes_one_transfer(tmp_path, monkeypatch):
     calls = []
     device_get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: calls.append(len(tree)) or device_get(tree))
@@ -125,7 +125,7 @@ def test_one_transfer_a_row(tmp_path, monkeypatch):
         ({"step": 1}, "without the reserved name 'step'"),
     ],
 )
-def test_metrics_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, metrics, message):
+def test_invalid_metrics_are_refused_and_not_written(tmp_path, metrics, message):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         with pytest.raises(ValueError, match=message):
@@ -155,7 +155,7 @@ def test_a_new_run_never_overwrites_an_older_one(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['{"step": 1, "rew', "[1, 2]", '{"reward": 0.5}', '{"step": 1.0}', ""])
-def test_a_broken_line_in_the_middle_is_an_error_and_nothing_is_lost(tmp_path, line):
+def test_a_broken_line_in_the_middle_raises_and_changes_nothing(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
     before = path.read_bytes()
@@ -166,7 +166,7 @@ def test_a_broken_line_in_the_middle_is_an_error_and_nothing_is_lost(tmp_path, l
     assert path.read_bytes() == before
 
 
-def test_missing_file_is_said(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a metrics file; found none"):
         read_metrics(tmp_path / "metrics.jsonl")
 
@@ -180,7 +180,7 @@ ROWS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, data=st.data())
 def test_a_crash_at_any_byte_costs_at_most_the_last_row(tmp_path_factory, rows, data):
-    """Cut the file anywhere, resume, write on: whole rows survive, every step stands there once."""
+    """Complete rows survive, and after a resume every step has one row."""
     path = tmp_path_factory.mktemp("crash") / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         written = [writer.write(step, row) for step, row in enumerate(rows)]
@@ -188,7 +188,7 @@ def test_a_crash_at_any_byte_costs_at_most_the_last_row(tmp_path_factory, rows, 
     cut = data.draw(st.integers(0, len(content)), label="cut")
     path.write_bytes(content[:cut])
     ends = np.cumsum([len(line) for line in content.splitlines(keepends=True)]).astype(int)
-    # A row whose newline alone is missing is whole.
+    # A row that lacks only its newline is complete.
     survivors = written[: int((ends - 1 <= cut).sum())]
     assert read_metrics(path) == survivors
     resumed_at = data.draw(st.integers(0, len(survivors)), label="resumed_at")

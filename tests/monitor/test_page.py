@@ -1,4 +1,4 @@
-"""Curves of runs, their drawing and the page: names, intervals, starts, and that no text of a model can act."""
+"""Curves, plots and the page of runs; texts of a model cannot run scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smd_jax.monitor.metrics_log import MetricsWriter
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import COLOURS, Run, load_runs, main_metrics, plot_runs, points_of, runs_figure
 
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \x1b[31m"
+INJECTION = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \x1b[31m"
 
 
 def write_run(path: Path, rewards: list[float], **more: float) -> Path:
@@ -30,18 +30,18 @@ def write_run(path: Path, rewards: list[float], **more: float) -> Path:
     return path
 
 
-def hand_made(pieces: list[str]) -> SavedMask:
+def hand_made_mask(pieces: list[str]) -> SavedMask:
     """Two layers of one head, four tokens: layer 0 forgets token 0 at query 2, layer 1 tokens 0 and 1 at query 3."""
     evicted_at = np.array([[[2, 4, 4, 4]], [[3, 3, 4, 4]]], np.uint16)
     return SavedMask(evicted_at, pieces, prompt_length=2, step=0, row=0, reward=1.0, turns=[0, 0, 1, 1])
 
 
-def keep_mask(run: Path, mask: SavedMask) -> None:
+def write_mask(run: Path, mask: SavedMask) -> None:
     (run / "completions").mkdir()
     save_masks(run / "completions" / "masks_00000.npz", [mask])
 
 
-class Reader(HTMLParser):
+class PageParser(HTMLParser):
     """Tags with their attributes, and the text of every script by its id."""
 
     def __init__(self, page: str) -> None:
@@ -80,7 +80,7 @@ def runs(tmp_path) -> Path:
 # --- curves
 
 
-def test_runs_are_found_once_and_named_apart(tmp_path, runs):
+def test_runs_are_found_once_with_distinct_names(tmp_path, runs):
     assert [run.name for run in load_runs([runs, runs / "shadow"])] == ["naive", "shadow"]
     for study in ("a", "b"):
         write_run(tmp_path / "studies" / study / "shadow", [1.0])
@@ -95,7 +95,7 @@ def test_runs_are_found_once_and_named_apart(tmp_path, runs):
     assert [run.name for run in load_runs([runs / "naive"])] == ["naive"]
 
 
-def test_what_is_no_run(tmp_path):
+def test_folders_without_rows_are_refused(tmp_path):
     with pytest.raises(
         FileNotFoundError, match="expected a run, or a folder with runs, each with a metrics.jsonl; got"
     ):
@@ -124,14 +124,14 @@ EVALUATED = {0: 0.955, 2: 0.76, 4: 0.908}
 
 
 def test_a_curve_of_evaluations_begins_before_training(tmp_path):
-    """A loss over the run must not look like a gain after its first evaluation."""
+    """Without the start a decline could look like a gain."""
     write_evaluated(tmp_path, EVALUATED)
     (run,) = load_runs([tmp_path])
     assert points_of(run, DENSE) == [(0, 0.955), (2, 0.76), (4, 0.908)]
     assert points_of(run, "reward") == [(0, 0), (1, 0.25), (2, 0.5), (3, 0.75)] and points_of(run, "kl") == []
 
 
-def test_a_run_is_drawn_from_its_first_evaluation_on(tmp_path):
+def test_a_run_with_one_evaluation_is_drawn(tmp_path):
     MetricsWriter(tmp_path / "metrics.jsonl").close()
     with MetricsWriter(tmp_path / "evaluations.jsonl") as writer:
         writer.write(0, {DENSE: 0.955})
@@ -148,7 +148,7 @@ def test_the_reward_of_a_single_function_is_drawn_once():
         assert main_metrics([Run("a", Path("a"), [dict.fromkeys(names, 1.0)])]) == drawn
 
 
-# --- the drawing
+# --- plots
 
 
 def lines_of(figure: Figure, title: str) -> list[Line2D]:
@@ -156,7 +156,7 @@ def lines_of(figure: Figure, title: str) -> list[Line2D]:
     return list(axes.get_lines())
 
 
-def test_the_picture_begins_at_the_start(tmp_path):
+def test_plots_begin_before_training(tmp_path):
     write_evaluated(tmp_path, EVALUATED)
     figure = runs_figure(load_runs([tmp_path]))
     assert [axes.get_title() for axes in figure.axes if axes.axison] == ["reward", DENSE]
@@ -180,8 +180,8 @@ def test_a_mismatch_is_drawn_on_a_logarithmic_axis(tmp_path):
     assert [axes.get_yscale() for axes in figure.axes] == ["linear", "log"]
 
 
-def test_names_are_drawn_as_they_are(tmp_path):
-    """Not as formulas, and without control characters; a character that the font lacks is no error."""
+def test_run_names_are_drawn_literally(tmp_path):
+    """Without formulas or control characters; a character that the font lacks is no error."""
     path = write_run(tmp_path / "_$x_日\x1b", [0.5, 0.5])
     write_run(tmp_path / "b", [0.5, 0.5])
     figure = runs_figure(load_runs([tmp_path]))
@@ -189,20 +189,20 @@ def test_names_are_drawn_as_they_are(tmp_path):
     plot_runs([path, tmp_path / "b"], tmp_path / "runs.png")
 
 
-def test_nothing_to_draw(tmp_path):
+def test_runs_without_known_metrics_are_refused(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         writer.write(0, {"loss": 1.0})
     with pytest.raises(ValueError, match=r"expected runs with rewards or another .*; got \['loss'\]"):
         plot_runs([tmp_path], tmp_path / "runs.png")
 
 
-def test_metrics_of_other_tools_may_be_no_numbers(tmp_path):
+def test_metrics_that_are_not_numbers_are_ignored(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0, "phase": "train", "shape": [2, 3]}\n')
     assert load_runs([tmp_path])[0].history == [{"step": 0, "reward": 1.0}]
 
 
 @pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_the_ending_chooses_the_format(tmp_path, kind, start):
+def test_the_suffix_chooses_the_format(tmp_path, kind, start):
     write_evaluated(tmp_path, EVALUATED)
     plot_runs([tmp_path], tmp_path / f"runs.{kind}")
     assert (tmp_path / f"runs.{kind}").read_bytes().startswith(start)
@@ -211,50 +211,50 @@ def test_the_ending_chooses_the_format(tmp_path, kind, start):
 # --- the page
 
 
-def test_the_page_needs_nothing_else(runs):
-    keep_mask(runs / "naive", hand_made(list("abcd")))
+def test_the_page_loads_no_other_files(runs):
+    write_mask(runs / "naive", hand_made_mask(list("abcd")))
     out = runs.parent / "out" / "page.html"
     assert len(write_page([runs], out)) == 2
     page = out.read_text()
-    found = Reader(page)
-    assert not [tag for tag, _ in found.tags if tag in ("link", "iframe", "object", "base")]
-    assert not [attributes for _, attributes in found.tags if {"href", "style"} & attributes.keys()]
-    sources = [attributes["src"] for _, attributes in found.tags if "src" in attributes]
+    parsed = PageParser(page)
+    assert not [tag for tag, _ in parsed.tags if tag in ("link", "iframe", "object", "base")]
+    assert not [attributes for _, attributes in parsed.tags if {"href", "style"} & attributes.keys()]
+    sources = [attributes["src"] for _, attributes in parsed.tags if "src" in attributes]
     assert len(sources) == 1 and sources[0] is not None and sources[0].startswith("data:image/svg+xml;base64,")
     assert "http" not in page.replace("http-equiv", "")
-    texts = " ".join(found.texts)
+    texts = " ".join(parsed.texts)
     assert "What the sampler had forgotten" in texts
 
 
-def test_no_script_runs_but_its_own(runs):
+def test_the_page_allows_only_its_own_script_and_style(runs):
     write_page([runs], runs / "page.html")
-    found = Reader((runs / "page.html").read_text())
-    (policy,) = [a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    parsed = PageParser((runs / "page.html").read_text())
+    (policy,) = [a["content"] for tag, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None and policy.startswith("default-src 'none'")
-    for kind, text in (("script", found.scripts[None]), ("style", found.scripts["style"])):
+    for kind, text in (("script", parsed.scripts[None]), ("style", parsed.scripts["style"])):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
 
 
-def test_what_others_wrote_is_text(tmp_path):
-    run = write_run(tmp_path / "a <b>&\"' arm", [1.0, 2.0], **{EVIL: 3.0})
-    keep_mask(run, hand_made([EVIL, "b", "\n", "日"]))
-    write_page([run], tmp_path / "page.html", title=EVIL)
+def test_names_titles_and_tokens_are_escaped(tmp_path):
+    run = write_run(tmp_path / "a <b>&\"' arm", [1.0, 2.0], **{INJECTION: 3.0})
+    write_mask(run, hand_made_mask([INJECTION, "b", "\n", "日"]))
+    write_page([run], tmp_path / "page.html", title=INJECTION)
     page = (tmp_path / "page.html").read_text()
-    found = Reader(page)
-    assert [a.get("id") for tag, a in found.tags if tag == "script"] == ["masks", None]
-    assert not [tag for tag, a in found.tags if tag == "b" or "onerror" in a]
-    assert [a["alt"] for tag, a in found.tags if tag == "img"] == ["reward of a <b>&\"' arm"]
+    parsed = PageParser(page)
+    assert [a.get("id") for tag, a in parsed.tags if tag == "script"] == ["masks", None]
+    assert not [tag for tag, a in parsed.tags if tag == "b" or "onerror" in a]
+    assert [a["alt"] for tag, a in parsed.tags if tag == "img"] == ["reward of a <b>&\"' arm"]
     assert "\x1b" not in page
-    assert json.loads(found.scripts["masks"])[0]["pieces"] == [EVIL.replace("\x1b", "␛"), "b", "\n", "日"]
-    assert EVIL.replace("\x1b", "␛") in found.texts
+    assert json.loads(parsed.scripts["masks"])[0]["pieces"] == [INJECTION.replace("\x1b", "␛"), "b", "\n", "日"]
+    assert INJECTION.replace("\x1b", "␛") in parsed.texts
 
 
-def test_the_embedded_masks_say_what_was_forgotten(runs):
-    mask = hand_made(list("abcd"))
-    keep_mask(runs / "naive", mask)
+def test_embedded_masks_equal_the_saved_ones(runs):
+    mask = hand_made_mask(list("abcd"))
+    write_mask(runs / "naive", mask)
     write_page([runs], runs / "page.html")
-    (data,) = json.loads(Reader((runs / "page.html").read_text()).scripts["masks"])
+    (data,) = json.loads(PageParser((runs / "page.html").read_text()).scripts["masks"])
     assert data["title"] == "naive, rollout 0, completion 0, reward 1" and data["prompt"] == 2
     evicted = np.frombuffer(base64.b64decode(data["evicted"]), "<u4")
     evicted = evicted.reshape(data["layers"], data["heads"], data["tokens"])
@@ -266,8 +266,8 @@ def test_the_embedded_masks_say_what_was_forgotten(runs):
             assert forgotten == tokens == np.flatnonzero(mask.forgotten(query)[layer, 0]).tolist()
 
 
-def test_the_page_is_the_same_every_time(runs):
-    keep_mask(runs / "naive", hand_made(list("abcd")))
+def test_pages_and_plots_are_reproducible(runs):
+    write_mask(runs / "naive", hand_made_mask(list("abcd")))
     pages = []
     for name in ("a", "b"):
         write_page([runs], runs / f"{name}.html")
@@ -277,25 +277,25 @@ def test_the_page_is_the_same_every_time(runs):
     assert (runs / "a.png").read_bytes() == (runs / "b.png").read_bytes()
 
 
-def test_masks_of_the_last_and_the_first_rollout(runs):
+def test_the_page_has_masks_of_the_last_and_the_first_rollout(runs):
     folder = runs / "naive" / "completions"
     folder.mkdir()
     for step in (100_000, 0, 99_999):
-        save_masks(folder / f"masks_{step:05d}.npz", [replace(hand_made(list("abcd")), step=step)])
+        save_masks(folder / f"masks_{step:05d}.npz", [replace(hand_made_mask(list("abcd")), step=step)])
     write_page([runs], runs / "page.html")
-    masks = json.loads(Reader((runs / "page.html").read_text()).scripts["masks"])
+    masks = json.loads(PageParser((runs / "page.html").read_text()).scripts["masks"])
     assert [mask["title"].split(", ")[1] for mask in masks] == ["rollout 100000", "rollout 0"]
 
 
-def test_only_as_many_masks_as_a_page_can_hold(runs, monkeypatch):
-    keep_mask(runs / "naive", hand_made(list("abcd")))
+def test_masks_over_the_limit_of_a_page_are_left_out(runs, monkeypatch):
+    write_mask(runs / "naive", hand_made_mask(list("abcd")))
     monkeypatch.setattr("smd_jax.monitor.page.MASK_NUMBERS", 7)
     write_page([runs], runs / "page.html")
-    found = Reader((runs / "page.html").read_text())
-    assert json.loads(found.scripts["masks"]) == [] and "heat" not in [a.get("id") for _, a in found.tags]
+    parsed = PageParser((runs / "page.html").read_text())
+    assert json.loads(parsed.scripts["masks"]) == [] and "heat" not in [a.get("id") for _, a in parsed.tags]
     # A large mask leaves room for the small ones after it.
     evicted_at = np.array([[[2, 3, 3]], [[3, 3, 3]]], np.uint16)
-    keep_mask(runs / "shadow", SavedMask(evicted_at, list("abc"), 2, step=0, row=0, reward=1.0, turns=[0, 0, 1]))
+    write_mask(runs / "shadow", SavedMask(evicted_at, list("abc"), 2, step=0, row=0, reward=1.0, turns=[0, 0, 1]))
     write_page([runs], runs / "page.html")
-    assert len(json.loads(Reader((runs / "page.html").read_text()).scripts["masks"])) == 1
+    assert len(json.loads(PageParser((runs / "page.html").read_text()).scripts["masks"])) == 1
     assert "<p>1 saved masks are not shown: a page holds 7 numbers.</p>" in (runs / "page.html").read_text()

@@ -1,4 +1,4 @@
-"""Progress: what is printed on a terminal, in a file, and in the table."""
+"""Progress on a terminal and in a file, and summary tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def file_and_bytes(encoding: str = "utf-8") -> tuple[io.TextIOWrapper, io.BytesI
 
 
 class Terminal(io.StringIO):
-    """A file that says that somebody is looking."""
+    """A file that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -39,8 +39,8 @@ def lines_of(total: int, rows: list[tuple[int, dict[str, float]]], **options: An
     return [line[:-8] for line in lines]
 
 
-def test_plain_lines_away_from_a_terminal():
-    """After ten steps, also of a resumed run, at every evaluation and at the end; nothing is wrapped or interpreted."""
+def test_plain_lines_without_a_terminal():
+    """Every ten steps, counted from a resume, at evaluations and at the end; names are not wrapped or interpreted."""
     rows = [(step, METRICS) for step in range(15, 51)]
     shown = "reward 0.550 mismatch 2.1e-06"
     assert lines_of(50, rows, start=14) == [f"train {step}/50 {shown}" for step in (24, 34, 44, 50)]
@@ -52,14 +52,14 @@ def test_plain_lines_away_from_a_terminal():
     assert line.startswith("[bold]" + "x" * 80 + " 1/1 reward")
 
 
-def test_status_shows_what_there_is():
+def test_status_shows_the_available_metrics():
     assert status({"reward": 1.0}) == "reward 1.000"
     assert status({"loss": 2.0}) == ""
     evaluations = {"eval/dense/reward": 0.5, "eval/dense/reward_low": 0.4, "eval/sparse": 0.25}
     assert status({"reward": 1.0} | evaluations) == "reward 1.000 eval dense 0.500, sparse 0.250"
 
 
-def test_the_bar_of_a_terminal_keeps_the_newest_evaluation(monkeypatch):
+def test_the_progress_bar_keeps_the_newest_evaluation(monkeypatch):
     for name, value in {"TERM": "xterm", "COLUMNS": "100", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
     terminal = Terminal()
@@ -73,8 +73,8 @@ def test_the_bar_of_a_terminal_keeps_the_newest_evaluation(monkeypatch):
 HALFWAY = Progress(tokens=41_210, seconds=8.2, live=28, decode_rows=32, finished=96, rows=128)
 
 
-def test_rollout_lines_come_now_and_then():
-    """At the first segment, after ten seconds, and at the end; the next rollout begins anew."""
+def test_rollout_lines_every_ten_seconds():
+    """Also at the first segment and at the end of each rollout."""
     output = io.StringIO()
     report = rollout_report(file=output)
     for seconds, finished in [(1.0, 0), (8.0, 5), (11.5, 9), (12.0, 128), (0.5, 1)]:
@@ -101,23 +101,23 @@ def test_summary_table():
     assert ["", "cache bytes", "1,234,567", "True", ""] in rows
 
 
-WIDE = ["decode", *(f"column {number}" for number in range(6))], [["a long name of a row", *range(100_000, 100_006)]]
+TABLE = ["decode", *(f"column {number}" for number in range(6))], [["a long name of a row", *range(100_000, 100_006)]]
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 160])
-def test_no_width_cuts_off_a_number(width):
-    """Where the numbers don't fit beside each other, each has a line."""
+def test_numbers_are_complete_at_every_width(width):
+    """Numbers that do not fit side by side have a line each."""
     terminal = Terminal()
-    summary_table("title", *WIDE, file=terminal, width=width)
+    summary_table("title", *TABLE, file=terminal, width=width)
     text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     assert all(len(line) <= width for line in text.splitlines())
     assert all(f"{number:,}" in text and f"column {number - 100_000}" in text for number in range(100_000, 100_006))
     assert "…" not in text
 
 
-def test_a_pipe_has_room_for_any_table():
+def test_tables_in_a_pipe_are_not_narrowed():
     file, raw = file_and_bytes()
-    summary_table("title", *WIDE, file=file)
+    summary_table("title", *TABLE, file=file)
     assert "a long name of a row │  100,000 │  100,001 │" in raw.getvalue().decode()
 
 
@@ -126,10 +126,10 @@ def test_summary_table_refuses_ragged_rows():
         summary_table("t", ["a", "b"], [["x", 1], ["dense"]])
 
 
-def test_missing_extra_is_named():
-    """By the drawing alone: the library, training and checkpoints do without it."""
+def test_a_missing_extra_is_named():
+    """Only plots need it."""
     code = "import sys; sys.modules['matplotlib'] = None; import smd_jax.runs.run; print('imported')"
     code += "; import smd_jax.monitor.run_plots"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "imported\n"
-    assert "pictures of runs need matplotlib: pip install -e '.[train]'" in done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "imported\n"
+    assert "pictures of runs need matplotlib: pip install -e '.[train]'" in result.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints: bitwise round trips, shardings, typed keys, refusals, damage, paths."""
+"""Checkpoints: bitwise round trips, shardings, typed keys, refusals, damage and paths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 @dataclass(frozen=True)
 class Config:
-    """Stands for the resolved configuration of a run."""
+    """A stand-in for the config of a run."""
 
     model: ModelConfig = tiny_model_config()
     learning_rate: float = 1e-2
@@ -79,7 +79,7 @@ def flip_one_bit(file: Path):
     file.write_bytes(content)
 
 
-def cut_off(file: Path):
+def truncate(file: Path):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -102,15 +102,13 @@ def test_round_trip_is_bitwise_with_typed_keys(tmp_path):
     assert np.array_equal(draw, jax.random.normal(state["row_keys"][2], (3,)))
 
 
-def test_saved_on_eight_devices_and_read_on_four_and_on_one(tmp_path):
-    """Fully sharded, with the optimizer's state and the keys, which lie on all of them."""
-
-    def lay(devices: int) -> Any:
+def test_a_state_saved_on_eight_devices_loads_on_four_and_on_one(tmp_path):
+    def sharded_state(devices: int) -> Any:
         return shard_tree(initial_state(), make_mesh(1, devices, 1, devices=jax.devices()[:devices]))
 
-    save(tmp_path, 1, state=lay(8))
+    save(tmp_path, 1, state=sharded_state(8))
     for devices in (4, 1):
-        like = lay(devices)
+        like = sharded_state(devices)
         restored = read(tmp_path, like).state
         assert_bitwise_equal(restored, initial_state())
         assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(restored))
@@ -119,7 +117,7 @@ def test_saved_on_eight_devices_and_read_on_four_and_on_one(tmp_path):
     assert read(tmp_path, like).state["params"]["w"].devices() == {jax.devices()[0]}
 
 
-def test_a_sharding_that_does_not_fit_is_no_damage(tmp_path):
+def test_an_indivisible_sharding_is_not_reported_as_damage(tmp_path):
     save(tmp_path, 1, state={"w": jnp.zeros((3, 4))})
     sharding = NamedSharding(make_mesh(8), PartitionSpec("data"))
     with pytest.raises(ValueError, match="evenly divide|divisible"):
@@ -129,7 +127,7 @@ def test_a_sharding_that_does_not_fit_is_no_damage(tmp_path):
 # --- steps
 
 
-def test_only_the_newest_and_the_best_are_kept(tmp_path):
+def test_only_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     save(tmp_path, 2, 4, 6, 8, max_to_keep=2)
     assert checkpoint.all_steps(tmp_path) == [6, 8] and checkpoint.latest_step(tmp_path) == 8
     assert read(tmp_path).state["x"] == 8 and read(tmp_path, step=6).state["x"] == 6
@@ -145,7 +143,7 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path):
         save(tmp_path, 14, max_to_keep=0)
 
 
-def test_going_back_needs_the_later_ones_discarded(tmp_path):
+def test_an_earlier_step_is_saved_only_after_later_ones_are_discarded(tmp_path):
     save(tmp_path, 3, 6, 9)
     for step in (4, 9):
         with pytest.raises(ValueError, match=f"expected a step later than 9.*got {step}"):
@@ -156,9 +154,9 @@ def test_going_back_needs_the_later_ones_discarded(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [3, 4]
 
 
-def test_a_deletion_that_is_killed_leaves_no_checkpoint_that_does_not_load(tmp_path, monkeypatch):
+def test_an_interrupted_deletion_leaves_no_broken_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        # The process is killed before a file of a checkpoint is deleted.
+        # As if the process were killed before it deletes the first file.
         patch.setattr(shutil, "rmtree", lambda *args, **options: None)
         save(tmp_path, 3, 6, max_to_keep=1)
         assert checkpoint.all_steps(tmp_path) == [6] and list(tmp_path.glob("deleted/3/*"))
@@ -172,7 +170,7 @@ def test_unfinished_temporary_directory_is_ignored(tmp_path):
         shutil.copytree(tmp_path / "3", tmp_path / name)
     assert checkpoint.all_steps(tmp_path) == [3] and read(tmp_path).step == 3
     save(tmp_path, 6)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "6"], "a save clears what was left unfinished"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["3", "6"], "a save removes unfinished checkpoints"
 
 
 @pytest.mark.parametrize("name", MISREAD)
@@ -186,7 +184,7 @@ def test_a_path_that_orbax_misreads_is_refused_before_anything_is_written(tmp_pa
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_any_other_path_holds_checkpoints(tmp_path, name, monkeypatch):
+def test_unusual_paths_hold_checkpoints(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(Path(name), 1)
     assert read(tmp_path / name).state["x"] == 1
@@ -195,15 +193,15 @@ def test_any_other_path_holds_checkpoints(tmp_path, name, monkeypatch):
 # --- refusals
 
 
-def test_a_checkpoint_that_cannot_be_opened_again_takes_no_other_ones_place(tmp_path, monkeypatch):
+def test_an_unreadable_new_checkpoint_does_not_replace_an_older_one(tmp_path, monkeypatch):
     save(tmp_path, 1, max_to_keep=1)
 
-    async def nothing() -> None: ...
+    async def no_merge() -> None: ...
 
-    # As with a path that a later orbax misreads: its files are written, and not joined.
+    # orbax writes the files of the processes but does not merge them, as in a path that it misreads.
     with monkeypatch.context() as patched:
         patched.setattr(
-            "orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files", lambda *a, **k: nothing()
+            "orbax.checkpoint._src.serialization.ocdbt_utils.merge_ocdbt_per_process_files", lambda *a, **k: no_merge()
         )
         with pytest.raises(OSError, match=r"checkpoint 2 in .* expected to open it again; got .*Earlier checkpoints"):
             save(tmp_path, 2, max_to_keep=1)
@@ -214,7 +212,7 @@ def test_a_checkpoint_that_cannot_be_opened_again_takes_no_other_ones_place(tmp_
         files.check_opens(tmp_path / "2", [(), (3,)])
 
 
-def test_another_configuration_is_refused_field_by_field(tmp_path):
+def test_a_config_mismatch_names_every_field(tmp_path):
     save(tmp_path, 1)
     model = dataclasses.replace(CONFIG.model, rope_theta=500.0, rope_scaling=LinearRope(2.0))
     with pytest.raises(checkpoint.OtherConfigError) as caught:
@@ -226,7 +224,7 @@ def test_another_configuration_is_refused_field_by_field(tmp_path):
     ]
 
 
-def test_another_structure_is_refused_leaf_by_leaf(tmp_path):
+def test_a_structure_mismatch_names_every_leaf(tmp_path):
     save(tmp_path, 1, state=initial_state())
     like = initial_state()
     like["params"] = {"w": jnp.zeros((8, 5)), "extra": jnp.zeros(1)}
@@ -250,7 +248,7 @@ def test_another_format_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
+def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(4, args=ocp.args.StandardSave({"w": jnp.zeros(3)}))
     with pytest.raises(checkpoint.OtherFormatError, match=r"smd_jax at .*4, with state and meta; got .*default"):
@@ -265,7 +263,7 @@ def test_a_checkpoint_of_somebody_else_is_refused(tmp_path):
         ({"a": jnp.zeros((0, 3))}, ValueError, r"'a' must have at least one element; got shape \(0, 3\)"),
     ],
 )
-def test_state_that_cannot_be_saved(tmp_path, state, error, message):
+def test_unsupported_leaves_are_refused(tmp_path, state, error, message):
     with pytest.raises(error, match=message):
         save(tmp_path, 1, state=state)
     assert checkpoint.all_steps(tmp_path) == []
@@ -275,12 +273,12 @@ def test_state_that_cannot_be_saved(tmp_path, state, error, message):
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, flip_one_bit])
-def test_damage_to_any_file_is_named_and_the_older_one_is_there(tmp_path, damage: Callable[[Path], None]):
+def test_damage_to_any_file_is_named_and_the_older_checkpoint_restored(tmp_path, damage: Callable[[Path], None]):
     origin = tmp_path / "origin"
     save(origin, 3, 6)
-    found = item_files(origin / "6")
-    assert any("/d/" in file.as_posix() for file in found), "expected array data among the files"
-    for number, file in enumerate(found):
+    paths = item_files(origin / "6")
+    assert any("/d/" in file.as_posix() for file in paths), "expected array data among the files"
+    for number, file in enumerate(paths):
         directory = tmp_path / str(number)
         shutil.copytree(origin, directory)
         damage(directory / file.relative_to(origin))
@@ -291,16 +289,16 @@ def test_damage_to_any_file_is_named_and_the_older_one_is_there(tmp_path, damage
         assert restored.step == 3 and restored.damaged == (str(caught.value),)
 
 
-def test_the_newest_that_can_be_read(tmp_path):
-    """Where the newest has no checksums, its arrays are looked at; nothing is deleted, and nothing passed over."""
+def test_the_newest_readable_checkpoint_is_restored(tmp_path):
+    """A checkpoint without checksums is checked by reading its arrays. No checkpoint is deleted."""
     state = {"x": jnp.arange(50_000.0)}
     save(tmp_path, 3, 6, 9, state=state)
     flip_one_bit(tmp_path / "6" / "meta" / "metadata")
     (tmp_path / "9" / "checksums.json").unlink()
-    assert read(tmp_path, state).step == 9, "whole, as of a run that was killed before its checksums"
+    assert read(tmp_path, state).step == 9, "a run killed before writing checksums leaves a whole checkpoint"
     for file in item_files(tmp_path / "9"):
         if "/d/" in file.as_posix():
-            cut_off(file)
+            truncate(file)
     restored = read(tmp_path, state)
     assert restored.step == 3 and np.array_equal(restored.state["x"], state["x"])
     assert [line.partition(" in ")[0] for line in restored.damaged] == ["checkpoint 9", "checkpoint 6"]
@@ -313,8 +311,8 @@ def test_the_newest_that_can_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), ValueError(f"{OS_ERROR}'13'")])
-def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, error):
-    """The newest would be thrown away, and it may be whole."""
+def test_a_read_error_is_not_treated_as_damage(tmp_path, monkeypatch, error):
+    """The newest checkpoint may be whole, and falling back would discard it."""
     save(tmp_path, 3, 6)
 
     def unreadable(*_: Any) -> None:
@@ -327,7 +325,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, error):
     assert read(tmp_path).step == 6
 
 
-def test_a_look_at_settings_reads_no_arrays(tmp_path, monkeypatch):
+def test_check_config_reads_no_arrays(tmp_path, monkeypatch):
     save(tmp_path, 3)
     seen = list[str]()
     crc = files._crc32
@@ -336,58 +334,58 @@ def test_a_look_at_settings_reads_no_arrays(tmp_path, monkeypatch):
     assert set(seen) == {"meta"}
 
 
-def test_a_delete_that_was_cut_off_anywhere(tmp_path):
+def test_a_partly_deleted_checkpoint_falls_back_to_the_older_one(tmp_path):
     origin = tmp_path / "origin"
     save(origin, 3, 6)
-    # In the order in which shutil.rmtree goes: what is in a folder before the folder.
-    doomed = [Path(at) / name for at, _, files in os.walk(origin / "6", topdown=False) for name in (*files, "")]
-    assert len(doomed) > 10
-    for count in range(1, len(doomed)):  # all of them: then there is no step 6
+    # In shutil.rmtree's order: the contents of a folder before the folder.
+    paths = [Path(folder) / name for folder, _, files in os.walk(origin / "6", topdown=False) for name in (*files, "")]
+    assert len(paths) > 10
+    for count in range(1, len(paths)):  # without all of them there is no step 6
         directory = tmp_path / str(count)
         shutil.copytree(origin, directory)
-        for path in doomed[:count]:
+        for path in paths[:count]:
             target = directory / path.relative_to(origin)
             target.rmdir() if target.is_dir() else target.unlink()
         restored = read(directory)
-        assert (restored.step, len(restored.damaged)) == (3, 1), f"after {count} of {len(doomed)}"
+        assert (restored.step, len(restored.damaged)) == (3, 1), f"after {count} of {len(paths)}"
 
 
-# --- saving during the updates
+# --- asynchronous saves
 
 
-def test_saving_goes_on_beside_the_updates(tmp_path, monkeypatch):
+def test_saves_run_during_updates(tmp_path, monkeypatch):
     update = jax.jit(lambda state: jax.tree.map(lambda x: 2 * x + 1, state), donate_argnums=0)
     state = update({"w": jnp.arange(300_000.0)})
     expected = np.array(state["w"])
-    written, go_on = threading.Event(), threading.Event()
+    written, release = threading.Event(), threading.Event()
 
-    def slow(folder: Path) -> None:
-        assert go_on.wait(60)
+    def write_after_release(folder: Path) -> None:
+        assert release.wait(60)
         files.write_checksums(folder)
         written.set()
 
-    monkeypatch.setattr(writing, "write_checksums", slow)
+    monkeypatch.setattr(writing, "write_checksums", write_after_release)
     with checkpoint.Writer(tmp_path) as writer:
         writer.save(1, state, config=CONFIG)
         for _ in range(3):
-            state = update(state)  # takes the buffers
-        assert not written.is_set(), "returned before it was whole"
-        go_on.set()
+            state = update(state)  # donates the buffers
+        assert not written.is_set(), "a save returns before the checkpoint is complete"
+        release.set()
         writer.save(2, state, config=CONFIG)
-        assert written.is_set(), "one after the other"
+        assert written.is_set(), "a second save waits for the first"
     assert np.array_equal(read(tmp_path, {"w": jnp.zeros(300_000)}, step=1).state["w"], expected)
     assert checkpoint.all_steps(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left"), r"checkpoint 2 in .* could not be written \(.*No space left"),
         (OSError(errno.ETIMEDOUT, "Connection timed out"), r"checkpoint 2 in .* could not be written \(.*timed out"),
         (TimeoutError("barrier"), r"expected all processes to write their parts of checkpoint 2 in .*did not: barrier"),
     ],
 )
-def test_what_fails_beside_the_updates_is_said_at_the_next_look(tmp_path, monkeypatch, error, said):
+def test_a_failed_asynchronous_save_raises_at_the_next_wait(tmp_path, monkeypatch, error, message):
     failed = threading.Event()
 
     def failing(folder: Path) -> None:
@@ -399,21 +397,22 @@ def test_what_fails_beside_the_updates_is_said_at_the_next_look(tmp_path, monkey
     with checkpoint.Writer(tmp_path) as writer:
         writer.save(2, {"x": jnp.ones(3)}, config=CONFIG)
         assert failed.wait(60)
-        with pytest.raises(OSError, match=said):
+        with pytest.raises(OSError, match=message):
             writer.wait()
-        writer.wait()  # said once
+        writer.wait()  # raised once
 
 
-# --- a save that fails is one error: no tracebacks of orbax's threads, but those of other code
+# --- a failed save is one error, without the tracebacks of orbax's threads
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("limit", "said"), [("size", "File too large"), ("files", "expected 32 free file handles")])
-def test_a_failing_save_prints_nothing_but_its_error(tmp_path, limit, said):
-    words = [sys.executable, "-c", FAILING_SAVE, str(tmp_path), limit]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stderr == ""
-    assert said in done.stdout and "Earlier checkpoints are unchanged" in done.stdout and done.stdout.count("\n") == 1
+@pytest.mark.parametrize(("limit", "message"), [("size", "File too large"), ("files", "expected 32 free file handles")])
+def test_a_failing_save_prints_only_its_error(tmp_path, limit, message):
+    command = [sys.executable, "-c", FAILING_SAVE, str(tmp_path), limit]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert result.stderr == ""
+    assert message in result.stdout and "Earlier checkpoints are unchanged" in result.stdout
+    assert result.stdout.count("\n") == 1
 
 
 def test_errors_of_other_code_are_printed(caplog: pytest.LogCaptureFixture):
@@ -439,7 +438,7 @@ def test_other_unraisable_errors_are_printed(monkeypatch):
     assert len(seen) == 1
 
 
-def test_only_warnings_of_orbax_about_writes_that_never_started_are_dropped():
+def test_only_orbax_warnings_about_unstarted_writes_are_dropped():
     async def async_serialize_from_host() -> None: ...
 
     async def other() -> None: ...

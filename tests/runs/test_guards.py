@@ -1,4 +1,4 @@
-"""Guards that stop a run: sampler–learner mismatch and updates that are not finite."""
+"""Guards that stop a run: sampler–learner mismatch and non-finite updates."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from smd_jax.train.samples import RefusedRolloutError, Samples
 from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
 
-# --- gradients that are not finite
+# --- non-finite gradients
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_gradients_that_are_not_finite_change_only_the_step(bad):
+def test_non_finite_gradients_change_only_the_step(bad):
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = init_state({"w": jnp.ones(3), "b": jnp.ones(2)}, optimizer, jax.random.key(0))
     state, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)})
@@ -55,7 +55,7 @@ def test_gradients_that_are_not_finite_change_only_the_step(bad):
     after, metrics = take_step(state, optimizer, {"w": jnp.array([1.0, bad, 1.0]), "b": jnp.ones(2)})
     assert metrics["update/skipped"] == 1
     assert_bitwise_equal(after, state.replace(step=state.step + 1))
-    # A loss that is not finite, with finite gradients.
+    # A non-finite loss with finite gradients.
     after, metrics = take_step(state, optimizer, {"w": jnp.ones(3), "b": jnp.ones(2)}, is_finite=jnp.isfinite(bad))
     assert metrics["update/skipped"] == 1
     assert_bitwise_equal(after.params, state.params)
@@ -78,8 +78,8 @@ def test_a_step_without_learning_signal_ignores_momentum_and_is_not_skipped():
         optax.adam(optax.linear_schedule(1.0, 0.0, 4), eps=1e-8),
     ],
 )
-def test_schedules_count_the_steps_that_are_left_out(optimizer: optax.GradientTransformation):
-    """The rate of the last of four steps is a quarter, however many of the others had something to learn from."""
+def test_schedules_count_skipped_steps(optimizer: optax.GradientTransformation):
+    """The last of four steps has a quarter of the rate, although the first three change no parameter."""
     state = init_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0))
     moments = state.opt_state
     state, _ = take_step(state, optimizer, {"w": jnp.ones(1)}, learns=jnp.bool_(False))
@@ -94,7 +94,7 @@ def test_schedules_count_the_steps_that_are_left_out(optimizer: optax.GradientTr
 
 
 @pytest.mark.parametrize("state", [jnp.zeros(2), {"count": jnp.int32(0)}])
-def test_schedules_with_a_state_of_their_own_are_left_alone(state: Any):
+def test_skipped_steps_do_not_advance_stateful_schedules(state: Any):
     class Schedule(optax.schedules.StatefulSchedule):
         def init(self) -> Any:
             return state
@@ -110,10 +110,10 @@ def test_schedules_with_a_state_of_their_own_are_left_alone(state: Any):
     for each in (optimizer, every_other):
         before = init_state({"w": jnp.zeros(1)}, each, jax.random.key(0))
         after = skip_step(before)
-        kept = [x.hyperparams_states if each is optimizer else x for x in (before.opt_state, after.opt_state)]
-        assert_bitwise_equal(*kept)
-    taken, _ = take_step(init_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0)), optimizer, {"w": jnp.ones(1)})
-    assert taken.params["w"].tolist() == [-0.5]
+        states = [x.hyperparams_states if each is optimizer else x for x in (before.opt_state, after.opt_state)]
+        assert_bitwise_equal(*states)
+    after, _ = take_step(init_state({"w": jnp.zeros(1)}, optimizer, jax.random.key(0)), optimizer, {"w": jnp.ones(1)})
+    assert after.params["w"].tolist() == [-0.5]
 
 
 def test_gradients_whose_norm_overflows_are_skipped():
@@ -143,8 +143,7 @@ def test_bounds_by_dtype_and_depth():
 
 
 def test_bounds_by_device(monkeypatch):
-    """Accelerators multiply float32 in lower precision, but for a Decoder: see tests/model/test_model.py,
-    `test_float32_is_multiplied_as_float32`."""
+    """Accelerators multiply float32 in lower precision, except in a Decoder (tests/model/test_model.py)."""
     for backend in ("cpu", "gpu", "tpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         assert default_bound(Decoder(tiny_model_config(num_layers=3)).shape) == pytest.approx(5.6e-4)
@@ -177,14 +176,14 @@ def with_mask(trajectory: Trajectory, change: Callable[[np.ndarray], None]) -> T
     return trajectory.replace(mask=trajectory.mask.replace(evicted_at=jnp.asarray(evicted_at), segments=()))
 
 
-def never_evicted(evicted_at: np.ndarray, layer: int, head: int) -> None:
-    own = evicted_at[:, layer, head]
-    own[own > 0] = NEVER
+def never_evict(evicted_at: np.ndarray, layer: int, head: int) -> None:
+    times = evicted_at[:, layer, head]
+    times[times > 0] = NEVER
 
 
-def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
-    own = evicted_at[1:, layer, head]
-    own[(own > 0) & (own < NEVER)] += 1
+def evict_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
+    times = evicted_at[1:, layer, head]
+    times[(times > 0) & (times < NEVER)] += 1
 
 
 @pytest.mark.parametrize(
@@ -192,9 +191,9 @@ def one_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
     [({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2, "sequence": 2}, 1, 1)],
 )
 def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer, head):
-    """The mask evicts one query late in one head of all rows but the first; also with sharded weights and columns."""
+    """The mask evicts one query late in one head of all rows but the first. Also with sharded weights and columns."""
     params, trajectory = sampled
-    wrong = with_mask(trajectory, lambda x: one_late(x, layer, head))
+    wrong = with_mask(trajectory, lambda x: evict_late(x, layer, head))
     delta = np.where(trajectory.response_mask, REPLAY(params, wrong) - trajectory.logprobs, 0.0)
     first = int(np.argmax((np.abs(delta) > 1e-4).any(axis=0)))
     row = int(np.argmax(np.abs(delta[:, first])))
@@ -204,14 +203,14 @@ def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer,
         assert first_difference(right, REPLAY(split, right), 1e-4) is None
         found = first_difference(wrong, REPLAY(split, wrong), 1e-4)
         assert found is not None
-        said = find_wrong_head(MODEL, split, wrong, found)
+        diagnosis = find_wrong_head(MODEL, split, wrong, found)
     # Row r begins with r columns of padding; prompts have 8 columns.
     assert found == (row, first, 8 + first - row, pytest.approx(delta[row, first], abs=1e-5))
     assert str(found) == f"first at row {row}, position {8 + first - row} ({found.nats:+.3g} nats)"
-    left = re.fullmatch(
-        rf"likeliest layer {layer}, KV head {head}: (.*) nats are left where it evicts a query earlier", said
+    match = re.fullmatch(
+        rf"likeliest layer {layer}, KV head {head}: (.*) nats are left where it evicts a query earlier", diagnosis
     )
-    assert left is not None and float(left[1]) < 1e-5, said
+    assert match is not None and float(match[1]) < 1e-5, diagnosis
 
 
 def test_changed_parameters_do_not_blame_a_head(sampled):
@@ -224,13 +223,13 @@ def test_changed_parameters_do_not_blame_a_head(sampled):
     )
 
 
-# --- a run
+# --- guards in a run
 
 COMPARED = split_settings(CONFIG)[0]
 
 
 class Tampered(GRPOLoop):
-    """Changes its samples before they are learnt from."""
+    """Changes its samples before the update."""
 
     tamper: Callable[[int, Samples], Samples]
 
@@ -239,14 +238,14 @@ class Tampered(GRPOLoop):
 
 
 def tampered(tamper: Callable[[int, Samples], Samples], **options: Any) -> GRPOLoop:
-    whole = new_loop(options.pop("config", CONFIG))
-    loop = Tampered(whole.model, whole.task, whole.tokenizer, whole.optimizer, whole.config, whole.mesh, **options)
+    base = new_loop(options.pop("config", CONFIG))
+    loop = Tampered(base.model, base.task, base.tokenizer, base.optimizer, base.config, base.mesh, **options)
     object.__setattr__(loop, "tamper", tamper)
     share_programs(loop)
     return loop
 
 
-def infinite_from(first: int, last: int) -> Callable[[int, Samples], Samples]:
+def infinite_rewards(first: int, last: int) -> Callable[[int, Samples], Samples]:
     def tamper(index: int, samples: Samples) -> Samples:
         return samples._replace(rewards=samples.rewards + (np.inf if first <= index <= last else 0))
 
@@ -254,10 +253,10 @@ def infinite_from(first: int, last: int) -> Callable[[int, Samples], Samples]:
 
 
 @pytest.mark.slow
-def test_updates_that_are_not_finite_are_skipped_and_reported(tmp_path, capsys):
-    state = train(tampered(infinite_from(1, 2)), new_state(), RunConfig(steps=4, checkpoint_every=1), tmp_path)
-    said = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert [line.split(":")[1] for line in said] == [" rollout 1", " rollout 2"]
+def test_non_finite_updates_are_skipped_and_reported(tmp_path, capsys):
+    state = train(tampered(infinite_rewards(1, 2)), new_state(), RunConfig(steps=4, checkpoint_every=1), tmp_path)
+    reported = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert [line.split(":")[1] for line in reported] == [" rollout 1", " rollout 2"]
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["update/skipped"] for row in rows] == [0, 1, 1, 0]
     before, after = (
@@ -269,7 +268,7 @@ def test_updates_that_are_not_finite_are_skipped_and_reported(tmp_path, capsys):
 
 
 def test_too_many_skipped_updates_stop_the_run_and_save_the_rollout(tmp_path):
-    loop = tampered(infinite_from(1, 9), max_skipped=2)
+    loop = tampered(infinite_rewards(1, 9), max_skipped=2)
     with pytest.raises(
         RefusedRolloutError, match="rollout 2: expected a finite loss .*; got loss nan .* 2 rollouts"
     ) as e:
@@ -278,11 +277,11 @@ def test_too_many_skipped_updates_stop_the_run_and_save_the_rollout(tmp_path):
     arrays = safetensors.numpy.load_file(str(e.value.file))
     assert arrays["tokens"].shape == (8, 14) and np.isinf(arrays["rewards"]).all()
     with safetensors.safe_open(e.value.file, "np") as file:
-        about = file.metadata()
-    assert len(json.loads(about["completions"])) == 8 and "got loss nan" in about["why"]
+        metadata = file.metadata()
+    assert len(json.loads(metadata["completions"])) == 8 and "got loss nan" in metadata["why"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     # With finite rewards the run resumes.
-    state = train(tampered(infinite_from(9, 9)), new_state(), RunConfig(steps=4), tmp_path, resume=True)
+    state = train(tampered(infinite_rewards(9, 9)), new_state(), RunConfig(steps=4), tmp_path, resume=True)
     assert int(state.step) == 4
 
 
@@ -290,7 +289,7 @@ def without_evictions(index: int, samples: Samples) -> Samples:
     """From rollout 1 on, the mask of the second head lacks its evictions."""
     if index == 0:
         return samples
-    return samples._replace(trajectory=with_mask(samples.trajectory, lambda x: never_evicted(x, 0, 1)))
+    return samples._replace(trajectory=with_mask(samples.trajectory, lambda x: never_evict(x, 0, 1)))
 
 
 @pytest.mark.slow
@@ -301,31 +300,31 @@ def test_a_sampler_learner_mismatch_stops_the_run(tmp_path, steps):
     assert loop.max_difference == pytest.approx(5.2e-4)
     assert metrics["sampling/sampling_logp_difference/max"] < 5.2e-4
     before = jax.tree.map(np.array, state.params)
-    kept = []
+    captured = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RefusedRolloutError) as caught:
         # A refused step raises, so its parameters are captured here.
         patch.setattr(
             Tampered,
             "_refusal",
-            lambda self, params, *rest: (kept.append(params), GRPOLoop._refusal(self, params, *rest))[1],
+            lambda self, params, *rest: (captured.append(params), GRPOLoop._refusal(self, params, *rest))[1],
         )
         loop.step(state)
-    assert_bitwise_equal(jax.tree.map(np.array, kept[0]), before)
-    said = str(caught.value)
+    assert_bitwise_equal(jax.tree.map(np.array, captured[0]), before)
+    message = str(caught.value)
     assert re.match(
-        r"rollout 1: expected sampler and learner within 0.00052 nats at every token; got \d\.\d+, first", said
+        r"rollout 1: expected sampler and learner within 0.00052 nats at every token; got \d\.\d+, first", message
     )
-    assert re.search(r"first at row \d, position \d+ \(", said)
+    assert re.search(r"first at row \d, position \d+ \(", message)
 
 
-def not_a_number(index: int, samples: Samples) -> Samples:
+def with_nan_logprob(index: int, samples: Samples) -> Samples:
     logprobs = samples.trajectory.logprobs.at[2, 0].set(jnp.nan)
     return samples._replace(trajectory=samples.trajectory.replace(logprobs=logprobs))
 
 
-def test_a_nan_before_several_steps_is_refused():
-    """No step could be skipped for it, and no mask explains it."""
-    loop = tampered(not_a_number, config=replace(CONFIG, minibatches=2))
+def test_a_nan_logprob_is_refused_with_several_steps_per_rollout():
+    """There is no single step to skip."""
+    loop = tampered(with_nan_logprob, config=replace(CONFIG, minibatches=2))
     state = new_state()
     with pytest.raises(
         RefusedRolloutError, match=r"got nan, first at row 2, position \d+ \(\+?nan nats\); no mask explains a NaN$"
@@ -349,14 +348,14 @@ def test_no_bound_for_a_dense_learner_or_without_a_guard():
 
 
 @pytest.mark.slow
-def test_a_refused_rollout_is_saved_in_the_run_directory(tmp_path: Path):
+def test_a_refused_rollout_is_saved_with_the_state(tmp_path: Path):
     with pytest.raises(RefusedRolloutError) as caught:
         train(tampered(without_evictions), new_state(), RunConfig(steps=3), tmp_path)
     # The state is saved even without checkpoint_every: rollout 0 took its step, rollout 1 was skipped.
     assert caught.value.__notes__ == [f"saved after 2 of 3 rollouts in {tmp_path}; resume continues the run"]
-    kept = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED).state
+    restored = checkpoint.restore(tmp_path / "checkpoints", new_state(), config=COMPARED).state
     one = train(new_loop(), new_state(), RunConfig(steps=1), tmp_path / "one")
-    assert_bitwise_equal(kept, one.replace(step=one.step + 1))
+    assert_bitwise_equal(restored, one.replace(step=one.step + 1))
     arrays = safetensors.numpy.load_file(tmp_path / "refused_1.safetensors")
     assert arrays["evicted_at"].shape == (8, 1, 2, 14) and (arrays["evicted_at"][:, 0, 1] == NEVER).any()
     assert "The rollout is in" in str(caught.value)

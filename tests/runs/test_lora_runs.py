@@ -1,4 +1,4 @@
-"""Whole runs with adapters: GRPO and PPO loops, checkpoints without the base, resume to the last bit."""
+"""Runs with LoRA adapters: GRPO and PPO, checkpoints without the base, bitwise resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.bitwise import assert_bitwise_equal
 from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_loop, optimizer, run, share_programs, warm_params
 from tests.train.test_ppo import CONFIG as PPO
 
-HELD = dataclasses.replace(CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1)))
+WITH_KL = dataclasses.replace(CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1)))
 
 
 def new_state(config: LoraConfig = SMALL, value_head: bool = False, base: Any = None) -> TrainState:
@@ -38,22 +38,22 @@ def new_state(config: LoraConfig = SMALL, value_head: bool = False, base: Any = 
 
 
 @functools.cache
-def undisturbed() -> TrainState:
-    return run(new_loop(HELD), new_state(), 3)[0]
+def uninterrupted_run() -> TrainState:
+    return run(new_loop(WITH_KL), new_state(), 3)[0]
 
 
 def start(directory: Path, steps: int, state: TrainState | None = None, resume: bool = False) -> TrainState:
     state = new_state() if state is None else state
-    return train(new_loop(HELD), state, RunConfig(steps=steps), directory, config=HELD, resume=resume)
+    return train(new_loop(WITH_KL), state, RunConfig(steps=steps), directory, config=WITH_KL, resume=resume)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_to_the_last_bit_without_the_base_in_its_checkpoints(tmp_path: Path):
+def test_a_run_resumes_bitwise_from_checkpoints_without_the_base(tmp_path: Path):
     start(tmp_path, 2)
     meta = (tmp_path / "checkpoints" / "2").rglob("metadata")
-    assert all("embedding" not in file.read_text(errors="ignore") for file in meta), "the base is not in there"
+    assert all("embedding" not in file.read_text(errors="ignore") for file in meta), "expected no base weights"
     resumed = start(tmp_path, 3, resume=True)
-    assert_bitwise_equal(jax.device_get(resumed), jax.device_get(undisturbed()))
+    assert_bitwise_equal(jax.device_get(resumed), jax.device_get(uninterrupted_run()))
     assert_bitwise_equal(jax.device_get(base_params(resumed.params)), jax.device_get(warm_params()))
 
 
@@ -62,7 +62,7 @@ def test_another_base_is_refused(tmp_path: Path):
     start(tmp_path, 1)
     other = jax.tree.map(jnp.copy, warm_params())
     kernel = other["layers_0"]["mlp"]["up_proj"]["kernel"]
-    # Two numbers change places: their sum is what it was.
+    # Swapping two numbers keeps the sum.
     other["layers_0"]["mlp"]["up_proj"]["kernel"] = kernel.at[0, 0].set(kernel[0, 1]).at[0, 1].set(kernel[0, 0])
     with pytest.raises(ValueError, match=r"expected the base.*differs in layers_0/mlp/up_proj/kernel$"):
         start(tmp_path, 2, new_state(base=other), resume=True)
@@ -86,7 +86,7 @@ def test_a_state_without_adapters_is_saved_whole():
     assert without_base(state).params is state.params is with_base(state, state).params
 
 
-def test_what_is_saved(tmp_path: Path):
+def test_a_checkpoint_has_adapters_value_head_and_a_fingerprint_of_the_base(tmp_path: Path):
     state = new_state(value_head=True)
     saved = without_base(state)
     assert saved.params.keys() == {LORA, VALUE_HEAD, BASE}

@@ -19,13 +19,13 @@ from smd_jax.train.samples import select_groups
 from tests import toy_loop
 from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_loop, new_state, optimizer
 
-# Four groups of four; without a reward are one completion of the first, three of the second, all of the last.
+# Four groups of four. One completion of the first, three of the second and all of the last have no reward.
 NAN = float("nan")
 REWARDS = np.array([1, 3, NAN, 5, NAN, 2, NAN, NAN, 7, 7, 1, 1, NAN, NAN, NAN, NAN], np.float32)
 REWARDED = jnp.asarray(~np.isnan(REWARDS))
 
 
-# --- the arithmetic, by hand
+# --- hand-worked cases
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_advantages_compare_rewarded_completions(estimator, first, third):
     np.testing.assert_allclose(advantages[jnp.array([0, 1, 3])], estimator(jnp.array([1.0, 3, 5]), 3), rtol=1e-6)
 
 
-def test_the_batch_deviation_of_rewarded_completions():
+def test_batch_scaling_uses_rewarded_completions():
     # 1 3 5 2 7 7 1 1: mean 27/8, squares 139 - 27²/8 over 7.
     deviation = np.sqrt((139 - 27**2 / 8) / 7) + EPSILON
     advantages = group_relative(jnp.asarray(REWARDS), 4, "batch", REWARDED)
@@ -54,7 +54,7 @@ def test_the_batch_deviation_of_rewarded_completions():
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
 
 
-def test_signal_and_pairs():
+def test_groups_with_signal_and_pairs_of_rewarded_completions():
     assert groups_with_signal(jnp.asarray(REWARDS), 4, REWARDED).tolist() == [True, False, True, False]
     pairs = best_worst(jnp.asarray(REWARDS), 4, REWARDED)
     assert pairs.signal.tolist() == [True, False, True, False]
@@ -71,21 +71,21 @@ def test_reward_metrics_of_rewarded_completions():
     assert got["frac_reward_zero_std"] == 0.5, "two of the four give no gradient"
 
 
-def test_metrics_of_one_function():
-    def of(*part):
-        got = part_metrics("f", np.array(part, np.float32))
+def test_metrics_of_one_reward_function():
+    def mean_and_std(*rewards):
+        got = part_metrics("f", np.array(rewards, np.float32))
         return float(got["rewards/f/mean"]), float(got["rewards/f/std"])
 
-    assert of(1, NAN, 4, 1) == (2.0, pytest.approx(np.sqrt(3)))
-    assert of(NAN, 3) == (3.0, 0.0)
-    assert np.isnan(of(NAN)).all()
+    assert mean_and_std(1, NAN, 4, 1) == (2.0, pytest.approx(np.sqrt(3)))
+    assert mean_and_std(NAN, 3) == (3.0, 0.0)
+    assert np.isnan(mean_and_std(NAN)).all()
 
 
 # --- the loop
 
 
-def raising_on(texts):
-    """The task's reward, but raises if one of the texts is a completion."""
+def reward_raising_on(texts):
+    """The task's reward, which raises if a completion is one of the texts."""
 
     def moody(prompts, completions, **columns):
         if not texts.isdisjoint(completions):
@@ -96,14 +96,14 @@ def raising_on(texts):
 
 
 @functools.cache
-def drawn():
+def first_rollout():
     """Samples of the first rollout, and the row of a completion whose text is unique."""
     samples = new_loop().collect(new_state(), 0)
     texts = samples.completions
     return samples, next(row for row, text in enumerate(texts) if texts.count(text) == 1)
 
 
-def loop_of(*functions, **options):
+def loop_with(*functions, **options):
     loop = toy_loop.own_loop()
     loop = dataclasses.replace(loop, rewards=Rewards(functions, seconds=None, **options))
     toy_loop.share_programs(loop)
@@ -111,9 +111,9 @@ def loop_of(*functions, **options):
 
 
 @pytest.mark.slow
-def test_two_steps_with_a_row_that_raises():
-    samples, row = drawn()
-    loop = loop_of(raising_on({samples.completions[row]}))
+def test_training_continues_when_a_reward_function_raises():
+    samples, row = first_rollout()
+    loop = loop_with(reward_raising_on({samples.completions[row]}))
     with pytest.warns(RewardWarning, match=f"reward 'moody' failed on completion {row}: ZeroDivisionError: on purpose"):
         got = loop.collect(new_state(), 0)
     expected = samples.rewards.copy()
@@ -132,8 +132,8 @@ def test_two_steps_with_a_row_that_raises():
 
 
 def test_the_batch_ignores_the_failed_completion():
-    """Its advantages are those of a group of three without the failed completion, by hand."""
-    samples, row = drawn()
+    """The other completions of its group have the advantages of a group of three, by hand."""
+    samples, row = first_rollout()
     failed = samples.rewards.copy()
     failed[row] = np.nan
     counted = ~np.isnan(failed)
@@ -150,19 +150,19 @@ def test_the_batch_ignores_the_failed_completion():
     np.testing.assert_array_equal(batch.counted_rows, counted)
 
 
-def test_several_functions_in_a_loop():
+def test_rewards_of_several_functions_are_summed_and_measured():
     def longest(completion_ids):
         return [len(ids) for ids in completion_ids]
 
-    loop = loop_of(TASK.reward, longest, weights=(1.0, 0.5))
-    samples, _ = drawn()
+    loop = loop_with(TASK.reward, longest, weights=(1.0, 0.5))
+    samples, _ = first_rollout()
     got = loop.collect(new_state(), 0)
     lengths = np.asarray(samples.trajectory.lengths())
     np.testing.assert_array_equal(got.reward_parts["longest"], lengths)
     np.testing.assert_allclose(got.rewards, samples.rewards + 0.5 * lengths, rtol=1e-6)
     assert got.metrics["rewards/longest/mean"] == pytest.approx(lengths.mean())
     assert got.metrics["rewards/longest/std"] == pytest.approx(lengths.std(ddof=1))
-    assert got.counted_rows is None, "without failures no other program is compiled"
+    assert got.counted_rows is None, "without failures no second program is compiled"
 
 
 def test_a_reward_with_an_unknown_parameter_is_refused_before_sampling():
@@ -170,7 +170,7 @@ def test_a_reward_with_an_unknown_parameter_is_refused_before_sampling():
         return [0.0]
 
     with pytest.raises(ValueError, match="expected reward 'greedy' to ask for some of .*'metadata'.*trainer_state"):
-        loop_of(greedy)
+        loop_with(greedy)
 
 
 class AlternatingFields:
@@ -210,19 +210,20 @@ def test_rows_with_different_fields(seed):
     assert graded.rewards.tolist() == [2.0] and seen[-1] == [None]
 
 
-def rollout_of(rewards, of_f):
-    """The first rollout with other rewards, and with those of a function `f`."""
-    whole, part = np.array(rewards, np.float32), np.array(of_f, np.float32)
-    failed = {"rewards/failed": jnp.float32(np.isnan(whole).sum())}
-    metrics = reward_metrics(jnp.asarray(whole), 4, jnp.asarray(~np.isnan(whole))) | part_metrics("f", part) | failed
-    samples = drawn()[0]
-    return samples._replace(rewards=whole, reward_parts={"f": part}, metrics=samples.metrics | metrics)
+def rollout_with(rewards, part):
+    """The first rollout with these rewards, and with those of a reward function `f`."""
+    rewards, part = np.array(rewards, np.float32), np.array(part, np.float32)
+    failed = {"rewards/failed": jnp.float32(np.isnan(rewards).sum())}
+    metrics = reward_metrics(jnp.asarray(rewards), 4, jnp.asarray(~np.isnan(rewards)))
+    metrics |= part_metrics("f", part) | failed
+    samples = first_rollout()[0]
+    return samples._replace(rewards=rewards, reward_parts={"f": part}, metrics=samples.metrics | metrics)
 
 
-def test_dynamic_sampling_judges_groups_by_their_rewards():
-    # The rewards that the second group of the first rollout has left are equal.
-    drawn_rewards = np.array([[1, NAN, 0, 1, 2, 2, NAN, 2], [0, 0, 0, 0, NAN, NAN, 3, 4]])
-    got = select_groups([rollout_of(row, row + 10) for row in drawn_rewards], group_size=4, groups=2)
+def test_dynamic_sampling_selects_groups_by_their_rewards():
+    # The second group of the first rollout has no signal: its remaining rewards are equal.
+    rewards = np.array([[1, NAN, 0, 1, 2, 2, NAN, 2], [0, 0, 0, 0, NAN, NAN, 3, 4]])
+    got = select_groups([rollout_with(row, row + 10) for row in rewards], group_size=4, groups=2)
     assert np.isnan(got.rewards).tolist() == [False, True, False, False, True, True, False, False]
     assert got.rewards[~np.isnan(got.rewards)].tolist() == [1, 0, 1, 3, 4]
     assert got.counted_rows is not None
@@ -231,10 +232,10 @@ def test_dynamic_sampling_judges_groups_by_their_rewards():
     assert float(got.metrics["rewards/failed"]) == 4, "failures of all sampled completions"
 
 
-def test_dynamic_sampling_measures_the_rewards_of_all_rollouts_at_once():
-    """One rollout may be without any reward, and the deviation of all is more than those inside of the rollouts."""
+def test_dynamic_sampling_pools_the_rewards_of_all_rollouts():
+    """One rollout has no reward, and the pooled deviation exceeds those of single rollouts."""
     parts = (([NAN] * 8, [NAN] * 8), ([0] * 8, [1, 3] * 4), ([0, 4] * 4, [NAN] * 8))
-    got = select_groups([rollout_of(*each) for each in parts], group_size=4, groups=2)
+    got = select_groups([rollout_with(*each) for each in parts], group_size=4, groups=2)
     expected = {
         "reward": 1.0,
         "reward_std": np.std([0] * 12 + [4] * 4, ddof=1),

@@ -1,4 +1,4 @@
-"""The disk of a run: what is asked before it begins, and what a full or forbidden one leaves."""
+"""Disk checks before a run, and full or read-only disks during it."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def test_a_disk_without_room_is_refused_before_the_first_rollout(tmp_path, monke
         ({"steps": 9, "objective": Objective("reward")}, 5),
     ],
 )
-def test_room_for_all_that_is_there_at_once(tmp_path, monkeypatch, options, checkpoints):
+def test_check_room_counts_the_checkpoints_kept_at_once(tmp_path, monkeypatch, options, checkpoints):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, checkpoints * 100))
     check_room(tmp_path, 100, RunConfig(**options))
     with pytest.raises(OSError, match="free on the disk"):
         check_room(tmp_path, 101, RunConfig(**options))
 
 
-def test_what_is_there_needs_no_more_room(tmp_path, monkeypatch):
+def test_existing_checkpoints_need_no_extra_room(tmp_path, monkeypatch):
     start(tmp_path, 5, checkpoint_every=1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(2**30, 0, 100))
     check_room(tmp_path, 100, RunConfig(steps=9, checkpoint_every=1))
     with pytest.raises(OSError, match="for one checkpoint; got 100 B"):
         check_room(tmp_path, 101, RunConfig(steps=9, checkpoint_every=1))
-    check_room(tmp_path, 101, RunConfig(steps=5))  # that run is over
+    check_room(tmp_path, 101, RunConfig(steps=5))  # the run is finished
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -81,35 +81,35 @@ def test_a_disk_that_fills_up_leaves_the_last_good_checkpoint(tmp_path, caplog):
     message = str(caught.value)
     assert message.startswith(f"checkpoint 4 in {run / 'checkpoints'} could not be written (")
     assert message.endswith(" free on the disk): File too large. Earlier checkpoints are unchanged")
-    assert not caplog.records, "nobody else says it, with a traceback"
+    assert not caplog.records, "expected no traceback in the log"
     assert saved(run) == [2]
     assert_bitwise_equal(start(run, 4, state=state, resume=True), whole)
-    # TensorStore's threads may have written on behind the deletion of what was half written; now it is gone.
+    # TensorStore's threads may write after the partial checkpoint is deleted; the next save removes those files.
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2", "4"]
     assert rows(run) == rows(tmp_path / "whole")
 
 
-def test_a_metrics_file_that_cannot_grow(tmp_path):
+def test_a_metrics_row_on_a_full_disk_stops_the_run(tmp_path):
     loop = PlainLoop(metrics=lambda number: {"reward": 0.1} | {f"metric {i}": 1 / 3 for i in range(100)})
     with (
         files_end_at(5000),
         pytest.raises(OSError, match=r"metrics.jsonl could not be written \(.* free on the disk\): .*too large"),
     ):
         start(tmp_path, 4, loop)
-    assert len(rows(tmp_path)) == 1  # the second one was cut off
+    assert len(rows(tmp_path)) == 1  # the second row was cut off
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
+def test_an_unwritable_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(NotADirectoryError, match=r"expected a directory, or nothing, at .*run; got the file .*file"):
         check_directory(tmp_path / "file" / "run", resume=False)
-    # Where nobody makes files, root neither.
+    # Not even root creates files there.
     with pytest.raises(PermissionError, match="expected a directory that can be written at /proc/runs; got "):
         check_directory(Path("/proc/runs"), resume=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_where_an_export_will_be_refused(tmp_path, monkeypatch):
+def test_an_export_that_would_fail_is_refused(tmp_path, monkeypatch):
     check_export(tmp_path / "model", 100)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "notes.txt").write_text("mine")
@@ -123,14 +123,14 @@ def test_where_an_export_will_be_refused(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def trained() -> tuple[ModelConfig, dict[str, Any]]:
+def tiny_model() -> tuple[ModelConfig, dict[str, Any]]:
     config = tiny_model_config(num_layers=1)
     return config, random_params(config)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_exported_files_have_the_mode_of_the_umask(tmp_path, trained, umask, mode):
-    config, params = trained
+def test_exported_files_have_the_mode_of_the_umask(tmp_path, tiny_model, umask, mode):
+    config, params = tiny_model
     sizes = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     gate = LinearGate()
     before = os.umask(umask)
@@ -145,8 +145,8 @@ def test_exported_files_have_the_mode_of_the_umask(tmp_path, trained, umask, mod
     assert len(files) == 6 and {path.stat().st_mode & 0o777 for path in files} == {mode}
 
 
-def test_an_export_to_a_disk_that_is_full_leaves_what_was_there(tmp_path, trained):
-    config, params = trained
+def test_a_failed_export_keeps_the_earlier_one(tmp_path, tiny_model):
+    config, params = tiny_model
     save_checkpoint(tmp_path / "model", params, config)
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     with files_end_at(2000), pytest.raises(OSError, match="model.safetensors could not be written: .*too large"):

@@ -1,4 +1,4 @@
-"""What a run writes, that a run which stops anywhere and resumes is the run that did not stop, and used directories."""
+"""Files of a run: rows, checkpoints, resumes after a stop or an error, and used directories."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_rows_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_loggers_get_every_row_and_none_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    sound, values = Recorder(), {0: 0.5, 1: 0.25, 2: 1.0}
-    start(tmp_path, 2, evaluate_every=1, evaluate=Evaluations(values), loggers=[Recorder(fails_at=1), sound])
-    assert [step for step, _ in sound.rows] == [0, 1, 1, 2, 2], "a rollout, then its evaluation"
-    assert {step: row[DENSE] for step, row in sound.rows if DENSE in row} == values
-    of_rollouts = [(step, row) for step, row in sound.rows if DENSE not in row]
+    working, values = Recorder(), {0: 0.5, 1: 0.25, 2: 1.0}
+    start(tmp_path, 2, evaluate_every=1, evaluate=Evaluations(values), loggers=[Recorder(fails_at=1), working])
+    assert [step for step, _ in working.rows] == [0, 1, 1, 2, 2], "a rollout, then its evaluation"
+    assert {step: row[DENSE] for step, row in working.rows if DENSE in row} == values
+    rollout_rows = [(step, row) for step, row in working.rows if DENSE not in row]
     # Loggers count finished rollouts; rows are numbered from 0.
-    assert [row | {"step": step - 1} for step, row in of_rollouts] == read_metrics(tmp_path / "metrics.jsonl")
-    assert sound.closed == 1 and all({"memory/host_bytes"} <= row.keys() for _, row in of_rollouts)
+    assert [row | {"step": step - 1} for step, row in rollout_rows] == read_metrics(tmp_path / "metrics.jsonl")
+    assert working.closed == 1 and all({"memory/host_bytes"} <= row.keys() for _, row in rollout_rows)
     assert "Recorder failed and gets no more metrics of this run" in capsys.readouterr().err
 
 
@@ -48,23 +48,23 @@ def test_rows_after_the_last_checkpoint_are_written_again(tmp_path: Path):
         start(parts, 6, PlainLoop(begins=dies_at(5)), checkpoint_every=2)
     assert [row["step"] for row in rows(parts)] == [0, 1, 2, 3, 4] and saved(parts)[-1] == 4
     with open(parts / "metrics.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"step": 5, "rew')  # the machine went down in the middle of a line
+        file.write('{"step": 5, "rew')  # a crash in the middle of a line
     assert_bitwise_equal(start(parts, 6, checkpoint_every=2, resume=True), whole)
     assert rows(parts) == rows(tmp_path / "whole")
 
 
-def test_a_finished_run_stays_as_it_is(tmp_path: Path):
+def test_a_resume_of_a_finished_run_changes_nothing(tmp_path: Path):
     finished, before = start(tmp_path, 2), rows(tmp_path)
     state = start(tmp_path, 2, PlainLoop(begins=never), resume=True)
     assert rows(tmp_path) == before and saved(tmp_path) == [2]
     assert_bitwise_equal(state, finished)
 
 
-def test_a_new_run_in_a_used_directory(tmp_path: Path):
+def test_a_new_run_in_a_used_directory_is_refused(tmp_path: Path):
     start(tmp_path / "run", 1)
     (tmp_path / "rows").mkdir()
     (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "rows" / "metrics.jsonl")
-    for used in ("run", "rows"):  # only checkpoints here, only metrics there
+    for used in ("run", "rows"):  # with only checkpoints; with only metrics
         with pytest.raises(FileExistsError, match=rf"{used}; got one\. Continue it with resume=True"):
             start(tmp_path / used, 1)
         check_directory(tmp_path / used, resume=True)
@@ -76,7 +76,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path):
             with pytest.raises(DirectoryInUseError, match="expected no other process that trains in .*; got one"):
                 start(tmp_path, 9, PlainLoop(begins=never), resume=True)
 
-    # A command locks it before it reads the weights; its run trains there, and no second one.
+    # A command locks the directory before it reads the weights, and only its own run trains there.
     with reserve_directory(tmp_path):
         start(tmp_path, 3, PlainLoop(begins=begins), checkpoint_every=1)
         with pytest.raises(DirectoryInUseError):
@@ -85,7 +85,7 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path):
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_what_is_no_earlier_run(tmp_path: Path):
+def test_an_empty_metrics_file_is_not_an_earlier_run(tmp_path: Path):
     check_directory(tmp_path / "absent", resume=False)
     (tmp_path / "metrics.jsonl").touch()  # a run that ended before its first row
     (tmp_path / "notes.txt").write_text("mine")
@@ -93,7 +93,7 @@ def test_what_is_no_earlier_run(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "notes.txt"]
 
 
-# --- what an error leaves of a run: everything that was reached before it
+# --- errors during a run
 
 
 def raises_at(last: int) -> Callable[[int], None]:
@@ -104,14 +104,14 @@ def raises_at(last: int) -> Callable[[int], None]:
     return begins
 
 
-def test_what_was_reached_is_saved_before_an_error_goes_on(tmp_path):
+def test_an_error_saves_the_finished_rollouts(tmp_path):
     whole = start(tmp_path / "whole", 6)
     parts = tmp_path / "parts"
     with pytest.raises(ConnectionError, match="503") as caught:
         start(parts, 6, PlainLoop(begins=raises_at(4)))
     assert caught.value.__notes__ == [f"saved after 4 of 6 rollouts in {parts}; resume continues the run"]
     assert saved(parts) == [4] and [row["step"] for row in rows(parts)] == [0, 1, 2, 3]
-    # It fails again at once: nothing new.
+    # The resume fails at its first rollout: there is nothing new to save.
     with pytest.raises(ConnectionError) as caught:
         start(parts, 6, PlainLoop(begins=raises_at(4)), resume=True)
     assert caught.value.__notes__ == ["after 4 of 6 rollouts; nothing is lost but the rollout that failed"]
@@ -119,7 +119,7 @@ def test_what_was_reached_is_saved_before_an_error_goes_on(tmp_path):
     assert rows(parts) == rows(tmp_path / "whole")
 
 
-def test_an_evaluation_that_fails_loses_no_rollout(tmp_path):
+def test_a_failing_evaluation_loses_no_rollout(tmp_path):
     def evaluate(state: Any) -> dict[str, float]:
         return {DENSE: {0: 0.4, 2: 0.5}[int(state.step)]}
 
@@ -130,8 +130,8 @@ def test_an_evaluation_that_fails_loses_no_rollout(tmp_path):
     assert len(rows(tmp_path)) == 4
 
 
-def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):
-    class Taking(PlainLoop):
+def test_a_state_donated_to_a_failing_update_is_not_saved(tmp_path):
+    class Donating(PlainLoop):
         def step(self, state: Any, follows: Callable[[], bool] = lambda: True) -> Any:
             if int(state.step) == 3:
                 state.params["w"].delete()
@@ -139,32 +139,32 @@ def test_a_state_that_a_failing_update_has_taken_over_is_not_saved(tmp_path):
             return super().step(state, follows)
 
     with pytest.raises(RuntimeError, match="EXHAUSTED") as caught:
-        start(tmp_path, 6, Taking())
-    (said,) = caught.value.__notes__
-    assert said == "the failed update has donated the state: the last 3 rollouts are not saved"
+        start(tmp_path, 6, Donating())
+    (note,) = caught.value.__notes__
+    assert note == "the failed update has donated the state: the last 3 rollouts are not saved"
     assert saved(tmp_path) == []
 
 
-# TensorStore's other writes fail, too, and may tell an event loop that is closed by then.
+# TensorStore's other writes fail too and may report that to a closed event loop.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize(
-    ("last", "every", "error", "said", "lost"),
+    ("last", "every", "error", "message", "lost"),
     [
-        pytest.param(4, 0, ConnectionError, "503", "4", id="where nothing can be saved the error is the first one"),
-        pytest.param(9, 2, OSError, "checkpoint 2 in", "[23]", id="beside the next rollout the save does not count"),
-        pytest.param(2, 2, ConnectionError, "503", "2", id="an error beside the save says what is lost"),
+        pytest.param(4, 0, ConnectionError, "503", "4", id="save after an error"),
+        pytest.param(9, 2, OSError, "checkpoint 2 in", "[23]", id="asynchronous save"),
+        pytest.param(2, 2, ConnectionError, "503", "2", id="error during an asynchronous save"),
     ],
 )
-def test_a_save_that_fails(tmp_path, last, every, error, said, lost):
-    with files_end_at(3000), pytest.raises(error, match=said) as caught:
+def test_a_failed_save_names_the_lost_rollouts(tmp_path, last, every, error, message, lost):
+    with files_end_at(3000), pytest.raises(error, match=message) as caught:
         start(tmp_path, 6, PlainLoop(begins=raises_at(last)), new_state(size=100_000), checkpoint_every=every)
     assert re.match(f"the last {lost} rollouts could not be saved: checkpoint {lost} in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("held", "options", "error", "message"),
+    ("opt_state", "options", "error", "message"),
     [
         ((), {"config": {"tags": {"a"}}}, TypeError, r"config\.tags: expected .*; got set"),
         ((), {"noted": {"tags": {"a"}}}, TypeError, r"noted\.tags: expected .*; got set"),
@@ -172,14 +172,14 @@ def test_a_save_that_fails(tmp_path, last, every, error, said, lost):
         ((0.5,), {}, TypeError, "'opt_state/0' must be an array; got float"),
     ],
 )
-def test_what_no_checkpoint_can_hold_is_refused_before_the_first_rollout(tmp_path, held, options, error, message):
+def test_unsupported_values_are_refused_before_the_first_rollout(tmp_path, opt_state, options, error, message):
     with pytest.raises(error, match=message):
-        start(tmp_path / "run", 5, PlainLoop(begins=never), new_state().replace(opt_state=held), **options)
+        start(tmp_path / "run", 5, PlainLoop(begins=never), new_state().replace(opt_state=opt_state), **options)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("every", "reason"), [(0, "RuntimeError: orbax"), (2, "ValueError: expected a step later")])
-def test_a_save_that_fails_in_any_way_does_not_hide_the_error_of_the_run(tmp_path, monkeypatch, every, reason):
+def test_a_failed_save_does_not_hide_the_error_of_the_run(tmp_path, monkeypatch, every, reason):
     def finish(self: Writer, manager: Any, *_: Any) -> None:
         manager.wait_until_finished()
         raise RuntimeError("orbax")

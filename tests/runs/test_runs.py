@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: evaluations, early stop, the best checkpoint, settings, what a resume needs."""
+"""Runs: evaluations, objectives, settings at a resume, damaged checkpoints, warnings."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from tests.plain_runs import CURVE, DENSE, DiedError, Evaluations, dies_at, neve
 # --- evaluations
 
 
-class Followed(PlainLoop):
-    """Keeps the numbers of the rollouts that may be the last, as a loop asks once the rollout is there."""
+class LastRollouts(PlainLoop):
+    """Records the rollouts that no other follows."""
 
-    last_ones: list[int] = []
+    recorded: list[int] = []
 
     def step(self, state: Any, follows: Callable[[], bool] = lambda: True) -> Any:
         if not follows():
-            self.last_ones.append(int(state.step))
+            self.recorded.append(int(state.step))
         return super().step(state, follows)
 
 
 def test_start_interval_and_end_are_evaluated(tmp_path, monkeypatch):
-    """And a step knows before its update whether it is the last, whose completions and masks are kept."""
-    monkeypatch.setattr(Followed, "last_ones", [])
+    """A step knows before its update whether it is the last, whose completions and masks are kept."""
+    monkeypatch.setattr(LastRollouts, "recorded", [])
     evaluate = Evaluations(CURVE)
-    start(tmp_path, 7, Followed(), evaluate_every=2, evaluate=evaluate)
-    assert evaluate.asked == [0, 2, 4, 6, 7] and Followed.last_ones == [6]
+    start(tmp_path, 7, LastRollouts(), evaluate_every=2, evaluate=evaluate)
+    assert evaluate.asked == [0, 2, 4, 6, 7] and LastRollouts.recorded == [6]
     assert not any(DENSE in row for row in rows(tmp_path))
     assert rows(tmp_path, "evaluations.jsonl") == [{"step": n, DENSE: CURVE[n]} for n in evaluate.asked]
 
@@ -51,14 +51,14 @@ def test_start_interval_and_end_are_evaluated(tmp_path, monkeypatch):
     ("options", "message"),
     [({"evaluate": never}, "0 with evaluate"), ({"evaluate_every": 2}, "2 without evaluate")],
 )
-def test_an_evaluation_needs_an_interval_and_the_reverse(tmp_path, options, message):
+def test_evaluate_and_evaluate_every_need_each_other(tmp_path, options, message):
     with pytest.raises(ValueError, match=f"expected both evaluate and .* or neither; got .*{message}$"):
         start(tmp_path / "run", 1, PlainLoop(begins=never), **options)
     assert not (tmp_path / "run").exists()
 
 
-def test_all_processes_must_evaluate_and_watch(tmp_path, monkeypatch):
-    """All take part in both: one without would let the others wait for ever."""
+def test_processes_must_agree_on_evaluate_and_watch(tmp_path, monkeypatch):
+    """Both are collective: without one process the others would hang."""
     other = {"evaluate": False, "watch": True, "watch_every": 2}
 
     def gather_json(value: Any) -> list[Any]:
@@ -77,22 +77,22 @@ def test_all_processes_must_evaluate_and_watch(tmp_path, monkeypatch):
 
 
 class DyingEvaluations(Evaluations):
-    """Ends as a killed process does in the evaluation after `last` rollouts, the first time."""
+    """Raises `DiedError` in the first evaluation after `last` rollouts."""
 
     def __init__(self, curve: dict[int, float], last: int) -> None:
         super().__init__(curve)
         self.last = last
 
     def __call__(self, state: Any) -> dict[str, float]:
-        found = super().__call__(state)
+        metrics = super().__call__(state)
         if int(state.step) == self.last:
             self.last = -1
             raise DiedError
-        return found
+        return metrics
 
 
 def test_without_a_checkpoint_the_start_is_evaluated_again(tmp_path):
-    """No settings are compared then, so it may be another model."""
+    """Settings are not compared then, so the model may differ."""
     with pytest.raises(DiedError):
         start(tmp_path, 4, PlainLoop(begins=dies_at(1)), evaluate_every=2, evaluate=Evaluations(CURVE))
     other = {step: value + 1 for step, value in CURVE.items()}
@@ -101,21 +101,21 @@ def test_without_a_checkpoint_the_start_is_evaluated_again(tmp_path):
 
 
 @pytest.mark.parametrize("last", [4, 9])
-def test_a_run_that_dies_in_an_evaluation_makes_it_again_and_loses_no_rollout(tmp_path, last):
+def test_an_interrupted_evaluation_is_repeated_and_no_rollout_is_lost(tmp_path, last):
     options: dict[str, Any] = {"evaluate_every": 2, "checkpoint_every": 4}
     whole = start(tmp_path / "whole", 9, evaluate=Evaluations(CURVE), **options)
     evaluate = DyingEvaluations(CURVE, last)
     parts = tmp_path / "parts"
     with pytest.raises(DiedError):
         start(parts, 9, evaluate=evaluate, **options)
-    assert saved(parts)[-1] == last == len(rows(parts)), "saved before"
-    taken = list[int]()
-    state = start(parts, 9, PlainLoop(begins=taken.append), resume=True, evaluate=evaluate, **options)
+    assert saved(parts)[-1] == last == len(rows(parts)), "saved before the evaluation"
+    rollouts = list[int]()
+    state = start(parts, 9, PlainLoop(begins=rollouts.append), resume=True, evaluate=evaluate, **options)
     assert_bitwise_equal(state, whole)
-    assert taken == list(range(last, 9)) and evaluate.asked.count(last) == 2
+    assert rollouts == list(range(last, 9)) and evaluate.asked.count(last) == 2
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert rows(parts, name) == rows(tmp_path / "whole", name)
-    # Once more, to more rollouts: what is there is not made again.
+    # Existing evaluations are not repeated.
     start(parts, 10, resume=True, evaluate=Evaluations({10: 0.3}), **options)
     assert [row[DENSE] for row in rows(parts, "evaluations.jsonl")][-2:] == [CURVE[9], 0.3]
 
@@ -168,12 +168,12 @@ def test_a_resumed_run_does_not_evaluate_its_start_again(tmp_path):
         ({"keep": 0}, "expected keep >= 1.*; got 0"),
     ],
 )
-def test_wrong_numbers_of_a_run(wrong, message):
+def test_invalid_run_configs_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**{"steps": 1, **wrong})
 
 
-def test_the_best_of_an_objective_by_hand():
+def test_the_best_rollout_by_hand():
     values = [float("nan"), 0.5, 0.4, 0.61, float("nan"), 0.6]
     for maximize, expected in ((True, [0, 2, 2, 4, 4, 4]), (False, [0, 2, 3, 3, 3, 3])):
         objective, best, seen = Objective("x", maximize), None, []
@@ -184,7 +184,7 @@ def test_the_best_of_an_objective_by_hand():
         assert better(None, objective, 0, {"x": 0.5}) is None, "the start has no checkpoint"
 
 
-def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
+def test_the_best_checkpoint_is_kept_with_the_newest(tmp_path):
     options: dict[str, Any] = {
         "evaluate_every": 2,
         "evaluate": Evaluations(CURVE),
@@ -194,36 +194,36 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path):
     }
     start(tmp_path / "run", 7, **options)
     assert saved(tmp_path / "run") == [2, 6, 7]
-    # From the rows a resumed run knows the best one, and an evaluation that is better replaces it.
+    # A resumed run reads the best from the rows; a better evaluation replaces it.
     start(tmp_path / "run", 8, resume=True, **options)
     assert saved(tmp_path / "run") == [2, 7, 8]
     start(tmp_path / "run", 9, resume=True, **options)
     assert saved(tmp_path / "run") == [8, 9]
     best = checkpoint.restore(tmp_path / "run" / "checkpoints", new_state(), config=CONFIG, step=8).state
     assert_bitwise_equal(best, start(tmp_path / "eight", 8))
-    # It is saved where no other is due, too.
+    # The best is saved even if no checkpoint is due.
     options |= {"checkpoint_every": 0, "keep": 1}
     start(tmp_path / "once", 7, **options)
     assert saved(tmp_path / "once") == [2, 7]
-    # Of a run that only gets worse, it is the best after the start.
+    # The start, which has no checkpoint, does not count.
     options["evaluate"] = Evaluations({0: 0.9, 2: 0.5, 4: 0.3, 6: 0.4})
     start(tmp_path / "worse", 6, **options)
     assert saved(tmp_path / "worse") == [2, 6]
 
 
-def test_an_objective_that_a_resume_adds(tmp_path):
-    """The best checkpoint is one that still exists."""
+def test_an_objective_added_at_a_resume(tmp_path):
+    """The best is chosen among the checkpoints that still exist."""
     start(tmp_path, 4, evaluate_every=2, evaluate=Evaluations({0: 0.1, 2: 0.9, 4: 0.2}), keep=1, checkpoint_every=1)
     assert saved(tmp_path) == [4]
     later = Evaluations({6: 0.5, 8: 0.3})
     start(tmp_path, 8, resume=True, evaluate_every=2, evaluate=later, objective=Objective(DENSE), keep=1)
     assert saved(tmp_path) == [6, 8]
     best = best_rollout(tmp_path, Objective(DENSE))
-    assert best is not None and best.done == 6, "the first rows have a better one whose checkpoint is gone"
+    assert best is not None and best.done == 6, "rollout 2 was better, but its checkpoint was deleted"
 
 
-def test_an_objective_that_is_no_metric(tmp_path):
-    """Rollouts without signal take no optimizer step; from the first one on that does, the metric must be there."""
+def test_an_unknown_objective_is_refused(tmp_path):
+    """Checked after the first rollout with an optimizer step: rollouts without signal have fewer metrics."""
     with pytest.raises(ValueError, match="expected evaluations .* for the objective 'eval/dense/reward'; got none"):
         start(tmp_path / "a", 2, PlainLoop(begins=never), objective=Objective(DENSE))
 
@@ -240,10 +240,10 @@ def test_an_objective_that_is_no_metric(tmp_path):
         run = tmp_path / str(number)
         with pytest.raises(ValueError, match=f"metric among .*: entropy, eval/dense/reward.*; got '{name}'"):
             start(run, 4, objective=Objective(name), **options)
-        assert len(rows(run)) == 3 and saved(run) == [3], "what was measured and learnt stays"
+        assert len(rows(run)) == 3 and saved(run) == [3], "finished rollouts are kept"
 
 
-def test_a_resume_with_a_new_metric_waits_for_its_evaluation(tmp_path):
+def test_an_objective_added_at_a_resume_waits_for_its_evaluation(tmp_path):
     options: dict[str, Any] = {"loop": PlainLoop(metrics=lambda number: {"grad_norm": 1.0}), "resume": True}
     start(tmp_path, 1, **options)
     options |= {"evaluate_every": 4, "evaluate": Evaluations(CURVE)}
@@ -254,10 +254,10 @@ def test_a_resume_with_a_new_metric_waits_for_its_evaluation(tmp_path):
     assert len(rows(tmp_path)) == 9, "the rollout after the evaluation at 8"
 
 
-# --- what a resume compares
+# --- settings at a resume
 
 
-def test_a_resume_says_what_differs_and_where_it_goes_on(tmp_path, capsys, monkeypatch):
+def test_a_resume_prints_changed_settings_and_its_first_rollout(tmp_path, capsys, monkeypatch):
     with pytest.raises(DiedError):
         start(tmp_path, 9, PlainLoop(begins=dies_at(7)), checkpoint_every=4, noted={"memory": "80GiB"})
     capsys.readouterr()
@@ -269,46 +269,46 @@ def test_a_resume_says_what_differs_and_where_it_goes_on(tmp_path, capsys, monke
     assert memory == 'resumed with another setting, memory: was "80GiB", is now "40GiB"'
     assert jaxlib.startswith("resumed with another setting, machine.jaxlib: was ") and jaxlib.endswith('now "0.1"')
     start(tmp_path, 10, **options)
-    said = capsys.readouterr().out
-    assert "resumed with" not in said and "not compared" not in said
+    output = capsys.readouterr().out
+    assert "resumed with" not in output and "not compared" not in output
 
 
-def test_a_resume_without_a_config_says_what_it_does_not_compare(tmp_path, capsys):
+def test_a_resume_without_a_config_prints_that_it_is_not_compared(tmp_path, capsys):
     train(PlainLoop(), new_state(), RunConfig(steps=1), tmp_path, resume=True)
     assert "not compared" not in capsys.readouterr().out, "nothing is resumed"
     train(PlainLoop(), new_state(), RunConfig(steps=2), tmp_path, resume=True)
     assert capsys.readouterr().out.count("not compared with the earlier run: model, task, optimizer") == 1
 
 
-def test_without_a_config_that_of_the_loop_is_compared(tmp_path, capsys):
-    def go(steps: int, **changed: Any) -> Any:
+def test_a_resume_without_a_config_compares_the_config_of_the_loop(tmp_path, capsys):
+    def resume(steps: int, **changed: Any) -> Any:
         loop = replace(PlainLoop(), config=replace(CONFIG, **changed))
         return train(loop, new_state(), RunConfig(steps=steps), tmp_path, resume=True)
 
-    go(1)
+    resume(1)
     checkpoint.check_config(tmp_path / "checkpoints", split_settings(CONFIG)[0])
-    go(2, decode_rows=2)
+    resume(2, decode_rows=2)
     assert "resumed with another setting, decode_rows: was null, is now 2" in capsys.readouterr().out
     with pytest.raises(checkpoint.OtherConfigError, match="seed: expected 0, got 1"):
-        go(3, seed=1)
+        resume(3, seed=1)
 
 
-# --- the step of the state, which counts rollouts
+# --- the step of the state
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_new_run_begins_at_step_0(tmp_path, resume):
+def test_a_new_run_needs_a_state_at_step_0(tmp_path, resume):
     first = start(tmp_path / "first", 3)
     with pytest.raises(ValueError, match=r"expected a state at step 0.*; got one at step 3\. Begin with init_state"):
         start(tmp_path / "second", 5, PlainLoop(begins=never), first, resume=resume)
     assert not (tmp_path / "second").exists()
     again = first.replace(step=jnp.zeros((), jnp.int32))  # as the message says
     assert int(start(tmp_path / "second", 5, state=again).step) == len(rows(tmp_path / "second")) == 5
-    # Where there is a checkpoint, it decides.
+    # With a checkpoint, the given state is ignored.
     assert int(start(tmp_path / "second", 6, state=first, resume=True).step) == 6
 
 
-def test_a_resume_takes_as_many_steps_per_rollout_as_before(tmp_path):
+def test_a_resume_with_other_steps_per_rollout_is_refused(tmp_path):
     start(tmp_path, 4, checkpoint_every=1, config={"mine": 1})
     loop = PlainLoop(config=replace(CONFIG, prompts_per_step=2, minibatches=2), begins=never)
     with pytest.raises(ValueError, match="with 2 optimizer steps .*; got 4 steps after 4 rollouts"):
@@ -316,10 +316,10 @@ def test_a_resume_takes_as_many_steps_per_rollout_as_before(tmp_path):
     assert saved(tmp_path) == [2, 3, 4] and len(rows(tmp_path)) == 4
 
 
-# --- a checkpoint that is damaged
+# --- damaged checkpoints
 
 
-def cut_off(checkpoint_folder: Path):
+def truncate_files(checkpoint_folder: Path):
     for file in checkpoint_folder.rglob("*"):
         if file.is_file() and file.name != "checksums.json":
             file.write_bytes(file.read_bytes()[:-1])
@@ -329,15 +329,15 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path, capsys):
     whole = start(tmp_path / "whole", 9)
     run = tmp_path / "run"
     start(run, 6, checkpoint_every=2)
-    cut_off(run / "checkpoints" / "6")
+    truncate_files(run / "checkpoints" / "6")
     with pytest.raises(checkpoint.OtherConfigError):
         start(run, 9, resume=True, config=replace(CONFIG, seed=1))
-    assert saved(run) == [2, 4, 6], "a run that is refused is left as it was"
+    assert saved(run) == [2, 4, 6], "a refused resume changes nothing"
     capsys.readouterr()
     state = start(run, 9, resume=True)
-    said = capsys.readouterr().out
-    assert f"warning: checkpoint 6 in {run / 'checkpoints'} cannot be read" in said
-    assert "the run continues from step 4" in said
+    output = capsys.readouterr().out
+    assert f"warning: checkpoint 6 in {run / 'checkpoints'} cannot be read" in output
+    assert "the run continues from step 4" in output
     assert_bitwise_equal(state, whole)
     assert rows(run) == rows(tmp_path / "whole") and saved(run) == [2, 4, 9]
 
@@ -345,9 +345,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_last_good_one(tmp_path, capsys):
 # --- runs without signal
 
 
-def test_a_run_without_signal_is_warned_of_once(tmp_path, capsys):
-    rows_of = {"reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0, "completions/clipped_ratio": 0.5}
-    start(tmp_path, 12, PlainLoop(metrics=lambda number: dict(rows_of)))
+def test_a_run_without_signal_warns_once(tmp_path, capsys):
+    metrics = {"reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0, "completions/clipped_ratio": 0.5}
+    start(tmp_path, 12, PlainLoop(metrics=lambda number: dict(metrics)))
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert warning.startswith("warning: in each of the last 5 rollouts nothing could be learned")
 
@@ -358,22 +358,22 @@ CRITIC = {"critic/values/mean": 0.0, "reward_std": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "expected"),
     [
         (GOOD | {"rollout/entropy": 0.011}, []),
         (FLAT, ["nothing could be learned"]),
         (GOOD | {"grad_norm": 0.0}, ["nothing could be learned"]),
         (FLAT | {"completions/clipped_ratio": 0.9}, ["nothing could be learned", "nine of ten completions"]),
         (GOOD | {"rollout/entropy": 0.009}, ["the entropy"]),
-        # Groups of one never differ inside.
+        # Groups of one have no spread.
         (FLAT | CRITIC, []),
         (FLAT | CRITIC | {"reward_std": 0.0}, ["nothing could be learned"]),
     ],
 )
-def test_symptoms(row, said):
+def test_symptoms_by_hand(row, expected):
     warned = set[str]()
     assert symptoms([row] * (ROLLOUTS - 1), warned) == []
     assert symptoms([{}] + [row] * (ROLLOUTS - 1), warned) == []
     found = symptoms([row] * ROLLOUTS, warned)
-    assert len(found) == len(said) and all(words in line for words, line in zip(said, found, strict=True))
+    assert len(found) == len(expected) and all(words in line for words, line in zip(expected, found, strict=True))
     assert symptoms([row] * ROLLOUTS, warned) == []

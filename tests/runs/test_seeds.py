@@ -1,4 +1,4 @@
-"""Every seed has random numbers of its own, or is refused before anything is compiled."""
+"""Seeds: each has different random numbers; invalid ones are refused before compilation."""
 
 from __future__ import annotations
 
@@ -29,34 +29,33 @@ def loop(seed: Any) -> GRPOConfig:
     return GRPOConfig(prompts_per_step=2, group_size=2, prompt_width=4, policy=H2O(), rollout=ROLLOUT, seed=seed)
 
 
-TAKEN = {
+SEED_USERS = {
     "loop": loop,
     "evaluation": evaluation,
     "task": lambda seed: TaskChoice("reasoning_gym:chain_sum", seed=seed),
-    "order of rows": lambda seed: batch_indices(10, 4, 0, seed),
+    "row order": lambda seed: batch_indices(10, 4, 0, seed),
     "parameters": lambda seed: random_params(tiny_model_config(num_layers=1), seed),
 }
 
 
-@pytest.mark.parametrize("where", TAKEN)
+@pytest.mark.parametrize("where", SEED_USERS)
 @pytest.mark.parametrize(
-    ("seed", "said"), [(-1, "expected seed >= 0"), (2**32, "32 bits.*got 4294967296"), (2**63, "32 bits")]
+    ("seed", "message"), [(-1, "expected seed >= 0"), (2**32, "32 bits.*got 4294967296"), (2**63, "32 bits")]
 )
-def test_a_seed_that_would_repeat_another_is_refused(where: str, seed: int, said: str):
-    with pytest.raises(ValueError, match=said):
-        TAKEN[where](seed)
-    TAKEN[where](MAX_SEED)
+def test_negative_and_too_large_seeds_are_refused(where: str, seed: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        SEED_USERS[where](seed)
+    SEED_USERS[where](MAX_SEED)
 
 
-def test_the_largest_seed_has_a_key_of_its_own():
+def test_seeds_have_different_keys_and_row_orders():
     keys = [jax.random.key_data(jax.random.key(seed)) for seed in (0, 1, 2**31, MAX_SEED)]
     assert len(np.unique(keys, axis=0)) == 4
     orders = [batch_indices(20, 20, step, seed) for seed in (0, 1, 2**31, MAX_SEED) for step in range(3)]
-    assert len(np.unique(orders, axis=0)) == 12, "of every epoch and seed"
+    assert len(np.unique(orders, axis=0)) == 12, "one per epoch and seed"
 
 
-def test_rows_of_a_negative_seed():
-    """Python's generator would make those of its absolute value."""
+def test_reasoning_gym_refuses_a_negative_seed():
     with pytest.raises(
         ValueError, match="expected seed >= 0, a whole number .Python's generator takes -1 for 1.; got -1"
     ):

@@ -1,4 +1,4 @@
-"""Settings as JSON: what is written, and what a resume compares."""
+"""Settings as JSON, and the settings that a resume compares."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,8 +45,8 @@ def test_to_jsonable_by_hand():
             to_jsonable({"rewards": wrong})
 
 
-def test_fields_that_were_added_later_are_left_out_at_their_default():
-    """Settings that were saved before a field existed equal those of today, and a value of its own shows."""
+def test_fields_added_later_are_omitted_at_their_default():
+    """Settings saved before a field existed must equal those of today."""
     config = tiny_model_config()
     shown: Any
     for shown in (repr(config), to_jsonable(config)):
@@ -58,11 +58,11 @@ def test_fields_that_were_added_later_are_left_out_at_their_default():
     assert repr(YarnRope(4.0, 16)).endswith("attention_factor=None)")
 
 
-def test_settings_that_plan_memory_are_noted():
+def test_memory_settings_are_noted_and_not_compared():
     compared, noted = split_settings(GRPO)
-    rows_of_cache = {"decode_rows": None, "prefill_rows": 8}
-    of_update = {"update.microbatch_size": None, "update.pack_columns": None, "update.rows_per_prompt": 1}
-    assert noted == {**rows_of_cache, **of_update, "update_widths": 4}
+    cache_rows = {"decode_rows": None, "prefill_rows": 8}
+    update_fields = {"update.microbatch_size": None, "update.pack_columns": None, "update.rows_per_prompt": 1}
+    assert noted == {**cache_rows, **update_fields, "update_widths": 4}
     assert not {"decode_rows", "prefill_rows", "update_widths"} & compared.keys()
     assert "microbatch_size" not in cast(dict[str, Any], compared["update"]) and compared["prompts_per_step"] == 2
     planned = replace(GRPO, decode_rows=4, update_widths=1, update=replace(GRPO.update, microbatch_size=2))

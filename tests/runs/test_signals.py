@@ -1,4 +1,4 @@
-"""Signals: a run that is told to stop saves, and goes on as if nothing had happened."""
+"""Signals: a run saves and stops, and its resume equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 @contextmanager
-def run_in_a_process(directory: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
+def run_in_process(directory: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.plain_loop", str(directory), str(steps)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -39,7 +39,7 @@ def run_in_a_process(directory: Path, steps: int) -> Iterator[subprocess.Popen[s
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:
-    """Reads its output up to a line that has `text`."""
+    """Reads the output up to a line with `text`."""
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
@@ -55,14 +55,14 @@ def end_rollout(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-def test_ctrl_c_saves_the_rollout_under_way_and_the_run_goes_on(tmp_path):
+def test_ctrl_c_saves_the_rollout_and_the_run_resumes(tmp_path):
     parts = tmp_path / "parts"
-    with run_in_a_process(parts, 5) as process:
+    with run_in_process(parts, 5) as process:
         wait_for(process, "rollout 0")
         end_rollout(process)
         wait_for(process, "rollout 1")
         process.send_signal(signal.SIGINT)
-        # Said while the rollout goes on, which ends only when it is told to.
+        # Printed during the rollout.
         wait_for(process, "SIGINT: stops when this rollout is finished and saved; once more ends at once")
         end_rollout(process)
         wait_for(process, f"SIGINT stopped the run after 2 of 5 rollouts; saved in {parts}")
@@ -73,20 +73,20 @@ def test_ctrl_c_saves_the_rollout_under_way_and_the_run_goes_on(tmp_path):
     assert rows(parts) == rows(tmp_path / "whole")
 
 
-def test_the_second_signal_ends_at_once(tmp_path):
-    with run_in_a_process(tmp_path, 5) as process:
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
+    with run_in_process(tmp_path, 5) as process:
         wait_for(process, "rollout 0")
         process.send_signal(signal.SIGTERM)
         wait_for(process, "SIGTERM: stops")
         process.send_signal(signal.SIGINT)
         wait_for(process, "ended without saving")
-        # In the middle of a rollout that nobody ends; and the code is that of the second signal.
+        # The rollout is unfinished, and the exit code is that of the second signal.
         assert process.wait() == 130
     assert saved(tmp_path) == [] and rows(tmp_path) == []
 
 
-def test_a_terminal_that_is_closed_stops_the_run_however_often_it_says_so(tmp_path):
-    with run_in_a_process(tmp_path, 5) as process:
+def test_repeated_sighup_finishes_and_saves_the_rollout(tmp_path):
+    with run_in_process(tmp_path, 5) as process:
         wait_for(process, "rollout 0")
         process.send_signal(signal.SIGHUP)
         wait_for(process, "SIGHUP: stops when")
@@ -97,7 +97,7 @@ def test_a_terminal_that_is_closed_stops_the_run_however_often_it_says_so(tmp_pa
     assert saved(tmp_path) == [1]
 
 
-# A process takes its terminal by itself: where subprocess would do it, after a fork, JAX's threads are gone.
+# The child takes the terminal itself: a preexec_fn would run after a fork, without JAX's threads.
 ON_A_TERMINAL = """
 import fcntl, runpy, termios
 fcntl.ioctl(1, termios.TIOCSCTTY, 0)
@@ -106,26 +106,26 @@ runpy.run_module("tests.plain_loop", run_name="__main__")
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
-def test_a_terminal_that_is_gone_takes_nothing_with_it(tmp_path: Path, first: signal.Signals | None):
-    """The bar, a line in the middle of a rollout and the last words all go to a terminal that takes them no more."""
-    ours, theirs = pty.openpty()
+def test_a_run_is_saved_when_its_terminal_closes(tmp_path: Path, first: signal.Signals | None):
+    """The progress bar and all later lines are written to the closed terminal."""
+    terminal, child_terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path), "1000"],
         stdin=subprocess.PIPE,
-        stdout=theirs,
-        stderr=theirs,
+        stdout=child_terminal,
+        stderr=child_terminal,
         env=os.environ | {"TERM": "xterm"},
         start_new_session=True,
         text=True,
     )
-    os.close(theirs)
+    os.close(child_terminal)
     try:
-        read_up_to(ours, "rollout 0")
+        read_up_to(terminal, "rollout 0")
         if first is not None:
             process.send_signal(first)
-            read_up_to(ours, "SIGTERM: stops when")
-        os.close(ours)  # the system sends SIGHUP
-        # Rollouts end until the signal is heard.
+            read_up_to(terminal, "SIGTERM: stops when")
+        os.close(terminal)  # the system sends SIGHUP
+        # Finishes rollouts until the run handles the signal.
         while process.poll() is None:
             with suppress(BrokenPipeError):
                 end_rollout(process)
@@ -145,7 +145,7 @@ def read_up_to(terminal: int, text: str) -> None:
         seen += os.read(terminal, 1024)
 
 
-def test_under_nohup_a_run_goes_on(tmp_path):
+def test_a_run_under_nohup_ignores_sighup(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         start(tmp_path, 3, PlainLoop(begins=lambda number: os.kill(os.getpid(), signal.SIGHUP)))
@@ -158,22 +158,22 @@ def test_under_nohup_a_run_goes_on(tmp_path):
 def test_a_signal_before_the_first_rollout_has_nothing_to_save(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
-    heard = threading.Event()
+    handled = threading.Event()
 
     def evaluate(state: Any) -> dict[str, float]:
         signal.raise_signal(signal.SIGTERM)
-        heard.wait()  # for the thread that listens
+        handled.wait()  # for the signal thread
         return {DENSE: 0.5}
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RunStoppedError, match="after 0 of 5.*nothing to") as e:
-        patch.setattr("smd_jax.runs.stop._say", lambda line: heard.set())
+        patch.setattr("smd_jax.runs.stop._say", lambda line: handled.set())
         start(tmp_path, 5, evaluate_every=2, evaluate=evaluate)
     assert (e.value.exit_code, e.value.done) == (143, 0)
     assert saved(tmp_path) == [] and rows(tmp_path, "evaluations.jsonl") == [{"step": 0, DENSE: 0.5}]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_beside_the_main_thread_there_are_no_signals_to_hear(tmp_path):
+def test_a_run_outside_the_main_thread_installs_no_handlers(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     handlers = list[Any]()
     loop = PlainLoop(begins=lambda number: handlers.append(signal.getsignal(signal.SIGINT)))
@@ -183,22 +183,22 @@ def test_beside_the_main_thread_there_are_no_signals_to_hear(tmp_path):
     assert saved(tmp_path) == [2] and handlers == [before, before]
 
 
-class Told(StopSignals):
-    """Hears no signals, and has received one when a test says so."""
+class FakeSignals(StopSignals):
+    """Installs no handlers; tests set `received`."""
 
-    def __enter__(self) -> Told:
+    def __enter__(self) -> FakeSignals:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
 
-def test_who_is_told_to_stop_evaluates_when_the_run_goes_on(tmp_path, monkeypatch):
-    stops = [Told()]
-    monkeypatch.setattr("smd_jax.runs.run.StopSignals", lambda: stops[-1])
+def test_a_stopped_run_evaluates_after_the_resume(tmp_path, monkeypatch):
+    signals = [FakeSignals()]
+    monkeypatch.setattr("smd_jax.runs.run.StopSignals", lambda: signals[-1])
 
-    def told(number: int) -> None:
-        stops[-1].received = signal.SIGTERM if number == 3 else None
+    def stop_in_rollout_3(number: int) -> None:
+        signals[-1].received = signal.SIGTERM if number == 3 else None
 
     def metrics(number: int) -> dict[str, float]:
         return {"reward": float("nan") if number == 3 else float(number)}
@@ -208,9 +208,9 @@ def test_who_is_told_to_stop_evaluates_when_the_run_goes_on(tmp_path, monkeypatc
     parts = tmp_path / "parts"
     evaluate = Evaluations(CURVE)
     with pytest.raises(RunStoppedError, match="after 4 of 6 rollouts; saved"):
-        start(parts, 6, PlainLoop(begins=told, metrics=metrics), **options | {"evaluate": evaluate})
+        start(parts, 6, PlainLoop(begins=stop_in_rollout_3, metrics=metrics), **options | {"evaluate": evaluate})
     assert evaluate.asked == [0, 2] and saved(parts) == [4]
-    stops.append(Told())
+    signals.append(FakeSignals())
     start(parts, 6, PlainLoop(metrics=metrics), resume=True, **options | {"evaluate": evaluate})
     assert evaluate.asked == [0, 2, 4, 6]
     for name in ("metrics.jsonl", "evaluations.jsonl"):

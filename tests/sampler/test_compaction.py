@@ -1,4 +1,4 @@
-"""Contexts that are summarised and read again: each exact, and together branches of one tree."""
+"""Compacted conversations: every context replays exactly and begins with the prompt and a summary."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ COMPACTION = CompactionConfig(contexts=3, after_tokens=20, ask=(55, 56), heading
 
 
 def compact(model: Decoder, params: Params, policy: str, config: RolloutConfig, seed: int) -> Compacted:
-    """Conversations of up to six turns over `PROMPTS`, in contexts of `COMPACTION`."""
-    ending = Scripted(ending=lambda row, turn: "done" if turn == 5 else None)
-    talk = ConversationConfig(turns=8, turn_tokens=30)
+    """Samples conversations of up to six turns over `PROMPTS`, in contexts of `COMPACTION`."""
+    inner = Scripted(ending=lambda row, turn: "done" if turn == 5 else None)
+    conversation = ConversationConfig(turns=8, turn_tokens=30)
 
     def sample(prompts: Any, keys: Any, respondent: Any, active: np.ndarray) -> Any:
-        arguments: Any = {"policy": POLICIES[policy], "config": config, "conversation": talk, "active": active}
+        arguments: Any = {"policy": POLICIES[policy], "config": config, "conversation": conversation, "active": active}
         return converse(model, params, prompts, keys, respondent, **arguments)
 
-    respondent = CompactingRespondent(ending, COMPACTION, PROMPTS, WIDTH)
+    respondent = CompactingRespondent(inner, COMPACTION, PROMPTS, WIDTH)
     return converse_compacting(sample, respondent, jax.random.key(seed), 0)
 
 
@@ -54,41 +54,39 @@ def compacted() -> Compacted:
     return compact(MODEL, make_params(SHAPE), "SnapKV", CONFIG, seed=2)
 
 
-def branches() -> list[tree.Branch]:
-    """The contexts, without padding."""
-    trajectory, found = compacted().trajectory, []
+def contexts() -> list[tree.Branch]:
+    """The contexts without padding."""
+    trajectory, branches = compacted().trajectory, []
     for row in np.flatnonzero(compacted().present):
         valid = np.asarray(trajectory.valid[row])
         sampled = np.concatenate([np.zeros(WIDTH, bool), np.asarray(trajectory.response_mask[row])])
         logprobs = np.concatenate([np.zeros(WIDTH), np.asarray(trajectory.logprobs[row])])
-        found.append(tree.Branch(np.asarray(trajectory.tokens[row])[valid], sampled[valid], logprobs[valid]))
-    return found
+        branches.append(tree.Branch(np.asarray(trajectory.tokens[row])[valid], sampled[valid], logprobs[valid]))
+    return branches
 
 
 def test_each_context_is_exact_and_begins_with_prompt_and_summary():
     result = compacted()
     assert result.present.sum() > 4 and gap(MODEL, result.trajectory).max() <= 2e-5
     assert len(result.stats) > 1 and COMPACTED not in result.endings
-    said = branches()
-    index = -1
-    for row in np.flatnonzero(result.present):
+    branches = contexts()
+    for index, row in enumerate(np.flatnonzero(result.present)):
         conversation, number = divmod(int(row), 3)
-        index += 1
-        tokens = np.asarray(said[index].tokens).tolist()
+        tokens = np.asarray(branches[index].tokens).tolist()
         assert tokens[: len(PROMPTS[conversation])] == PROMPTS[conversation]
         if number == 0:
             continue
-        before, sampled = np.asarray(said[index - 1].tokens), np.asarray(said[index - 1].sampled)
+        before, sampled = np.asarray(branches[index - 1].tokens), np.asarray(branches[index - 1].sampled)
         summary = before[np.flatnonzero(~sampled)[-1] + 1 :].tolist()
-        begins = len(PROMPTS[conversation]) + 1
+        start = len(PROMPTS[conversation]) + 1
         assert before[np.flatnonzero(~sampled)[-2:]].tolist() == [55, 56]
-        assert tokens[begins - 1] == 57 and tokens[begins : begins + len(summary)] == summary
-        assert not np.asarray(said[index].sampled)[: begins + len(summary)].any()
+        assert tokens[start - 1] == 57 and tokens[start : start + len(summary)] == summary
+        assert not np.asarray(branches[index].sampled)[: start + len(summary)].any()
 
 
 @pytest.mark.slow
-def test_contexts_that_were_not_there_hold_nothing():
-    """Neither a token nor a key: packed rows have no place for them, and the loss of the others is the same."""
+def test_absent_contexts_have_no_tokens_and_no_keys():
+    """Loss and update equal those of the present rows alone."""
     result = compacted()
     absent = ~result.present
     assert absent.any() and not np.asarray(result.trajectory.valid)[absent].any()
@@ -96,17 +94,17 @@ def test_contexts_that_were_not_there_hold_nothing():
     present = rows_of(result.trajectory, result.present)
     optimizer = optax.sgd(1.0)
     advantages = jnp.linspace(-1, 1, len(absent))
-    found = []
-    for trajectory, of_rows, counted in (
+    results = []
+    for trajectory, row_advantages, counted in (
         (result.trajectory, advantages, jnp.asarray(result.present)),
         (present, advantages[np.flatnonzero(result.present)], None),
     ):
         state = init_state(jax.tree.map(jnp.copy, make_params(SHAPE)), optimizer, jax.random.key(0))
         update = make_update(MODEL, optimizer, UpdateConfig())
-        state, metrics = update(state, TrainBatch(trajectory, of_rows, None, counted))
-        found.append((state.params, float(metrics["loss"])))
-    assert np.isclose(found[0][1], found[1][1], atol=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found[0][0], found[1][0])
+        state, metrics = update(state, TrainBatch(trajectory, row_advantages, None, counted))
+        results.append((state.params, float(metrics["loss"])))
+    assert np.isclose(results[0][1], results[1][1], atol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), results[0][0], results[1][0])
 
 
 def test_a_summary_that_does_not_fit_ends_the_conversation():
@@ -122,7 +120,7 @@ def test_a_summary_that_does_not_fit_ends_the_conversation():
 
 
 @pytest.mark.parametrize(("ending", "count"), [(LENGTH, 1), (ROOM, 0)])
-def test_a_summary_that_was_cut_off_counts_and_one_that_was_never_begun_does_not(ending: str, count: int):
+def test_a_truncated_summary_counts_and_one_never_begun_does_not(ending: str, count: int):
     respondent = CompactingRespondent(Scripted(), COMPACTION, PROMPTS, WIDTH)
     respondent.begin_context(1)
     respondent.send(0, [30] * 18)
@@ -133,8 +131,8 @@ def test_a_summary_that_was_cut_off_counts_and_one_that_was_never_begun_does_not
     assert respondent.summaries.tolist() == [count, 0, 0]
 
 
-def test_summaries_are_no_turns():
-    """Three turns in all, however many contexts they are in; then the conversation is cut off."""
+def test_summaries_do_not_count_as_turns():
+    """The limit of three turns covers all contexts of the conversation."""
     respondent = CompactingRespondent(Scripted(), COMPACTION, PROMPTS, WIDTH, turns=3)
     replies = dict[int, Any]()
     respondent.begin_context(1)
@@ -150,7 +148,7 @@ def test_summaries_are_no_turns():
     assert respondent.receive(wait=True) == [(0, Reply([], TURNS, cut=True))]
 
 
-def test_only_turns_with_the_end_that_the_request_continues_are_compacted():
+def test_only_turns_that_end_with_the_end_token_are_compacted():
     respondent = CompactingRespondent(Scripted(), replace(COMPACTION, end_token=7), PROMPTS, WIDTH)
     respondent.begin_context(1)
     for row, last in ((0, 7), (1, 8)):
@@ -158,5 +156,5 @@ def test_only_turns_with_the_end_that_the_request_continues_are_compacted():
     cut = Reply([], "summary: expected a turn that ends with token 7; got 8", cut=True)
     (_, asked), (_, other) = respondent.receive(wait=True)
     assert asked.tokens == [55, 56] and other == cut
-    respondent.send(0, [32, 8])  # the summary, which an answer follows
+    respondent.send(0, [32, 8])  # a summary with another last token
     assert respondent.receive(wait=True) == [(0, cut)] and respondent.next_prompts == {}

@@ -1,4 +1,4 @@
-"""Conversations: exact for every policy over several turns, whoever answers when."""
+"""Conversations replay exactly under every policy, in any order of answers."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from tests.under_test import POLICIES, SHAPES, gap, left_padded, make_params
 WIDTH, RESPONSE, VOCAB = 10, 96, 64
 LENGTHS = [10, 4, 7, 1]
 SHAPE = dataclasses.replace(SHAPES["GQA"], vocab_size=VOCAB)
-# One of 64 tokens on average ends a turn; with four of them turns of about 16 tokens.
+# Four of 64 tokens end a turn, so turns have about 16 tokens.
 CONFIG = RolloutConfig(
     max_new_tokens=RESPONSE, budget=14, buffer=5, eos_token_id=(7, 8, 9, 10), sampling=SamplingConfig(temperature=0.9)
 )
-MODEL, TALK = Decoder(SHAPE), ConversationConfig(turns=4)
+MODEL, CONVERSATION = Decoder(SHAPE), ConversationConfig(turns=4)
 Rule = Callable[[int, int], Any]
 
 
 class Scripted:
-    """Answers with tokens that follow from the row and the number of its turn.
+    """Answers with tokens that depend on the row and the turn.
 
     Args:
-      delay: polls after which a turn is answered. ending: why the conversation ends there. size: tokens of the answer.
-        All by row and turn, from 1.
+      delay: polls before the answer. ending: reason for which the conversation ends, or None. size: tokens of the
+        answer. All are functions of the row and the turn, which counts from 1.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ def inputs(config: ModelConfig = SHAPE) -> tuple[Any, Any, jax.Array]:
     return make_params(config), left_padded(LENGTHS, WIDTH, VOCAB), jax.random.key(3)
 
 
-def talk(
+def sample_conversations(
     name: str | EvictionPolicy,
     respondent: Scripted,
     config: RolloutConfig = CONFIG,
     model: Decoder = MODEL,
-    given: Any = None,
-    conversation: ConversationConfig = TALK,
+    arguments: Any = None,
+    conversation: ConversationConfig = CONVERSATION,
     decode_rows: int | None = None,
 ) -> Conversed:
     policy = POLICIES[name] if isinstance(name, str) else name
-    params, prompts, key = given or inputs(model.config)
+    params, prompts, key = arguments or inputs(model.config)
     options: Any = {"policy": policy, "config": config, "conversation": conversation, "decode_rows": decode_rows}
     return converse(model, params, prompts, key, respondent, **options)
 
@@ -101,20 +101,20 @@ def second_row_ends(row: int, turn: int) -> str | None:
 
 
 @cache
-def usual(name: str) -> tuple[Conversed, Scripted]:
+def default_conversations(name: str) -> tuple[Conversed, Scripted]:
     respondent = Scripted(ending=second_row_ends)
-    return talk(name, respondent), respondent
+    return sample_conversations(name, respondent), respondent
 
 
 FAST = ("Dense", "SnapKV")
-# Each has one of its kind among the others.
-LIKE_ANOTHER = ("Recent", "TOVA", "KeyDiff", "Knorm", "Pyramid", "Protect of StreamingLLM")
-OTHERS = tuple(name for name in POLICIES if name not in (*FAST, *LIKE_ANOTHER))
+# Similar to other policies; not run here.
+SIMILAR = ("Recent", "TOVA", "KeyDiff", "Knorm", "Pyramid", "Protect of StreamingLLM")
+OTHERS = tuple(name for name in POLICIES if name not in (*FAST, *SIMILAR))
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_exact_over_turns(name: str):
-    trajectory = usual(name)[0].trajectory
+    trajectory = default_conversations(name)[0].trajectory
     turns = np.asarray(trajectory.turns())
     assert (turns.max(axis=1) >= 3).sum() >= 2, turns.max(axis=1)
     difference = gap(MODEL, trajectory)
@@ -125,64 +125,64 @@ def test_exact_over_turns(name: str):
     t = mask.evicted_at
     assert gap(MODEL, trajectory, trajectory.dense_mask()).max() > 1e-2
     assert gap(MODEL, trajectory, ShadowMask(jnp.where((t > 0) & (t < NEVER), t + 1, t))).max() > 1e-3
-    mask.with_segments(mask.segments)  # raises where more keys are visible than the learner's attention gathers
+    mask.with_segments(mask.segments)  # raises unless the mask fits its segments
 
 
-def test_an_ending_named_as_a_limit_is_no_limit():
+def test_an_ending_named_like_a_limit_terminates_the_row():
     respondent = Scripted(ending=lambda row, turn: second_row_ends(row, turn) and LENGTH)
-    conversed = talk("SnapKV", respondent)
+    conversed = sample_conversations("SnapKV", respondent)
     assert conversed.endings[1] == LENGTH and bool(conversed.trajectory.terminated[1])
     assert np.asarray(conversed.trajectory.terminated).sum() == 1
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
         ([], "expected an answer of at least one token, or an ending; got none in conversation"),
         ([11, VOCAB], f"expected ids of an answer from 0 to {VOCAB - 1}, the model's vocabulary; got {VOCAB} in"),
         ([-1], "got -1 in conversation"),
     ],
 )
-def test_answers_that_the_model_cannot_read_are_refused(tokens: list[int], said: str):
+def test_empty_answers_and_invalid_ids_are_refused(tokens: list[int], message: str):
     respondent = Scripted()
     respondent.reply = lambda row, turn: Reply(tokens)
-    with pytest.raises(ValueError, match=said):
-        talk("SnapKV", respondent)
+    with pytest.raises(ValueError, match=message):
+        sample_conversations("SnapKV", respondent)
 
 
 @pytest.mark.parametrize("other", [-1, 0, 1, len(LENGTHS)])
 def test_a_reply_without_a_turn_is_refused(other: int):
-    """In a row that got its reply, in one that still samples or has ended, and in none."""
+    """For a row that has its reply, still samples or has ended, and for no row."""
     respondent = Scripted(ending=lambda row, turn: "done" if row == 1 else None)
     respondent.receive = lambda wait: [
         (row, respondent.reply(abs(row), 1)) for row in respondent.turns for row in (row, other)
     ]
     with pytest.raises(ValueError, match=f"one reply to each turn that was sent; got another of conversation {other}"):
-        talk("SnapKV", respondent)
+        sample_conversations("SnapKV", respondent)
 
 
-def test_no_turn_from_logits_that_are_not_finite_is_sent():
+def test_turns_from_non_finite_logits_are_not_sent():
     params, prompts, key = inputs()
     respondent = Scripted()
     params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
     with pytest.raises(NonFiniteLogitsError, match="expected finite logits in the sampler"):
-        talk(
+        sample_conversations(
             "SnapKV",
             respondent,
             dataclasses.replace(CONFIG, eos_token_id=tuple(range(VOCAB))),
-            given=(params, prompts, key),
+            arguments=(params, prompts, key),
         )
     assert not respondent.turns
 
 
-def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
-    conversed, respondent = usual("SnapKV")
+def test_turns_and_answers_are_adjacent():
+    conversed, respondent = default_conversations("SnapKV")
     trajectory = conversed.trajectory
     assert conversed.endings[1] == "done" and TURNS in conversed.endings
     assert np.asarray(trajectory.terminated).tolist() == [ending == "done" for ending in conversed.endings]
-    for row, said in respondent.turns.items():
+    for row, sent in respondent.turns.items():
         expected, turns = [], []
-        for number, tokens in enumerate(said, 1):
+        for number, tokens in enumerate(sent, 1):
             answer = respondent.reply(row, number).tokens
             expected += tokens + answer
             turns += [number] * len(tokens) + [0] * len(answer)
@@ -199,9 +199,9 @@ def test_tokens_of_turns_and_answers_have_no_gaps_between_them():
 
 @pytest.mark.parametrize("name", ["SnapKV", pytest.param("H2O", marks=pytest.mark.slow)])
 def test_slow_answers_change_nothing(name: str):
-    """Bit for bit: a row that waits keeps its keys and statistics, whatever the others do meanwhile."""
+    """Bitwise: a waiting row keeps its keys and statistics."""
     slow = Scripted(delay=lambda row, turn: (5 * row + 3 * turn) % 7, ending=second_row_ends)
-    delayed, at_once = talk(name, slow).trajectory, usual(name)[0].trajectory
+    delayed, at_once = sample_conversations(name, slow).trajectory, default_conversations(name)[0].trajectory
     jax.tree.map(np.testing.assert_array_equal, delayed, at_once)
 
 
@@ -209,7 +209,7 @@ SPANS = TokenSpans(open=60, close=61, summary=(62, 63))
 
 
 class Folding(Scripted):
-    """The first answer holds a span, and the second its summary: so the span goes while an answer is read."""
+    """Odd answers are spans, even ones their summaries, so spans are evicted while an answer is read."""
 
     def reply(self, row: int, turn: int) -> Reply:
         tokens = super().reply(row, turn).tokens
@@ -217,9 +217,9 @@ class Folding(Scripted):
         return Reply([60, *tokens, 61] if turn % 2 else [62, *tokens, 63], self.ending(row, turn))
 
 
-def folded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each token: the column of the token with which its span goes (`NEVER` without), and that of its close."""
-    gone, closed = np.full((2, len(tokens)), NEVER)
+def span_evictions(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Per token: the column at which its span is evicted (`NEVER` outside a span), and the column that closes it."""
+    evicted_at, closed = np.full((2, len(tokens)), NEVER)
     opened: int | None = None
     summary: int | None = None
     span: tuple[int, int] | None = None
@@ -232,9 +232,9 @@ def folded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             summary = column
         elif token == 63 and summary is not None and span is not None:
             inside = slice(span[0] + 1, span[1])
-            gone[inside], closed[inside] = column, span[1]
+            evicted_at[inside], closed[inside] = column, span[1]
             span = summary = None
-    return gone, closed
+    return evicted_at, closed
 
 
 @pytest.mark.parametrize(
@@ -242,23 +242,24 @@ def folded(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     [OnTokens(SPANS), pytest.param(OnTokens(SPANS, inner=SnapKV(window=4, kernel=3)), marks=pytest.mark.slow)],
     ids=["Dense", "SnapKV"],
 )
-def test_folds_of_a_conversation_are_exact(policy: OnTokens):
-    """A span that an answer opened goes with its summary. Two wrong linearisations of the same tokens miss."""
-    trajectory = talk(policy, Folding(size=lambda row, turn: 8 + row)).trajectory
+def test_spans_of_a_conversation_replay_exactly(policy: OnTokens):
+    """The end of its summary evicts a span. Two masks that are nearly right miss."""
+    trajectory = sample_conversations(policy, Folding(size=lambda row, turn: 8 + row)).trajectory
     mask: Any = trajectory.mask
     t = np.asarray(mask.evicted_at)
-    gone, closed = np.stack([folded(row) for row in np.asarray(trajectory.tokens)], axis=1)[:, :, None, None]
-    goes = np.broadcast_to(gone < NEVER, t.shape)
-    assert (goes.sum(axis=-1) > 4).sum() > 2
-    assert (t <= gone).all() and (policy.inner.evicts or (t[goes] == np.broadcast_to(gone, t.shape)[goes]).all())
+    spans = np.stack([span_evictions(row) for row in np.asarray(trajectory.tokens)], axis=1)
+    span_end, closed = np.broadcast_to(spans[:, :, None, None], (2, *t.shape))
+    in_span = span_end < NEVER
+    assert (in_span.sum(axis=-1) > 4).sum() > 2
+    assert (t <= span_end).all() and (policy.inner.evicts or (t[in_span] == span_end[in_span]).all())
     assert gap(MODEL, trajectory).max() <= 2e-5
-    kept = ShadowMask(jnp.asarray(np.where(t == gone, NEVER, t)))  # the learner sees text that the policy folded
-    early = ShadowMask(jnp.asarray(np.where(t == gone, closed + 1, t)))  # the text goes before its summary is read
+    kept = ShadowMask(jnp.asarray(np.where(t == span_end, NEVER, t)))  # spans are never evicted
+    early = ShadowMask(jnp.asarray(np.where(t == span_end, closed + 1, t)))  # evicted before the summary is read
     assert gap(MODEL, trajectory, kept).max() > 1e-3 and gap(MODEL, trajectory, early).max() > 1e-3
 
 
-def test_an_answer_longer_than_the_room_ends_the_conversation():
-    conversed = talk("SnapKV", Scripted(size=lambda row, turn: 500 if row == 2 else 3))
+def test_an_answer_that_does_not_fit_ends_the_conversation():
+    conversed = sample_conversations("SnapKV", Scripted(size=lambda row, turn: 500 if row == 2 else 3))
     trajectory, row = conversed.trajectory, 2
     assert conversed.endings[row] == ROOM and not bool(trajectory.terminated[row])
     assert set(np.asarray(trajectory.turns()[row])) <= {0, 1} and gap(MODEL, trajectory).max() <= 2e-5
@@ -266,7 +267,7 @@ def test_an_answer_longer_than_the_room_ends_the_conversation():
 
 def test_a_turn_longer_than_its_limit_ends_the_conversation():
     short = ConversationConfig(turns=3, turn_tokens=2)
-    conversed = talk("SnapKV", Scripted(), conversation=short)
+    conversed = sample_conversations("SnapKV", Scripted(), conversation=short)
     assert LENGTH in conversed.endings
     for ending, turns in zip(conversed.endings, np.asarray(conversed.trajectory.turns()), strict=True):
         tokens = np.bincount(turns[turns > 0])[1:]
@@ -274,7 +275,7 @@ def test_a_turn_longer_than_its_limit_ends_the_conversation():
 
 
 @pytest.mark.parametrize(
-    ("changes", "given", "expected"),
+    ("changes", "options", "expected"),
     [
         ({"eos_token_id": None}, {}, "which ends a turn; got neither"),
         ({"quant": QuantConfig(bits=4, group=5)}, {}, "expected quant None in a conversation"),
@@ -283,51 +284,51 @@ def test_a_turn_longer_than_its_limit_ends_the_conversation():
         ({}, {"decode_rows": 3}, "expected decode_rows that divide 4 conversations"),
     ],
 )
-def test_refused(changes: dict[str, Any], given: dict[str, Any], expected: str):
-    given = {"name": "SnapKV", "conversation": ConversationConfig(turn_tokens=2), **given}
+def test_unsupported_options_are_refused(changes: dict[str, Any], options: dict[str, Any], expected: str):
+    options = {"name": "SnapKV", "conversation": ConversationConfig(turn_tokens=2), **options}
     with pytest.raises(ValueError, match=expected):
-        talk(respondent=Scripted(), config=dataclasses.replace(CONFIG, **changes), **given)
+        sample_conversations(respondent=Scripted(), config=dataclasses.replace(CONFIG, **changes), **options)
 
 
-def test_a_conversation_is_no_record_to_certify():
+def test_certify_refuses_conversations():
     with pytest.raises(ValueError, match="expected responses of sampled tokens only; got a conversation"):
-        arrays_of(usual("SnapKV")[0].trajectory)
+        arrays_of(default_conversations("SnapKV")[0].trajectory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SnapKV", "Dense"])
-def test_conversations_that_wait_give_their_rows_away(name: str):
-    """Four conversations in two rows: the same, but for what rounding decides, and fewer idle steps."""
+def test_waiting_conversations_free_their_rows(name: str):
+    """Four conversations in two rows: the same tokens and masks, and fewer idle steps."""
     waits: dict[str, Any] = {"delay": lambda row, turn: 2 + row % 2, "ending": second_row_ends}
-    given = talk(name, Scripted(**waits), decode_rows=2)
-    assert given.stats.moved > 4 and gap(MODEL, given.trajectory).max() <= 2e-5
-    kept = usual(name)[0]
-    assert given.endings == kept.endings
+    moved = sample_conversations(name, Scripted(**waits), decode_rows=2)
+    assert moved.stats.moved > 4 and gap(MODEL, moved.trajectory).max() <= 2e-5
+    expected = default_conversations(name)[0]
+    assert moved.endings == expected.endings
     for field in ("tokens", "valid", "sampled"):
-        np.testing.assert_array_equal(getattr(given.trajectory, field), getattr(kept.trajectory, field))
-    np.testing.assert_array_equal(given.trajectory.mask.evicted_at, kept.trajectory.mask.evicted_at)
-    all_rows = talk(name, Scripted(**waits))
-    assert given.stats.utilisation > all_rows.stats.utilisation
+        np.testing.assert_array_equal(getattr(moved.trajectory, field), getattr(expected.trajectory, field))
+    np.testing.assert_array_equal(moved.trajectory.mask.evicted_at, expected.trajectory.mask.evicted_at)
+    all_rows = sample_conversations(name, Scripted(**waits))
+    assert moved.stats.utilisation > all_rows.stats.utilisation
 
 
-def test_parked_conversations_come_back_to_the_device_of_the_others():
-    """The host parks them on its first device; the model is on the second, as on an accelerator."""
+def test_parked_conversations_return_to_the_device_of_the_model():
+    """The first device of the host parks them; the model is on the second, as on an accelerator."""
     device, model = jax.devices()[1], Decoder(dataclasses.replace(SHAPE, num_layers=1))
     respondent = Scripted(delay=lambda row, turn: 2 + row % 2)
-    given = jax.device_put(inputs(model.config), device)
-    conversed = talk("SnapKV", respondent, model=model, given=given, decode_rows=2)
+    arguments = jax.device_put(inputs(model.config), device)
+    conversed = sample_conversations("SnapKV", respondent, model=model, arguments=arguments, decode_rows=2)
     assert conversed.stats.moved and conversed.trajectory.tokens.devices() == {device}
 
 
-def test_conversations_do_not_move_between_devices():
+def test_decode_rows_are_refused_on_several_devices():
     mesh, (params, prompts, key) = make_mesh(2, 1, 1), inputs()
-    given = shard_tree(params, mesh), shard_batch(prompts, mesh), key
+    arguments = shard_tree(params, mesh), shard_batch(prompts, mesh), key
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="expected decode_rows None .*; got 2 on 2 devices"):
-        talk("SnapKV", Scripted(), given=given, decode_rows=2)
+        sample_conversations("SnapKV", Scripted(), arguments=arguments, decode_rows=2)
 
 
 def test_a_segment_needs_no_second_cache():
-    """17 rows are no whole number of parts."""
+    """17 rows do not divide into the 16 parts of `row_parts`."""
     config = RolloutConfig(248, budget=96, buffer=16, eos_token_id=7)
     sampler = conversation_sampler(Decoder(WIDE), H2O(), config, 8)
 

@@ -1,4 +1,4 @@
-"""Several tokens may end a response: in the sampler, in the drawable tokens, and in the commands."""
+"""Several end tokens: in the sampler, the drawable tokens and the commands."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_default_and_named_end_tokens(tmp_path: Path):
 def test_a_dry_run_prints_end_tokens_and_special_stops_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_random_checkpoint(tmp_path / "model", config=tiny_model_config(num_layers=1, max_positions=2048))
     with_generation_config(tmp_path / "model", eos_token_id=[258, 256])
-    words = ["grpo", "--model", f"{tmp_path}/model", "--dataset", "reasoning_gym:basic_arithmetic", "--dataset-size"]
-    words += ["20", "--budget", "96", "--output-dir", f"{tmp_path}/run", "--dry-run"]
-    main(words)
+    flags = ["grpo", "--model", f"{tmp_path}/model", "--dataset", "reasoning_gym:basic_arithmetic", "--dataset-size"]
+    flags += ["20", "--budget", "96", "--output-dir", f"{tmp_path}/run", "--dry-run"]
+    main(flags)
     assert "a completion ends with: <|endoftext|> (256), <|im_end|> (258)" in capsys.readouterr().out
-    said = error_of([*words, "--stop", "<|im_end|>"], capsys)
-    assert "special token '<|im_end|>'" in said and "eos_token_id is --eos-token" in said
+    message = error_of([*flags, "--stop", "<|im_end|>"], capsys)
+    assert "special token '<|im_end|>'" in message and "eos_token_id is --eos-token" in message

@@ -1,4 +1,4 @@
-"""The engine: rows come and go, and every one is what it would be in a batch of its own; caches stay where they are."""
+"""The engine: rows equal those of a fixed batch on any schedule, and caches are updated in place."""
 
 from __future__ import annotations
 
@@ -50,15 +50,17 @@ def prompts() -> PromptBatch:
     return left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
 
 
-def run(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, model: Decoder = MODEL, **given: Any) -> Rollout:
+def run(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, model: Decoder = MODEL, **options: Any) -> Rollout:
     engine = Engine(model, policy, sizes, decode_rows=3, prefill_rows=2)
-    return engine.run(make_params(model.config), prompts(), jax.random.key(1), group_size=GROUP, **given)
+    return engine.run(make_params(model.config), prompts(), jax.random.key(1), group_size=GROUP, **options)
 
 
-def fixed(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, model: Decoder = MODEL, **given: Any) -> Trajectory:
-    """All rows at once."""
+def fixed(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, model: Decoder = MODEL, **options: Any) -> Trajectory:
+    """The same rows in one batch."""
     params = make_params(model.config)
-    return rollout(model, params, prompts(), jax.random.key(1), policy=policy, config=sizes, group_size=GROUP, **given)
+    return rollout(
+        model, params, prompts(), jax.random.key(1), policy=policy, config=sizes, group_size=GROUP, **options
+    )
 
 
 def check_equal(got: Any, expected: Any) -> None:
@@ -75,19 +77,19 @@ def check_equal(got: Any, expected: Any) -> None:
 
 
 def check_alike(policy: EvictionPolicy, sizes: RolloutConfig, model: Decoder = MODEL) -> Trajectory:
-    """Rows of an engine are what they are in a fixed batch, and the learner finds the sampler's probabilities."""
+    """Checks that rows of the engine equal a fixed batch, and that the learner replays them."""
     done = run(policy, sizes, model, limits=LIMITS).trajectory
     check_equal(done, fixed(policy, sizes, model, limits=LIMITS))
     assert gap(model, done).max() <= 2e-5
     return done
 
 
-# Prompts in chunks and filters have nothing to do with each other: two of both, together.
+# Prefill chunks and filters are independent, so two cases have both.
 FILTERED = replace(
     SIZES, sampling=SamplingConfig(temperature=0.8, top_k=6, top_p=0.9), min_new_tokens=6, prefill_chunk=5
 )
-SHORT = replace(SIZES, buffer=3)  # shorter than SnapKV's window: queries of the prompt outlive the first segment
-ALIKE: dict[str, tuple[EvictionPolicy, RolloutConfig]] = {
+SHORT = replace(SIZES, buffer=3)  # shorter than SnapKV's window, which still has prompt queries after the first segment
+CASES: dict[str, tuple[EvictionPolicy, RolloutConfig]] = {
     "SnapKV": (POLICIES["SnapKV"], SHORT),
     "Random": (POLICIES["Random"], SHORT),
     "Pyramid of H2O": (POLICIES["Pyramid of H2O"], SHORT),
@@ -101,16 +103,16 @@ ALIKE: dict[str, tuple[EvictionPolicy, RolloutConfig]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALIKE)
-def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
-    policy, sizes = ALIKE[name]
+@pytest.mark.parametrize("name", CASES)
+def test_rows_equal_those_of_a_fixed_batch(name: str):
+    policy, sizes = CASES[name]
     done = check_alike(policy, sizes, TWO_LAYERS if name.startswith("Pyramid") else MODEL)
     lengths, ended = np.asarray(done.lengths()), np.asarray(done.terminated)
     assert (lengths[~ended] == LIMITS[~ended]).all() and not ended.all()
     assert ended.any() or sizes.min_new_tokens, "choose another key: some rows should end by themselves"
     if policy.evicts:
         assert done.mask.segments
-        done.mask.with_segments(done.mask.segments)  # raises otherwise
+        done.mask.with_segments(done.mask.segments)  # raises unless the mask fits its segments
 
 
 @pytest.mark.slow
@@ -120,9 +122,8 @@ def test_rows_are_what_they_are_in_a_fixed_batch(name: str):
     seed=st.integers(0, 2**31 - 1),
 )
 @settings(deadline=None, max_examples=12)
-def test_any_schedule(lengths: list[int], limits: list[int], seed: int):
-    """Whatever prompts and lengths there are, in a cache of three rows. (Key norms would do less well here: they do not
-    change with the position, so that equal tokens tie in the first layer, but for rounding.)"""
+def test_rows_on_any_schedule_equal_those_of_a_fixed_batch(lengths: list[int], limits: list[int], seed: int):
+    """Not under Knorm: norms do not depend on the position, so equal tokens nearly tie in the first layer."""
     batch, params = left_padded(lengths, WIDTH, SHAPE.vocab_size, seed), make_params(SHAPE)
     key, bounds = jax.random.key(seed), np.array(limits)
     engine = Engine(MODEL, KeyDiff(), SIZES, decode_rows=3, prefill_rows=2)
@@ -134,14 +135,14 @@ def test_any_schedule(lengths: list[int], limits: list[int], seed: int):
     assert done.stats.tokens == done.trajectory.lengths().sum()
 
 
-NOTHING = jnp.zeros((3, SHAPE.vocab_size), jnp.uint8)
-STOP = StopTable(NOTHING.at[:2, 9].set(1).at[1, :5].set(2).at[2].set(2))
+NO_MATCH = jnp.zeros((3, SHAPE.vocab_size), jnp.uint8)
+STOP = StopTable(NO_MATCH.at[:2, 9].set(1).at[1, :5].set(2).at[2].set(2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shortest", [0, 5])
 def test_stop_strings(shortest: int):
-    """A 9, and one of 0 to 4 behind it, but not before the minimum length. Where another row was, it begins anew."""
+    """A 9, then a token from 0 to 4, not before the minimum length. A reused decode row restarts the match."""
     sizes = replace(SIZES, eos_token_id=None, min_new_tokens=shortest, max_new_tokens=60)
     warm = replace(sizes, sampling=SamplingConfig(temperature=1.0, top_k=12))
     done, expected = run(H2O(), warm, stop=STOP).trajectory, fixed(H2O(), warm, stop=STOP)
@@ -156,21 +157,20 @@ def test_stop_strings(shortest: int):
         run(H2O(), warm, stop=StopTable(STOP.next_state[:, :39]))
 
 
-def test_keys_of_rows_may_be_given():
-    """The same row, somewhere else among others: the same tokens."""
+def test_a_row_with_its_own_key_does_not_depend_on_the_order():
     params, batch, key = make_params(SHAPE), prompts(), jax.random.key(1)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(6))
     order = np.array([3, 5, 0, 1, 4, 2])
     engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
-    there = engine.run(params, batch, key).trajectory
-    turned = engine.run(params, jax.tree.map(lambda x: x[order], batch), keys[order]).trajectory
-    np.testing.assert_array_equal(turned.tokens, np.asarray(there.tokens)[order])
+    expected = engine.run(params, batch, key).trajectory
+    reordered = engine.run(params, jax.tree.map(lambda x: x[order], batch), keys[order]).trajectory
+    np.testing.assert_array_equal(reordered.tokens, np.asarray(expected.tokens)[order])
     with pytest.raises(ValueError, match=r"one for each of 6 rows; got keys of shape \(5,\)"):
         engine.run(params, batch, keys[:5])
     with pytest.raises(ValueError, match="expected threefry keys.* got rbg"):
         engine.run(params, batch, jax.random.key(0, impl="rbg"))
     with pytest.raises(ValueError, match=r"expected threefry keys.* got uint32\[2\]"):
-        unwrap(row_keys)(jax.random.PRNGKey(0), 6)  # behind the types that tests check
+        unwrap(row_keys)(jax.random.PRNGKey(0), 6)  # without the type checks of tests
     with pytest.raises(ValueError, match="expected threefry keys.* got int32"):
         unwrap(row_keys)(7, 6)
 
@@ -182,13 +182,13 @@ def _prefilled() -> Prefilled:
 
 
 @pytest.mark.slow
-def test_on_a_mesh():
+def test_rows_on_a_mesh_equal_those_of_a_fixed_batch():
     """Rows over four devices, KV heads over two."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     engine = Engine(MODEL, H2O(), SIZES, decode_rows=4, prefill_rows=4, mesh=mesh)
-    there = engine.run(make_params(SHAPE), prompts(), jax.random.key(1), group_size=GROUP, limits=LIMITS)
-    check_equal(there.trajectory, fixed(H2O(), limits=LIMITS))
-    tokens: Any = there.trajectory.tokens
+    done = engine.run(make_params(SHAPE), prompts(), jax.random.key(1), group_size=GROUP, limits=LIMITS)
+    check_equal(done.trajectory, fixed(H2O(), limits=LIMITS))
+    tokens: Any = done.trajectory.tokens
     assert tokens.sharding.spec == PartitionSpec(("data", "fsdp"))
     with jax.set_mesh(mesh):
         state: Any = engine_module._empty(_prefilled(), 4)
@@ -201,11 +201,11 @@ def test_on_a_mesh():
         replace(engine, decode_rows=6)
 
 
-# What it takes.
+# Statistics.
 
 
 def test_utilisation_by_hand():
-    """Three decode rows, segments of four. Rows of 8, 2, 7 and 3: the last takes the place of the second after four."""
+    """Three decode rows, segments of four. Rows of 8, 2, 7 and 3: the last replaces the second after four steps."""
     engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
     batch = left_padded([3, 3, 3, 3], WIDTH, SHAPE.vocab_size)
     stats = engine.run(make_params(SHAPE), batch, jax.random.key(0), limits=np.array([8, 2, 7, 3])).stats
@@ -215,12 +215,12 @@ def test_utilisation_by_hand():
 
 
 def test_progress():
-    said: list[Progress] = []
-    stats = run(Knorm(), limits=LIMITS, report=said.append).stats
-    assert len(said) == stats.segments and said[-1].tokens == stats.tokens
-    assert said[-1].finished == said[-1].rows == ROWS
-    assert all(before.tokens < after.tokens for before, after in zip(said, said[1:], strict=False))
-    assert all(1 <= progress.live <= progress.decode_rows == 3 for progress in said)
+    reports: list[Progress] = []
+    stats = run(Knorm(), limits=LIMITS, report=reports.append).stats
+    assert len(reports) == stats.segments and reports[-1].tokens == stats.tokens
+    assert reports[-1].finished == reports[-1].rows == ROWS
+    assert all(before.tokens < after.tokens for before, after in zip(reports, reports[1:], strict=False))
+    assert all(1 <= progress.live <= progress.decode_rows == 3 for progress in reports)
 
 
 def test_buckets():
@@ -230,7 +230,7 @@ def test_buckets():
 # Memory.
 
 WIDE = tiny_model_config(vocab_size=64, num_layers=2, hidden_size=64, head_dim=32)
-SLOTS = 17  # not a whole number of parts
+SLOTS = 17  # does not divide into the 16 parts of `row_parts`
 
 
 @cache
@@ -245,14 +245,14 @@ def compiled_segment(policy: EvictionPolicy) -> Any:
     return engine_module._segment.lower(sampler, params, state, None).compile()
 
 
-def cache_sized(hlo: str, shape: str) -> list[str]:
-    """Operations that make an array of a layer's keys or values, in-place updates aside."""
+def cache_copies(hlo: str, shape: str) -> list[str]:
+    """Operations that create an array of a layer's keys or values, other than in-place updates."""
     made = re.findall(rf"^\s*(ROOT )?%(\S+) = {re.escape(shape)}\S* (\w[\w-]*)\((.*)$", hlo, re.MULTILINE)
     updates = {name for _, name, kind, _ in made if kind == "dynamic-update-slice"}
     in_place = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice"}
 
-    def harmless(kind: str, rest: str) -> bool:
-        """Of a fusion, its root must be an update."""
+    def is_in_place(kind: str, rest: str) -> bool:
+        """A fusion is in place if its root is an update."""
         called = re.search(r"calls=%(\S+?),", rest)
         if kind != "fusion" or called is None:
             return kind in in_place
@@ -261,17 +261,16 @@ def cache_sized(hlo: str, shape: str) -> list[str]:
         return root is not None and root[1] in updates
 
     assert updates, "nothing is written into the cache"
-    return [name for _, name, kind, rest in made if not harmless(kind, rest)]
+    return [name for _, name, kind, rest in made if not is_in_place(kind, rest)]
 
 
 @pytest.mark.parametrize(("policy", "slots"), [(H2O(), 96 + 16), (Dense(), 256)])
-def test_the_cache_stays_where_it_is(policy: EvictionPolicy, slots: int):
-    """Nothing of a cache's size is made, neither in the loop nor at the compression, but by updates in place; all state
-    is aliased, and little more than keys and values; what else the program needs is small."""
+def test_the_cache_is_updated_in_place(policy: EvictionPolicy, slots: int):
+    """Neither the loop nor the compression copies a cache. All state is aliased, and temporaries are small."""
     compiled = compiled_segment(policy)
     shape = f"f32[{SLOTS},{WIDE.num_kv_heads},{slots},{WIDE.head_dim}]"
     hlo = compiled.as_text()
-    assert shape in hlo and cache_sized(hlo, shape) == []
+    assert shape in hlo and cache_copies(hlo, shape) == []
     sizes: Any = compiled.memory_analysis()
     expected = cache_bytes(WIDE, policy, RolloutConfig(248, budget=96, buffer=16), 8, SLOTS)
     assert expected <= sizes.alias_size_in_bytes <= 1.05 * expected
@@ -281,8 +280,7 @@ def test_the_cache_stays_where_it_is(policy: EvictionPolicy, slots: int):
 # Errors.
 
 
-def test_another_default_generator():
-    """JAX may be told to make other keys by default; ours are threefry's all the same."""
+def test_samples_do_not_depend_on_the_default_prng_implementation():
     key = jax.random.key(1, impl="threefry2x32")
     engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
     expected = engine.run(make_params(SHAPE), prompts(), key).trajectory
@@ -291,33 +289,31 @@ def test_another_default_generator():
     np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
-def test_a_broken_model_is_refused():
-    """NaN in a matrix: the run ends with the reason, instead of a trajectory of tokens that mean nothing."""
+def test_non_finite_logits_are_refused():
     params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(SHAPE))
     engine = Engine(MODEL, Knorm(), SIZES, decode_rows=3, prefill_rows=2)
     with pytest.raises(FloatingPointError, match="expected finite logits in the sampler; got NaN .* 3 of 3 rows"):
         engine.run(params, prompts(), jax.random.key(0))
 
 
-def test_bad_sizes():
+def test_decode_rows_below_one_are_refused():
     with pytest.raises(ValueError, match="decode_rows >= 1, a whole number; got 0"):
         Engine(MODEL, Knorm(), SIZES, decode_rows=0)
 
 
-def test_mesh_with_other_axes():
+def test_a_mesh_with_other_axes_is_refused():
     with pytest.raises(ValueError, match=r"expected a mesh of smd.make_mesh, with the axes .*; got \('x',\)"):
         Engine(MODEL, Knorm(), SIZES, decode_rows=8, mesh=Mesh(np.array(jax.devices()), ("x",)))
 
 
 def test_a_trajectory_follows_the_parameters_to_their_device():
-    there = jax.devices()[1]
-    found = Engine(MODEL, Knorm(), SIZES, 2).run(
-        jax.device_put(make_params(SHAPE), there), prompts(), jax.random.key(0)
-    )
-    assert replay(MODEL, jax.device_put(make_params(SHAPE), there), found.trajectory).logprobs.devices() == {there}
+    device = jax.devices()[1]
+    params = jax.device_put(make_params(SHAPE), device)
+    done = Engine(MODEL, Knorm(), SIZES, 2).run(params, prompts(), jax.random.key(0))
+    assert replay(MODEL, params, done.trajectory).logprobs.devices() == {device}
 
 
-def test_mesh_of_another_process(monkeypatch: pytest.MonkeyPatch):
+def test_a_mesh_of_another_process_is_refused(monkeypatch: pytest.MonkeyPatch):
     mesh = make_mesh(data=len(jax.devices()))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with pytest.raises(ValueError, match=r"give each process a separate engine .* processes \[0\]"):
@@ -328,8 +324,7 @@ def test_mesh_of_another_process(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_compiles_once():
-    """Whatever the lengths of prompts and responses: one program for segments, one to seat rows, one per bucket.
-    The last test of the file, because the others would have to find their programs again."""
+    """One program for segments, one to seat rows, one per bucket. The last test of the file: it clears the programs."""
     jitted: list[Any] = [engine_module._segment, engine_module._seat, engine_module._prefill]
     for function in jitted:
         function.clear_cache()

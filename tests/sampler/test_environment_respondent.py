@@ -27,8 +27,8 @@ KINDS = ("counts", "ends", "raises", "hangs", "another prompt", "cannot begin", 
 ROWS = [{"prompt": kind} for kind in KINDS]
 
 
-class Odd:
-    """Counts turns, or fails in the second one, as its row says."""
+class Flaky:
+    """Counts turns, or fails in the second one, depending on its row."""
 
     def reset(self, row: dict[str, Any]) -> str:
         self.kind, self.turn = row["prompt"], 0
@@ -52,9 +52,9 @@ class Odd:
 
 
 @pytest.fixture(scope="module")
-def talked() -> tuple[Any, Any]:
-    found = open_environments(Odd, 0.5)
-    respondent = EnvironmentRespondent(found, Dialogue(TOKENIZER), TOKENIZER, ROWS, group_size=2, prompt_width=16)
+def sampled() -> tuple[Any, Any]:
+    opened = open_environments(Flaky, 0.5)
+    respondent = EnvironmentRespondent(opened, Dialogue(TOKENIZER), TOKENIZER, ROWS, group_size=2, prompt_width=16)
     conversed = converse(
         MODEL,
         random_params(MODEL.config),
@@ -66,30 +66,30 @@ def talked() -> tuple[Any, Any]:
         conversation=ConversationConfig(turns=3),
         group_size=2,
     )
-    found.close()
+    opened.close()
     return conversed, respondent.conversations
 
 
-def of_kind(talked: tuple[Any, Any], kind: str) -> list[tuple[int, str, Any]]:
-    conversed, conversations = talked
+def of_kind(sampled: tuple[Any, Any], kind: str) -> list[tuple[int, str, Any]]:
+    conversed, conversations = sampled
     first = 2 * KINDS.index(kind)
     return [(row, conversed.endings[row], conversations[row]) for row in (first, first + 1)]
 
 
-def test_tokens_are_the_texts(talked: tuple[Any, Any]):
-    trajectory = talked[0].trajectory
-    for row, ending, said in of_kind(talked, "counts"):
-        assert ending == TURNS and said.rewards == [0.5] * 3 and said.reward == 1.5
-        assert said.prompt == "counts?" and said.answers == [" turn 1 ", " turn 2 ", " turn 3 "]
+def test_tokens_decode_to_the_texts(sampled: tuple[Any, Any]):
+    trajectory = sampled[0].trajectory
+    for row, ending, conversation in of_kind(sampled, "counts"):
+        assert ending == TURNS and conversation.rewards == [0.5] * 3 and conversation.reward == 1.5
+        assert conversation.prompt == "counts?" and conversation.answers == [" turn 1 ", " turn 2 ", " turn 3 "]
         valid = np.asarray(trajectory.valid[row])
         text = TOKENIZER.decode(np.asarray(trajectory.tokens[row])[valid].tolist(), skip_special_tokens=True)
-        turns = said.turns
-        assert text == said.prompt + "".join(turns[0] + " turn 1 " + turns[1] + " turn 2 " + turns[2])
+        turns = conversation.turns
+        assert text == conversation.prompt + "".join(turns[0] + " turn 1 " + turns[1] + " turn 2 " + turns[2])
 
 
-def test_an_environment_ends_its_conversation(talked: tuple[Any, Any]):
-    for row, ending, said in of_kind(talked, "ends"):
-        assert ending == DONE and bool(talked[0].trajectory.terminated[row]) and said.rewards == [0.5, 0.5]
+def test_an_environment_ends_its_conversation(sampled: tuple[Any, Any]):
+    for row, ending, conversation in of_kind(sampled, "ends"):
+        assert ending == DONE and bool(sampled[0].trajectory.terminated[row]) and conversation.rewards == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -103,20 +103,20 @@ def test_an_environment_ends_its_conversation(talked: tuple[Any, Any]):
         ("long", "prompt: expected a prompt of 1 to 16 tokens; got 17"),
     ],
 )
-def test_a_failure_ends_its_conversation_alone(talked: tuple[Any, Any], kind: str, ending: str):
-    for _, got, said in of_kind(talked, kind):
-        assert got.startswith(ending) and np.isnan(said.reward) and said.failure is not None
-        assert len(said.turns) == (0 if kind in ("cannot begin", "long") else 2)
+def test_a_failure_ends_only_its_conversation(sampled: tuple[Any, Any], kind: str, ending: str):
+    for _, got, conversation in of_kind(sampled, kind):
+        assert got.startswith(ending) and np.isnan(conversation.reward) and conversation.failure is not None
+        assert len(conversation.turns) == (0 if kind in ("cannot begin", "long") else 2)
 
 
-def test_conversations_of_a_row_share_their_prompt(talked: tuple[Any, Any]):
-    (_, _, first), (_, ending, second) = of_kind(talked, "another prompt")
+def test_conversations_of_a_row_need_the_same_prompt(sampled: tuple[Any, Any]):
+    (_, _, first), (_, ending, second) = of_kind(sampled, "another prompt")
     assert first.failure is None and first.prompt != second.prompt
     assert ending.startswith("reset: expected the same prompt") and np.isnan(second.reward)
 
 
-class Listens:
-    """Begins with what its row says, and answers with the turn that it reads."""
+class Echo:
+    """Begins with the row's prompt, and answers with the turn between two z's."""
 
     def reset(self, row: dict[str, Any]) -> str:
         return row["prompt"]
@@ -125,21 +125,21 @@ class Listens:
         return f"z{text}z", 0.0, False
 
 
-def test_a_token_that_the_model_lacks_is_a_failure_of_its_conversation():
-    """As of a tokenizer with image tokens that the embedding does not have."""
-    given: Any = EnvironmentsHere(Listens), Dialogue(TOKENIZER), TOKENIZER, [{"prompt": "abc"}, {"prompt": "xyz"}]
-    respondent = EnvironmentRespondent(*given, group_size=1, prompt_width=16, vocab_size=122)
-    said = "vocabulary: expected tokens below 122, the model's; got 122, 'z'"
-    assert str(respondent.conversations[1].failure) == said and np.asarray(respondent.prompts.valid)[1].sum() == 1
+def test_a_token_outside_the_vocabulary_fails_its_conversation():
+    """As with a tokenizer's image tokens that the embedding lacks."""
+    arguments: Any = EnvironmentsHere(Echo), Dialogue(TOKENIZER), TOKENIZER, [{"prompt": "abc"}, {"prompt": "xyz"}]
+    respondent = EnvironmentRespondent(*arguments, group_size=1, prompt_width=16, vocab_size=122)
+    failure = "vocabulary: expected tokens below 122, the model's; got 122, 'z'"
+    assert str(respondent.conversations[1].failure) == failure and np.asarray(respondent.prompts.valid)[1].sum() == 1
     for row in (0, 1):
         respondent.send(row, [97])
     assert dict(respondent.receive(wait=True)) | dict(respondent.receive(wait=False)) == {
-        row: Reply([], said) for row in (0, 1)
+        row: Reply([], failure) for row in (0, 1)
     }
     assert np.isnan([each.reward for each in respondent.conversations]).all()
 
 
-def test_a_row_sets_variables_of_its_template():
+def test_a_row_sets_variables_of_the_chat_template():
     tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ 'bot' if m.role == 'assistant' else style }}]{{ m.content }}<|im_end|>{% endfor %}"
@@ -147,7 +147,9 @@ def test_a_row_sets_variables_of_its_template():
     )
     rows = [{"prompt": "counts", "chat_template_kwargs": {"style": style}} for style in ("short", "long")]
     dialogue = Dialogue(tokenizer, {"style": "plain"})
-    respondent = EnvironmentRespondent(EnvironmentsHere(Odd), dialogue, tokenizer, rows, group_size=1, prompt_width=64)
+    respondent = EnvironmentRespondent(
+        EnvironmentsHere(Flaky), dialogue, tokenizer, rows, group_size=1, prompt_width=64
+    )
     prompts = [each.prompt for each in respondent.conversations]
     assert prompts == ["[short]counts?<|im_end|>[bot]", "[long]counts?<|im_end|>[bot]"]
     respondent.send(1, tokenizer.encode("a<|im_end|>"))
@@ -159,12 +161,12 @@ def test_a_turn_keeps_special_tokens_but_not_its_end():
     tokenizer: Any = byte_tokenizer(chat=False)
     tokenizer.add_special_tokens({"bos_token": "<s>", "unk_token": "<unk>"})
     tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "</tool_call>", "<|eom|>"]})
-    given: Any = EnvironmentsHere(Listens), Dialogue(tokenizer), tokenizer, [{"prompt": "a"}]
-    respondent = EnvironmentRespondent(*given, group_size=1, prompt_width=8)
+    arguments: Any = EnvironmentsHere(Echo), Dialogue(tokenizer), tokenizer, [{"prompt": "a"}]
+    respondent = EnvironmentRespondent(*arguments, group_size=1, prompt_width=8)
     call = "<tool_call>{}</tool_call>"
     for text in (f"<s>a<unk> <|endoftext|>{call}<|im_end|>", f"a {call}<|eom|>", f"a {call}b"):
         respondent.send(0, tokenizer.encode(text, add_special_tokens=False))
         respondent.receive(wait=True)
-    said = respondent.conversations[0]
-    assert said.turns == [f"a {call}", f"a {call}", f"a {call}b"]
-    assert said.answers == [f"z{turn}z" for turn in said.turns]
+    conversation = respondent.conversations[0]
+    assert conversation.turns == [f"a {call}", f"a {call}", f"a {call}b"]
+    assert conversation.answers == [f"z{turn}z" for turn in conversation.turns]

@@ -1,8 +1,7 @@
-"""The first test of the library: under the recorded mask the learner gives the sampler's own probabilities again.
+"""The identity: under the recorded mask the learner's probabilities equal the sampler's, for every policy.
 
-Every policy runs with a budget far below the length, most of them in GQA and one of every kind in MHA, in batches whose
-prompts differ in length and whose rows end at different times; two layers, 256 response tokens. The same tests show
-that they can fail: a dense learner, a mask that heads or layers share and a mask that is one column off all miss.
+Budgets are far below the length, prompts have unequal lengths, and rows end at different times. A dense learner and
+masks that are nearly right must miss.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ PER_HEAD = SELECTIVE - {"TOVA"}  # and between heads
 def roll(
     shape: ModelConfig, policy: EvictionPolicy, config: RolloutConfig, sampler: Callable[..., Trajectory] = rollout
 ) -> tuple[Decoder, Trajectory]:
-    """A batch with unequal prompts, of which some rows end early and others do not: asserted, not hoped."""
+    """Samples unequal prompts, and asserts that some rows end early and others do not."""
     model, prompts = Decoder(shape), left_padded(LENGTHS, WIDTH, shape.vocab_size)
     trajectory = sampler(model, make_params(shape), prompts, jax.random.key(KEY), policy=policy, config=config)
     lengths = np.asarray(trajectory.lengths())
@@ -59,7 +58,7 @@ def roll(
     return model, trajectory
 
 
-def spoiled(mask: Any, name: str) -> dict[str, ShadowMask]:
+def wrong_masks(mask: Any, name: str) -> dict[str, ShadowMask]:
     """Masks that are nearly right."""
     t = mask.evicted_at
     evicted = (t > 0) & (t < NEVER)
@@ -75,51 +74,48 @@ def spoiled(mask: Any, name: str) -> dict[str, ShadowMask]:
     return masks
 
 
-# One of every kind where heads share nothing, with a budget and a buffer that divide neither each other nor the length.
+# One policy of every kind runs in MHA, with a budget and a buffer that divide neither each other nor the length.
 IN_MHA = {"StreamingLLM", "SnapKV", "Random", "Pyramid of H2O"}
-FAR_BELOW = [(name, "MHA", ODD) if name in IN_MHA else (name, "GQA", SMALL) for name in POLICIES]
+CASES = [(name, "MHA", ODD) if name in IN_MHA else (name, "GQA", SMALL) for name in POLICIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape", "config"), FAR_BELOW, ids=[f"{name}-{shape}" for name, shape, _ in FAR_BELOW]
-)
-def test_budget_far_below_the_length(name: str, shape: str, config: RolloutConfig):
+@pytest.mark.parametrize(("name", "shape", "config"), CASES, ids=[f"{name}-{shape}" for name, shape, _ in CASES])
+def test_the_learner_replays_every_policy(name: str, shape: str, config: RolloutConfig):
     run = roll(SHAPES[shape], POLICIES[name], config)
     difference = gap(*run)
     assert len(difference) > RESPONSE and difference.max() <= 2e-5
     if not POLICIES[name].evicts:
         return
     assert gap(*run, run[-1].dense_mask()).max() > 1e-2
-    for kind, mask in spoiled(run[-1].mask, name).items():
+    for kind, mask in wrong_masks(run[-1].mask, name).items():
         assert gap(*run, mask).max() > 1e-2, f"the learner does not notice that the mask is {kind}"
 
 
-KEEPING = [case for case in FAR_BELOW if POLICIES[case[0]].evicts]
-# By position, by attention, with budgets of its own; and in both shapes.
+EVICTING = [case for case in CASES if POLICIES[case[0]].evicts]
+# By position, by attention, with budgets per layer; in both shapes.
 QUICK = {"StreamingLLM", "H2O", "Pyramid of H2O"}
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "config"),
-    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in KEEPING],
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in EVICTING],
 )
-def test_masks_keep_to_their_segments(name: str, shape: str, config: RolloutConfig):
-    """What the learner's attention relies on when it gathers keys: also in rows that ended long before the others."""
+def test_masks_fit_their_segments(name: str, shape: str, config: RolloutConfig):
+    """The learner's attention relies on this when it gathers keys, also in rows that ended early."""
     mask: Any = roll(SHAPES[shape], POLICIES[name], config)[-1].mask
     budgets = [segments.budget for segments in mask.segments]
     assert budgets == list(POLICIES[name].layer_budgets(config.budget, len(budgets)))
     assert {(s.first, s.length) for s in mask.segments} == {(WIDTH, config.buffer)}
-    mask.with_segments(mask.segments)  # raises otherwise
+    mask.with_segments(mask.segments)  # raises unless the mask fits its segments
 
 
 ONE_LAYER = dataclasses.replace(SHAPES["GQA"], num_layers=1)
 
 
 @pytest.mark.slow
-def test_compiled_as_for_users():
-    """With the compiler's polish, which reorders sums; the other tests do without. (H2O is compiled so in
-    tests/sampler/test_quantized_rollout.py.)"""
+def test_identity_with_compiler_optimizations():
+    """Optimizations reorder sums; the other tests compile without them. For H2O see test_quantized_rollout.py."""
     model, trajectory = roll(ONE_LAYER, POLICIES["SnapKV"], SMALL, polished_rollout)
     params = make_params(model.config)
     program = replay_jitted.lower(model, params, trajectory).compile(POLISHED)
@@ -130,7 +126,7 @@ def test_compiled_as_for_users():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["H2O", "RKV"])
 def test_float64(name: str):
-    """Both kinds of statistic. (What layers do to masks is the same in every precision.)"""
+    """Both kinds of statistic, in one layer."""
     with jax.enable_x64(True):
         difference = gap(*roll(dataclasses.replace(ONE_LAYER, dtype="float64"), POLICIES[name], SMALL))
     assert difference.dtype == np.float64 and difference.max() <= 1e-10

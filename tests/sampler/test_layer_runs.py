@@ -1,4 +1,4 @@
-"""A model that loops over its layers is the same policy as one whose layers are compiled one by one."""
+"""A model that loops over equal layers is the same policy as one with unrolled layers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.static import Sampler
 from smd_jax.testing import random_params, tiny_model_config
 from tests.sampler.test_conversation import SHAPE as CONVERSATION_SHAPE
-from tests.sampler.test_conversation import Scripted, talk
+from tests.sampler.test_conversation import Scripted, sample_conversations
 from tests.under_test import gap, left_padded, make_params
 
-# Two layers are a loop here: every further one would only lengthen the programs that loop over none.
+# Two layers form a loop here; more would only enlarge the unrolled programs.
 SHAPE = tiny_model_config(vocab_size=40, num_layers=2, tie_embeddings=False)
 # Two equal layers, and one with a window.
 MIXED = dataclasses.replace(SHAPE, num_layers=3, sliding_windows=(None, None, 6))
@@ -52,8 +52,8 @@ CASES: dict[str, tuple[ModelConfig, EvictionPolicy, RolloutConfig]] = {
     "spans": (SHAPE, OnTokens(SPANS, inner=SnapKV(window=3)), SIZES),
     "experts": (EXPERTS, StreamingLLM(sinks=2), SIZES),
     "chunks, experts": (EXPERTS, SnapKV(window=3), dataclasses.replace(SIZES, prefill_chunk=5)),
-    "codes": (SHAPE, SnapKV(window=3), QUANTISED),
-    "codes alone": (SHAPE, Dense(), QUANTISED),
+    "quantised": (SHAPE, SnapKV(window=3), QUANTISED),
+    "quantised, dense": (SHAPE, Dense(), QUANTISED),
 }
 
 
@@ -88,7 +88,7 @@ QUICK = ("per head",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES])
-def test_a_rollout_is_the_same(name: str):
+def test_a_looped_rollout_equals_an_unrolled_one(name: str):
     shape, policy, config = CASES[name]
     params = params_of(shape, policy)
     looped = Decoder(shape, scan_layers=True)
@@ -114,7 +114,7 @@ def test_stacked_parameters_sample_the_same():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [Dense(), SnapKV(window=3)])
-def test_rows_that_come_and_go_are_the_same(policy: EvictionPolicy):
+def test_a_looped_engine_equals_an_unrolled_one(policy: EvictionPolicy):
     params, prompts = make_params(SHAPE), left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
     engines = [
         Engine(Decoder(SHAPE, scan_layers=scan), policy=policy, config=SIZES, decode_rows=2) for scan in (False, True)
@@ -124,17 +124,17 @@ def test_rows_that_come_and_go_are_the_same(policy: EvictionPolicy):
 
 
 @pytest.mark.slow
-def test_conversations_are_the_same():
-    """Of a policy with recent queries and spans."""
+def test_looped_conversations_equal_unrolled_ones():
+    """Under a policy with recent queries and spans."""
     policy = OnTokens(SPANS, inner=SnapKV(window=3))
     expected, looped = (
-        talk(policy, Scripted(), model=Decoder(CONVERSATION_SHAPE, scan_layers=scan), decode_rows=2)
+        sample_conversations(policy, Scripted(), model=Decoder(CONVERSATION_SHAPE, scan_layers=scan), decode_rows=2)
         for scan in (False, True)
     )
     assert_equal(looped.trajectory, expected.trajectory)
 
 
-def test_caches_of_a_run_have_its_layers():
+def test_layers_with_equal_caches_form_a_run():
     sampler = Sampler(Decoder(MIXED, scan_layers=True), H2O(), SIZES, WIDTH)
     assert sampler.runs == (range(0, 2), range(2, 3))
     pyramid = Sampler(Decoder(SHAPE, scan_layers=True), Pyramid(H2O(), beta=4.0), SIZES, WIDTH)
@@ -155,8 +155,8 @@ def gradients(params: Any, trajectory: Trajectory, model: Decoder) -> jax.Array:
 
 
 @cache
-def unlooped() -> tuple[Any, Trajectory, Any]:
-    """Parameters, a trajectory of them, and its gradients."""
+def unrolled() -> tuple[Any, Trajectory, Any]:
+    """Parameters, a trajectory and its gradients, with unrolled layers."""
     params = add_lora(make_params(MIXED), LoraConfig(rank=2), jax.random.key(1))
     trajectory = sample(Decoder(MIXED), params, H2O(), SIZES)
     return params, trajectory, gradients(params, trajectory, Decoder(MIXED))
@@ -164,9 +164,9 @@ def unlooped() -> tuple[Any, Trajectory, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none", "dots"])
-def test_gradients_are_the_same(remat: Any):
-    """Of both forms of the parameters; what is recomputed does not depend on the form."""
-    params, trajectory, expected = unlooped()
+def test_looped_gradients_equal_unrolled_ones(remat: Any):
+    """With stacked parameters, and once with separate ones: remat does not depend on the form."""
+    params, trajectory, expected = unrolled()
     looped = Decoder(MIXED, scan_layers=True, remat=remat)
     stacked = stack_params(params, looped.shape.layer_runs)
     for form in (params, stacked) if remat == "full" else (stacked,):
@@ -174,7 +174,7 @@ def test_gradients_are_the_same(remat: Any):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4, rtol=2e-4), gradient, expected)
 
 
-def test_both_forms_of_parameters():
+def test_stacked_parameters_unstack_to_the_same():
     params = add_lora(make_params(MIXED), LoraConfig(rank=2), jax.random.key(1))
     runs = Decoder(MIXED, scan_layers=True).shape.layer_runs
     stacked = stack_params(params, runs)

@@ -1,4 +1,4 @@
-"""Rollouts with a quantised cache: identity at every bit width, what it rests on, and how small the cache is."""
+"""Rollouts with a quantised cache: identity at every bit width, cache sizes, and the update."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.under_test import POLICIES, SHAPES, eviction_times, gap, left_padded,
 
 WIDTH, RESPONSE = 12, 80
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
-KEY = 4  # with some others, two keys tie but for rounding, and which one goes depends on the batch
+KEY = 4  # with some others two keys nearly tie, and the batch decides which one is evicted
 SIZES = RolloutConfig(RESPONSE, budget=11, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
 # One of 96 tokens ends a response: some rows end early, others never.
 GQA, MHA = (replace(SHAPES[name], vocab_size=96) for name in ("GQA", "MHA"))
@@ -51,7 +51,7 @@ def quantised(bits: Any) -> QuantConfig:
 
 @cache
 def roll(name: str, quant: QuantConfig, shape: ModelConfig = GQA, sampler: Callable[..., Trajectory] = rollout) -> Run:
-    """Prompts of unequal length; some rows end early and others do not: asserted, not hoped."""
+    """Samples unequal prompts, and asserts that some rows end early and others do not."""
     model, params = Decoder(shape), make_params(shape)
     prompts = left_padded(LENGTHS, WIDTH, shape.vocab_size)
     config = replace(SIZES, quant=quant)
@@ -61,8 +61,7 @@ def roll(name: str, quant: QuantConfig, shape: ModelConfig = GQA, sampler: Calla
     return model, trajectory
 
 
-def recorded(run: Run) -> Any:
-    """The mask, which has a quantised cache."""
+def quantised_mask(run: Run) -> Any:
     mask = run[-1].mask
     assert mask.quantized is not None
     return mask
@@ -71,7 +70,7 @@ def recorded(run: Run) -> Any:
 # Identity.
 
 
-def spoiled(mask: Any) -> dict[str, Any]:
+def wrong_replays(mask: Any) -> dict[str, Any]:
     """Replays that are nearly right."""
     quantized = mask.quantized
     return {
@@ -92,7 +91,7 @@ EVERY_WIDTH = [("H2O", 8), ("H2O", 2), ("Dense", 8), ("RKV", 4), ("Pyramid of H2
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "bits"), EVERY_WIDTH)
 def test_identity(name: str, bits: Any):
-    """Two layers, grouped heads, unequal prompts, rows that end early, a last segment that is not whole."""
+    """Two layers, grouped heads, unequal prompts, rows that end early, a partial last segment."""
     run = roll(name, quantised(bits))
     difference = gap(*run)
     print(f"{name}, {bits} bits: max |dlogp| {difference.max():.1e}")
@@ -100,16 +99,16 @@ def test_identity(name: str, bits: Any):
     assert gap(*run, run[-1].dense_mask()).max() > 1e-3
 
 
-def test_the_learner_notices():
-    """The same tests can fail; at 8 bits, where least is lost."""
+def test_wrong_replays_miss():
+    """At 8 bits, where quantisation changes least."""
     run = roll("H2O", quantised(8))
-    for kind, mask in spoiled(recorded(run)).items():
+    for kind, mask in wrong_replays(quantised_mask(run)).items():
         assert gap(*run, mask).max() > 1e-3, f"the learner does not notice a replay {kind}"
 
 
 @pytest.mark.slow
-def test_identity_compiled_in_earnest():
-    """With the compiler's polish, in MHA and with groups that the head does not fill."""
+def test_identity_with_compiler_optimizations():
+    """In MHA, with value groups larger than a head."""
     assert gap(*roll("H2O", QuantConfig(bits=2, group=8), MHA, polished_rollout)).max() <= 2e-5
 
 
@@ -122,19 +121,18 @@ def test_float64():
 
 @pytest.mark.slow
 def test_bfloat16():
-    """Its rounding moves quotients by hundredths, which the recorded parities correct."""
+    """Rounding moves quotients by hundredths, which the recorded parities correct."""
     run = roll("H2O", quantised(2), replace(GQA, dtype="bfloat16"))
-    mask = recorded(run)
+    mask = quantised_mask(run)
     with_bits, full = (gap(*run, m).mean() for m in (mask, mask.replace(quantized=None)))
     assert with_bits <= 2e-2 and 10 * with_bits < full
 
 
-def test_a_quantised_cache_that_evicts_nothing():
-    """Dense drops no key; its message says nonetheless where segments ended."""
+def test_a_dense_quantised_cache_records_its_segments():
     run = roll("Dense", quantised(8))
     np.testing.assert_array_equal(np.unique(eviction_times(run[-1])), [0, NEVER])
-    quantized = recorded(run).quantized
-    assert (quantized.first, quantized.length, recorded(run).segments) == (WIDTH, 8, ())
+    quantized = quantised_mask(run).quantized
+    assert (quantized.first, quantized.length, quantised_mask(run).segments) == (WIDTH, 8, ())
     columns = WIDTH + RESPONSE
     assert quantized.parity.keys.shape == quantized.parity.values.shape == (len(LENGTHS), 2, 2, columns, 1)
     assert quantized.parity.keys.dtype == np.uint8
@@ -147,7 +145,7 @@ LONG = RolloutConfig(256, budget=64, buffer=32)
 
 
 def cache_arrays(policy: Any, config: RolloutConfig, shape: ModelConfig, rows: int) -> list[Any]:
-    """Everything that the decode loop carries of keys and values."""
+    """Keys and values that the decode loop carries."""
     prompts = left_padded([40] * rows, 40, shape.vocab_size)
 
     def read(params: Params) -> Any:
@@ -168,11 +166,10 @@ def cache_arrays(policy: Any, config: RolloutConfig, shape: ModelConfig, rows: i
         (POLICIES["Pyramid"], QuantConfig(bits=2), "float32"),
     ],
 )
-def test_cache_bytes(policy: Any, quant: QuantConfig | None, dtype: Any):
-    """Of the arrays as they are."""
+def test_cache_bytes_equal_those_of_the_arrays(policy: Any, quant: QuantConfig | None, dtype: Any):
     shape, config = replace(WIDE, dtype=dtype), replace(LONG, quant=quant)
-    held = [x for x in cache_arrays(policy, config, shape, 2) if x is not None]
-    assert cache_bytes(shape, policy, config, 40, 2) == sum(math.prod(x.shape) * x.dtype.itemsize for x in held)
+    arrays = [x for x in cache_arrays(policy, config, shape, 2) if x is not None]
+    assert cache_bytes(shape, policy, config, 40, 2) == sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def temporary_bytes(quant: QuantConfig | None, layers: int) -> int:
@@ -186,8 +183,8 @@ def temporary_bytes(quant: QuantConfig | None, layers: int) -> int:
 
 
 @pytest.mark.slow
-def test_layers_are_not_in_full_precision_all_at_once():
-    """The compiler would read codes once for a whole segment and keep what it read, of all layers."""
+def test_layers_are_dequantised_one_at_a_time():
+    """XLA would otherwise dequantise all layers once per segment."""
     full, small = (temporary_bytes(quant, 2) - temporary_bytes(quant, 1) for quant in (None, QuantConfig(bits=2)))
     print(f"bytes of a layer: {full}, at 2 bits {small}")
     assert full >= 2 * small
@@ -201,8 +198,8 @@ def batch_of(trajectory: Trajectory) -> TrainBatch:
 
 
 @pytest.mark.slow
-def test_the_update_replays():
-    """Ratio 1 and no mismatch; microbatches change nothing; a dense learner is the full-precision policy."""
+def test_the_update_replays_the_quantised_cache():
+    """Microbatches change nothing, and a dense learner reads keys in full precision."""
     model, trajectory = roll("H2O", quantised(2))
     params = make_params(model.config)
     whole, split = [], []
@@ -214,24 +211,24 @@ def test_the_update_replays():
     for x, y in zip(*(jax.tree.leaves(state.params) for state, _ in (whole, split)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
     dense = make_replay(model, "dense")(params, trajectory)
-    apart = np.abs(dense - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
-    assert apart.max() > 1e-3
-    np.testing.assert_allclose(apart, gap(model, trajectory, trajectory.dense_mask()), atol=1e-6)
+    difference = np.abs(dense - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
+    assert difference.max() > 1e-3
+    np.testing.assert_allclose(difference, gap(model, trajectory, trajectory.dense_mask()), atol=1e-6)
 
 
 # Bad input.
 
 
-def test_refusals():
+def test_invalid_groups_are_refused():
     with pytest.raises(ValueError, match="group that divides the buffer.* got group 32 and buffer 8"):
         replace(SIZES, quant=QuantConfig(bits=4))
     with pytest.raises(ValueError, match="value_group that divides head_dim 8; got 3"):
         roll("Knorm", QuantConfig(bits=4, group=4, value_group=3))
 
 
-def test_the_mask_and_its_bits_belong_together():
+def test_other_segments_and_parity_shapes_are_refused():
     run = roll("H2O", quantised(8))
-    mask, (model, trajectory) = recorded(run), run
+    mask, (model, trajectory) = quantised_mask(run), run
     with pytest.raises(ValueError, match="by which the cache was quantised, first=12 and length=8; got Segments"):
         mask.with_segments((Segments(WIDTH, 16, 27),))
     fewer = mask.quantized.replace(parity=jax.tree.map(lambda x: x[:, :1], mask.quantized.parity))

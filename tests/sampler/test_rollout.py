@@ -1,4 +1,4 @@
-"""Rollouts: rows are independent, ends end, sizes stay what they were asked for, and everything compiles once."""
+"""Rollouts: independent rows, end tokens, cache sizes, memory, errors and compilations."""
 
 from __future__ import annotations
 
@@ -52,25 +52,27 @@ def visible(trajectory: Trajectory) -> np.ndarray:
     return np.asarray(trajectory.mask.to_boolean())
 
 
-# A row on its own.
+# Independent rows.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [RKV(window=4, kernel=3), Random()], ids=["RKV", "Random"])
-def test_a_row_does_not_know_its_batch(policy: EvictionPolicy):
+def test_a_row_does_not_depend_on_its_batch(policy: EvictionPolicy):
     """Row 1, padded among others and without padding among copies of itself: same tokens, same evictions."""
     together, alone = roll(policy), roll(policy, alone=True)
     np.testing.assert_array_equal(together.response[1], alone.response[1])
     np.testing.assert_allclose(together.logprobs[1], alone.logprobs[1], atol=2e-5)
     shifted = eviction_times(alone)[1]
     np.testing.assert_array_equal(eviction_times(together)[1, ..., 5:], np.where(shifted == NEVER, NEVER, shifted + 5))
-    assert (np.asarray(alone.response[0]) != np.asarray(alone.response[1])).any(), "rows draw from keys of their own"
+    assert (np.asarray(alone.response[0]) != np.asarray(alone.response[1])).any(), (
+        "each row must sample from its own key"
+    )
 
 
-# Ends.
+# End tokens.
 
 
-TALKATIVE = tiny_model_config(vocab_size=16, num_layers=1, tie_embeddings=False)
+SMALL_VOCAB = tiny_model_config(vocab_size=16, num_layers=1, tie_embeddings=False)
 # One of the end tokens is also the padding token, as in some checkpoints.
 ENDING = replace(SIZES, max_new_tokens=40, eos_token_id=(3, 1), pad_token_id=1)
 
@@ -79,12 +81,12 @@ ENDING = replace(SIZES, max_new_tokens=40, eos_token_id=(3, 1), pad_token_id=1)
 def ended() -> Trajectory:
     prompts = left_padded([6, 2, 5, 6, 1, 4], 6, 16)
     return rollout(
-        Decoder(TALKATIVE), make_params(TALKATIVE), prompts, jax.random.key(2), policy=Knorm(), config=ENDING
+        Decoder(SMALL_VOCAB), make_params(SMALL_VOCAB), prompts, jax.random.key(2), policy=Knorm(), config=ENDING
     )
 
 
-def test_what_follows_the_end(ended: Trajectory):
-    """The first end token belongs to the response; behind it all is padding."""
+def test_padding_follows_the_first_end_token(ended: Trajectory):
+    """The end token itself belongs to the response."""
     tokens, logprobs, valid = (np.asarray(x) for x in (ended.response, ended.logprobs, ended.response_mask))
     for b in range(6):
         ends = np.flatnonzero(np.isin(tokens[b], (3, 1)))
@@ -99,12 +101,11 @@ def test_what_follows_the_end(ended: Trajectory):
     assert len(set(ended.lengths().tolist())) > 3, "choose another key: rows should end at different times"
 
 
-def test_an_end_changes_only_what_follows(ended: Trajectory):
-    """Without an end token the same rows go on, after the same beginning."""
+def test_end_tokens_do_not_change_the_tokens_before_them(ended: Trajectory):
     prompts = PromptBatch(ended.tokens[:, :6], ended.valid[:, :6])
     endless = rollout(
-        Decoder(TALKATIVE),
-        make_params(TALKATIVE),
+        Decoder(SMALL_VOCAB),
+        make_params(SMALL_VOCAB),
         prompts,
         jax.random.key(2),
         policy=Knorm(),
@@ -118,7 +119,7 @@ def test_an_end_changes_only_what_follows(ended: Trajectory):
 
 @dataclass(frozen=True)
 class Counting(Knorm):
-    """Counts how often it is asked, while the program runs."""
+    """Counts its calls while the program runs."""
 
     calls: ClassVar[list[int]] = []
 
@@ -127,24 +128,23 @@ class Counting(Knorm):
         return super().score(view)
 
 
-def test_early_exit():
-    """No step is made once all rows are done. With a buffer of one, each of three rows has the prompt's compression,
-    then one for every token that was drawn."""
+def test_decoding_stops_when_all_rows_have_ended():
+    """With a buffer of one, each of three rows is compressed after the prompt and after every step."""
     Counting.calls.clear()
-    prompts, params = left_padded([6, 2, 5], 6, 16), make_params(TALKATIVE)
+    prompts, params = left_padded([6, 2, 5], 6, 16), make_params(SMALL_VOCAB)
     sizes = replace(ENDING, budget=4, buffer=1)
-    trajectory = rollout(Decoder(TALKATIVE), params, prompts, jax.random.key(0), policy=Counting(), config=sizes)
+    trajectory = rollout(Decoder(SMALL_VOCAB), params, prompts, jax.random.key(0), policy=Counting(), config=sizes)
     longest = int(trajectory.lengths().max())
     jax.effects_barrier()
     assert longest < 40, "choose another key: all rows should end"
     assert len(Counting.calls) == 3 * (1 + longest)
 
 
-def test_a_broken_model_is_refused():
-    """As by the engine. Inside a jitted function nothing can be raised: there the caller has to look."""
-    params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(TALKATIVE))
+def test_non_finite_logits_are_refused():
+    """Under jit nothing can be raised, so the caller must call `check_finite`."""
+    params = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), make_params(SMALL_VOCAB))
     prompts = left_padded([6, 2, 5, 6, 1, 4], 6, 16)
-    run = partial(rollout, Decoder(TALKATIVE), policy=Knorm(), config=ENDING)
+    run = partial(rollout, Decoder(SMALL_VOCAB), policy=Knorm(), config=ENDING)
     with pytest.raises(FloatingPointError, match="expected finite logits in the sampler; got NaN .* 6 of 6 rows"):
         run(params, prompts, jax.random.key(0))
     trajectory = jax.jit(run)(params, prompts, jax.random.key(0))
@@ -166,7 +166,7 @@ def dense() -> Trajectory:
     ids=["H2O", "Protect"],
 )
 def test_budget_above_the_length_is_dense(policy: EvictionPolicy, budget: int, buffer: int):
-    """Token for token. (The last token is never read: 32 keys are all.)"""
+    """The last token is never read, so 32 keys are all."""
     trajectory = roll(policy, replace(SIZES, budget=budget, buffer=buffer))
     np.testing.assert_array_equal(trajectory.tokens, dense().tokens)
     np.testing.assert_allclose(trajectory.logprobs, dense().logprobs, atol=2e-5)
@@ -175,7 +175,7 @@ def test_budget_above_the_length_is_dense(policy: EvictionPolicy, budget: int, b
 
 @pytest.mark.parametrize(("budget", "buffer"), [(1, 1), (8, 5)])
 def test_no_query_sees_more_than_the_cache_holds(budget: int, buffer: int):
-    """Prompt queries are dense; every other sees the budget and its own segment so far."""
+    """Prompt queries are dense; every other query sees the budget and its own segment so far."""
     seen = visible(roll(Knorm(), replace(SIZES, budget=budget, buffer=buffer))).sum(-1)
     for b, length in enumerate(LENGTHS):
         for step in range(24 - 1):
@@ -185,8 +185,8 @@ def test_no_query_sees_more_than_the_cache_holds(budget: int, buffer: int):
             assert (seen[b, :, :, WIDTH + step] == keys).all()
 
 
-def test_pyramid_gives_every_layer_its_own_size():
-    """Budgets 14 and 2: the first layer's is reached by the fifth query, the second layer's by the prompt."""
+def test_pyramid_gives_every_layer_its_own_budget():
+    """Budgets 14 and 2: the fifth query fills the first layer's, the prompt the second layer's."""
     policy = Pyramid(Knorm(), beta=4.0)
     assert plan(policy, SIZES, 2, WIDTH) == ((14, 2), 3)
     seen = visible(roll(policy)).sum(-1)[0, :, :, WIDTH : WIDTH + 8]
@@ -194,23 +194,21 @@ def test_pyramid_gives_every_layer_its_own_size():
     assert seen[1].tolist() == [[3, 4, 5, 3, 4, 5, 3, 4]] * 2
 
 
-def test_what_the_learner_is_told():
-    """Without compiling anything: shapes, and what is static."""
-
-    def told(sampling: SamplingConfig) -> Trajectory:
+def test_shapes_and_static_fields_of_the_trajectory():
+    def abstract_rollout(sampling: SamplingConfig) -> Trajectory:
         prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
         sizes = replace(SIZES, sampling=sampling)
         with_names = partial(rollout, MODEL, policy=StreamingLLM(sinks=2), config=sizes)
         return jax.eval_shape(with_names, make_params(SHAPE), prompts, jax.random.key(0))
 
-    warm = told(SamplingConfig(temperature=0.7))
+    warm = abstract_rollout(SamplingConfig(temperature=0.7))
     assert (warm.temperature, warm.replayable, warm.prompt_width) == (0.7, True, WIDTH)
     assert warm.tokens.shape == warm.valid.shape == (3, 33) and warm.logprobs.shape == (3, 24)
     assert warm.entropy is not None and warm.entropy.shape == (3, 24) and warm.drawable is None
-    filtered = told(SamplingConfig(top_k=5))
+    filtered = abstract_rollout(SamplingConfig(top_k=5))
     assert filtered.replayable and filtered.drawable is not None
     assert [leaf.shape for leaf in jax.tree.leaves(filtered.drawable)] == [(3, 24, 5)]
-    assert not told(SamplingConfig(temperature=0.0)).replayable
+    assert not abstract_rollout(SamplingConfig(temperature=0.0)).replayable
 
 
 # Memory.
@@ -221,7 +219,7 @@ BATCH = 4
 
 
 def temporary_bytes(policy: EvictionPolicy, response: int) -> int:
-    """What the compiled program needs beside its arguments and results."""
+    """Temporary memory of the compiled rollout."""
     prompts = left_padded([8] * BATCH, 8, WIDE.vocab_size)
     sizes = RolloutConfig(response, budget=16, buffer=8)
     lowered = rollout_program.lower(
@@ -232,8 +230,8 @@ def temporary_bytes(policy: EvictionPolicy, response: int) -> int:
 
 
 @pytest.mark.slow
-def test_memory_of_the_cache_does_not_depend_on_the_length():
-    """960 more tokens cost a few integers each, and no keys or values; a dense cache grows by all of them."""
+def test_memory_of_a_budget_does_not_depend_on_the_length():
+    """960 more tokens cost a few integers each; a dense cache grows by their keys and values."""
     more = 1024 - 64
     entries = BATCH * WIDE.num_layers * WIDE.num_kv_heads * more
     keys_and_values = entries * 2 * WIDE.head_dim * 4
@@ -246,14 +244,14 @@ def test_memory_of_the_cache_does_not_depend_on_the_length():
 # Errors.
 
 
-def test_too_long_for_the_model():
+def test_sequences_longer_than_the_context_are_refused():
     short = Decoder(replace(SHAPE, max_positions=32))
     prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
     with pytest.raises(ValueError, match=r"context of 32 tokens; got 9 \+ 24"):
         rollout(short, make_params(SHAPE), prompts, jax.random.key(0), policy=Knorm(), config=SIZES)
 
 
-def test_budget_too_small_for_the_policy():
+def test_budgets_too_small_for_the_policy_are_refused():
     with pytest.raises(ValueError, match=r"at least 32 keys \(sinks \+ window that SnapKV.* got 8 in layer 0"):
         roll(SnapKV())
 
@@ -266,18 +264,18 @@ def test_budget_too_small_for_the_policy():
         *(({name: 0}, f"{name} >= 1, a whole number; got 0") for name in ("max_new_tokens", "budget", "buffer")),
     ],
 )
-def test_bad_sizes(change: dict[str, int], message: str):
+def test_invalid_sizes_are_refused(change: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         replace(SIZES, **change)
 
 
 def test_caches_of_a_batch_are_not_gathered():
-    """Row i goes on from prompt i // group, which lies on its own device: nothing of a cache is sent to another."""
+    """Row i continues prompt i // group, whose cache is on the same device."""
     mesh, group = make_mesh(data=4), 2
     sampler = Sampler(MODEL, H2O(), SIZES, WIDTH)
-    given = left_padded([3] * 8, WIDTH, SHAPE.vocab_size)
+    prompts = left_padded([3] * 8, WIDTH, SHAPE.vocab_size)
     prefilled = jax.eval_shape(
-        partial(prefill, sampler), make_params(SHAPE), given, jax.random.split(jax.random.key(0), 8)
+        partial(prefill, sampler), make_params(SHAPE), prompts, jax.random.split(jax.random.key(0), 8)
     )
     with jax.set_mesh(mesh):
         placed = jax.tree.map(
@@ -285,20 +283,20 @@ def test_caches_of_a_batch_are_not_gathered():
         )
         rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8 * group))
         limit = jax.ShapeDtypeStruct((8 * group,), jnp.int32, sharding=batch_sharding(mesh))
-        begun = jax.jit(lambda *given: constrain_rows(begin(*given))).lower(placed, rng, limit)
+        begun = jax.jit(lambda *state: constrain_rows(begin(*state))).lower(placed, rng, limit)
         hlo = str(begun.compile().as_text())
     assert "all-gather" not in hlo and "all-to-all" not in hlo
 
 
-GIVEN = left_padded([2, 3], WIDTH, SHAPE.vocab_size)
+VALID_PROMPTS = left_padded([2, 3], WIDTH, SHAPE.vocab_size)
 
 
 def with_token(row: int, column: int, token: int) -> PromptBatch:
-    return GIVEN.replace(tokens=GIVEN.tokens.at[row, column].set(token))
+    return VALID_PROMPTS.replace(tokens=VALID_PROMPTS.tokens.at[row, column].set(token))
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("prompts", "options", "message"),
     [
         (left_padded([5, 0, 3], WIDTH, 64), {}, "at least one token in every prompt; prompt 1 is all padding"),
         (left_padded([], WIDTH, 64), {}, "at least one prompt"),
@@ -313,32 +311,31 @@ def with_token(row: int, column: int, token: int) -> PromptBatch:
         (with_token(1, -2, -1), {}, f"vocabulary; got token -1 in prompt 1, column {WIDTH - 2}"),
         (with_token(1, -2, SHAPE.vocab_size), {}, f"vocabulary; got token {SHAPE.vocab_size} in prompt 1, column"),
         (with_token(0, 0, -100), {}, "got padding -100 in prompt 0, column 0"),
-        (GIVEN, {"group_size": 0}, "group_size >= 1, a whole number; got 0"),
+        (VALID_PROMPTS, {"group_size": 0}, "group_size >= 1, a whole number; got 0"),
         *(
-            (GIVEN, {"limits": limits}, "limits for 2 rows, each from 1 to max_new_tokens 24; got shape")
+            (VALID_PROMPTS, {"limits": limits}, "limits for 2 rows, each from 1 to max_new_tokens 24; got shape")
             for limits in (np.full(3, 5), np.full(2, 0), np.full(2, 25))
         ),
     ],
 )
-def test_inputs_that_no_sampler_takes(given: PromptBatch, options: dict[str, Any], message: str):
+def test_invalid_inputs_are_refused(prompts: PromptBatch, options: dict[str, Any], message: str):
     params, key = make_params(SHAPE), jax.random.key(0)
     with pytest.raises(ValueError, match=message):
-        rollout(MODEL, params, given, key, policy=Knorm(), config=SIZES, **options)
+        rollout(MODEL, params, prompts, key, policy=Knorm(), config=SIZES, **options)
     with pytest.raises(ValueError, match=message):
-        Engine(MODEL, Knorm(), SIZES, decode_rows=2).run(params, given, key, **options)
+        Engine(MODEL, Knorm(), SIZES, decode_rows=2).run(params, prompts, key, **options)
 
 
-def test_limits_are_whole():
-    """A limit of 2.5 tokens was cut to 2."""
+def test_fractional_limits_are_refused():
     with pytest.raises(ValueError, match="limits in whole tokens; got numbers of float64"):
-        inspect.unwrap(check_limits)(np.array([2.5, 3.0]), 2, SIZES)  # behind the types that tests check
+        inspect.unwrap(check_limits)(np.array([2.5, 3.0]), 2, SIZES)  # without the type checks of tests
 
 
 # Compilations.
 
 
 def test_compiles_once():
-    """For all prompts and keys of one shape, and for equal policies, sizes and models; no other test has these."""
+    """For prompts and keys of one shape, and equal policies, sizes and models, which no other test has."""
     params = make_params(SHAPE)
     with count_compilations() as counts:
         for seed in range(2):
@@ -346,5 +343,5 @@ def test_compiles_once():
             policy, sizes = Protect(Knorm(), sinks=1, recent=2), replace(SIZES, max_new_tokens=9)
             rollout(Decoder(replace(SHAPE)), params, prompts, jax.random.key(seed), policy=policy, config=sizes)
     assert counts["rollout_program"] == 1
-    # Programs are found by their policy.
+    # The policy is part of the cache key.
     assert Protect(Knorm(), sinks=1, recent=2) != Protect(Knorm(), sinks=1, recent=3)

@@ -1,4 +1,4 @@
-"""Parameters of the sampler: which leaves change, and that the decoder cannot tell the difference."""
+"""Parameters of the sampler: which leaves are cast, and bitwise equal logits."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from smd_jax.sampler.static import sampler_params
 from smd_jax.testing import random_params, tiny_model_config
 
 TOKENS = jnp.array([[1, 5, 2, 7], [3, 3, 8, 4]])
-PLACES = jnp.broadcast_to(jnp.arange(4), TOKENS.shape)
+POSITIONS = jnp.broadcast_to(jnp.arange(4), TOKENS.shape)
 MASK = dense_mask(jnp.ones(TOKENS.shape, bool))
 
 
@@ -23,14 +23,14 @@ def params_with_random_vectors(config) -> dict:
     """Scales of one and biases of zero would be the same in every dtype."""
     keys = iter(jax.random.split(jax.random.key(1), 100))
 
-    def of(path, leaf):
+    def add_noise(path, leaf):
         matrices = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")
         return leaf if path[-1].key in matrices else leaf + 0.1 * jax.random.normal(next(keys), leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(of, random_params(config))
+    return jax.tree_util.tree_map_with_path(add_noise, random_params(config))
 
 
-def test_matrices_and_biases_change_and_scales_do_not():
+def test_matrices_and_biases_are_cast_and_scales_are_not():
     config = tiny_model_config(vocab_size=16, num_layers=1, qkv_bias=True, qk_norm=True, tie_embeddings=False)
     params = random_params(config)
     converted = sampler_params(Decoder(replace(config, dtype="bfloat16")), params)
@@ -44,7 +44,7 @@ def test_matrices_and_biases_change_and_scales_do_not():
 
     names = jax.tree.leaves(jax.tree_util.tree_map_with_path(check, params, converted))
     assert set(names) == {"scale", "kernel", "bias", "embedding"}
-    # What has the dtype already is not copied.
+    # Leaves that have the dtype are not copied.
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, sampler_params(Decoder(config), params), params))
 
 
@@ -57,9 +57,9 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_decoder_computes_the_same_to_the_last_bit(config: ModelConfig):
+def test_logits_are_bitwise_equal(config: ModelConfig):
     params = params_with_random_vectors(config)
-    logits = jax.jit(lambda params: apply_model(Decoder(config), params, TOKENS, PLACES, MASK))
+    logits = jax.jit(lambda params: apply_model(Decoder(config), params, TOKENS, POSITIONS, MASK))
     expected, got = logits(params), logits(sampler_params(Decoder(config), params))
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, expected)

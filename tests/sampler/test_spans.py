@@ -1,4 +1,4 @@
-"""Evictions that a token triggers: sampled, replayed exactly, and the same in every way of sampling."""
+"""Evictions of spans that a token triggers: sampled, replayed exactly, and equal in a batch and an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.testing import tiny_model_config
 from tests.under_test import eviction_times, gap, left_padded, make_params
 
-# A small vocabulary, so that fresh weights draw the four tokens often.
+# A small vocabulary, so that random weights often sample the marker tokens.
 SHAPE = tiny_model_config(vocab_size=8, tie_embeddings=False)
 MODEL = Decoder(SHAPE)
 MEMENTO = TokenSpans(open=3, close=4, summary=(5, 6))
@@ -40,7 +40,7 @@ LIMITS = np.array([96, 41, 96, 60])  # rows end at different times
 
 @partial(jax.jit, static_argnums=0)
 def span_evictions(spans: TokenSpans, tokens: Any, columns: Any) -> jax.Array:
-    """`evicted_at` of rows that are read from their beginning."""
+    """`evicted_at` of whole rows."""
     return spans.read(spans.begin(len(tokens)), tokens, columns, tokens.shape[1])[1]
 
 
@@ -55,37 +55,37 @@ def sampled(policy: EvictionPolicy, sizes: RolloutConfig = SIZES, engine: bool =
 
 def by_hand(spans: TokenSpans, tokens: list[int]) -> list[int]:
     """`evicted_at` of one row without padding, token by token."""
-    gone = [NEVER] * len(tokens)
+    evicted_at = [NEVER] * len(tokens)
     opened: int | None = None
     closed: range | None = None
     summarising = False
     for query, token in enumerate(tokens):
-        goes = False
+        evicts = False
         if token == spans.close and opened is not None:
             closed = range(opened, query + 1) if spans.delimiters else range(opened + 1, query)
-            opened, summarising, goes = None, False, spans.summary is None
+            opened, summarising, evicts = None, False, spans.summary is None
         elif token == spans.open:
             opened = query
         elif spans.summary is not None and token == spans.summary[0] and closed is not None:
             summarising = True
         elif spans.summary is not None and token == spans.summary[1]:
-            goes, summarising = summarising, False
-        if goes and closed is not None:
+            evicts, summarising = summarising, False
+        if evicts and closed is not None:
             for key in closed:
-                gone[key] = query if key < query else NEVER
+                evicted_at[key] = query if key < query else NEVER
             closed = None
-    return gone
+    return evicted_at
 
 
 def expected_spans(spans: TokenSpans, trajectory: Trajectory) -> np.ndarray:
-    """`[rows, T]`, by columns."""
+    """`evicted_at` by spans alone, `[rows, T]`."""
     tokens, valid = np.asarray(trajectory.tokens), np.asarray(trajectory.valid)
-    found = np.full(tokens.shape, NEVER, np.int64)
+    evicted_at = np.full(tokens.shape, NEVER, np.int64)
     for row in range(len(tokens)):
         columns = np.flatnonzero(valid[row])
-        gone = np.array(by_hand(spans, tokens[row, columns].tolist()))
-        found[row, columns] = np.where(gone < NEVER, gone + columns[0], NEVER)
-    return found
+        positions = np.array(by_hand(spans, tokens[row, columns].tolist()))
+        evicted_at[row, columns] = np.where(positions < NEVER, positions + columns[0], NEVER)
+    return evicted_at
 
 
 IN_CHUNKS = replace(SIZES, prefill_chunk=5)
@@ -98,39 +98,40 @@ CASES = [
 
 @pytest.mark.parametrize(("policy", "sizes"), CASES)
 def test_identity(policy: EvictionPolicy, sizes: RolloutConfig):
-    """The learner replays spans and the budget's evictions together; without the spans it notices."""
+    """The learner replays spans and budget evictions together; spans evicted one query late miss."""
     trajectory, spans = sampled(policy, sizes), policy.spans
     assert spans is not None
-    gone = expected_spans(spans, trajectory)
-    assert (gone[:, WIDTH:] < NEVER).sum() > 9 and (gone[:, :WIDTH] < WIDTH).any(), "choose another key"
+    span_end = expected_spans(spans, trajectory)
+    assert (span_end[:, WIDTH:] < NEVER).sum() > 9 and (span_end[:, :WIDTH] < WIDTH).any(), "choose another key"
     times = eviction_times(trajectory)
-    assert (times <= gone[:, None, None]).all()
+    assert (times <= span_end[:, None, None]).all()
     assert gap(MODEL, trajectory).max() <= 2e-5
     evicts = policy.evicts
     if evicts:
-        trajectory.mask.with_segments(trajectory.mask.segments)  # raises unless the mask keeps to them
-        assert (times < gone[:, None, None]).any(), "the budget evicted nothing"
+        trajectory.mask.with_segments(trajectory.mask.segments)  # raises unless the mask fits its segments
+        assert (times < span_end[:, None, None]).any(), "the budget evicted nothing"
     else:
-        np.testing.assert_array_equal(times[:, 0, 0], np.where(np.asarray(trajectory.valid), gone, 0))
-    late = np.where(times == gone[:, None, None], np.where(gone < NEVER, gone + 1, NEVER)[:, None, None], times)
+        np.testing.assert_array_equal(times[:, 0, 0], np.where(np.asarray(trajectory.valid), span_end, 0))
+    late = np.where(span_end < NEVER, span_end + 1, NEVER)[:, None, None]
+    late = np.where(times == span_end[:, None, None], late, times)
     assert gap(MODEL, trajectory, ShadowMask(jnp.asarray(late, jnp.int32))).max() > 1e-3
 
 
-def test_policies_see_no_holes():
-    """The newest keys lie in the last slots, although spans have gone from between them."""
+def test_evicted_spans_leave_no_holes_between_slots():
+    """The newest keys are in the last slots, although spans between them were evicted."""
     trajectory = sampled(OnTokens(FOLD, inner=Protect(Knorm(), recent=4)))
-    gone, times = expected_spans(FOLD, trajectory), eviction_times(trajectory)
+    span_end, times = expected_spans(FOLD, trajectory), eviction_times(trajectory)
     holes = 0
     for row, boundary in itertools.product(range(len(LENGTHS)), range(WIDTH, WIDTH + 41, SIZES.buffer)):
-        there = np.flatnonzero(np.asarray(trajectory.valid)[row, :boundary] & (gone[row, :boundary] > boundary))
-        newest = there[-4:]
+        live = np.flatnonzero(np.asarray(trajectory.valid)[row, :boundary] & (span_end[row, :boundary] > boundary))
+        newest = live[-4:]
         holes += int(boundary - newest[0] > 4)
         assert (times[row, :, :, newest] > boundary).all()
     assert holes > 3, "choose another key"
 
 
 @pytest.mark.slow
-def test_an_engine_samples_the_same():
+def test_an_engine_equals_a_fixed_batch():
     policy = OnTokens(MEMENTO, inner=SnapKV(window=4, kernel=3))
     one, other = sampled(policy), sampled(policy, engine=True)
     np.testing.assert_array_equal(one.tokens, other.tokens)
@@ -144,17 +145,17 @@ IDS = st.lists(st.integers(2, 8), min_size=1, max_size=24)
 @given(tokens=IDS, pad=st.integers(0, 3), spans=st.sampled_from([MEMENTO, FOLD, replace(MEMENTO, delimiters=True)]))
 def test_spans_of_any_tokens(tokens: list[int], pad: int, spans: TokenSpans):
     width = 27
-    row = np.full((1, width), 3, np.int32)  # padding means nothing, whatever its id
+    row = np.full((1, width), 3, np.int32)  # padding with the id of a marker
     row[0, pad : pad + len(tokens)] = tokens
     columns = np.full((1, width), -1, np.int32)
     columns[0, pad : pad + len(tokens)] = np.arange(pad, pad + len(tokens))
-    gone = np.array(by_hand(spans, tokens))
+    span_end = np.array(by_hand(spans, tokens))
     expected = np.full(width, NEVER)
-    expected[pad : pad + len(tokens)] = np.where(gone < NEVER, gone + pad, NEVER)
+    expected[pad : pad + len(tokens)] = np.where(span_end < NEVER, span_end + pad, NEVER)
     np.testing.assert_array_equal(span_evictions(spans, row, columns)[0], expected)
 
 
-def test_refusals():
+def test_invalid_spans_are_refused():
     with pytest.raises(ValueError, match="expected different token ids"):
         TokenSpans(open=3, close=3)
     with pytest.raises(ValueError, match="expected token ids below 8"):
