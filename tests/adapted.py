@@ -1,4 +1,4 @@
-"""Parameters with adapters that do something, for every test of LoRA."""
+"""Parameters with nonzero LoRA adapters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from smd_jax.model.lora import LORA, Adapters, LoraConfig, add_lora, by_module
 from smd_jax.model.protocol import Params
 
-# An alpha over the root of the rank that no power of two is: a scale that were forgotten, or rounded, would be seen.
+# alpha / sqrt(rank) is not a power of two, so that a missing or rounded scale changes results.
 SMALL = LoraConfig(rank=3, alpha=2.0, rank_stabilised=True)
 
 
 def adapted(params: Params, config: LoraConfig = SMALL, seed: int = 0, size: float = 0.3) -> dict[str, Any]:
-    """The parameters with adapters whose B is not zero; the base's leaves are the same objects."""
-    grown = add_lora(params, config, jax.random.key(seed))
+    """Adds adapters whose B is not zero; the base's leaves stay the same objects."""
+    with_adapters = add_lora(params, config, jax.random.key(seed))
     rng = np.random.default_rng(seed)
 
     def filled(path: Any, leaf: jax.Array) -> jax.Array:
@@ -25,7 +25,7 @@ def adapted(params: Params, config: LoraConfig = SMALL, seed: int = 0, size: flo
             return leaf
         return jnp.asarray(size * rng.normal(size=leaf.shape), leaf.dtype)
 
-    return {**grown, LORA: jax.tree_util.tree_map_with_path(filled, grown[LORA])}
+    return {**with_adapters, LORA: jax.tree_util.tree_map_with_path(filled, with_adapters[LORA])}
 
 
 def merged_in_float64(params: Params) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Problems for every implementation of attention under masks in interval form, and what is expected."""
+"""Cases and reference results for implementations of attention under interval masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smd_kernels.segments import Segments
 
 
 class Case(NamedTuple):
-    """A problem: what the sampler could see, and arrays to attend to."""
+    """A shadow mask, and random arrays to attend to."""
 
     heads: int
     head_dim: int
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 def evict_at_every_step(shape: tuple[int, int, int], padding: tuple[int, ...], budget: int, seed: int) -> np.ndarray:
-    """A sampler that drops a random key after every query, once it holds more than `budget`."""
+    """`evicted_at` of a sampler that evicts a random key after every query, once it holds more than `budget`."""
     rng = np.random.default_rng(seed)
     evicted_at = np.full(shape, NEVER, np.int32)
     for row, head in np.ndindex(shape[:2]):
@@ -49,7 +49,7 @@ def evict_at_every_step(shape: tuple[int, int, int], padding: tuple[int, ...], b
 
 
 class Drawn(NamedTuple):
-    """What hypothesis chooses."""
+    """The choices of hypothesis."""
 
     shape: tuple[int, int, int]  # batch, kv_heads, heads per kv_head
     tokens: int
@@ -70,8 +70,8 @@ class Drawn(NamedTuple):
         return Case(kv_heads * group, self.head_dim, self.segments, evicted_at, self.seed)
 
 
-# Sizes of which each is a case of its own: one token; a prompt alone, with room for more keys than there are; eviction
-# at every step; no prompt; groups of query heads; padding. Few, so that programs are compiled once for many masks.
+# One token; only a prompt, shorter than the budget; eviction at every step; no prompt; groups of query heads; padding.
+# Few sizes, so that each program is compiled once for many masks.
 FEW_SIZES: tuple[tuple[tuple[int, int, int], int, int, Segments], ...] = (
     ((1, 1, 1), 1, 64, Segments(first=1, length=1, budget=1)),
     ((1, 2, 3), 29, 64, Segments(first=29, length=3, budget=34)),
@@ -84,7 +84,7 @@ FEW_SIZES: tuple[tuple[tuple[int, int, int], int, int, Segments], ...] = (
 
 @st.composite
 def masks_of_few_sizes(draw: Any) -> Drawn:
-    """Any mask and padding, but of six sizes."""
+    """Any mask and padding of one of FEW_SIZES."""
     shape, tokens, head_dim, segments = draw(st.sampled_from(FEW_SIZES))
     padding = tuple(draw(st.integers(0, tokens)) for _ in range(shape[0]))
     return Drawn(shape, tokens, head_dim, segments, padding, draw(st.booleans()), draw(st.integers(0, 999)))
@@ -99,10 +99,10 @@ def _run(f: Any, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, giv
 def with_gradients(
     f: Any, case: Case, dtype: Any = np.float32, given: Any = (), *, twice: bool = True
 ) -> list[np.ndarray]:
-    """out, dq, dk, dv, and, if run twice, that a second run gives the same bits.
+    """Returns out, dq, dk, dv. With `twice`, checks that a second run gives the same bits.
 
     Args:
-      f: `f(q, k, v, *given)`; compiled once for every function, so one that is defined once is compiled once.
+      f: `f(q, k, v, *given)`, compiled once per function object.
     """
     arrays = case.arrays(dtype)
     first = [np.asarray(x) for x in _run(f, *arrays, given)]
@@ -120,7 +120,7 @@ def expected(case: Case) -> list[np.ndarray]:
 
 
 class Result(NamedTuple):
-    """Of a kernel over blocks, forward and backward."""
+    """Forward and backward results of a kernel over blocks."""
 
     out: Any
     lse: Any
@@ -136,14 +136,14 @@ def by_kernel(kernel: BlockKernel, blocks: Blocks, d_out: jax.Array) -> Result:
 
 
 def seen_by_each(blocks: Blocks) -> jax.Array:
-    """`[blocks, rows, keys]`."""
+    """Whether each row sees each key of its block, `[blocks, rows, keys]`."""
     column = blocks.column[:, :, None]
     return (blocks.born[:, None] <= column) & (column < blocks.evicted_at[:, None])
 
 
 @jax.jit
 def blocks_by_reference(blocks: Blocks, d_out: jax.Array) -> Result:
-    """In float32, each block a batch row with one head."""
+    """Runs the reference in float32, with each block as a batch row with one head."""
     mask = seen_by_each(blocks)
     q, k, v = (x[:, None].astype(jnp.float32) for x in (blocks.q, blocks.k, blocks.v))
     out, pull = jax.vjp(lambda q, k, v: reference.attention(q, k, v, mask[:, None]), q, k, v)

@@ -1,4 +1,4 @@
-"""What the commands say of a mistake."""
+"""Error messages of the commands."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from smd_jax.commands.train import main as smd_train
 def error_of(
     words: list[str], capsys: pytest.CaptureFixture[str], command: Callable[[list[str]], None] = smd_train
 ) -> str:
-    """What a command says of its mistake, in one line; it must end with status 2 and without a traceback."""
+    """Runs a command that must exit with status 2 and no traceback; returns its message in one line."""
     with pytest.raises(SystemExit) as end:
         command(words)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "Traceback" not in said, said
-    return " ".join(said.replace("│", " ").split())
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and "Traceback" not in message, message
+    return " ".join(message.replace("│", " ").split())

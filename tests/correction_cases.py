@@ -1,4 +1,4 @@
-"""What corrections are tested on: ratios chosen by hand, and the arrays of golden/corrections.json."""
+"""Inputs of corrections: ratios by hand, and the arrays of golden/corrections.json."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ GOLDEN = json.loads((paths.GOLDEN / "corrections.json").read_text(encoding="utf-
 
 
 def inputs_of(xi: Any, r: Any = 1.0, *, sampler=0.2, advantages=None, mask: Any = None) -> CorrectionInputs:
-    """The tokens have these mismatch and staleness ratios, and the sampler's probability of each is `sampler`."""
+    """Tokens with mismatch ratios `xi`, staleness ratios `r` and the sampler's probability `sampler`."""
     xi = np.atleast_2d(np.asarray(xi, np.float64))
     before = np.log(np.broadcast_to(sampler, xi.shape))
     old = before + np.log(xi)

@@ -1,4 +1,4 @@
-"""How many cases the property tests draw, and under which conditions."""
+"""Settings of the property tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOW = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 
 @pytest.fixture(autouse=True)
 def without_jaxtyping() -> Iterator[None]:
-    """As users have it: the shape checks of the tests would refuse what the library takes, in words of their own."""
+    """Turns off the tests' shape checks, which would raise before the library's own."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""Data sets as the Hub lays them out, written into a test's own folder; nothing is ever fetched."""
+"""Data sets in the Hub's layout, written into a test's folder; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Row = dict[str, Any]
 
 @pytest.fixture
 def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network is off, and what `datasets` caches lies in the test's folder."""
+    """Turns off the network, and moves the cache of `datasets` into the test's folder."""
     import datasets
     from datasets import config
 
-    # Both libraries read the environment when they are imported, which may have been long before this test.
+    # Both libraries read the environment at import, which may be long before this test.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -28,7 +28,7 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def questions(count: int, first: int = 0) -> list[Row]:
-    """Rows of two columns, each of them another one."""
+    """Rows of two columns, all different."""
     return [{"question": f"{i} + 1?", "answer": f"so #### {i + 1}"} for i in range(first, first + count)]
 
 
@@ -44,7 +44,7 @@ def write_lines(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def write_hub_folder(folder: Path, configs: Mapping[str, Mapping[str, Sequence[Row]]]) -> Path:
-    """A folder as `push_to_hub` makes it: config/split-00000-of-00001.parquet, and a README.md that says so."""
+    """A folder as `push_to_hub` makes it: config/split-00000-of-00001.parquet, and a README.md that lists them."""
     card = ["---", "configs:"]
     for config, splits in configs.items():
         card += [f"- config_name: {config}", "  data_files:"]

@@ -1,4 +1,4 @@
-"""What the interpreter of GPU kernels of JAX 0.10 lacks, for tests of decode kernels."""
+"""Features that JAX 0.10's interpreter of GPU kernels lacks, for tests of decode kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Transposed:
-    """A reference seen as its transpose, which the interpreter does not know."""
+    """The transpose of a reference, which the interpreter does not support."""
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
@@ -27,10 +27,10 @@ class Transposed:
 
 
 def teach(monkeypatch: pytest.MonkeyPatch, kernel: ModuleType) -> None:
-    """Layouts, which mean nothing on a CPU, and products of operands that are no plain references.
+    """Ignores layouts, and supports `wgmma` of operands that are not plain references.
 
     Args:
-      kernel: the module whose `_transposed` is to be understood.
+      kernel: the module whose `_transposed` is replaced.
     """
     multiply = plgpu.wgmma
 

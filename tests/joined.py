@@ -1,4 +1,4 @@
-"""Runs that one process takes on several devices, or as many processes on one each; what they give is compared.
+"""Runs whose results are compared between one process on several devices and several processes on one device each.
 
 python -m tests.joined FOLDER COORDINATOR COUNT INDEX       the process with index 0 writes FOLDER/COUNT.npz
 """
@@ -81,7 +81,7 @@ class Words:
         return {"prompt": "abcdefgh"[: 1 + index % 8], "number": index}
 
     def reward(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        """Follows from the tokens: what a random model says has some spread."""
+        """Depends on the token ids, so that completions of a random model differ in reward."""
         return [(sum(ids) % 11) / 10 for ids in completion_ids]
 
 
@@ -91,19 +91,19 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def steps_of(loop: Loop, params: Any, steps: int = STEPS, reference: Any = None) -> dict[str, np.ndarray]:
-    """What the steps gave, by names: tokens, rewards, metrics, parameters."""
-    found = dict[str, np.ndarray]()
+    """Runs the steps; returns tokens, rewards, metrics and parameters by name."""
+    results = dict[str, np.ndarray]()
 
     def watch(index: int, samples: Samples) -> None:
         trajectory = samples.trajectory
         for name, x in (("tokens", trajectory.tokens), ("logprobs", trajectory.logprobs), ("rewards", samples.rewards)):
-            found[f"{name} {index}"] = np.asarray(x)
+            results[f"{name} {index}"] = np.asarray(x)
         for place, x in enumerate(jax.tree.leaves(trajectory.mask)):
-            found[f"mask {index} {place}"] = np.asarray(x)
+            results[f"mask {index} {place}"] = np.asarray(x)
         if trajectory.routing is not None:
-            found[f"routing {index}"] = np.asarray(trajectory.routing)
-        found[f"completions {index}"] = np.array(samples.completions)
-        found[f"numbers {index}"] = np.array([row["number"] for row in samples.task_rows])
+            results[f"routing {index}"] = np.asarray(trajectory.routing)
+        results[f"completions {index}"] = np.array(samples.completions)
+        results[f"numbers {index}"] = np.array([row["number"] for row in samples.task_rows])
 
     loop = dataclasses.replace(loop, watch=watch)
     state = init_state(shard_tree(params, loop.mesh), loop.optimizer, jax.random.key(3), reference)
@@ -111,14 +111,14 @@ def steps_of(loop: Loop, params: Any, steps: int = STEPS, reference: Any = None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RewardWarning)
             state, metrics = loop.step(state)
-        found |= {
+        results |= {
             f"metric {step} {name}": np.asarray(x, np.float64)
             for name, x in metrics.items()
             if name not in MACHINE_METRICS
         }
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        found[f"params {jax.tree_util.keystr(path)}"] = on_host(leaf)
-    return found
+        results[f"params {jax.tree_util.keystr(path)}"] = on_host(leaf)
+    return results
 
 
 def params() -> Any:
@@ -130,7 +130,7 @@ def stacked_params() -> Any:
 
 
 def mesh() -> Mesh:
-    """Two devices: their sums are the same in either order, so that bits can be compared."""
+    """Two devices: a sum of two is the same in either order, so that bits can be compared."""
     return make_mesh(1, 2, 1)
 
 
@@ -139,8 +139,8 @@ def rewards() -> Rewards:
 
 
 def taught() -> dict[str, np.ndarray]:
-    """With a frozen dense teacher, the default of smd-train; responses that evict many keys; and further rollouts in
-    place of groups without signal, of which there are: rewards say whether the first token is odd."""
+    """GRPO with a frozen dense teacher (the default of smd-train), many evictions and dynamic sampling. The reward is 1
+    for an odd first token, so that some groups have no signal."""
     update = UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.1))
     rollout = dataclasses.replace(ROLLOUT, max_new_tokens=20)
     config = dataclasses.replace(CONFIG, rollout=rollout, update=update, dynamic_sampling=1)
@@ -154,8 +154,8 @@ def first_is_odd(completion_ids: Any, **columns: Any) -> list[float]:
 
 
 def ppo_with_adapters() -> dict[str, np.ndarray]:
-    """Half of the completions at a time; two minibatches in two passes, a critic, and a KL to the base below the
-    adapters, taken off the rewards."""
+    """PPO with half of the completions decoded at a time, two minibatches, two passes, and a KL penalty in the rewards
+    to the base model without adapters."""
     update = UpdateConfig(value=ValueConfig(), loss=LossConfig(beta=0.1, kl_estimator="k1"), kl_in_reward=True)
     config = PPOConfig(
         prompts_per_step=4,
@@ -183,8 +183,8 @@ def pairs() -> dict[str, np.ndarray]:
 
 
 def all_but_one_prompt() -> Rewards:
-    """Completions of the last prompt of the first rollout fail. They are half of a process's, and no more of the whole
-    rollout than may fail."""
+    """Completions of the last prompt of the first rollout have no reward: half of one process's, but within the limit
+    of the whole rollout."""
     last = batch_indices(len(Words()), CONFIG.prompts_per_step, 0, CONFIG.seed)[CONFIG.prompts_per_step - 1]
 
     def reward(number: Any, completion_ids: Any, **columns: Any) -> list[float | None]:
@@ -193,7 +193,7 @@ def all_but_one_prompt() -> Rewards:
     return Rewards((reward,), seconds=None)
 
 
-def of_the_first_process(number: Any, completion_ids: Any, **columns: Any) -> list[float | None]:
+def rewards_of_first_process(number: Any, completion_ids: Any, **columns: Any) -> list[float | None]:
     known = batch_indices(len(Words()), CONFIG.prompts_per_step, 0, CONFIG.seed)[: CONFIG.prompts_per_step // 2]
     return [sum(ids) / 100 if row in known else None for row, ids in zip(number, completion_ids, strict=True)]
 
@@ -204,10 +204,10 @@ def experts(over: Mesh) -> dict[str, np.ndarray]:
     mixture = Experts(count=4, per_token=2, intermediate_size=24, balance_coef=0.01)
     config = dataclasses.replace(MODEL.config, experts=mixture)
     update = UpdateConfig(terms=(BalanceTerm(mixture.count, mixture.balance_coef),))
-    started = add_lora(random_params(config), LoraConfig(rank=2), jax.random.key(5))
+    adapted = add_lora(random_params(config), LoraConfig(rank=2), jax.random.key(5))
     loop_config = dataclasses.replace(CONFIG, update=update)
     loop = GRPOLoop(Decoder(config), Words(), TOKENIZER, optimizer(), loop_config, over, rewards=all_but_one_prompt())
-    return steps_of(loop, started)
+    return steps_of(loop, adapted)
 
 
 def experts_over_processes() -> dict[str, np.ndarray]:
@@ -216,7 +216,7 @@ def experts_over_processes() -> dict[str, np.ndarray]:
 
 
 def on_four_devices() -> dict[str, np.ndarray]:
-    """A prompt for each of them, and all experts."""
+    """Each device has one prompt and all experts."""
     return experts(make_mesh(1, 4, 1))
 
 
@@ -227,7 +227,7 @@ WRONG_ROW, WRONG_LAYER, WRONG_HEAD = 6, 1, 0
 
 
 class OneRowWrong(GRPOLoop):
-    """Records of one row, which the last process has sampled, that a head evicts a query later than it does."""
+    """Records the evictions of one head one query late, in a row that the last process sampled."""
 
     def collect(self, state: TrainState, index: int) -> Samples:
         samples = super().collect(state, index)
@@ -243,24 +243,24 @@ def one_query_late(evicted_at: jax.Array) -> jax.Array:
 
 
 def refused_rollout(folder: Path) -> dict[str, np.ndarray]:
-    """What each process says of a run in which sampler and learner part in one row of the last; and what it says where
-    process 0 has no room for that rollout. The runs are in folders of these names."""
+    """Errors of all processes at a mismatch in one row of the last process, and if process 0 has no disk space to dump
+    that rollout. The runs are in folders of these names."""
     loop = OneRowWrong(LOOPED, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
     full = mock.patch("smd_jax.disk.save_file", side_effect=OSError("No space left on device"))
-    said = dict[str, np.ndarray]()
+    messages = dict[str, np.ndarray]()
     for name, disk in (("refused", nullcontext()), ("no_room", full if processes.is_first() else nullcontext())):
         state = init_state(shard_tree(stacked_params(), loop.mesh), loop.optimizer, jax.random.key(3))
         try:
             with disk:
                 run.train(loop, state, RunConfig(steps=2), folder / name)
         except (RefusedRolloutError, OtherProcessError, OSError) as error:
-            said[f"{name}: said"] = np.array(processes.gather_json(f"{type(error).__name__}: {error}"))
-    return said
+            messages[f"{name}: said"] = np.array(processes.gather_json(f"{type(error).__name__}: {error}"))
+    return messages
 
 
 def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
-    """What several processes say of a process that was told something else, and of one that fails."""
-    said = dict[str, np.ndarray]()
+    """Errors of all processes if one of them has another configuration or fails."""
+    messages = dict[str, np.ndarray]()
     for name, body in (
         ("only one resumes", lambda: command(folder, out, "--debug", *["--resume"][index:])),
         ("one that resumes fails", lambda: _resumes_without_rows(index, folder, out)),
@@ -275,20 +275,20 @@ def refusals(index: int, folder: Path, out: Path) -> dict[str, np.ndarray]:
         ("prompts", lambda: check_prompts_divide(3, data_shards(mesh()))),
         ("failed rewards", _without_rewards),
         ("failed rewards of an evaluation", _evaluates_without_rewards),
-        ("no room for checksums", lambda: _said_by_all(lambda: _saves_without_checksums(out.parent / "full"))),
-        ("unseen file", lambda: _said_by_all(lambda: _sees_fewer_files(out.parent / "unseen"))),
-        ("part that cannot be read", lambda: _said_by_all(lambda: _reads_a_part_less(out.parent / "unseen"))),
-        ("data that cannot be read", lambda: _said_by_all(lambda: _draws_without_rows(index))),
+        ("no room for checksums", lambda: _raise_all_errors(lambda: _saves_without_checksums(out.parent / "full"))),
+        ("unseen file", lambda: _raise_all_errors(lambda: _sees_fewer_files(out.parent / "unseen"))),
+        ("part that cannot be read", lambda: _raise_all_errors(lambda: _reads_truncated_part(out.parent / "unseen"))),
+        ("data that cannot be read", lambda: _raise_all_errors(lambda: _samples_without_rows(index))),
     ):
         try:
             body()
         except (OtherProcessError, UserError, ValueError, KeyError, TooManyFailures) as error:
-            said[f"refused: {name}"] = np.array(str(error))
-    return said
+            messages[f"refused: {name}"] = np.array(str(error))
+    return messages
 
 
 def _evaluator(rows: int = 4, prompts: int = 12) -> Evaluator:
-    """As one of a host with less memory would be."""
+    """An evaluation whose sizes may differ between hosts."""
     config = EvaluationConfig(
         decodes=(Decode("h2o", H2O()),), rollout=ROLLOUT, prompt_width=CONFIG.prompt_width, rows=rows
     )
@@ -301,7 +301,7 @@ def _with_version(version: str) -> None:
 
 
 def _resumes_without_rows(index: int, folder: Path, out: Path) -> None:
-    """The others come as far as the checkpoint that they resume."""
+    """The other processes get as far as resuming the checkpoint."""
     broken = mock.patch.object(train, "prepare", side_effect=OSError("expected rows on this host; got none"))
     with broken if index else nullcontext():
         command(folder, out, "--debug", "--resume", "--max-steps", "3")
@@ -321,18 +321,18 @@ def _resumes_under(guard: MismatchGuard, out: Path) -> None:
 
 
 def _without_rewards() -> None:
-    few = Rewards((of_the_first_process,), seconds=None)
+    few = Rewards((rewards_of_first_process,), seconds=None)
     loop = GRPOLoop(LOOPED, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=few)
     steps_of(loop, stacked_params(), steps=1)
 
 
 def _evaluates_without_rewards() -> None:
-    few = Rewards((of_the_first_process,), seconds=None)
+    few = Rewards((rewards_of_first_process,), seconds=None)
     config = EvaluationConfig(decodes=(Decode("sampler", H2O()),), rollout=ROLLOUT, prompt_width=8, rows=12)
     Evaluator(MODEL, Words(), TOKENIZER, config, mesh(), rewards=few).run(params())
 
 
-def _said_by_all(body: Callable[[], None]) -> None:
+def _raise_all_errors(body: Callable[[], None]) -> None:
     try:
         body()
     except (OtherProcessError, RuntimeError, OSError) as error:
@@ -346,7 +346,7 @@ def _saves_without_checksums(place: Path) -> None:
 
 
 def _sees_fewer_files(place: Path) -> None:
-    """The last process does not see a file of the newest checkpoint, which is whole."""
+    """The last process does not see a file of the newest checkpoint, which is complete."""
     state = shard_tree(params(), mesh())
     with checkpoint.Writer(place) as writer:
         for step in (1, 2):
@@ -356,8 +356,8 @@ def _sees_fewer_files(place: Path) -> None:
         checkpoint.restore(place, state, config=1)
 
 
-def _reads_a_part_less(place: Path) -> None:
-    """The last process finds its part of the newest checkpoint cut off; it does not go back to the older one alone."""
+def _reads_truncated_part(place: Path) -> None:
+    """The last process finds its part of the newest checkpoint truncated; it must not use the older one alone."""
     read = reading._read_arrays  # pyright: ignore[reportPrivateUsage]
 
     def cut_off(*arguments: Any) -> None:
@@ -369,7 +369,7 @@ def _reads_a_part_less(place: Path) -> None:
         checkpoint.restore(place, shard_tree(params(), mesh()), config=1)
 
 
-def _draws_without_rows(index: int) -> None:
+def _samples_without_rows(index: int) -> None:
     loop = GRPOLoop(MODEL, Words(), TOKENIZER, optimizer(), CONFIG, mesh(), rewards=rewards())
     failing = mock.patch.object(loop_module, "rows_of_step", side_effect=OSError("no answer from the network"))
     with failing if index else nullcontext():
@@ -383,7 +383,7 @@ def _fails_in_last(index: int) -> None:
 
 
 def command(folder: Path, out: Path, *more: str) -> None:
-    """smd-train on what the folder holds."""
+    """Runs smd-train on the folder's model and rows."""
     words = ["grpo", "--model", f"{folder}/model", "--dataset", f"{folder}/rows.jsonl"]
     words += ["--reward", "tests.joined:first_is_odd", "--reward-timeout", "None", "--num-prompts", "4"]
     words += ["--num-generations", "2", "--max-completion-length", "4", "--budget", "16", "--buffer", "2"]
@@ -391,7 +391,7 @@ def command(folder: Path, out: Path, *more: str) -> None:
     words += ["--fsdp", "2", "--completions-steps", "2", "--save-steps", "1", "--output-dir", str(out)]
     words += ["--eval-steps", "1", "--eval-dataset", f"{folder}/held_out.jsonl", "--eval-decode", "sampler"]
     # A test in one process has eight devices, six of them idle here.
-    with mock.patch.object(prepare, "check_devices", lambda used, there: None):
+    with mock.patch.object(prepare, "check_devices", lambda used, available: None):
         train.main([*words, *more])
 
 
@@ -403,12 +403,12 @@ def main(folder: str, coordinator: str, count: str, index: str) -> None:
     launch.join(LaunchArgs(coordinator=coordinator, num_processes=int(count), process_id=int(index)))
     place, out = Path(folder), Path(folder) / count
     if int(count) == 2:
-        found = arrays() | refused_rollout(place / f"{count}_refused") | refusals(int(index), place, out)
+        results = arrays() | refused_rollout(place / f"{count}_refused") | refusals(int(index), place, out)
         command(place, out, "--max-steps", "3", "--resume")
     else:
-        found = on_four_devices()
+        results = on_four_devices()
     if processes.is_first():
-        np.savez(place / f"{count}.npz", **found)  # pyright: ignore[reportArgumentType]
+        np.savez(place / f"{count}.npz", **results)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":

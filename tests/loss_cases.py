@@ -1,4 +1,4 @@
-"""The policy losses under test, in one table: a new one gets a row and thereby all tests of invariance."""
+"""Policy losses under test, in one table: every loss in it gets all invariance tests."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import pytest
 from smd_jax.losses import named
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss
 
-# GSPO is the level "geometric" of GRPO, which every loss below is tried with.
+# GSPO is GRPO at the level "geometric", which CONFIGS has for every loss.
 LOSSES = {name: make for name, make in named.LOSSES.items() if name != "gspo"}
 
 NAMES = pytest.mark.parametrize("name", LOSSES)

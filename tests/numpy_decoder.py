@@ -1,4 +1,4 @@
-"""The decoder once more, in plain numpy and float64, one query and one head at a time: what the model is held against.
+"""Reference decoder in float64 NumPy, one query and one head at a time.
 
 Plain RoPE, with or without biases and tied embeddings; no Q/K norm.
 """
@@ -22,7 +22,7 @@ def dense(x: np.ndarray, layer: dict[str, Any]) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """RoPE of one vector: entry i turns with entry i + half."""
+    """RoPE of one vector: rotates entries i and i + half."""
     half = len(x) // 2
     out = np.empty_like(x)
     for i in range(half):
@@ -47,8 +47,8 @@ def projections(
     for name in ("q_proj", "k_proj", "v_proj"):
         part = dense(normed, layer["attention"][name]).reshape(len(x), -1, config.head_dim).transpose(1, 0, 2)
         if name != "v_proj":
-            turned = [[rotate(t, p, config.rope_theta) for t, p in zip(h, positions, strict=True)] for h in part]
-            part = np.array(turned)
+            rotated = [[rotate(t, p, config.rope_theta) for t, p in zip(h, positions, strict=True)] for h in part]
+            part = np.array(rotated)
         parts.append(part)
     return parts[0], parts[1], parts[2]
 

@@ -1,4 +1,4 @@
-"""Runs of the plain loop: how tests begin them, evaluate in them, log them, end them, and read what they wrote."""
+"""Helpers for runs of the plain loop: starts, evaluations, loggers, kills, and reading their files."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def never(number: int) -> None:
 
 
 def rows(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """But for what depends on the machine."""
-    found = read_metrics(directory / name)
-    return [{name: value for name, value in row.items() if name not in MACHINE_METRICS} for row in found]
+    """Logged metrics, without those that depend on the machine."""
+    logged = read_metrics(directory / name)
+    return [{name: value for name, value in row.items() if name not in MACHINE_METRICS} for row in logged]
 
 
 def saved(directory: Path) -> list[int]:
@@ -40,7 +40,7 @@ def saved(directory: Path) -> list[int]:
 
 
 class Evaluations:
-    """Gives a run the values of a list, and remembers after how many rollouts it was asked."""
+    """An evaluation that returns given values by step, and records its calls."""
 
     def __init__(self, values: dict[int, float]):
         self.values = values
@@ -52,7 +52,7 @@ class Evaluations:
 
 
 class Recorder:
-    """A logger that keeps what it is given, and raises at one step and once it is closed."""
+    """A logger that keeps its rows, and raises at step `fails_at` and after `close`."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -69,7 +69,7 @@ class Recorder:
 
 
 class DiedError(BaseException):
-    """What ends a run between two rollouts as a process ends that is killed: nothing is saved then."""
+    """Ends a run between two rollouts as a kill does: nothing is saved."""
 
 
 def dies_at(last: int) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""Query centers without a model behind them."""
+"""Random query centers, without a model."""
 
 from __future__ import annotations
 

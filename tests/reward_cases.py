@@ -1,7 +1,4 @@
-"""Reward functions that tests send to a process of their own, which imports this file: so nothing of JAX stands here.
-
-Each is of a kind that a user writes; the names say what goes wrong.
-"""
+"""Reward functions for tests of separate reward processes, which import this file: it must not import JAX."""
 
 import asyncio
 import os
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 
 
 def length(completions):
-    """Takes nothing but what it names."""
+    """Takes no other columns."""
     return [len(completion) for completion in completions]
 
 
@@ -35,7 +32,7 @@ async def slow_length(completions):
 
 
 def only_digits(completions):
-    """No opinion about the others."""
+    """None for other completions."""
     return [float(completion) if completion.isdigit() else None for completion in completions]
 
 
@@ -44,7 +41,7 @@ def never_an_opinion(completions):
 
 
 def as_number(completions):
-    """Raises for what is no number."""
+    """Raises ValueError unless all are numbers."""
     return [float(completion) for completion in completions]
 
 
@@ -62,14 +59,13 @@ def as_text(completions):
 
 
 def sleeps(completions):
-    """Waits for what never comes."""
     if "bad" in completions:
         time.sleep(3600)
     return [1.0 for _ in completions]
 
 
 def spins_in_c(completions):
-    """Backtracks for ever and keeps Python's lock: no thread of its process runs any more."""
+    """Backtracks forever and keeps the GIL: no other thread of its process runs."""
     return [
         float(re.fullmatch("(a+)+", "a" * 60 + "b" if completion == "bad" else "aa") is not None)
         for completion in completions
@@ -77,7 +73,7 @@ def spins_in_c(completions):
 
 
 def leaves_a_program(completions, file):
-    """Starts a program, and ends its process."""
+    """Starts a program and exits without waiting for it."""
     program = subprocess.Popen(["sleep", "1000"])
     with open(file[0], "w") as opened:
         opened.write(str(program.pid))
@@ -85,14 +81,14 @@ def leaves_a_program(completions, file):
 
 
 def ends_its_process(completions):
-    """As a crash in C does."""
+    """Like a crash in C."""
     if "bad" in completions:
         os._exit(7)
     return [1.0 for _ in completions]
 
 
 def afraid_of_company(completions):
-    """Fails on several completions, on none alone."""
+    """Fails on a batch, but not on single completions."""
     if len(completions) > 1:
         raise RuntimeError("one at a time, please")
     return [1.0]
@@ -105,7 +101,7 @@ def speaks(completions):
 
 @dataclass(frozen=True)
 class Scaled:
-    """An object with a state, such as those of TRL."""
+    """A callable object with state, as in TRL."""
 
     factor: float
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds in use, as the hub has them."""
+"""Small tokenizers of the two common kinds: byte-level BPE and sentencepiece."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -8,7 +8,7 @@ CORPUS = [
     "日本語の答え 日本語の問い 日本 🦊🦊🦊 🦉 aab ab abab aabab",
 ]
 
-# Tokens and what they stand for; the tokens of bytes come on top.
+# Tokens and their bytes, without the 256 byte tokens.
 SENTENCEPIECE = {
     "▁": b" ",
     "a": b"a",
@@ -39,7 +39,7 @@ def trained_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer(*, byte_tokens: bool = True) -> PreTrainedTokenizerFast:
-    """Llama 2's way: "▁" for blanks, one in front of all text, tokens of bytes for what the vocabulary lacks."""
+    """As Llama 2's: "▁" for spaces, one prepended to every text, byte tokens for unknown characters."""
     names = [f"<0x{byte:02X}>" for byte in range(256)] if byte_tokens else []
     words = {token: index for index, token in enumerate(["<unk>", "</s>", *names, *SENTENCEPIECE])}
     model = models.BPE(words, [("▁", "a"), ("a", "b")], unk_token="<unk>", byte_fallback=byte_tokens, fuse_unk=True)

@@ -1,4 +1,4 @@
-"""One hard trajectory and the train step on it, for every test of updates."""
+"""A trajectory with padding and evictions, and a train step on it, for tests of updates."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from smd_jax.text.prompts import PromptBatch
 
 ROWS, WIDTH, LENGTH = 8, 8, 10
 TEMPERATURE = 0.9
-# One layer: half the program to compile, and what layers do to masks is the business of tests/sampler/test_identity.py.
+# One layer compiles in half the time; tests/sampler/test_identity.py tests the masks of several layers.
 MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1))
 
-# An optimizer that moves nothing and keeps the gradients, exact to the last bit, as its state. NumPy's zeros and copies
-# compile no program for every shape.
+# An optimizer that changes nothing and keeps the exact gradients as its state. NumPy's zeros compile no programs.
 RECORD = optax.GradientTransformation(
     init=lambda params: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params),
     update=lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
@@ -39,7 +38,7 @@ RECORD = optax.GradientTransformation(
 
 
 def spread_params(seed: int, config: ModelConfig = MODEL.config):
-    """Parameters whose logits are not all alike, so that it matters what a query sees."""
+    """Parameters with unequal logits, so that results depend on the mask."""
 
     @jax.jit
     def spread(params):
@@ -73,7 +72,7 @@ def batch() -> TrainBatch:
 
 
 def without_advantages() -> TrainBatch:
-    """Nothing but the distillation has a gradient."""
+    """A batch in which only the distillation has a gradient."""
     return batch().replace(advantages=jnp.zeros(ROWS))
 
 
@@ -102,15 +101,15 @@ def metrics_and_gradients(
 
 
 def assert_equal_steps(got, expected, most: float):
-    """Metrics and gradients, as `metrics_and_gradients` gives them.
+    """Compares two results of `metrics_and_gradients`.
 
     Args:
-      most: share of the largest gradient, and twice as much of each gradient itself. Metrics: four times as much, or
-        four tenths of it where they are near 0.
+      most: tolerance of gradients, relative to the largest one; twice as much relative to each. Metrics: four times as
+        much relative, 0.4 times absolute.
     """
     (metrics, grads), (expected_metrics, expected_grads) = got, expected
     assert expected_metrics["loss"] != 0
-    # Rounding alone, as much as the CPU makes: squares of products over responses, and the worst log-probability.
+    # Squared products over responses, and the worst log-probability: only rounding, which depends on the CPU.
     rounding = ("rollout_corr/chi2_seq", "sampling/sampling_logp_difference/max")
     for name, value in expected_metrics.items():
         near_zero = 1.2 * most if name in rounding else 0.4 * most

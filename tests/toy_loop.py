@@ -1,4 +1,4 @@
-"""The loop on a real task, in sizes of a toy, for every test that takes steps of it."""
+"""The GRPO loop on a toy-sized task, for tests that run its steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TASK = ReasoningGymTask("distractor_sort", seed=0, size=50, parameters=SORT)
 
 
 class Sevens:
-    """The same prompts; the reward is the share of one symbol in the completion, which is easy to learn."""
+    """The prompts of TASK; the reward is the share of "7" in the completion, which is easy to learn."""
 
     def __len__(self) -> int:
         return len(TASK)
@@ -66,7 +66,7 @@ def optimizer():
 
 @functools.cache
 def warm_params():
-    """A model that has learned to answer in about three digits: then rewards differ and there is something to learn."""
+    """A model trained to answer in about three digits, so that rewards differ."""
     state = init_state(random_params(MODEL.config), optax.adam(1e-2), jax.random.key(0))
     update = make_supervised_update(MODEL, optax.adam(1e-2))
     for step in range(40):
@@ -80,16 +80,15 @@ shared_update, shared_replay = functools.cache(make_update), functools.cache(mak
 
 
 def share_programs(loop: PolicyLoop) -> None:
-    """A loop makes its train step and its replay when it first needs them, and what is jitted anew is compiled anew:
-    loops that ask for the same ones get the same ones."""
+    """Gives loops with equal train steps and replays the same jitted functions, so that they compile once."""
     with mock.patch.multiple(policy_loop, make_update=shared_update, make_replay=shared_replay):
-        assert loop.update is not None and loop.replay is not None  # now they are made
+        assert loop.update is not None and loop.replay is not None  # builds both
 
 
 def own_loop(
     config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER
 ) -> GRPOLoop:
-    """A loop that shares its train step with no other, for tests that count compilations."""
+    """A loop with its own train step, for tests that count compilations."""
     return GRPOLoop(MODEL, task, tokenizer, optimizer(), config, make_mesh(*sizes))
 
 
@@ -97,21 +96,21 @@ def own_loop(
 def new_loop(
     config: GRPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1), tokenizer: Tokenizer = TOKENIZER
 ) -> GRPOLoop:
-    """One loop for all tests that ask for the same: its programs are traced and compiled once."""
+    """A cached loop, whose programs are compiled once for all tests."""
     loop = own_loop(config, task, sizes, tokenizer)
     share_programs(loop)
     return loop
 
 
 def new_state(seed: int = 1) -> TrainState:
-    """Fresh buffers every time: a step takes them. They lie where a step puts them, so that `learn` finds the program
-    that `step` has compiled."""
+    """Fresh buffers, because a step donates them; sharded as a step returns them, so that `learn` reuses the program of
+    `step`."""
     state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(seed))
     return shard_tree(state, make_mesh())
 
 
 def run(loop: Loop, state: TrainState, steps: int) -> tuple[TrainState, list[dict[str, float]]]:
-    """Metrics of every step but for times and memory."""
+    """Runs steps; the metrics are without times and memory."""
     rows = []
     for _ in range(steps):
         state, metrics = loop.step(state)

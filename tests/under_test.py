@@ -1,6 +1,6 @@
-"""Everything under test, in one table: a new policy gets a row in POLICIES and thereby all tests.
+"""Eviction policies under test, in one table: a policy with a row in POLICIES gets all tests.
 
-Constants are small enough for budgets of about 16 keys.
+Their constants are small enough for budgets of about 16 keys.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gap(model: Any, trajectory: Trajectory, mask: Any = None, params: Any = None
     """|log p_sampler - log p_learner| of the tokens that the policy sampled.
 
     Args:
-      mask: takes the place of the recorded one, in its shape, so that one program serves all masks.
+      mask: replaces the recorded one, broadcast to its shape, so that one program serves all masks.
       params: `make_params(model.config)` unless given.
     """
     if mask is not None:
@@ -67,7 +67,7 @@ def gap(model: Any, trajectory: Trajectory, mask: Any = None, params: Any = None
     return np.abs(difference)[np.asarray(trajectory.response_mask)]
 
 
-# What `tests/conftest.py` takes away from the compiler, given back.
+# The compiler's defaults, which `tests/conftest.py` turns off.
 POLISHED: dict[str, str | bool] = {
     "xla_backend_optimization_level": "3",
     "xla_llvm_disable_expensive_passes": False,
@@ -84,7 +84,7 @@ def polished_rollout(
     policy: EvictionPolicy,
     config: RolloutConfig,
 ) -> Trajectory:
-    """`rollout`, compiled as it is for users."""
+    """`rollout`, compiled with the default options."""
     lowered = rollout_program.lower(model, params, prompts, key, policy=policy, config=config)
     return lowered.compile(POLISHED)(params, prompts, key)
 
@@ -98,8 +98,7 @@ def left_padded(lengths: list[int], width: int, vocab_size: int, seed: int = 0) 
 
 
 def bos_tokenizer(*, chat: bool) -> PreTrainedTokenizerFast:
-    """A byte tokenizer that, as Llama's, begins every text with a token of its own: 257, with which the chat template
-    begins too."""
+    """A byte tokenizer that, like Llama's, begins every text with BOS (257), as its chat template does."""
     tokenizer = byte_tokenizer(chat=chat)
     begin = TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 257)])
     tokenizer.backend_tokenizer.post_processor = begin
@@ -108,7 +107,7 @@ def bos_tokenizer(*, chat: bool) -> PreTrainedTokenizerFast:
 
 
 def to_prompts(tokens: Any, valid: Any) -> PromptBatch:
-    """From anything that numpy takes."""
+    """Converts anything that NumPy accepts."""
     return PromptBatch(jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, bool))
 
 
@@ -118,7 +117,7 @@ def eviction_times(trajectory: Trajectory) -> np.ndarray:
 
 
 def records_of(trajectory: Trajectory) -> dict[str, Any]:
-    """The arguments of `Trajectory.from_records` for these rows: what another engine would report of them."""
+    """Arguments of `Trajectory.from_records` for these rows, as another engine would report them."""
     width, valid = trajectory.prompt_width, np.asarray(trajectory.valid)
     tokens, logprobs = np.asarray(trajectory.tokens), np.asarray(trajectory.logprobs)
     evicted_at = eviction_times(trajectory)

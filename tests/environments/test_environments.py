@@ -1,4 +1,4 @@
-"""Environments in their processes: what comes back, and that no error takes another conversation with it."""
+"""Environments in separate processes and in this one: answers, failures of single conversations, and limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = [{"prompt": f"row {number}"} for number in range(3)]
 
 
 class Echo:
-    """Repeats what it is told, and does what the text asks for."""
+    """Repeats the text of a turn; some texts trigger a failure."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -70,8 +70,8 @@ class Echo:
         return f"{self.turns}: {text}", 0.25, False
 
 
-class Program:
-    """Starts a program that does not end, and answers with its number; then waits for it."""
+class EndlessProgram:
+    """Opens with the process id of an endless program, and then waits for it."""
 
     def reset(self, row: dict[str, Any]) -> str:
         self.program = subprocess.Popen(["sleep", "1000"])
@@ -102,12 +102,12 @@ class AsyncPrepared(Echo):
         pass
 
 
-class Unprepared(Echo):
+class FailsToPrepare(Echo):
     def prepare(self) -> None:
         raise OSError("no such index")
 
 
-class Awaited:
+class AsyncEnvironment:
     async def reset(self, row: dict[str, Any]) -> str:
         return row["prompt"] + " awaited"
 
@@ -120,7 +120,7 @@ class Opener:
         return row["prompt"]
 
 
-class Set(Opener):
+class JoinsSet(Opener):
     def reset(self, row: dict[str, Any]) -> str:
         return " ".join({"red", "green", "blue", "black"})
 
@@ -129,7 +129,7 @@ class Set(Opener):
 
 
 class Late(Opener):
-    """Its objects get `step` when they are made, or never."""
+    """Gets `step` in its constructor if `complete`."""
 
     def __init__(self, *, complete: bool = True):
         if complete:
@@ -141,7 +141,7 @@ class Forwarding:
         return getattr(Echo(), name)
 
 
-class Lucky:
+class RandomNumbers:
     def reset(self, row: dict[str, Any]) -> str:
         return f"{random.random()} {np.random.rand()}"
 
@@ -151,30 +151,30 @@ class Lucky:
 
 @pytest.fixture(scope="module", params=["processes", "here"])
 def echoes(request: pytest.FixtureRequest) -> Iterator[Environments]:
-    found = open_environments(Echo, 20.0 if request.param == "processes" else None)
-    yield found
-    found.close()
+    environments = open_environments(Echo, 20.0 if request.param == "processes" else None)
+    yield environments
+    environments.close()
 
 
-def asked(found: Environments, conversation: int, text: str) -> Any:
-    found.step(conversation, text)
-    ((number, answer),) = found.receive(wait=True)
+def answer_to(environments: Environments, conversation: int, text: str) -> Any:
+    environments.step(conversation, text)
+    ((number, answer),) = environments.receive(wait=True)
     assert number == conversation
     return answer
 
 
 def test_each_conversation_has_its_own_environment(echoes: Environments):
     assert [answer.content for answer in echoes.reset(ROWS)] == ["row 0", "row 1", "row 2"]
-    assert asked(echoes, 1, "a").content == "1: a" and asked(echoes, 1, "b").content == "2: b"
-    assert asked(echoes, 0, "c") == ("1: c", 0.25, False, None, None)
-    assert asked(echoes, 2, "over") == ("", 1.5, True, "solved", None)
-    assert asked(echoes, 2, "messages").content == [{"role": "tool", "content": "4"}]
+    assert answer_to(echoes, 1, "a").content == "1: a" and answer_to(echoes, 1, "b").content == "2: b"
+    assert answer_to(echoes, 0, "c") == ("1: c", 0.25, False, None, None)
+    assert answer_to(echoes, 2, "over") == ("", 1.5, True, "solved", None)
+    assert answer_to(echoes, 2, "messages").content == [{"role": "tool", "content": "4"}]
     assert echoes.receive(wait=False) == []
     echoes.reset(ROWS)
-    assert asked(echoes, 1, "a").content == "1: a"
+    assert answer_to(echoes, 1, "a").content == "1: a"
 
 
-BROKEN = {
+BAD_ANSWERS = {
     "raise": ("KeyError", r"the shelf is empty.*test_environments\.py"),
     "nothing": ("no answer", r"expected \(text, reward, done\); got None"),
     "10 MB": ("no answer", "at most 1,048,576 characters; got 10,000,000"),
@@ -185,16 +185,16 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_answer_is_a_failure(echoes: Environments, text: str):
-    kind, message = BROKEN[text]
+@pytest.mark.parametrize("text", BAD_ANSWERS)
+def test_a_bad_answer_is_a_failure(echoes: Environments, text: str):
+    kind, message = BAD_ANSWERS[text]
     echoes.reset(ROWS)
-    failure = asked(echoes, 1, text).failure
+    failure = answer_to(echoes, 1, text).failure
     assert failure.kind == kind
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(failure.message)
     assert len(failure.message) < 500
-    assert asked(echoes, 0, "go on").content == "1: go on"
+    assert answer_to(echoes, 0, "go on").content == "1: go on"
 
 
 @pytest.mark.parametrize(
@@ -209,53 +209,53 @@ def test_an_opening_with_a_lone_surrogate_is_a_failure(content: Any):
 def test_a_last_answer_that_no_tokenizer_accepts_keeps_its_reward(echoes: Environments):
     """The policy does not read it."""
     echoes.reset(ROWS)
-    assert asked(echoes, 0, "a surrogate at the end") == ("\udc80", 1.0, True, None, None)
+    assert answer_to(echoes, 0, "a surrogate at the end") == ("\udc80", 1.0, True, None, None)
 
 
-def test_a_call_that_hangs_or_exits_ends_its_own_process_only():
-    found = EnvironmentsInProcesses(Echo, seconds=0.5)
-    found.reset(ROWS)
-    found.step(0, "hang")
-    found.step(1, "exit")
-    found.step(2, "go on")
+def test_a_call_that_hangs_or_exits_ends_only_its_own_process():
+    environments = EnvironmentsInProcesses(Echo, seconds=0.5)
+    environments.reset(ROWS)
+    environments.step(0, "hang")
+    environments.step(1, "exit")
+    environments.step(2, "go on")
     answers = dict[int, Any]()
     while len(answers) < 3:
-        answers |= dict(found.receive(wait=True))
+        answers |= dict(environments.receive(wait=True))
     assert answers[0].failure == ("time", "took longer than 0.5 s")
     assert answers[1].failure == ("end of its process", "its process ended with exit code 7")
     assert answers[2].content == "1: go on"
-    assert asked(found, 0, "again").failure == answers[0].failure
-    assert [answer.content for answer in found.reset(ROWS)] == ["row 0", "row 1", "row 2"]
-    found.close()
+    assert answer_to(environments, 0, "again").failure == answers[0].failure
+    assert [answer.content for answer in environments.reset(ROWS)] == ["row 0", "row 1", "row 2"]
+    environments.close()
 
 
 @pytest.mark.parametrize("when", ["between rollouts", "during a rollout"])
 def test_a_dead_server_is_replaced_at_the_next_reset(when: str):
-    found = EnvironmentsInProcesses(Echo, seconds=20.0)
-    found.reset(ROWS)
-    assert found._server is not None
-    found._server._process.kill()
-    found._server._process.wait()
+    environments = EnvironmentsInProcesses(Echo, seconds=20.0)
+    environments.reset(ROWS)
+    assert environments._server is not None
+    environments._server._process.kill()
+    environments._server._process.wait()
     if when == "during a rollout":
         for conversation in (0, 1):
-            failure = asked(found, conversation, "exit").failure
+            failure = answer_to(environments, conversation, "exit").failure
             assert failure.kind == "end of its process"
             assert failure.message.startswith("the process of all environments ended")
-    assert [answer.content for answer in found.reset(ROWS)] == ["row 0", "row 1", "row 2"]
-    assert asked(found, 2, "go on").content == "1: go on"
-    found.close()
+    assert [answer.content for answer in environments.reset(ROWS)] == ["row 0", "row 1", "row 2"]
+    assert answer_to(environments, 2, "go on").content == "1: go on"
+    environments.close()
 
 
-def lives(program: str) -> bool:
-    """Whether the process runs; a zombie, whose new parent has not looked yet, does not."""
-    status = Path(f"/proc/{program}/stat")
+def is_running(pid: str) -> bool:
+    """False for a zombie, which its parent has not reaped yet."""
+    status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def ends(program: str) -> bool:
-    """Whether a killed process ends, when the system gets to it."""
+def ends(pid: str) -> bool:
+    """Waits up to ten seconds for a killed process."""
     for _ in range(200):
-        if not lives(program):
+        if not is_running(pid):
             return True
         time.sleep(0.05)
     return False
@@ -263,57 +263,57 @@ def ends(program: str) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("how", ["late", "next reset", "close"])
-def test_programs_of_a_conversation_end_with_it(how: str):
-    found = EnvironmentsInProcesses(Program, seconds=0.5 if how == "late" else 20.0)
-    program = found.reset(ROWS[:1])[0].content
-    assert lives(program)
+def test_programs_end_with_their_conversation(how: str):
+    environments = EnvironmentsInProcesses(EndlessProgram, seconds=0.5 if how == "late" else 20.0)
+    pid = environments.reset(ROWS[:1])[0].content
+    assert is_running(pid)
     if how == "late":
-        assert asked(found, 0, "wait").failure.kind == "time"
+        assert answer_to(environments, 0, "wait").failure.kind == "time"
     elif how == "next reset":
-        found.reset(ROWS[:1])
+        environments.reset(ROWS[:1])
     else:
-        found.close()
-    assert ends(program)
-    found.close()
+        environments.close()
+    assert ends(pid)
+    environments.close()
 
 
 def test_prepare_is_called_once_before_the_forks():
-    found = EnvironmentsInProcesses(Prepared, seconds=20.0)
+    environments = EnvironmentsInProcesses(Prepared, seconds=20.0)
     for _ in range(2):
-        for answer in found.reset(ROWS):
+        for answer in environments.reset(ROWS):
             prepared, parent = answer.content.split()
             assert prepared == parent
-    found.close()
+    environments.close()
     with pytest.raises(UnloadableEnvironmentError, match=r"OSError: no such index \(.*test_environments.py, line"):
-        EnvironmentsInProcesses(Unprepared, seconds=20.0).reset(ROWS)
+        EnvironmentsInProcesses(FailsToPrepare, seconds=20.0).reset(ROWS)
     with pytest.raises(UnloadableEnvironmentError, match="expected a `prepare` without async"):
         EnvironmentsInProcesses(AsyncPrepared, seconds=20.0).reset(ROWS)
 
 
-def test_prepare_is_called_here_too(monkeypatch: pytest.MonkeyPatch):
+def test_prepare_is_called_once_in_this_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Prepared, "prepared_by", None)
-    found = open_environments(Prepared, None)
+    environments = open_environments(Prepared, None)
     for _ in range(2):
-        assert [answer.content.split()[0] for answer in found.reset(ROWS)] == [str(os.getpid())] * len(ROWS)
+        assert [answer.content.split()[0] for answer in environments.reset(ROWS)] == [str(os.getpid())] * len(ROWS)
 
     with pytest.raises(UnloadableEnvironmentError, match="can be prepared; got .*no such index"):
-        open_environments(Unprepared, None).reset(ROWS)
+        open_environments(FailsToPrepare, None).reset(ROWS)
 
 
 def test_a_fork_by_an_environment_gives_one_answer():
-    found = EnvironmentsInProcesses(Echo, seconds=20.0)
-    found.reset(ROWS[:1])
-    assert [asked(found, 0, text).content for text in ("fork", "a", "b")] == ["1: fork", "2: a", "3: b"]
-    found.close()
+    environments = EnvironmentsInProcesses(Echo, seconds=20.0)
+    environments.reset(ROWS[:1])
+    assert [answer_to(environments, 0, text).content for text in ("fork", "a", "b")] == ["1: fork", "2: a", "3: b"]
+    environments.close()
 
 
-def test_sets_have_the_same_order_in_every_start(monkeypatch: pytest.MonkeyPatch):
+def test_sets_have_the_same_order_in_every_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     orders = set[str]()
     for _ in range(4):
-        found = EnvironmentsInProcesses(Set, seconds=20.0)
-        orders.add(found.reset(ROWS[:1])[0].content)
-        found.close()
+        environments = EnvironmentsInProcesses(JoinsSet, seconds=20.0)
+        orders.add(environments.reset(ROWS[:1])[0].content)
+        environments.close()
     assert len(orders) == 1
 
 
@@ -322,7 +322,7 @@ def test_the_limit_of_open_files_is_raised_for_many_conversations():
     with contextlib.ExitStack() as files:
         files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 512), before[1]))
-        for _ in range(100):  # as the conversations of another set are
+        for _ in range(100):  # as other environments have open
             files.enter_context(Path(os.devnull).open())
         processes.allow_open_files(300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(100 + 300 + processes.OTHER_FILES, before[1])
@@ -330,18 +330,18 @@ def test_the_limit_of_open_files_is_raised_for_many_conversations():
 
 @pytest.mark.parametrize("seconds", [20.0, None])
 def test_async_environments_can_be_used_again_after_close(seconds: float | None):
-    found = open_environments(Awaited, seconds)
+    environments = open_environments(AsyncEnvironment, seconds)
     for _ in range(2):
-        assert found.reset(ROWS[:1])[0].content == "row 0 awaited"
-        assert asked(found, 0, "a") == ("A", 1.0, True, None, None)
-        found.close()
+        assert environments.reset(ROWS[:1])[0].content == "row 0 awaited"
+        assert answer_to(environments, 0, "a") == ("A", 1.0, True, None, None)
+        environments.close()
 
 
-def test_global_random_numbers_begin_alike_in_every_conversation():
-    found = open_environments(Lucky, 20.0)
-    first = found.reset(ROWS)
-    assert len({answer.content for answer in (*first, *found.reset(ROWS))}) == 1
-    found.close()
+def test_global_random_state_is_the_same_in_every_conversation():
+    environments = open_environments(RandomNumbers, 20.0)
+    first = environments.reset(ROWS)
+    assert len({answer.content for answer in (*first, *environments.reset(ROWS))}) == 1
+    environments.close()
 
 
 def test_a_class_that_cannot_be_loaded_is_refused():
@@ -359,25 +359,25 @@ def test_a_class_that_cannot_be_loaded_is_refused():
 
 
 @pytest.mark.parametrize("seconds", [20.0, None])
-def test_what_is_no_environment_is_refused(seconds: float | None):
+def test_invalid_environments_are_refused(seconds: float | None):
     with pytest.raises(ValueError, match="got an object of Echo: give the class, not an object"):
         processes.check_factory(Echo())
     for without_step in (Opener, functools.partial(Opener)):
         with pytest.raises(ValueError, match="with the methods reset and step; got Opener without step"):
             open_environments(without_step, seconds)  # pyright: ignore[reportArgumentType]
-    forwarding: Any = Forwarding  # its methods are another object's
+    forwarding: Any = Forwarding  # its methods come from another object
     open_environments(forwarding, seconds).close()
     late: Any = Late
-    found = open_environments(late, seconds)
-    assert found.reset(ROWS[:1])[0].content == ROWS[0]["prompt"]
-    found.close()
-    found = open_environments(functools.partial(late, complete=False), seconds)
-    failure = found.reset(ROWS[:1])[0].failure
+    environments = open_environments(late, seconds)
+    assert environments.reset(ROWS[:1])[0].content == ROWS[0]["prompt"]
+    environments.close()
+    environments = open_environments(functools.partial(late, complete=False), seconds)
+    failure = environments.reset(ROWS[:1])[0].failure
     assert failure is not None and failure.message == "expected the methods reset and step; got Late without step"
-    found.close()
+    environments.close()
 
 
-def test_a_file_that_its_process_cannot_load_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_fails_to_load_is_reported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "only_here.py").write_text(
         "import os\nif os.environ.get('ONLY') is None:\n    raise OSError('no licence')\nclass E:\n"
         "    def reset(self, row):\n        pass\n\n    def step(self, text):\n        pass\n"

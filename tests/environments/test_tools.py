@@ -1,4 +1,4 @@
-"""Tools that the policy calls, and attempts at a task."""
+"""ToolEnvironment and RetryEnvironment: tool calls, rewards, attempts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def undescribed(a):
     return a
 
 
-def graded(answer: str, row: dict[str, Any]) -> float:
+def exact_match(answer: str, row: dict[str, Any]) -> float:
     return float(answer.strip() == row["answer"])
 
 
@@ -63,9 +63,9 @@ def call(name: str, **arguments: Any) -> str:
 
 @pytest.fixture
 def environment() -> ToolEnvironment:
-    found = ToolEnvironment((add, fail), graded)
-    found.reset({"prompt": "2 + 2?", "answer": "4"})
-    return found
+    adder = ToolEnvironment((add, fail), exact_match)
+    adder.reset({"prompt": "2 + 2?", "answer": "4"})
+    return adder
 
 
 def test_opening_describes_the_tools(environment: ToolEnvironment):
@@ -94,14 +94,14 @@ def test_calls_and_answer(environment: ToolEnvironment):
         ("<tool_call>" + '{"a":' * 100_000 + "</tool_call>", 'expected a tool call in JSON; got \'{"a":'),
         ("<tool_call>[1]</tool_call>", "expected a tool call with name and arguments"),
         ("<tool_call>{", "expected a tool call that ends with </tool_call>"),
-        ("<tool_call>" + "\n" * 20_000, "expected a tool call that ends with </tool_call>"),  # no search in cubic time
+        ("<tool_call>" + "\n" * 20_000, "expected a tool call that ends with </tool_call>"),  # must not take cubic time
         (call("multiply", a=1), "expected a call of add, fail; got 'multiply'|got multiply"),
         (call("add", a=1), "expected arguments of add; got missing a required argument: 'b'"),
     ],
 )
 def test_a_bad_call_ends_the_conversation(environment: ToolEnvironment, text: str, reason: str):
-    said, reward, done = environment.step(text)
-    assert (said, reward) == ("", 0.0) and isinstance(done, str)
+    message, reward, done = environment.step(text)
+    assert (message, reward) == ("", 0.0) and isinstance(done, str)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(done)
 
@@ -112,7 +112,7 @@ def fail_by_name() -> str:
 
 
 def test_results_that_utf8_cannot_encode_are_written_with_question_marks():
-    environment = ToolEnvironment((name_of_file, fail_by_name), graded)
+    environment = ToolEnvironment((name_of_file, fail_by_name), exact_match)
     environment.reset({"prompt": "?"})
     results, _, done = environment.step(call("name_of_file") + call("fail_by_name"))
     assert [each["content"] for each in results] == ["a?", "OSError: a?"] and done is False
@@ -130,13 +130,13 @@ async def fetch(page: int) -> str:
     return f"page {page}"
 
 
-async def graded_later(answer: str, row: dict[str, Any]) -> float:
+async def async_exact_match(answer: str, row: dict[str, Any]) -> float:
     await asyncio.sleep(0)
-    return graded(answer, row)
+    return exact_match(answer, row)
 
 
 def test_async_tools_and_rewards_are_awaited():
-    factory = functools.partial(ToolEnvironment, (add, fetch), graded_later)
+    factory = functools.partial(ToolEnvironment, (add, fetch), async_exact_match)
     environments = open_environments(factory, seconds=None)
     environments.reset([{"prompt": "?", "answer": "4"}])
     answers = []
@@ -156,16 +156,16 @@ def test_retry_awaits_the_reward_of_a_task():
     task = DatasetTask([{"prompt": "2 + 2?"}], reward)
     environments = open_environments(functools.partial(RetryEnvironment, task), seconds=None)
     environments.reset([task[0]])
-    found = []
+    results = []
     for turn in ("5", "4"):
         environments.step(0, turn)
-        found += [(answer.reward, answer.done) for _, answer in environments.receive(wait=True)]
+        results += [(answer.reward, answer.done) for _, answer in environments.receive(wait=True)]
     environments.close()
-    assert found == [(0.0, False), (1.0, True)]
+    assert results == [(0.0, False), (1.0, True)]
 
 
-class Takes:
-    """Takes cards of the row, which other conversations have, too; then an await is cancelled."""
+class PopsCard:
+    """Changes its row in `reset`, and is cancelled in `step`."""
 
     def reset(self, row: dict[str, Any]) -> str:
         row["cards"].pop()
@@ -175,8 +175,8 @@ class Takes:
         raise asyncio.CancelledError
 
 
-def test_conversations_of_one_row_have_copies_and_end_alone():
-    environments, row = open_environments(Takes, seconds=None), {"prompt": "?", "cards": [1, 2]}
+def test_conversations_copy_their_row_and_a_cancelled_step_is_a_failure():
+    environments, row = open_environments(PopsCard, seconds=None), {"prompt": "?", "cards": [1, 2]}
     assert [answer.content for answer in environments.reset([row, row])] == ["[1]", "[1]"] and row["cards"] == [1, 2]
     environments.step(0, "4")
     ((_, answer),) = environments.receive(wait=True)
@@ -184,16 +184,16 @@ def test_conversations_of_one_row_have_copies_and_end_alone():
     assert answer.failure is not None and answer.failure.kind == "CancelledError"
 
 
-def test_a_reward_that_gives_no_number():
+def test_a_reward_that_is_no_number_is_refused():
     environment = ToolEnvironment((add,), lambda answer, row: [1.0])  # pyright: ignore[reportArgumentType]
     environment.reset({"prompt": "?"})
     with pytest.raises(TypeError, match=r"expected reward\(answer, row\) to return a number; got \[1.0\]"):
         environment.step("4")
 
 
-def test_tools_without_a_description_are_refused():
+def test_invalid_tools_are_refused():
     with pytest.raises(ValueError, match="expected a list of tools; got one, add"):
-        inspect.unwrap(schemas)(add)  # behind the types that tests check
+        inspect.unwrap(schemas)(add)  # without the tests' type checks
     with pytest.raises(ValueError, match="expected a tool 'undescribed' with type hints and a docstring"):
         schemas([undescribed])
     with pytest.raises(ValueError, match="expected tools with different names"):
@@ -203,13 +203,13 @@ def test_tools_without_a_description_are_refused():
             inspect.unwrap(schemas)([add, tool])
 
 
-def test_tools_that_cannot_be_described_end_the_rollout_before_it_begins():
-    environments = open_environments(functools.partial(ToolEnvironment, (undescribed,), graded), seconds=20.0)
+def test_invalid_tools_fail_before_the_rollout():
+    environments = open_environments(functools.partial(ToolEnvironment, (undescribed,), exact_match), seconds=20.0)
     with pytest.raises(UnloadableEnvironmentError, match="expected a tool 'undescribed' with type hints"):
         environments.reset([{"prompt": "?"}])
 
 
-def test_retry_grades_by_the_task():
+def test_retry_uses_the_reward_of_the_task():
     task = ReasoningGymTask("chain_sum", seed=0, size=5)
     environment = RetryEnvironment(task, attempts=2)
     assert environment.reset(task[1]) == task[1]["prompt"]

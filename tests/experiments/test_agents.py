@@ -1,4 +1,4 @@
-"""The task of the study of agents: a conversation without a mistake has reward 1, and is what the start imitates."""
+"""The study of agents: its task, the examples of its start, and a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smd_jax.testing import random_params
 from smd_jax.train.evaluation import Decode
 
 
-def test_a_conversation_without_a_mistake():
+def test_a_correct_conversation_is_the_example_of_the_start():
     problem = Lookup(4)
     assert problem_of(problem.label) == problem
     rows = [problem.rows("train")[index] for index in (0, 1, 77)]
@@ -28,9 +28,9 @@ def test_a_conversation_without_a_mistake():
         shelf, letters, answer = Shelf(), row["prompt"][:-1], row["answer"]
         text = shelf.reset(row)
         for turn, letter in enumerate(letters):
-            said, reward, done = shelf.step(answer[:turn] + letter)
-            assert (said[0], len(said), reward, done) == (answer[turn], 1 + NOISE_LENGTH, 0.0, False)
-            text += f"{answer[:turn]}{letter}|{said}"
+            reply, reward, done = shelf.step(answer[:turn] + letter)
+            assert (reply[0], len(reply), reward, done) == (answer[turn], 1 + NOISE_LENGTH, 0.0, False)
+            text += f"{answer[:turn]}{letter}|{reply}"
         assert shelf.step(answer) == ("", 1.0, True)
         ids, targets = encoded(row, tokenizer())
         assert str(tokenizer().decode(ids)).replace("<end>", "|") == f"{text}{answer}|"
@@ -41,18 +41,18 @@ def test_a_conversation_without_a_mistake():
         assert not examples.targets[place, length:].any()
 
 
-@pytest.mark.parametrize(("said", "reward"), [("", 0.0), ("21", 0.0), ("19", 0.5), ("123", 1.0)])
-def test_the_last_turn_is_graded(said: str, reward: float):
+@pytest.mark.parametrize(("answer", "reward"), [("", 0.0), ("21", 0.0), ("19", 0.5), ("123", 1.0)])
+def test_the_last_turn_is_graded(answer: str, reward: float):
     shelf = Shelf()
     shelf.reset({"prompt": "ab=", "answer": "12", "values": "12345678", "noise": ["qr", "st"]})
     assert shelf.step("c") == ("3qr", 0.0, False)
     assert shelf.step("=") == ("=st", 0.0, False)
-    assert shelf.step(said) == ("", reward, True)
+    assert shelf.step(answer) == ("", reward, True)
 
 
 @pytest.mark.slow
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # One program in place of four.
+def test_a_run_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # One program instead of four.
     monkeypatch.setattr(runs, "decodings", lambda policy: tuple(Decode(name, policy) for name in DECODINGS))
     problem, sizes = Lookup(2), replace(QUICK, rollouts=1)
     name = f"{problem.label}-{sizes.start.label}-seed-3.safetensors"

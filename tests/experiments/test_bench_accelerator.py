@@ -1,4 +1,4 @@
-"""Half an hour on a GPU, rehearsed: what stands in the rows, and what becomes of checks that fail and jobs that die."""
+"""The accelerator benchmark: its stages, failed checks, dead and silent jobs, and a rehearsal on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.study
 
 SCRIPT = ROOT / "experiments" / "bench" / "accelerator.py"
 
-# A worker in three lines: jobs that say a row, fail, are silent; as the real one, it leaves out those before `--skip`.
+# A worker whose jobs print a row, die or hang. Like the real one, it skips the first `--skip` jobs.
 WORKER = """
 import json, sys, time
 jobs = sys.argv[1].split(",")[int(sys.argv[3]):]
@@ -75,7 +75,7 @@ def test_exit_status(tmp_path: Path, jobs: tuple[str, ...], status: int):
 @pytest.mark.parametrize(
     ("error", "again", "ok"), [(0.0, 0.0, True), (0.1, 0.1, False), (np.nan, np.nan, False), (0.0, 1e-6, False)]
 )
-def test_a_check_sees_wrong_numbers_nan_and_runs_that_differ(error: float, again: float, ok: bool):
+def test_a_check_fails_on_wrong_numbers_nan_and_unequal_runs(error: float, again: float, ok: bool):
     true = np.linspace(-1, 1, 11, dtype=np.float32)
     case = kernel_checks.Case("", "", "", {"out": 1e-2}, tuple, tuple, tuple)
     row = kernel_checks.compare(case, (true + np.float32(error),), (true + np.float32(again),), (true,))
@@ -121,7 +121,7 @@ def test_both_policies_of_the_rollout_decode_with_the_kernel():
 
 
 def test_rehearsal_of_a_whole_model(tmp_path: Path):
-    """A rollout says what it decoded with. Each update plans its own memory, where a process has one peak."""
+    """Rollouts record their decode implementation. Updates record planned memory, because the process has one peak."""
     out = tmp_path / "rows.json"
     subprocess.run(
         [sys.executable, str(SCRIPT), "--rehearse", "--out", str(out), "--stage", "whole"],
@@ -133,7 +133,7 @@ def test_rehearsal_of_a_whole_model(tmp_path: Path):
     assert planned.keys() == {"shadow", "dense"} and len(set(planned.values())) == 2
 
 
-def test_it_wants_a_gpu_or_a_rehearsal():
+def test_a_gpu_or_a_rehearsal_is_required():
     done = subprocess.run([sys.executable, str(SCRIPT), "--stage", "machine"], capture_output=True, text=True)
     assert done.returncode == 1
     assert "expected a GPU, or --rehearse on a CPU" in json.loads(done.stdout)["said"]

@@ -1,4 +1,4 @@
-"""The benchmarks as programs read them: lines of JSON in tiny sizes, their yardsticks, and the limits of a machine."""
+"""The benchmarks: JSON rows in tiny sizes, yardsticks, and the arithmetic of a machine's limit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.study
 BENCH = ROOT / "experiments" / "bench"
 
 
-def lines_of(script: str, out: Path, *words: str) -> list[dict[str, Any]]:
-    """What a benchmark prints, which it also writes to a file with its origin."""
+def run_benchmark(script: str, out: Path, *words: str) -> list[dict[str, Any]]:
+    """Runs a benchmark and returns the rows that it prints."""
     command = [sys.executable, str(BENCH / script), "--out", str(out), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -35,9 +35,9 @@ def lines_of(script: str, out: Path, *words: str) -> list[dict[str, Any]]:
 # --- attention, after a check against the reference
 
 
-def test_lines_of_attention(tmp_path: Path):
+def test_rows_of_the_attention_benchmark(tmp_path: Path):
     sizes = ["--device", "cpu", "--lengths", "256", "--budgets", "32", "--buffer", "32", "--rounds", "1", "--check"]
-    lines = lines_of("attention.py", tmp_path / "rows.json", *sizes)
+    lines = run_benchmark("attention.py", tmp_path / "rows.json", *sizes)
     checks, rows = ([line for line in lines if ("check" in line) == checked] for checked in (True, False))
     assert {line["check"] for line in checks} >= {"mask", "stock mask", "interval", "segments"}
     assert all(line["same_bits"] for line in checks)
@@ -57,16 +57,16 @@ def test_another_device_is_refused():
     assert done.returncode and "expected JAX to run on 'gpu'" in done.stderr
 
 
-def test_the_exponent_is_of_one_budget():
-    """Time is T times budget here: an exponent of one, and of two between other budgets."""
-    found = [
+def test_exponents_compare_rows_of_one_budget():
+    """The time is T times budget: exponent 1 at one budget, but 2 if T and budget grow together."""
+    rows = [
         {"impl": impl, "T": tokens, "budget": budget, "fwd_bwd_ms": tokens * budget / 1e3}
         for budget in (512, 256)
         for tokens in (4096, 8192)
         for impl in ("segments", "interval")
     ]
-    assert attention.exponents(found) == pytest.approx({"interval": 1.0, "segments": 1.0})
-    assert attention.exponents(found[:2]) == {} and attention.exponents([]) == {}
+    assert attention.exponents(rows) == pytest.approx({"interval": 1.0, "segments": 1.0})
+    assert attention.exponents(rows[:2]) == {} and attention.exponents([]) == {}
 
 
 @pytest.mark.parametrize(("device", "shapes"), [
@@ -75,7 +75,7 @@ def test_the_exponent_is_of_one_budget():
     ("tpu", [(1, 48, 48), (1, 48, 48)]),
 ])  # fmt: skip
 def test_an_accelerators_yardstick_is_a_square_product(monkeypatch: pytest.MonkeyPatch, device: Any, shapes: Any):
-    """Products with a short inner axis would measure its memory."""
+    """Products with a short inner axis would measure the accelerator's memory."""
     monkeypatch.setattr(attention, "SQUARE", 48)
     args = attention.Args(device, buffer=32, heads=8, kv_heads=2, head_dim=16, dtype="float32")
     product, operands, flops = attention.yardstick(args, 1024, 64)
@@ -87,9 +87,9 @@ def test_an_accelerators_yardstick_is_a_square_product(monkeypatch: pytest.Monke
 # --- rollouts, without the peers
 
 
-def test_lines_of_a_rollout(tmp_path: Path):
+def test_rows_of_the_rollout_benchmark(tmp_path: Path):
     # There is no interpreter for hf, so it is left out.
-    (row,) = lines_of("rollout.py", tmp_path / "rows.json", "--quick", "--engine", "ours", "hf")
+    (row,) = run_benchmark("rollout.py", tmp_path / "rows.json", "--quick", "--engine", "ours", "hf")
     assert row.keys() >= {"device", "temp_bytes", "peak_bytes", "versions", "ms_per_step_late"}
     assert (row["engine"], row["batch"], row["prompt"], row["new_tokens"]) == ("ours", 4, 8, 48)
     # 2 · layers · KV heads · (budget + buffer) · head_dim · bytes · rows
@@ -131,7 +131,7 @@ def test_prompts_are_the_same_in_all_engines():
     assert all(1 <= token < 1024 for row in first for token in row)
 
 
-# --- the arithmetic of a machine's limit, by other counts
+# --- the arithmetic of a machine's limit
 
 
 @pytest.mark.parametrize(("prompt", "new", "budget", "buffer"), [(7, 20, 6, 4), (3, 20, 8, 3), (5, 9, 30, 4)])
@@ -142,7 +142,7 @@ def test_visible_keys_are_those_of_a_mask(prompt: int, new: int, budget: int, bu
     assert limits.visible_keys(prompt, new, None, None) == total * (total + 1) / 2
 
 
-# The model of the small benchmarks, and one whose sizes are all others: no biases, three queries to a KV head.
+# The model of the small benchmarks, and one of other sizes: no biases, three query heads per KV head.
 SIZES = (
     MODEL,
     Sizes(
@@ -159,8 +159,8 @@ EVERY_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=("small", "other"))
 
 
 @EVERY_SIZE
-def test_arithmetic_of_an_update_by_the_compilers_count(sizes: Sizes):
-    """A model of these sizes in plain products, dense and not causal, as XLA counts its flops."""
+def test_update_flops_are_those_that_xla_counts(sizes: Sizes):
+    """XLA counts a model of these sizes in plain products, with dense attention that is not causal."""
     rows, tokens, prompt = 2, 16, 4
     matrices = [jnp.ones(sides) for sides in sizes.layer_products()]
     head = jnp.ones((sizes.hidden_size, sizes.vocab_size))
@@ -187,8 +187,8 @@ def test_arithmetic_of_an_update_by_the_compilers_count(sizes: Sizes):
 
 
 @EVERY_SIZE
-def test_a_rollout_reads_what_it_draws(sizes: Sizes):
-    """Every token but the last: a prompt of one and two drawn tokens are two passes and two heads."""
+def test_rollout_flops_by_hand(sizes: Sizes):
+    """One prompt token and two sampled ones are two passes and two heads, because the last token is not read."""
     row = {"batch": 3, "prompt": 1, "new_tokens": 2, "budget": None, "buffer": None}
     pairs = 1 + 2
     attention = 4 * pairs * sizes.num_layers * sizes.num_heads * sizes.head_dim
@@ -196,8 +196,8 @@ def test_a_rollout_reads_what_it_draws(sizes: Sizes):
     assert limits.rollout_flops(row, sizes) == expected
 
 
-def test_shares():
+def test_limit_share():
     row = {"engine": "ours", "batch": 3, "prompt": 1, "new_tokens": 2, "budget": None, "buffer": None, "seconds": 0.5}
-    [found] = limits.with_limits([{"engine": "product", "gflops_per_second": 2.0}, row])
-    assert found["limit_share"] == pytest.approx(limits.rollout_flops(row, MODEL) / 0.5 / 2e9)
-    assert found["product_gflops_per_second"] == 2.0
+    [result] = limits.with_limits([{"engine": "product", "gflops_per_second": 2.0}, row])
+    assert result["limit_share"] == pytest.approx(limits.rollout_flops(row, MODEL) / 0.5 / 2e9)
+    assert result["product_gflops_per_second"] == 2.0

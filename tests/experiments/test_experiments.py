@@ -19,7 +19,7 @@ pytestmark = pytest.mark.study
 
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").rglob("*.json"))
-# Scripts of finished measurements, which commits b191876, d6de491, 71ba418 and a38d692 have.
+# Deleted scripts of finished measurements; commits b191876, d6de491, 71ba418 and a38d692 have them.
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
@@ -28,7 +28,7 @@ DELETED = {
 }
 
 
-def test_the_quickstart_finds_mistakes_before_the_warm_start(tmp_path: Path):
+def test_the_quickstart_refuses_bad_flags_before_the_warm_start(tmp_path: Path):
     (tmp_path / "file").write_text("")
     command = [sys.executable, str(EXPERIMENTS / "quickstart.py"), "--runs", str(tmp_path / "file")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -48,28 +48,27 @@ model name\t: another
 """
 
 
-def test_a_cpu_is_named_with_its_numbers():
+def test_describe_cpu():
     describe = provenance.describe_cpu
     assert describe(INTEL, 2) == "2 x Intel(R) Xeon(R) Processor (family 6, model 207, stepping 2)"
     with mock.patch("platform.machine", lambda: "aarch64"):
         assert describe("processor\t: 0\nBogoMIPS\t: 50.00\n", 4) == "4 x aarch64"
 
 
-def test_a_command_has_no_path_of_this_machine():
+def test_a_recorded_command_has_no_local_paths():
     script = str(EXPERIMENTS / "bench" / "update.py")
     with mock.patch.object(sys, "argv", [script, "--torch-python", "/home/me/torch/bin/python", "--json"]):
-        said = provenance.command_line()
-    assert said == "python experiments/bench/update.py --torch-python python --json"
+        command = provenance.command_line()
+    assert command == "python experiments/bench/update.py --torch-python python --json"
 
 
-def test_the_commit_of_a_result_is_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What a study writes does not change the code that it runs; a changed script does."""
+def test_changed_scripts_mark_the_commit_and_changed_results_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script, result = tmp_path / "experiments" / "study.py", tmp_path / "experiments" / "results" / "rows.json"
     for file in (script, result):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("[]")
-    as_somebody = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    for words in (("init", "-q"), ("add", "."), (*as_somebody, "commit", "-qm", "all")):
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "all")):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     result.write_text("[1]")
@@ -79,13 +78,13 @@ def test_the_commit_of_a_result_is_of_code(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_identity_finds_one_policy_under_the_mask_and_two_without(bits: Literal[4] | None):
+def test_identity_is_exact_only_under_the_shadow_mask(bits: Literal[4] | None):
     row = identity.compare("h2o", bits, identity.Args(length=40, budget=16, buffer=8, layers=1))
     assert row.bits == bits and row.max_abs_dlogp < 2e-5 < 0.1 < row.dense_max_abs_dlogp
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
-def test_committed_results_say_where_they_come_from(path: Path):
+def test_committed_results_record_their_origin(path: Path):
     content = json.loads(path.read_text())
     rows = content if isinstance(content, list) else [content]
     for row in rows:

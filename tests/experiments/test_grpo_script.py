@@ -1,4 +1,4 @@
-"""experiments/grpo.py, the whole algorithm in one file: it runs, is exact, saves a model, and stays short."""
+"""experiments/grpo.py, GRPO in one file: exact replay, the saved model, and its length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SCRIPT = ROOT / "experiments" / "grpo.py"
 def run(*words: str) -> list[tuple[float, float]]:
     """Reward and largest |Δ log p| of each step."""
     done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=True)
-    found = re.findall(r"reward (\S+) .*largest \|Δ log p\| (\S+)", done.stdout)
-    return [(float(reward), float(difference)) for reward, difference in found]
+    steps = re.findall(r"reward (\S+) .*largest \|Δ log p\| (\S+)", done.stdout)
+    return [(float(reward), float(difference)) for reward, difference in steps]
 
 
 def test_replay_is_exact_and_the_model_is_saved(tmp_path: Path):
@@ -30,7 +30,7 @@ def test_replay_is_exact_and_the_model_is_saved(tmp_path: Path):
     assert all(difference > 0.05 for _, difference in run("--steps", "1", "--dense"))
 
 
-def test_it_reads_on_its_own():
+def test_the_script_is_short_and_imports_only_the_library():
     lines = SCRIPT.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120
     ours = {line for line in lines if re.match(r"(from|import) (smd|study|lib)", line)}

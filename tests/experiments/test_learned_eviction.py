@@ -1,4 +1,4 @@
-"""The study of learned eviction: what each arm trains."""
+"""The study of learned eviction: parameters that each arm adds and trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARMS = [arm for arms in GATES.values() for arm in arms]
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
-def test_what_an_arm_moves(arm: Any):
+def test_parameters_that_an_arm_trains(arm: Any):
     gate_moves = GATE_SPEED if arm.trains_gate else 0.0
     params: Any = {"embed": {"embedding": jnp.ones(2)}, EVICTION_GATE: {"layers_0": {"kernel": jnp.ones(3)}}}
     optimizer = arm.optimizer(lambda factor: optax.sgd(factor))

@@ -1,5 +1,4 @@
-"""The study on a real model: its task and reward by hand, its jobs, and runs that go on where they stopped, on a tiny
-model."""
+"""The study on a real model, with a tiny one: task, reward, jobs, resumed runs, report."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ CLOCKS = ("step_time", "cpu_seconds", "commit", "commits", "command")
         ("thirteen", 0),
         ("", 0),
         ("-13", 0),
-        ("17-13", 1),  # what is taken away is no negative number
+        ("17-13", 1),  # a subtraction, not a negative number
         ("It is 1.13", 0),
         ("113", 0),
     ),
@@ -90,7 +89,7 @@ def test_rows_have_examples_and_their_own_split():
     assert DigitSums("train", 5).expressions == tasks["train"].expressions[:5]
 
 
-def test_what_cannot_be_says_what_there_is(tmp_path: Path):
+def test_invalid_arguments_and_rows_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="expected at most .* rows, the sums that are in evaluation; got 400"):
         _ = DigitSums("evaluation", 400).expressions
     with pytest.raises(ValueError, match="expected terms and at most so many shots"):
@@ -119,13 +118,13 @@ def make_study(folder: Path, **options: Any) -> Study:
     return Study(base=BASE, runs=folder / "runs", sizes=TINY, **settings)
 
 
-def test_seeds_come_one_by_one_and_the_untrained_model_once(tmp_path: Path):
+def test_jobs_are_ordered_by_seed_with_one_untrained_model(tmp_path: Path):
     names = [arm.name for arm in ARMS]
     jobs = make_study(tmp_path).jobs()
     assert [(job.seed, job.arm.name) for job in jobs] == [(0, n) for n in names] + [(1, n) for n in names[1:]]
 
 
-def test_rows_of_one_rule_are_not_those_of_another(tmp_path: Path):
+def test_rules_have_separate_rows(tmp_path: Path):
     study = make_study(tmp_path)
     job, other = study.jobs()[1], replace(study, rule="r-kv").jobs()[1]
     assert job.settings(BASE) != other.settings(BASE) and job.folder(tmp_path) != other.folder(tmp_path)
@@ -134,19 +133,19 @@ def test_rows_of_one_rule_are_not_those_of_another(tmp_path: Path):
     assert "--rule r-kv" in real_model.command(other)
 
 
-def stops_after(looks: int) -> Any:
-    """A clock that says that time is up at the look behind so many."""
+def stops_after(calls: int) -> Any:
+    """A clock whose time is up after so many calls."""
     count = itertools.count(1)
-    return lambda: next(count) > looks
+    return lambda: next(count) > calls
 
 
-def numbers(row: Row) -> Row:
+def without_clocks(row: Row) -> Row:
     bare = {name: value for name, value in row.items() if name not in CLOCKS}
     return bare | {"curve": [{name: x for name, x in point.items() if name not in CLOCKS} for point in row["curve"]]}
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # One program in place of four.
+def test_a_stopped_run_resumes_to_the_same_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # One program instead of four.
     monkeypatch.setattr("real.execute.decodings", lambda policy: tuple(Decode(name, policy) for name in DECODINGS))
     job = Job(arms_of(("naive",))[0], 0, TINY)
     never = stops_after(100)
@@ -157,18 +156,18 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path, monkeypatch: pyt
     assert "sparse" not in partial and not is_finished(job, BASE, tmp_path / "parts")
     assert execute(job, BASE, tmp_path / "parts", ORIGIN | {"commit": "1111111"}, never)
     whole, parts = (kept(job, BASE, tmp_path / name) for name in ("whole", "parts"))
-    assert whole is not None and parts is not None and numbers(whole) == numbers(parts)
+    assert whole is not None and parts is not None and without_clocks(whole) == without_clocks(parts)
     assert parts["commits"] == ["0000000", "1111111"] and whole["commits"] == ["0000000"]
     assert whole["done"] == 2 and whole["mismatch_kl"] > 1e-6, "a dense learner is another policy"
     assert whole["evicted_share"] > 1 / 3 and whole.keys() >= set(DECODINGS)
-    other = Job(job.arm, job.seed, Sizes())  # of the same name
+    other = Job(job.arm, job.seed, Sizes())  # has the same name
     text = (job.folder(tmp_path / "whole") / "run.json").read_text()
     write_text(other.folder(tmp_path / "moved") / "run.json", text)
     with pytest.raises(ValueError, match="expected in .* a run of the present settings"):
         kept(other, BASE, tmp_path / "moved")
 
 
-def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_merged_and_finished_runs_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     study = make_study(tmp_path, arms=arms_of(("untrained",)))
     study.run()
     (row,) = read_rows(study.results)
@@ -177,7 +176,7 @@ def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, mon
     assert row["command"] == command
     for name in DECODINGS:
         assert len(row[f"{name}_rewards"]) == 2 and np.mean(row[f"{name}_rewards"]) == row[name]
-    monkeypatch.setattr(real_model, "execute", None)  # would be called
+    monkeypatch.setattr(real_model, "execute", None)  # must not be called
     study.run()
     other, unfinished = row | {"arm": "another"}, row | {"arm": "unfinished", "finished": False}
     write_rows(study.results, [row | {"sparse": -1}, other, unfinished])
@@ -191,7 +190,7 @@ def test_rows_are_merged_and_what_is_there_is_not_made_again(tmp_path: Path, mon
     assert read_rows(reported) == [clean[0], clean[2]]
 
 
-def test_nothing_is_reported_before_all_seeds_are_in():
+def test_the_report_needs_all_seeds():
     sizes = {"policy": "snapkv", "budget": 128, "buffer": 16, "length": 227, "prompt_width": 163, "rollouts": 16}
     sizes |= {"prompts": 4, "group": 8, "lora_rank": 16, "evaluation_rows": 4, "mismatch_kl": 0.14}
     sizes |= {"cpu_seconds": 30.0}
@@ -203,14 +202,14 @@ def test_nothing_is_reported_before_all_seeds_are_in():
     for part in (reporting.section, reporting.bullet, reporting.primary):
         with pytest.raises(ValueError, match="expected all seeds of smollm2.json; got too few of shadow"):
             part(rows[:-1])
-    said = reporting.section(rows)
-    assert "| shadow | 0.750 |" in said and "at temperature 1: +0.375 (" in said and "is refuted." not in said
+    section = reporting.section(rows)
+    assert "| shadow | 0.750 |" in section and "at temperature 1: +0.375 (" in section and "is refuted." not in section
     assert "minus\n  naive +0.375 (" in reporting.bullet(rows)
-    assert "naive 30, shadow 30." in said and "4 of 4 leads survive" in said
+    assert "naive 30, shadow 30." in section and "4 of 4 leads survive" in section
     assert f"| shadow minus naive | {' | '.join(4 * ['+0.50', '+0.25'])} |" in reporting.by_seeds(rows)
 
 
-def test_the_interval_has_the_error_of_seeds_and_of_questions():
+def test_the_interval_includes_the_errors_of_seeds_and_questions():
     # Every question has one sign, so all seeds agree: only the questions vary.
     signs = np.repeat([1, 0, -1], (60, 20, 20))
     rows = {"shadow": [], "naive": []}
@@ -218,10 +217,10 @@ def test_the_interval_has_the_error_of_seeds_and_of_questions():
         ours, theirs = (signs > 0).astype(int), (signs < 0).astype(int)
         rows["shadow"].append({"seed": seed, "sparse_rewards": ours.tolist()})
         rows["naive"].append({"seed": seed, "sparse_rewards": theirs.tolist()})
-    found = reporting.lead(rows["shadow"], rows["naive"], "sparse")
+    lead = reporting.lead(rows["shadow"], rows["naive"], "sparse")
     error = signs.std() / 10
-    assert found.mean == pytest.approx(0.4) and found.low == pytest.approx(0.4 - 1.96 * error, abs=0.02)
-    assert found.high == pytest.approx(0.4 + 1.96 * error, abs=0.02)
+    assert lead.mean == pytest.approx(0.4) and lead.low == pytest.approx(0.4 - 1.96 * error, abs=0.02)
+    assert lead.high == pytest.approx(0.4 + 1.96 * error, abs=0.02)
     # Seeds that differ widen it.
     rows["shadow"][0]["sparse_rewards"] = [0] * 100
     assert reporting.lead(rows["shadow"], rows["naive"], "sparse").low < 0.4 - 0.075 - 1.96 * error

@@ -1,4 +1,4 @@
-"""The report: its statistics by hand, its tables on rows with known numbers, and that it is of the committed rows."""
+"""The report: statistics by hand, tables of known rows, and committed pages that match the committed rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reporting.page import difference, p_value, reflow, signed, table
 pytestmark = pytest.mark.study
 
 
-def test_the_committed_pages_are_those_of_the_rows_and_of_no_others(
+def test_the_committed_pages_match_the_committed_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     report.check_rows()
@@ -29,10 +29,10 @@ def test_the_committed_pages_are_those_of_the_rows_and_of_no_others(
         monkeypatch.setattr(report, name, place)
     monkeypatch.setattr(report, "APPENDIX", tmp_path / "appendix.md")
     report.main(report.Args())
-    what_to_do = "python experiments/report.py makes the pages and the figures again"
+    hint = "python experiments/report.py makes the pages and the figures again"
     for name, text in committed.items():
-        assert text == (tmp_path / name).read_text("utf-8"), f"{name}: {what_to_do}"
-    assert pictures == [report.made_of(tmp_path / name) for name in (front.FIGURE, dose.FIGURE)], what_to_do
+        assert text == (tmp_path / name).read_text("utf-8"), f"{name}: {hint}"
+    assert pictures == [report.made_of(tmp_path / name) for name in (front.FIGURE, dose.FIGURE)], hint
     changed = read_rows(tmp_path / "room")
     shadow = (row for row in changed if room.key_of(row) == room.FIRST and row["arm"] == "shadow" and not row["pilot"])
     next(shadow)["sparse"] += 0.1
@@ -40,13 +40,13 @@ def test_the_committed_pages_are_those_of_the_rows_and_of_no_others(
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         report.main(report.Args(check=True))
-    said = capsys.readouterr().out
-    assert ended.value.code == 1 and front.FIGURE in said and dose.FIGURE not in said
+    output = capsys.readouterr().out
+    assert ended.value.code == 1 and front.FIGURE in output and dose.FIGURE not in output
 
 
 def room_rows(arms: Sequence[str] = (*room.FRONT, *room.RIVALS, *room.SHARES)) -> list[dict[str, Any]]:
-    """Every rate is best for one way of decoding; arm number n has n hundredths more than the first."""
-    made = []
+    """Each rate is best for one way of decoding; arm n earns 0.01 n more than the first."""
+    rows = []
     for place, arm in enumerate(dict.fromkeys(arms)):
         for rate, better in ((1e-4, "sparse"), (1e-3, "dense")):
             for seed in (100, *room.SEEDS):
@@ -56,8 +56,8 @@ def room_rows(arms: Sequence[str] = (*room.FRONT, *room.RIVALS, *room.SHARES)) -
                     for kind in kinds
                 }
                 row = {"arm": arm, "seed": seed, "pilot": seed == 100, "learning_rate": rate, "cpu_seconds": 1.0}
-                made.append(row | dict(zip(("task", "policy", "budget"), room.FIRST, strict=True)) | rewards)
-    return made
+                rows.append(row | dict(zip(("task", "policy", "budget"), room.FIRST, strict=True)) | rewards)
+    return rows
 
 
 def test_each_column_has_the_rate_of_its_pilot():
@@ -70,7 +70,7 @@ def test_each_column_has_the_rate_of_its_pilot():
     assert cell.contrast(room.OURS, "naive", "dense_greedy").mean == pytest.approx(expected)
 
 
-def test_nothing_is_reported_before_all_seeds_are_in():
+def test_the_first_cell_needs_all_seeds():
     rows = room_rows()
     rows.remove(next(row for row in rows if row["arm"] == "gspo" and row["seed"] == 17))
     with pytest.raises(ValueError, match="got too few of gspo"):
@@ -78,7 +78,7 @@ def test_nothing_is_reported_before_all_seeds_are_in():
 
 
 @pytest.mark.parametrize(("commit", "start"), [("abcdef1+", "a"), ("abcdef1", "b")])
-def test_rows_that_cannot_be_reported(commit: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unreportable_rows_are_refused(commit: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     row = room_rows()[0] | {"commit": "abcdef1", "start": "a"}
     write_rows(tmp_path / "room", [row, row | {"arm": "tis"}])
@@ -91,10 +91,10 @@ def test_rows_that_cannot_be_reported(commit: str, start: str, tmp_path: Path, m
 def test_differences_are_paired_by_seed():
     ours = [{"seed": seed, "sparse": 0.70 + 0.01 * seed} for seed in (0, 1)]
     theirs = [{"seed": 1, "sparse": 0.55}, {"seed": 0, "sparse": 0.52}]
-    found = difference(ours, theirs, "sparse")
+    lead = difference(ours, theirs, "sparse")
     # Differences 0.18 and 0.16: mean 0.17, s = 0.0141, t(0.975, 1) = 12.706, half = 12.706 * 0.01.
-    assert found.mean == pytest.approx(0.17) and found.half == pytest.approx(0.12706, rel=1e-3)
-    assert signed(found) == "+0.170 ± 0.127"
+    assert lead.mean == pytest.approx(0.17) and lead.half == pytest.approx(0.12706, rel=1e-3)
+    assert signed(lead) == "+0.170 ± 0.127"
     assert signed(Estimate(0.1, 0.05, 3)) == "**+0.100 ± 0.050**"
     assert signed(Estimate(-0.1, 0.2, 3)) == "−0.100 ± 0.200"
     # t = 0.17 / 0.01 = 17 with one degree of freedom: p = 1 - 2 atan(17) / pi.
@@ -110,7 +110,7 @@ def test_tables_and_paragraphs():
     assert [line for line in lines if line.startswith("* ")][1] == "* b"
 
 
-def test_cells_of_room_are_reported_when_all_seeds_are_in():
+def test_other_cells_of_room_need_all_seeds():
     pilots = [row for row in room_rows() if row["pilot"]]
     second = [row | {"policy": "snapkv"} for row in room_rows(room.MAIN) if not row["pilot"]]
     (cell,) = room.other_cells(pilots + second)
@@ -124,11 +124,11 @@ def test_a_collapse_is_three_low_evaluations_in_a_row():
     def after(*rewards: float) -> int | None:
         return collapse.collapsed_after([{"step": 20 * i, "sparse_greedy": x} for i, x in enumerate(rewards)])
 
-    assert after(0.4, 0.19, 0.19, 0.2, 0.19, 0.19, 0.19) == 80  # half of the start is not below it
+    assert after(0.4, 0.19, 0.19, 0.2, 0.19, 0.19, 0.19) == 80  # 0.2 is not below half of the start
     assert after(0.4, 0.1, 0.1, 0.3, 0.1, 0.1) is None
 
 
-def test_a_collapse_is_predicted_by_an_earlier_crossing_alone():
+def test_only_an_earlier_crossing_predicts_a_collapse():
     def run(rewards: Sequence[float], agreement: Sequence[float]) -> Row:
         points = zip(rewards, (1.0, *agreement), strict=True)
         curve = [{"step": 20 * i, "sparse_greedy": x, "agreement_p5": y} for i, (x, y) in enumerate(points)]
@@ -139,7 +139,7 @@ def test_a_collapse_is_predicted_by_an_earlier_crossing_alone():
 
     low = (0.4, 0.3, 0.1, 0.1, 0.1)  # collapsed after 40
     assert cell(run(low, (0.8, 0.9, 0.9, 0.9))).predicted == 1
-    assert cell(run(low, (0.9, 0.8, 0.8, 0.8))).predicted == 0  # at the same evaluation
+    assert cell(run(low, (0.9, 0.8, 0.8, 0.8))).predicted == 0  # crosses at the same evaluation
     back = run((*low, 0.3, 0.3, 0.3), (0.9,) * 7)
     assert cell(back).collapsed == 1 and cell(back).low_at_the_end == 0 and cell(back).below_threshold == 0
     assert cell(run(low, (0.9,) * 4), back).low_at_the_end == 1
@@ -153,7 +153,7 @@ def test_holms_correction():
     assert "| room | a minus b | +0.1 | 0.01 | 0.03 |" in contrasts.section([made, *[made._replace(p=0.9)] * 2])
 
 
-def test_the_lead_at_a_mismatch_is_the_mean_of_the_leads_of_seeds():
+def test_the_lead_at_a_mismatch_is_the_mean_over_seeds():
     cells = dose.cells_of(report.all_rows()["dose.json"])
     leads = dose.leads_by_seed(cells, "shadow", 0.2)
     assert len(leads) == len(dose.SEEDS)
@@ -161,31 +161,31 @@ def test_the_lead_at_a_mismatch_is_the_mean_of_the_leads_of_seeds():
 
 
 def without_one(rows: Sequence[Row], **of: Any) -> list[Row]:
-    """The rows but for the first reported one with these values."""
+    """The rows without the first reported one that has these values."""
     missing = next(row for row in rows if not row["pilot"] and of.items() <= row.items())
     return [row for row in rows if row is not missing]
 
 
-def test_no_study_is_reported_before_all_seeds_of_its_primary_contrast_are_in():
+def test_every_study_needs_all_seeds_of_its_primary_contrast():
     files = report.all_rows()
     walls, collapses, gates = (files[name] for name in ("wall.json", "collapse.json", "learned_eviction.json"))
     policy, rate = collapse.PRIMARY
-    of_collapse = {"policy": policy, "learning_rate": rate, "arm": "bypass"}
+    collapse_arm = {"policy": policy, "learning_rate": rate, "arm": "bypass"}
     task, policy, budget = reruns.CELLS["other cells: sorting-12, snapkv, 11 keys"][1]
-    of_rerun = {"task": task, "policy": policy, "budget": budget, "arm": "tis", "seed": reruns.SEEDS[0]}
-    tried: list[tuple[Any, Any, Any]] = [
+    rerun = {"task": task, "policy": policy, "budget": budget, "arm": "tis", "seed": reruns.SEEDS[0]}
+    cases: list[tuple[Any, Any, Any]] = [
         (wall.section, walls, without_one(walls, way="full-4-bit", length=wall.PRIMARY)),
-        (collapse.section, collapses, without_one(collapses, **of_collapse)),
+        (collapse.section, collapses, without_one(collapses, **collapse_arm)),
         (learned_eviction.section, gates, without_one(gates, arm="gate-joint")),
-        (reruns.section, files, files | {"room": without_one(files["room"], **of_rerun)}),
+        (reruns.section, files, files | {"room": without_one(files["room"], **rerun)}),
     ]
-    for section, rows, fewer in tried:
+    for section, rows, fewer in cases:
         assert section(rows)
         with pytest.raises(ValueError, match="expected all seeds of"):
             section(fewer)
     doses = files["dose.json"]
-    of = {"arm": "shadow", "seed": dose.SEEDS[0]}
-    assert len(dose.cells_of(without_one(doses, **of))) == len(dose.cells_of(doses)) - 1
+    missing = {"arm": "shadow", "seed": dose.SEEDS[0]}
+    assert len(dose.cells_of(without_one(doses, **missing))) == len(dose.cells_of(doses)) - 1
 
 
 def test_the_rival_at_the_wall_is_the_full_cache_way_of_the_best_pilot():

@@ -1,4 +1,4 @@
-"""A GGUF file, written here, as a Hugging Face checkpoint: weights, rotation, tokenizer; and what is refused."""
+"""Conversion of a GGUF file to a Hugging Face checkpoint: weights, rotation, tokenizer, and refused files."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ F32 = gguf.GGMLQuantizationType.F32
 
 
 def random_tensors() -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
-    """GGUF's name of every tensor, its values as GGUF orders them, and how it is stored."""
+    """Values, in GGUF's order, and storage type of each tensor by its GGUF name."""
     rng = np.random.default_rng(0)
     shapes = {"attn_q": (HEADS * HEAD_DIM, HIDDEN), "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN)}
     shapes |= {"attn_v": (KV_HEADS * HEAD_DIM, HIDDEN), "attn_output": (HIDDEN, HEADS * HEAD_DIM)}
     shapes |= {"ffn_gate": (FFN, HIDDEN), "ffn_up": (FFN, HIDDEN), "ffn_down": (HIDDEN, FFN)}
-    found = {"token_embd.weight": (rng.normal(size=(len(TOKENS), HIDDEN)), Q8_0)}
+    tensors = {"token_embd.weight": (rng.normal(size=(len(TOKENS), HIDDEN)), Q8_0)}
     for layer in range(LAYERS):
-        found |= {f"blk.{layer}.{name}.weight": (rng.normal(size=shape), Q4_1) for name, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.{name}.weight": (rng.normal(size=shape), Q4_1) for name, shape in shapes.items()}
         for name in ("attn_norm", "ffn_norm"):
-            found[f"blk.{layer}.{name}.weight"] = (rng.normal(size=HIDDEN), F32)
-    found["output_norm.weight"] = (rng.normal(size=HIDDEN), F32)
-    return {name: (values.astype(np.float32), kind) for name, (values, kind) in found.items()}
+            tensors[f"blk.{layer}.{name}.weight"] = (rng.normal(size=HIDDEN), F32)
+    tensors["output_norm.weight"] = (rng.normal(size=HIDDEN), F32)
+    return {name: (values.astype(np.float32), kind) for name, (values, kind) in tensors.items()}
 
 
-def write(
+def write_gguf(
     path: Path,
     tensors: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]],
     architecture: str = "llama",
@@ -80,12 +80,12 @@ def write(
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf")
-    smollm2.unpack(write(folder / "tiny.gguf", random_tensors()), folder / "model")
+    smollm2.unpack(write_gguf(folder / "tiny.gguf", random_tensors()), folder / "model")
     return folder / "model"
 
 
-def widened(name: str) -> np.ndarray:
-    """The values of a tensor after they were stored in few bits, in GGUF's order of rows."""
+def dequantized(name: str) -> np.ndarray:
+    """Values of a tensor after quantization, in GGUF's order of rows."""
     values, kind = random_tensors()[name]
     return gguf.dequantize(gguf.quantize(values, kind), kind)
 
@@ -110,18 +110,18 @@ def test_shape_and_weights(unpacked: Path):
     flat = flatten_dict(params, sep="/")
     plain = {"embed/embedding": "token_embd", "norm/scale": "output_norm", "layers_1/mlp_norm/scale": "blk.1.ffn_norm"}
     for path, name in plain.items():
-        np.testing.assert_array_equal(flat[path], widened(f"{name}.weight"))
+        np.testing.assert_array_equal(flat[path], dequantized(f"{name}.weight"))
     kernels = {"attention/v_proj": "attn_v", "attention/o_proj": "attn_output", "mlp/gate_proj": "ffn_gate"}
     kernels |= {"mlp/up_proj": "ffn_up", "mlp/down_proj": "ffn_down"}
     for path, name in kernels.items():
-        np.testing.assert_array_equal(flat[f"layers_1/{path}/kernel"], widened(f"blk.1.{name}.weight").T)
+        np.testing.assert_array_equal(flat[f"layers_1/{path}/kernel"], dequantized(f"blk.1.{name}.weight").T)
 
 
 def test_rows_of_queries_and_keys_are_in_transformers_order(unpacked: Path):
     """GGUF rotates channels 2i and 2i + 1 of a head together, transformers i and i + HEAD_DIM / 2."""
     attention = smd.load_checkpoint(unpacked)[1]["layers_0"]["attention"]
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
-        stored = widened(f"blk.0.attn_{name}.weight").reshape(heads, HEAD_DIM, HIDDEN)
+        stored = dequantized(f"blk.0.attn_{name}.weight").reshape(heads, HEAD_DIM, HIDDEN)
         ours = np.asarray(attention[f"{name}_proj"]["kernel"]).T.reshape(heads, HEAD_DIM, HIDDEN)
         for i in range(HEAD_DIM // 2):
             np.testing.assert_array_equal(ours[:, i], stored[:, 2 * i])
@@ -132,23 +132,23 @@ def test_tokenizer(unpacked: Path):
     tokenizer = AutoTokenizer.from_pretrained(unpacked)
     number = {token: index for index, token in enumerate(TOKENS)}
     ids = tokenizer.encode("the  12", add_special_tokens=False)
-    # Digits one by one, and blanks before them as one piece, which a merge joins.
+    # Each digit is a token; a merge joins the two spaces before them.
     assert ids == [number[token] for token in ("t", "he", "ĠĠ", "1", "2")]
     for text in ("naïve 数学 🙂\n\t he  34", "", " <|im_end|>he"):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    said = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
-    assert said == "<|im_start|>he<|im_end|>"
-    assert tokenizer.encode(said, add_special_tokens=False) == [1, number["he"], 2]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
+    assert chat == "<|im_start|>he<|im_end|>"
+    assert tokenizer.encode(chat, add_special_tokens=False) == [1, number["he"], 2]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
 
 
-def test_what_is_no_such_model_is_refused(tmp_path: Path):
+def test_other_gguf_files_are_refused(tmp_path: Path):
     tensors = random_tensors()
     without = {name: value for name, value in tensors.items() if name != "blk.1.attn_v.weight"}
     cases = {
-        "expected general.architecture 'llama'; got 'qwen2'": write(tmp_path / "a", tensors, architecture="qwen2"),
-        "expected tokenizer.ggml.pre 'smollm'; got 'llama'": write(tmp_path / "b", tensors, pre_tokenizer="llama"),
-        r"none for \['model.layers.1.self_attn.v_proj.weight'\]": write(tmp_path / "c", without),
+        "expected general.architecture 'llama'; got 'qwen2'": write_gguf(tmp_path / "a", tensors, architecture="qwen2"),
+        "expected tokenizer.ggml.pre 'smollm'; got 'llama'": write_gguf(tmp_path / "b", tensors, pre_tokenizer="llama"),
+        r"none for \['model.layers.1.self_attn.v_proj.weight'\]": write_gguf(tmp_path / "c", without),
     }
     for message, path in cases.items():
         with pytest.raises(ValueError, match=message):

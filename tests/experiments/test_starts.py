@@ -1,4 +1,4 @@
-"""Starts of the studies: a file with a hash, one for all arms of a seed, and no reported row from a changed tree."""
+"""Starts of the studies: their hash, one start for all arms of a seed, clean commits, resumption."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PROBLEM = problem_of("sorting-4")
 CONFIG = PROBLEM.model_config()
 
 
-def test_a_start_comes_back_with_its_hash(tmp_path: Path):
+def test_a_start_is_read_back_with_its_hash(tmp_path: Path):
     params = random_params(CONFIG, 3)
     path = tmp_path / "start.safetensors"
     write_start(path, params)
-    again = read_start(path, random_params(CONFIG, 0))
-    assert start_hash(again) == start_hash(params) != start_hash(random_params(CONFIG, 0))
-    np.testing.assert_array_equal(again["embed"]["embedding"], params["embed"]["embedding"])
+    restored = read_start(path, random_params(CONFIG, 0))
+    assert start_hash(restored) == start_hash(params) != start_hash(random_params(CONFIG, 0))
+    np.testing.assert_array_equal(restored["embed"]["embedding"], params["embed"]["embedding"])
 
 
 def test_a_changed_start_is_refused(tmp_path: Path):
@@ -43,22 +43,22 @@ def test_a_changed_start_is_refused(tmp_path: Path):
         read_start(path, random_params(CONFIG, 0))
 
 
-def row(**given: object) -> dict[str, object]:
+def row(**changes: object) -> dict[str, object]:
     base = {"task": "sorting-4", "policy": "h2o", "budget": 4, "buffer": 2, "arm": "tis", "pilot": False, "seed": 10}
     rest = {"learning_rate": 1e-3, "minibatches": 4, "prompts": 32, "start": "a", "commit": "1234567"}
-    return base | rest | given
+    return base | rest | changes
 
 
 def test_arms_of_one_seed_have_one_start():
     check_one_start([row(), row(arm="naive"), row(arm="tis", seed=11, start="b")])
-    # Rows of the wall have a length in place of a task.
+    # Rows of the wall have a length instead of a task.
     walks = [{"length": length, "seed": 10, "pilot": False, "start": str(length)} for length in (512, 1024)]
     check_one_start([*walks, *walks])
     with pytest.raises(ValueError, match="expected one start for all arms of a cell and seed"):
         check_one_start([row(), row(arm="naive", start="b")])
 
 
-def test_rows_without_a_hash_are_told_apart_by_the_reward_of_the_start():
+def test_rows_without_a_hash_are_compared_by_the_reward_of_the_start():
     old = row(sparse_before=0.5)
     del old["start"]
     check_one_start([old, old | {"arm": "naive"}])
@@ -77,7 +77,7 @@ def test_rows_of_a_clone_are_checked(bad: dict[str, object], tmp_path: Path):
     assert results.read_text() == before
 
 
-def test_a_changed_tree_gives_no_reported_row(monkeypatch: pytest.MonkeyPatch):
+def test_reported_rows_need_a_clean_commit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(provenance, "commit", lambda: "1234567+")
     with pytest.raises(RuntimeError, match="expected a clean commit"):
         provenance.clean_commit()
@@ -92,9 +92,9 @@ def test_an_arm_may_train_after_another():
 
 
 @pytest.mark.study
-def test_a_start_continues_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_start_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     level = StartLevel(0.13, every=2)
-    rewards = iter([0.12, 0.13, 0.12, 0.13])  # of the whole start, and of the parts of the other
+    rewards = iter([0.12, 0.13, 0.12, 0.13])  # two for the whole start, two for the resumed one
 
     def evaluate(_: Any) -> list[SimpleNamespace]:
         return [SimpleNamespace(reward=next(rewards))]
@@ -103,15 +103,15 @@ def test_a_start_continues_after_a_kill(tmp_path: Path, monkeypatch: pytest.Monk
     whole = start(PROBLEM, 3, level, tmp_path / "whole")
     save = checkpoint.Writer.save
 
-    def killed(writer: checkpoint.Writer, *arguments: Any, **options: Any) -> None:
+    def save_and_interrupt(writer: checkpoint.Writer, *arguments: Any, **options: Any) -> None:
         save(writer, *arguments, **options)
         raise KeyboardInterrupt
 
-    with mock.patch.object(checkpoint.Writer, "save", killed), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(checkpoint.Writer, "save", save_and_interrupt), pytest.raises(KeyboardInterrupt):
         start(PROBLEM, 3, level, tmp_path / "parts")
     resumed = start(PROBLEM, 3, level, tmp_path / "parts")
     assert start_hash(resumed) == start_hash(whole)
-    (file,) = (tmp_path / "parts").iterdir()  # the checkpoints are gone
-    monkeypatch.setattr("lib.starts._trained", None)  # would be called
+    (file,) = (tmp_path / "parts").iterdir()  # the checkpoints are deleted
+    monkeypatch.setattr("lib.starts._trained", None)  # must not be called
     assert start_hash(start(PROBLEM, 3, level, tmp_path / "parts")) == start_hash(whole)
     assert file.name == "sorting-4-dense-0.13-seed-3.safetensors" and not list(rewards)

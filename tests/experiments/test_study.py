@@ -1,4 +1,4 @@
-"""What the studies share: problems, the grid with its pilot, kept runs, intervals."""
+"""Code that the studies share: problems, the grid with its pilot, finished runs, intervals."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SIZES = replace(QUICK, start=StartLevel(0.0, rows=16, every=1))
 CLOCKS = {"cpu_seconds", "date"}
 
 
-class HerePool:
-    """One worker that is this process, which has imported everything and keeps what was compiled."""
+class LocalPool:
+    """Runs jobs in this process, which keeps its compiled programs."""
 
     def __init__(self, workers: int) -> None:
         pass
 
-    def __enter__(self) -> HerePool:
+    def __enter__(self) -> LocalPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -58,19 +58,19 @@ def make_grid(folder: Path, **options: Any) -> Grid:
 
 
 def run_here(study: Grid) -> list[dict[str, Any]]:
-    with mock.patch.object(grid, "one_core_each", HerePool), mock.patch.object(grid, "cache_programs", lambda: None):
+    with mock.patch.object(grid, "one_core_each", LocalPool), mock.patch.object(grid, "cache_programs", lambda: None):
         return study.run()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a whole quick study."""
-    made = tmp_path_factory.mktemp("study")
-    run_here(make_grid(made))
-    return made
+    """Has the runs and rows of a quick study."""
+    path = tmp_path_factory.mktemp("study")
+    run_here(make_grid(path))
+    return path
 
 
-def test_rows(folder: Path):
+def test_rows_of_a_study(folder: Path):
     rows = read_rows(folder / "rows.json")
     reported = {row["arm"]: row for row in rows if not row["pilot"]}
     assert set(reported) == {"untrained", "naive", "shadow"} and len(rows) == 7
@@ -93,7 +93,7 @@ def test_rows(folder: Path):
         assert reported[arm]["learning_rate"] == best_rate(means)
 
 
-def test_what_is_kept_is_not_run_again(folder: Path):
+def test_finished_runs_are_not_repeated(folder: Path):
     with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
         run_here(make_grid(folder))
     lost = next((folder / "study").rglob("shadow/lr-*/seed-0/run.json"))
@@ -106,19 +106,19 @@ def test_what_is_kept_is_not_run_again(folder: Path):
     }, "equal jobs make equal rows"
 
 
-def test_a_study_goes_on_from_its_results_on_another_machine(folder: Path, tmp_path: Path):
+def test_a_study_resumes_from_its_rows_on_another_machine(folder: Path, tmp_path: Path):
     rows = read_rows(folder / "rows.json")
     write_rows(tmp_path / "rows.json", rows)
     with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
         assert run_here(make_grid(tmp_path)) == run_here(make_grid(folder))
     write_rows(tmp_path / "others" / "rows.json", [row | {"settings": "0" * 16} for row in rows])
-    made_again = mock.patch.object(runs, "execute", side_effect=InterruptedError)  # rows of other settings do not count
-    with made_again, pytest.raises(InterruptedError):
+    repeated = mock.patch.object(runs, "execute", side_effect=InterruptedError)  # rows of other settings do not count
+    with repeated, pytest.raises(InterruptedError):
         run_here(make_grid(tmp_path / "others"))
 
 
-def test_pilots_beyond_the_first_rates_come_along_to_another_machine(folder: Path, tmp_path: Path):
-    """Otherwise their arms have no rate there, and their reported seeds never run."""
+def test_rows_of_pilots_beyond_the_first_rates_count_on_another_machine(folder: Path, tmp_path: Path):
+    """Otherwise their arms would have no rate on another machine, and their reported seeds would never run."""
     pilots = [row for row in read_rows(folder / "rows.json") if row["pilot"]]
     better = [row | dict.fromkeys(DECODINGS, row["learning_rate"]) for row in pilots]
     write_rows(tmp_path / "rows.json", better)
@@ -135,7 +135,7 @@ def test_runs_of_other_settings_are_refused(folder: Path):
 
 
 def test_committed_rows_have_the_present_settings():
-    """Otherwise the study of room and time would make all of them again."""
+    """Otherwise the study of room and time would run all of them again."""
     for row in read_rows(RESULTS / "room"):
         sampler = sampler_of(f"{row['policy']}:{row['budget']}+{row['buffer']}")
         arm, rate, seed = arms_of((row["arm"],))[0], row["learning_rate"], row["seed"]
@@ -143,7 +143,7 @@ def test_committed_rows_have_the_present_settings():
         assert job.identity["settings"] == row["settings"], f"the settings of {arm.name} have another text"
 
 
-def test_options_at_their_default_leave_the_settings_as_they_are():
+def test_default_options_are_not_in_the_settings():
     job = CELL.job(CELL.arms[2], 1e-4, 0, QUICK)
     assert "teacher" not in job.settings and "visibility='shadow'" in job.settings
 
@@ -161,13 +161,13 @@ def test_pilots_of_another_study_count(folder: Path, tmp_path: Path):
     """The reported rows of the other study do not."""
     study = make_grid(tmp_path, pilots_from=folder / "rows.json", minutes=0.0)
     run_here(study)
-    there = [row for row in read_rows(folder / "rows.json") if row["pilot"]]
-    assert study.collect() == there and there
+    pilots = [row for row in read_rows(folder / "rows.json") if row["pilot"]]
+    assert study.collect() == pilots and pilots
     chosen = {arm: study.chosen_rates(CELL, arm) for arm in CELL.arms}
     assert chosen == {arm: make_grid(folder).chosen_rates(CELL, arm) for arm in CELL.arms}
 
 
-def test_no_job_begins_late(tmp_path: Path):
+def test_no_job_begins_after_the_time_limit(tmp_path: Path):
     with mock.patch.object(runs, "execute", side_effect=AssertionError("expected no run")):
         assert not run_here(make_grid(tmp_path, cells=(replace(CELL, arms=CELL.arms[1:]),), minutes=0.0))
 
@@ -175,10 +175,10 @@ def test_no_job_begins_late(tmp_path: Path):
 def test_an_arm_waits_for_its_pilot(tmp_path: Path):
     study = make_grid(tmp_path)
     assert [job.arm.name for job in study.reported_jobs(CELL)] == ["untrained"]
-    assert len(list(study.pilot_jobs(CELL))) == 4, "what does not train has no rate to choose"
+    assert len(list(study.pilot_jobs(CELL))) == 4, "an untrained arm has no rate to choose"
 
 
-def test_rows_of_other_seeds_stay(folder: Path, tmp_path: Path):
+def test_rows_of_other_seeds_are_kept(folder: Path, tmp_path: Path):
     rows = read_rows(folder / "rows.json")
     others = [row | {"seed": 7} for row in rows if not row["pilot"]]
     write_rows(folder / "rows.json", others)
@@ -191,7 +191,7 @@ def test_pilot_seeds_are_not_reported(tmp_path: Path):
         make_grid(tmp_path, cells=(replace(CELL, seeds=(0, 100)),))
 
 
-def test_the_lower_of_two_equal_rates():
+def test_the_best_rate_is_the_lower_of_two_equal_ones():
     assert best_rate({1e-3: 0.5, 1e-4: 0.5}) == 1e-4
     assert best_rate({1e-4: 0.4, 1e-3: 0.5}) == 1e-3
 
@@ -208,7 +208,7 @@ def test_the_lower_of_two_equal_rates():
         ),
     ],
 )
-def test_what_a_study_does_not_have(options: dict[str, Any], message: str):
+def test_unknown_arms_tasks_and_samplers_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         narrowed(StudyArgs(**options), [CELL, replace(CELL, problem=Sorting(5), sampler=sampler_of("h2o:4+1"))])
 
@@ -222,8 +222,8 @@ def test_a_part_of_a_study_leaves_the_committed_rows_alone():
 
 @pytest.mark.parametrize("arm", arms_of(("anchor-then-shadow", "quantised-cache")), ids=lambda arm: arm.name)
 def test_exact_arms_run(arm: Arm, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Phases share prompts, curve and parameters; a rollout whose learner is not the sampler raises."""
-    # One program in place of four.
+    """Phases share prompts, curve and parameters. The run raises at a mismatch of sampler and learner."""
+    # One program instead of four.
     monkeypatch.setattr(runs, "decodings", lambda policy: tuple(Decode(name, policy) for name in DECODINGS))
     row = runs.execute(Job(CELL.problem, CELL.sampler, arm, 1e-3, 0, False, replace(SIZES, last=2)), folder / "arms")
     assert [point["step"] for point in row["curve"]] == [0, 1, 2] and row["mismatch_kl"] <= 1e-6
@@ -233,8 +233,8 @@ def test_exact_arms_run(arm: Arm, folder: Path, monkeypatch: pytest.MonkeyPatch)
 # --- rates
 
 
-def chosen(folder: Path, rewards: dict[float, tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Rates that run, and those that are chosen, if the pilot earns these sparse and dense rewards."""
+def run_pilot(folder: Path, rewards: dict[float, tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Returns the rates that a pilot with these sparse and dense rewards runs, and those that it chooses."""
     study = make_grid(folder, rates=tuple(rewards), first_rates=(1e-4, 3e-4, 1e-3), criteria=(("sparse",), ("dense",)))
     ran: list[float] = []
     while missing := [job for job in study.pilot_jobs(CELL) if runs.kept_row(job, study.runs) is None]:
@@ -262,9 +262,9 @@ def test_a_search_widens_until_the_best_rate_is_inside_or_none_is_left(best: int
 
 def test_a_pilot_widens_until_no_best_rate_is_at_the_edge(tmp_path: Path):
     inside = {3e-5: (9.0, 9.0), 1e-4: (0.1, 0.2), 3e-4: (0.3, 0.3), 1e-3: (0.2, 0.1), 3e-3: (9.0, 9.0)}
-    assert chosen(tmp_path / "inside", inside) == ([1e-4, 3e-4, 1e-3], [3e-4, 3e-4])
+    assert run_pilot(tmp_path / "inside", inside) == ([1e-4, 3e-4, 1e-3], [3e-4, 3e-4])
     edge = {1e-5: (0.0, 0.1), 3e-5: (0.0, 0.4), 1e-4: (0.1, 0.3), 3e-4: (0.3, 0.2), 1e-3: (0.4, 0.1), 3e-3: (0.5, 0.0)}
-    ran, rates = chosen(tmp_path / "edge", edge)
+    ran, rates = run_pilot(tmp_path / "edge", edge)
     assert ran == [1e-4, 3e-4, 1e-3, 3e-5, 3e-3, 1e-5] and rates == [3e-3, 3e-5]
 
 
@@ -282,13 +282,13 @@ def test_a_pilot_widens_until_no_best_rate_is_at_the_edge(tmp_path: Path):
     ],
 )
 def test_interval(values: tuple[float, ...], middle: float, half: float):
-    found = estimate(values)
-    assert (found.mean, found.half) == pytest.approx((middle, half), rel=1e-5)
-    assert found.established == (abs(middle) > half)
+    interval = estimate(values)
+    assert (interval.mean, interval.half) == pytest.approx((middle, half), rel=1e-5)
+    assert interval.established == (abs(middle) > half)
 
 
 def test_two_seeds_establish_nothing():
-    """Two differences that happen to be alike have an interval of no width."""
+    """Two equal differences have an interval of width 0."""
     assert estimate([0.5, 0.5]).half == 0 and not estimate([0.5, 0.5]).established
     assert estimate([0.5, 0.5, 0.51]).established
 
@@ -301,8 +301,8 @@ def test_one_value_has_no_interval():
 
 def test_differences_are_paired_by_seed():
     # Seeds far apart, in another order, and one without a partner: 0.125 and 0.375, half the interval 12.706 / 8.
-    found = paired({0: 0.625, 1: 0.875, 2: 9.0}, {1: 0.5, 0: 0.5})
-    assert (found.mean, found.half, found.count) == pytest.approx((0.25, 12.7062 / 8, 2), rel=1e-5)
+    interval = paired({0: 0.625, 1: 0.875, 2: 9.0}, {1: 0.5, 0: 0.5})
+    assert (interval.mean, interval.half, interval.count) == pytest.approx((0.25, 12.7062 / 8, 2), rel=1e-5)
     with pytest.raises(ValueError, match="expected a seed in common"):
         paired({0: 1.0}, {1: 1.0})
 
@@ -311,7 +311,7 @@ def test_differences_are_paired_by_seed():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PROBLEMS.values() if kind is not Lookup])  # see test_agents.py
-def test_a_right_answer_is_worth_1_and_fits(kind: Any):
+def test_a_right_answer_has_reward_1_and_fits(kind: Any):
     problem = kind(9)
     rows = problem.rows("train")
     for index in (0, 1, 77):
@@ -326,7 +326,7 @@ def test_a_right_answer_is_worth_1_and_fits(kind: Any):
     assert problem_of(problem.label) == problem
 
 
-def test_answers():
+def test_answers_of_copied_sums_and_sorting():
     copy = CopySums(5).rows("train")[3]
     total = 0
     for place, digit in enumerate(copy["prompt"][:-1]):
@@ -342,9 +342,9 @@ def test_walk_by_hand():
     prompt = "06g15" + "a"  # ab, bc, ca, ac, ba; from a
     walk = Walk(4)
     assert walk.grade(prompt, "06g1", "") == 1.0  # a b c a c
-    assert walk.grade(prompt, "0h6g", "") == 0.75  # cb is none, and begins elsewhere; from b it goes on
+    assert walk.grade(prompt, "0h6g", "") == 0.75  # cb is no edge; the walk continues from its end, b
     assert walk.grade(prompt, "016g", "") == 0.5  # ac is an edge, but not from b; nor does bc begin at c
-    assert walk.grade(prompt, "0=6g", "") == 0.5  # no edge at all, behind which nothing begins
+    assert walk.grade(prompt, "0=6g", "") == 0.5  # not an edge; the step after it is wrong too
     assert walk.grade(prompt, "06", "") == 0.5  # a walk that ends early has fewer right steps
 
 
@@ -363,7 +363,7 @@ def test_walks_of_all_lengths_share_a_start():
     assert Walk(512).lesson(0) == Walk(512).lesson(101) == (Walk(32), 96) and Walk(512).lesson(100) == (Walk(512), 8)
 
 
-def test_short_lessons_do_not_teach_to_end():
+def test_short_lessons_have_no_end_of_sequence():
     """The start of long walks trains on short ones first, without their end of sequence."""
     short, long = (examples_of(Walk(512), step, 0, tokenizer()) for step in (0, 100))
     assert short.targets.sum(axis=1).tolist() == [32] * 96, "its steps, without an end"
@@ -371,7 +371,7 @@ def test_short_lessons_do_not_teach_to_end():
     assert (np.asarray(short.tokens)[:, -1] == eos_token_id(tokenizer())).all()
 
 
-def test_a_walk_has_its_edges():
+def test_a_walk_has_the_edges_of_its_prompt():
     for row in (Walk(40).rows("train")[i] for i in range(20)):
         graph, first = [WALK_ENDS[step] for step in row["prompt"][:-1]], row["prompt"][-1]
         assert len(set(graph)) == 12 and all(a != b for a, b in graph)

@@ -1,4 +1,4 @@
-"""One rollout ahead: what it is drawn with, what is logged of its age, and that a restored state goes on bitwise."""
+"""Rollouts one step ahead: sampling parameters, staleness metrics, bitwise resumption."""
 
 import signal
 import threading
@@ -34,17 +34,16 @@ def copied(tree):
 
 
 @pytest.mark.slow
-def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
+def test_the_next_rollout_uses_the_parameters_before_the_update():
     loop = toy_loop.own_loop(AHEAD)
-    state, rows, kept = with_sampler_params(toy_loop.new_state()), [], list[TrainState]()
+    state, rows, saved = with_sampler_params(toy_loop.new_state()), [], list[TrainState]()
     for step in range(STEPS):
         state, metrics = loop.step(state)
         rows.append(metrics)
         if step == 0:
-            kept.append(copied(state))
+            saved.append(copied(state))
 
-    # By hand, one after the other, on a loop that knows nothing of it.
-    # Its guard would take age for a mismatch.
+    # The same steps in sequence. The guard is off, because it would take staleness for a mismatch.
     plain = replace(toy_loop.own_loop(), guard=None)
     by_hand = toy_loop.new_state()
     sampler_params = copied(by_hand.params)
@@ -57,13 +56,13 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
     assert_bitwise_equal(by_hand.params, state.params)
     assert_bitwise_equal(sampler_params, state.sampler_params)
 
-    # Restored: no rollout was begun, and one that another run of the loop began is not taken.
-    again = toy_loop.run(loop, kept[0], STEPS - 1)
+    # After a restore, the loop does not use a rollout that another run began.
+    again = toy_loop.run(loop, saved[0], STEPS - 1)
     assert_bitwise_equal(again[0].params, state.params)
     for row, before in zip(again[1], rows[1:], strict=True):
         assert all(value == before[name] for name, value in row.items())
 
-    # Off-policy by eviction it is not, at any age; by age it is from the second rollout on.
+    # The replay is exact at any age; rollouts are stale from the second one on.
     assert [row["staleness/rollouts"] for row in rows] == [0, 1, 1]
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
     assert abs(rows[0]["staleness/ratio_max"] - 1) < 1e-4
@@ -71,8 +70,8 @@ def test_the_next_rollout_is_drawn_with_the_parameters_before_the_update():
 
 
 @pytest.mark.slow
-def test_a_refused_rollout_leaves_the_parameters_that_drew_it():
-    """A run that goes on draws the rollout that was refused, and not one with newer parameters under its number."""
+def test_a_refused_rollout_keeps_the_parameters_that_sampled_it():
+    """A resumed run then samples the same rollout again, not one with newer parameters."""
     loop = toy_loop.new_loop(AHEAD)
     state, _ = toy_loop.run(loop, with_sampler_params(toy_loop.new_state()), 2)
     before = copied(state)
@@ -85,121 +84,121 @@ def test_a_refused_rollout_leaves_the_parameters_that_drew_it():
     assert_bitwise_equal(caught.value.state, before)
 
 
-def test_an_evaluation_waits_for_the_rollout_that_was_begun(tmp_path, monkeypatch):
+def test_an_evaluation_waits_for_the_rollout_ahead(tmp_path, monkeypatch):
     """They share devices and reward functions."""
-    told = []
-    monkeypatch.setattr(GRPOLoop, "settle", lambda self: told.append("settled"))
+    calls = []
+    monkeypatch.setattr(GRPOLoop, "settle", lambda self: calls.append("settled"))
 
     def evaluate(state):
-        told.append("evaluated")
+        calls.append("evaluated")
         return {"eval/sparse": 0.0}
 
     state = with_sampler_params(toy_loop.new_state())
     train(toy_loop.new_loop(AHEAD), state, RunConfig(steps=2, evaluate_every=1), tmp_path, evaluate=evaluate)
-    assert told == ["settled", "evaluated"] * 3
+    assert calls == ["settled", "evaluated"] * 3
 
 
-def counted_draws(monkeypatch, before=lambda index: None) -> list[int]:
-    """Numbers of the rollouts that are drawn from now on; `before` is called with each, before it is drawn."""
-    drawn = list[int]()
+def record_rollouts(monkeypatch, before=lambda index: None) -> list[int]:
+    """A list to which each rollout appends its index; then it calls `before` with the index."""
+    sampled = list[int]()
     respond = GRPOLoop.respond
 
-    def counted(loop, params, key, batch):
-        drawn.append(batch)
-        before(batch)
-        return respond(loop, params, key, batch)
+    def recording(loop, params, key, index):
+        sampled.append(index)
+        before(index)
+        return respond(loop, params, key, index)
 
-    monkeypatch.setattr(GRPOLoop, "respond", counted)
-    return drawn
+    monkeypatch.setattr(GRPOLoop, "respond", recording)
+    return sampled
 
 
-def test_a_run_draws_no_rollout_that_nobody_learns_from(tmp_path, monkeypatch):
-    drawn = counted_draws(monkeypatch)
+def test_a_run_samples_no_unused_rollout(tmp_path, monkeypatch):
+    sampled = record_rollouts(monkeypatch)
     loop = toy_loop.new_loop(AHEAD)
 
     def start(steps, directory, resume=False):
         state = train(loop, with_sampler_params(toy_loop.new_state()), RunConfig(steps=steps), directory, resume=resume)
-        loop.settle()  # what is begun in the last step would end after the run
+        loop.settle()  # a rollout begun in the last step would end after the run
         return state
 
     whole = start(STEPS, tmp_path / "whole")
-    assert drawn == [0, 1, 2]
+    assert sampled == [0, 1, 2]
 
-    # A run that goes on sampler_params its former last step begins with the rollout that was not begun there.
-    drawn.clear()
+    # A longer resumed run first samples the rollout that the last step did not begin.
+    sampled.clear()
     start(1, tmp_path / "parts")
-    assert drawn == [0]
+    assert sampled == [0]
     assert_bitwise_equal(start(STEPS, tmp_path / "parts", resume=True), whole)
-    assert drawn == [0, 1, 2]
+    assert sampled == [0, 1, 2]
 
 
-def test_rewards_in_this_process_are_computed_where_a_clock_can_be_set(monkeypatch):
-    """A thread has none: a completion that math-verify never finishes would stop the run for ever."""
-    graded, drawn = list[threading.Thread](), list[threading.Thread]()
+def test_rewards_in_this_process_run_in_its_main_thread(monkeypatch):
+    """Only there can a timer stop a completion that math-verify never finishes."""
+    graded, sampled = list[threading.Thread](), list[threading.Thread]()
 
-    def noting(function, threads):
-        def noted(self, *arguments):
+    def recording(function, threads):
+        def recorded(self, *arguments):
             threads.append(threading.current_thread())
             return function(self, *arguments)
 
-        return noted
+        return recorded
 
-    monkeypatch.setattr(Rewards, "grade_part", noting(Rewards.grade_part, graded))
-    monkeypatch.setattr(GRPOLoop, "respond", noting(GRPOLoop.respond, drawn))
+    monkeypatch.setattr(Rewards, "grade_part", recording(Rewards.grade_part, graded))
+    monkeypatch.setattr(GRPOLoop, "respond", recording(GRPOLoop.respond, sampled))
     loop = toy_loop.new_loop(AHEAD)
     state, _ = toy_loop.run(loop, with_sampler_params(toy_loop.new_state()), 2)
     loop.settle()
-    here = threading.main_thread()
-    assert graded == [here] * 2
-    assert [thread is here for thread in drawn] == [True, False, False]
+    main = threading.main_thread()
+    assert graded == [main] * 2
+    assert [thread is main for thread in sampled] == [True, False, False]
 
-    # In a process of its own a reward has a main thread there, and no need to wait for ours.
+    # Rewards in a separate process do not wait for the main thread of this one.
     finish = replace(loop, rewards=Rewards((length,), seconds=60.0))._sample_ahead(state.params, state.key, 2)
     monkeypatch.setattr(Rewards, "grade_part", None)
     assert finish().rewards.tolist() == [float(len(text)) for text in finish().completions]
 
 
-def test_a_run_that_was_told_to_stop_begins_no_rollout(tmp_path, monkeypatch):
-    """Python would wait for it before the process ends."""
-    heard = threading.Event()
-    monkeypatch.setattr("smd_jax.runs.stop._say", lambda line: heard.set())
+def test_a_stopped_run_begins_no_rollout(tmp_path, monkeypatch):
+    """Python would wait for its thread at exit."""
+    stopping = threading.Event()
+    monkeypatch.setattr("smd_jax.runs.stop._say", lambda line: stopping.set())
 
-    def stop_the_first(index):
-        if not heard.is_set():
+    def stop_in_first(index):
+        if not stopping.is_set():
             signal.raise_signal(signal.SIGTERM)
-            heard.wait()  # for the thread that listens
+            stopping.wait()  # for the thread that handles the signal
 
-    drawn = counted_draws(monkeypatch, stop_the_first)
+    sampled = record_rollouts(monkeypatch, stop_in_first)
     loop = toy_loop.new_loop(AHEAD)
     with pytest.raises(RunStoppedError, match="after 1 of 3"):
         train(loop, with_sampler_params(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path)
     loop.settle()
-    assert drawn == [0]
+    assert sampled == [0]
     stopped = train(loop, with_sampler_params(toy_loop.new_state()), RunConfig(steps=STEPS), tmp_path, resume=True)
-    assert drawn == [0, 1, 2]
+    assert sampled == [0, 1, 2]
     assert_bitwise_equal(stopped, toy_loop.run(loop, with_sampler_params(toy_loop.new_state()), STEPS)[0])
 
 
-def test_waiting_for_a_rollout():
-    drawn = threading.Event()
+def test_wait_blocks_until_the_rollout_is_done():
+    finish = threading.Event()
     samples = toy_loop.new_loop().collect(toy_loop.new_state(), 0)
 
     def sample(params, key, index):
-        drawn.wait()
+        finish.wait()
         return lambda: samples
 
     ahead = RolloutAhead(sample)
-    ahead.wait()  # for nothing
+    ahead.wait()  # returns at once
     ahead.begin(1, {}, jax.random.key(0))
     waiting = threading.Thread(target=ahead.wait)
     waiting.start()
     assert waiting.is_alive()
-    drawn.set()
+    finish.set()
     waiting.join()
     assert ahead.take(1, {}) is samples and ahead.take(1, {}) is None
 
 
-def test_a_state_must_fit():
+def test_sampler_params_must_match_rollouts_ahead():
     with pytest.raises(ValueError, match="expected a state from with_sampler_params.* with rollouts_ahead 1; got none"):
         toy_loop.own_loop(AHEAD).check(toy_loop.new_state())
     with pytest.raises(ValueError, match="expected a state without sampler_params with rollouts_ahead 0; got some"):
@@ -207,8 +206,8 @@ def test_a_state_must_fit():
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1)])
-def test_several_devices_run_no_two_programs_at_once(sizes):
-    """Both communicate, a rollout over its rows after every token, and devices could start them in other orders."""
+def test_rollouts_ahead_are_refused_on_several_devices(sizes):
+    """Rollout and update both communicate, and devices could start them in different orders."""
     with pytest.raises(ValueError, match="expected a mesh of one device with rollouts_ahead 1, .*; got .*'data': "):
         toy_loop.own_loop(AHEAD, sizes=sizes)
 
@@ -222,6 +221,6 @@ def test_several_devices_run_no_two_programs_at_once(sizes):
         ({"update": UpdateConfig(loss=gspo())}, "expected ratio_level 'token' .* 16 bits .*; got 'geometric'"),
     ],
 )
-def test_choices_that_do_not_go_together(options, message):
+def test_incompatible_options(options, message):
     with pytest.raises(ValueError, match=message):
         replace(AHEAD, **options)

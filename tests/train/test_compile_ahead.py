@@ -1,4 +1,4 @@
-"""Programs that are compiled ahead of their first call are found by it."""
+"""First calls reuse programs that were compiled ahead."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def cube(x: jax.Array) -> jax.Array:
     return x**3
 
 
-def test_a_program_is_found_under_the_mesh():
+def test_a_program_compiled_under_the_mesh_is_reused():
     mesh = make_mesh(1, 1, 1)
     cubed = jax.jit(cube)
     numbers = jnp.arange(3.0)
@@ -32,9 +32,9 @@ def test_a_program_is_found_under_the_mesh():
     assert counts["cube"] == 1
 
 
-def test_what_the_compiler_says_is_raised():
-    refused = jax.jit(cube, compiler_options={"xla_no_such_option": True}).lower(SHAPE)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"), compiling(refused, make_mesh(1, 1, 1)):
+def test_compiler_errors_are_raised():
+    lowered = jax.jit(cube, compiler_options={"xla_no_such_option": True}).lower(SHAPE)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"), compiling(lowered, make_mesh(1, 1, 1)):
         pass
 
 
@@ -44,7 +44,7 @@ def test_what_the_compiler_says_is_raised():
     [{"minibatches": 2, "dynamic_sampling": 0}, {"group_size": 2, "num_iterations": 2}],
     ids=["minibatches, some rows dropped", "two passes"],
 )
-def test_steps_call_the_update_that_was_compiled(changes: dict):
+def test_steps_reuse_the_update_compiled_ahead(changes: dict):
     loop = own_loop(dataclasses.replace(CONFIG, **changes), sizes=(1, 2, 1))
     state = new_state()
     with jax.set_mesh(loop.mesh):
@@ -55,7 +55,7 @@ def test_steps_call_the_update_that_was_compiled(changes: dict):
 
 
 @pytest.mark.slow
-def test_pairs_too():
+def test_online_dpo_reuses_the_update_compiled_ahead():
     config = OnlineDPOConfig(
         prompts_per_step=2, group_size=4, prompt_width=9, policy=CONFIG.policy, rollout=toy_loop.ROLLOUT
     )

@@ -21,10 +21,10 @@ from smd_jax.testing import random_params
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
-from tests.train import test_conversations as single
+from tests.train import test_conversations as base
 
-NAMES = ("prompts_per_step", "group_size", "prompt_width", "policy", "rollout")
-SIZES: dict[str, Any] = {name: getattr(single.CONFIG, name) for name in NAMES}
+SHARED_FIELDS = ("prompts_per_step", "group_size", "prompt_width", "policy", "rollout")
+SIZES: dict[str, Any] = {name: getattr(base.CONFIG, name) for name in SHARED_FIELDS}
 PPO = PPOConfig(**SIZES, gamma=0.9, lam=0.8, whiten_advantages=False)
 DPO = OnlineDPOConfig(**SIZES)
 
@@ -32,14 +32,14 @@ DPO = OnlineDPOConfig(**SIZES)
 def new_loop(config: Any, **options: Any) -> Any:
     kind: Any = PPOLoop if isinstance(config, PPOConfig) else OnlineDPOLoop
     environment = EnvironmentConfig(
-        environments=EnvironmentsHere(single.Judge), conversation=ConversationConfig(turns=4), **options
+        environments=EnvironmentsHere(base.Judge), conversation=ConversationConfig(turns=4), **options
     )
     mesh = make_mesh(1, 1, 1)
-    return kind(single.MODEL, single.Rows(), single.TOKENIZER, optax.adam(1e-3), config, mesh, environment=environment)
+    return kind(base.MODEL, base.Rows(), base.TOKENIZER, optax.adam(1e-3), config, mesh, environment=environment)
 
 
 def ppo_params(scale: float) -> Any:
-    params = add_value_head(random_params(single.MODEL.config), single.MODEL.config)
+    params = add_value_head(random_params(base.MODEL.config), base.MODEL.config)
     head = params["value_head"]
     noise = jax.random.normal(jax.random.key(3), head["kernel"].shape)
     return {**params, "value_head": {**head, "kernel": scale * noise}}
@@ -47,12 +47,12 @@ def ppo_params(scale: float) -> Any:
 
 @jax.jit
 def critic_values(params: Any, policy_params: Any, trajectory: Any) -> jax.Array:
-    return values(params, response_hidden(single.MODEL, policy_params, trajectory, trajectory.mask))
+    return values(params, response_hidden(base.MODEL, policy_params, trajectory, trajectory.mask))
 
 
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_ppo_against_the_definition(credit: str):
-    """Advantages equal GAE by hand over the sampled tokens; the environment's tokens have advantage 0."""
+    """GAE over the sampled tokens; tokens of the environment have advantage 0."""
     loop = new_loop(PPO, credit=credit)
     params = ppo_params(0.3)
     samples = loop.grade(loop.respond(params, jax.random.key(0), 0))
@@ -92,9 +92,9 @@ def test_a_step_of_ppo():
 
 
 def test_a_step_of_online_dpo():
-    """Pairs the best and the worst conversation; log-probabilities of unsampled tokens do not change the update."""
+    """Pairs the best and worst conversations; log-probabilities of unsampled tokens do not change the update."""
     loop = new_loop(DPO)
-    params = random_params(single.MODEL.config)
+    params = random_params(base.MODEL.config)
 
     def new_state() -> Any:
         own = jax.tree.map(jnp.copy, params)
@@ -113,7 +113,7 @@ def test_a_step_of_online_dpo():
     changed = samples.trajectory.replace(logprobs=jnp.where(unsampled, -7.0, samples.trajectory.logprobs))
     same, _ = loop.learn(new_state(), samples._replace(trajectory=changed))
     jax.tree.map(np.testing.assert_array_equal, state.params, same.params)
-    # With two steps on a rollout, too, the guard looks before the first.
+    # With two steps per rollout, too, the guard runs before the first.
     twice = new_loop(dataclasses.replace(DPO, num_iterations=2))
     for difference in (1.0, np.nan):
         wrong = samples.trajectory.replace(logprobs=samples.trajectory.logprobs + difference)
@@ -130,9 +130,9 @@ COMPACTION = TextCompaction(after_tokens=20, ask="?")
         (PPO, {"compaction": COMPACTION}, "expected compaction None with PPO"),
         (DPO, {"compaction": COMPACTION}, "expected credit 'trajectory' and compaction None with online DPO"),
         (DPO, {"credit": "turn"}, "expected credit 'trajectory' and compaction None with online DPO"),
-        (dataclasses.replace(PPO, rollout=dataclasses.replace(single.ROLLOUT, eos_token_id=None)), {}, "to end a turn"),
+        (dataclasses.replace(PPO, rollout=dataclasses.replace(base.ROLLOUT, eos_token_id=None)), {}, "to end a turn"),
     ],
 )
-def test_refused(config: Any, options: dict[str, Any], message: str):
+def test_incompatible_options(config: Any, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         new_loop(config, **options)

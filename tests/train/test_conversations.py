@@ -1,5 +1,4 @@
-"""GRPO on conversations of one or several contexts: exact, resumed bitwise in the middle of one, and learning from
-sampled tokens alone."""
+"""GRPO on conversations of one or several contexts: exact replay, bitwise resumption, losses of sampled tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ from tests.toy_loop import run, share_programs
 
 TOKENIZER = byte_tokenizer(chat=False)
 MODEL = Decoder(tiny_model_config(num_layers=1, max_positions=80, tie_embeddings=False))
-# One of six bytes ends a turn; the filter shows that sets of drawable tokens keep to their columns.
+# Every sixth byte ends a turn. With top_k, each column has its own drawable tokens.
 ROLLOUT = RolloutConfig(
     max_new_tokens=64,
     budget=12,
@@ -56,13 +55,13 @@ CONFIG = GRPOConfig(
     prompts_per_step=2, group_size=4, prompt_width=8, policy=SnapKV(window=4), rollout=ROLLOUT, minibatches=1
 )
 COMPACTION = TextCompaction(contexts=3, after_tokens=6, ask="?!?", heading="#")
-# Of conversations of three contexts, whose prompts hold a summary, too.
+# For three contexts per conversation, whose prompts also hold a summary.
 WIDER = dataclasses.replace(CONFIG, prompt_width=32, rollout=dataclasses.replace(ROLLOUT, max_new_tokens=48))
 CALLS = {"made": 0, "interrupt": -1}
 
 
 class Rows:
-    """Rows that name what their environment does, and the turn after which it ends."""
+    """Rows with the kind of their environment and its last turn."""
 
     def __init__(self, kind: str = "judges", last: int = 3) -> None:
         self.kind, self.last = kind, last
@@ -78,7 +77,7 @@ class Rows:
 
 
 class Judge:
-    """Likes small bytes; interrupts the call that CALLS names, and fails if the row says so."""
+    """Rewards small bytes. Interrupts call number `CALLS["interrupt"]`, and fails in rows of kind "fails"."""
 
     def reset(self, row: dict[str, Any]) -> str:
         self.row, self.turn = row, 0
@@ -105,7 +104,7 @@ def new_loop(
     changes: dict[str, Any] | None = None,
     **options: Any,
 ) -> GRPOLoop:
-    """`changes` are those of the configuration, `options` of the environment."""
+    """`changes` go to the GRPOConfig, `options` to the EnvironmentConfig."""
     options = {"conversation": ConversationConfig(turns=4)} | options
     environment = EnvironmentConfig(environments=EnvironmentsHere(Judge), compaction=compaction, **options)
     # Several contexts need conversations that do not end by themselves.
@@ -135,13 +134,13 @@ def sampled(compaction: TextCompaction | None = None) -> Samples:
     return first_rollout(new_loop(compaction))
 
 
-one_and_several = pytest.mark.parametrize(
-    "compaction", [None, pytest.param(COMPACTION, marks=pytest.mark.slow)], ids=["one context", "several"]
+one_and_several_contexts = pytest.mark.parametrize(
+    "compaction", [None, pytest.param(COMPACTION, marks=pytest.mark.slow)], ids=["one context", "several contexts"]
 )
 
 
-@one_and_several
-def test_a_rollout_is_exact_and_learnt_from(compaction: TextCompaction | None):
+@one_and_several_contexts
+def test_the_replay_is_exact_and_the_gradient_is_not_zero(compaction: TextCompaction | None):
     for row in two_steps(compaction)[1]:
         assert row["sampling/sampling_logp_difference/max"] <= 2e-5
         assert row["grad_norm"] > 0 and row["update/skipped"] == 0
@@ -157,9 +156,9 @@ def test_memory_is_not_measured_with_an_environment():
             measure()
 
 
-@one_and_several
+@one_and_several_contexts
 def test_a_run_interrupted_in_a_conversation_resumes_bitwise(compaction: TextCompaction | None):
-    """At the last call of its second rollout, which is in the last context."""
+    """Interrupted in the last call of the second rollout, which is in the last context."""
     whole, rows = two_steps(compaction)
     state, first = run(new_loop(compaction), new_state(), 1)
     kept = [jax.tree.map(jnp.copy, state) for _ in range(2)]
@@ -177,16 +176,16 @@ def test_a_run_interrupted_in_a_conversation_resumes_bitwise(compaction: TextCom
     assert_bitwise_equal(again, whole)
 
 
-def test_tokens_that_were_read_have_no_loss():
-    """Whatever stands where the policy sampled nothing, the step is the same, bit for bit."""
+def test_tokens_of_the_environment_have_no_loss():
+    """Other log-probabilities and entropies of unsampled tokens give the same step, bit for bit."""
     loop, samples = new_loop(), sampled()
     trajectory = samples.trajectory
-    drawn = np.asarray(trajectory.response_mask)
-    read = np.asarray(trajectory.valid)[:, trajectory.prompt_width :] & ~drawn
-    assert read.sum() > 30 and drawn.sum() > 30
+    mask = np.asarray(trajectory.response_mask)
+    read = np.asarray(trajectory.valid)[:, trajectory.prompt_width :] & ~mask
+    assert read.sum() > 30 and mask.sum() > 30
     assert trajectory.entropy is not None
     other = trajectory.replace(
-        logprobs=jnp.where(drawn, trajectory.logprobs, -7.0), entropy=jnp.where(drawn, trajectory.entropy, 9.0)
+        logprobs=jnp.where(mask, trajectory.logprobs, -7.0), entropy=jnp.where(mask, trajectory.entropy, 9.0)
     )
     states = [loop.learn(new_state(), samples._replace(trajectory=each))[0] for each in (trajectory, other)]
     assert_bitwise_equal(*states)
@@ -203,8 +202,8 @@ def test_tokens_that_were_read_have_no_loss():
         (COMPACTION, Dense(), {"pack_columns": 160, "rows_per_prompt": 2}),
     ],
 )
-def test_packed_rows_learn_the_same(compaction: TextCompaction | None, policy: Any, packed: dict[str, Any]):
-    """Also where the packed update reads the shared beginnings of contexts once."""
+def test_packed_rows_give_the_same_step(compaction: TextCompaction | None, policy: Any, packed: dict[str, Any]):
+    """Also if the packed update shares the common beginnings of contexts."""
     update = UpdateConfig(microbatch_size=4)
     updates = [update, dataclasses.replace(update, **packed)]
     loops = [new_loop(compaction, changes={"policy": policy, "update": update}) for update in updates]
@@ -225,21 +224,21 @@ def test_each_turn_has_its_own_advantage(scale: str):
     _, metrics = loop.learn(new_state(), samples)
     assert float(metrics["grad_norm"]) > 0
     turns = np.asarray(samples.trajectory.turns())
-    found = np.asarray(loop.rollout_batch(new_state().params, samples, None)[0].advantages)
+    result = np.asarray(loop.rollout_batch(new_state().params, samples, None)[0].advantages)
     for first in (0, 4):
         group = samples.conversations[first : first + 4]
         counts = [int(turns[first + i].max()) for i in range(4)]
         rewards = [list(each.rewards) + [0.0] * (n - len(each.rewards)) for each, n in zip(group, counts, strict=True)]
-        together = np.concatenate(rewards)
-        deviation = together.std(ddof=1) + 1e-4 if scale == "group" else 1.0
-        normalised = [(np.array(x) - together.mean()) / deviation for x in rewards]
+        pooled = np.concatenate(rewards)
+        deviation = pooled.std(ddof=1) + 1e-4 if scale == "group" else 1.0
+        normalised = [(np.array(x) - pooled.mean()) / deviation for x in rewards]
         for i in range(4):
             expected = np.array([0.0, *(normalised[i][k:].sum() for k in range(counts[i]))])
-            np.testing.assert_allclose(found[first + i], expected[turns[first + i]], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(result[first + i], expected[turns[first + i]], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_failed_environments_end_the_run_and_a_few_do_not():
+def test_too_many_failed_environments_end_the_run():
     message = "25% of the completions without a reward; got 8 of 8.*OSError: no disk"
     with pytest.warns(UserWarning, match="no disk"), pytest.raises(TooManyFailures, match=message):
         new_loop(kind="fails").step(new_state())
@@ -252,12 +251,12 @@ def test_failed_environments_end_the_run_and_a_few_do_not():
 
 
 @pytest.mark.slow
-@one_and_several
-def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction | None):
+@one_and_several_contexts
+def test_the_guard_refuses_a_mismatch_in_a_conversation(compaction: TextCompaction | None):
     """One log-probability of a later turn or context is off by more than the guard allows."""
     loop = new_loop(compaction, changes={"minibatches": 2})
 
-    def spoilt(sampled: Sampled) -> Samples:
+    def grade_with_mismatch(sampled: Sampled) -> Samples:
         samples = GRPOLoop.grade(loop, sampled)
         turns = samples.trajectory.turns()
         row = int(jnp.argmax(turns.max(axis=1)))
@@ -266,7 +265,7 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
         logprobs = samples.trajectory.logprobs.at[row, int(jnp.argmax(turns[row]))].add(-0.5)
         return samples._replace(trajectory=samples.trajectory.replace(logprobs=logprobs))
 
-    object.__setattr__(loop, "grade", spoilt)
+    object.__setattr__(loop, "grade", grade_with_mismatch)
     with pytest.raises(RefusedRolloutError, match=r"nats at every token; got 0\.5"):
         loop.step(new_state())
 
@@ -309,7 +308,7 @@ def test_the_guard_refuses_a_conversation_that_parts(compaction: TextCompaction 
         (None, {"dynamic_sampling": 1}, {"credit": "turn"}, "expected dynamic_sampling None with credit 'turn'.*got 1"),
     ],
 )
-def test_refused(compaction: Any, changes: dict[str, Any], options: dict[str, Any], message: str):
+def test_incompatible_options(compaction: Any, changes: dict[str, Any], options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         new_loop(compaction, changes=changes, **options)
 
@@ -325,8 +324,7 @@ def test_compaction_needs_contexts_and_a_request(wrong: dict[str, Any], message:
 # --- several contexts
 
 
-def test_contexts_follow_each_other():
-    """Each begins with the conversation's prompt and the summary before."""
+def test_each_context_begins_with_the_prompt_and_the_last_summary():
     samples = sampled(COMPACTION)
     assert samples.contexts == 3 and len(samples.rewards) == 8 and samples.counted_rows is not None
     present = np.asarray(samples.trajectory.lengths()) > 0
@@ -341,9 +339,9 @@ def test_contexts_follow_each_other():
     assert samples.completions[0].count("?!?") >= len(samples.conversations[0].contexts) - 1
 
 
-@pytest.mark.parametrize("heading", ["#", "#" * 28], ids=["summaries that fit", "that do not"])
+@pytest.mark.parametrize("heading", ["#", "#" * 28], ids=["summary fits", "summary does not fit"])
 def test_a_summary_is_no_turn(heading: str):
-    """Of all runs of sampled tokens, those after the request are summaries."""
+    """Sampled tokens right after the request are summaries; all other runs of sampled tokens are turns."""
     samples = sampled(dataclasses.replace(COMPACTION, heading=heading))
     tokens, mask = np.asarray(samples.trajectory.response), np.asarray(samples.trajectory.response_mask)
     begins = np.argwhere(mask & ~np.pad(mask, [(0, 0), (1, 0)])[:, :-1])
@@ -355,19 +353,19 @@ def test_a_summary_is_no_turn(heading: str):
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_each_context_has_the_advantage_of_its_conversation(penalty: float):
-    """With kl_in_reward, too, whose penalty is taken off before the group's mean: here one for each sampled token."""
+    """With kl_in_reward, too: the penalty, here 1 per sampled token, is subtracted before the group's mean."""
     loop, samples = new_loop(COMPACTION), sampled(COMPACTION)
     with jax.set_mesh(loop.mesh):
         batch, _ = loop.rollout_batch(new_state().params, samples, penalty * samples.trajectory.response_mask)
     lengths = np.asarray(samples.trajectory.lengths()).reshape(8, 3).sum(axis=1)
     expected = np.asarray(advantages(WIDER, samples.rewards - np.float32(penalty) * lengths))
-    found = np.asarray(batch.advantages).reshape(8, 3)
-    np.testing.assert_allclose(found, np.repeat(expected[:, None], 3, axis=1), atol=1e-6)
+    result = np.asarray(batch.advantages).reshape(8, 3)
+    np.testing.assert_allclose(result, np.repeat(expected[:, None], 3, axis=1), atol=1e-6)
     np.testing.assert_array_equal(np.asarray(batch.counted_rows), samples.counted_rows)
 
 
 def test_prompts_that_do_not_divide_over_the_mesh():
-    """Each is read once, for all conversations of its group; with compaction once for each conversation."""
+    """A prompt is prefilled once for its group; with compaction, once for each conversation."""
     with pytest.raises(ValueError, match=r"expected prompts_per_step with an environment that divides .* = 4; got 2"):
         dataclasses.replace(new_loop(), mesh=make_mesh(4))
     dataclasses.replace(new_loop(COMPACTION), mesh=make_mesh(4))
@@ -384,8 +382,8 @@ def test_a_mesh_gives_the_same_step():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), state.params, with_mesh.params)
 
 
-def test_groups_are_chosen_with_all_their_contexts():
-    """Dynamic sampling: of two rollouts, the groups whose rewards differ, every context of them."""
+def test_dynamic_sampling_selects_groups_with_all_their_contexts():
+    """In both rollouts only the second group has unequal rewards."""
     one = sampled(COMPACTION)
     flat = one._replace(rewards=np.array([1, 1, 1, 1, 0, 1, 0, 1], np.float32))
     chosen = select_groups([flat, flat], 4, 2)
@@ -396,7 +394,7 @@ def test_groups_are_chosen_with_all_their_contexts():
     assert [x.turns for x in chosen.conversations[:4]] == [x.turns for x in one.conversations[4:]]
 
 
-def test_files_show_the_contexts(tmp_path: Path):
+def test_completion_files_show_the_contexts(tmp_path: Path):
     samples = sampled(COMPACTION)
     CompletionsLog(tmp_path, TOKENIZER, table_rows=0, masks=2)(0, samples)
     table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00000.parquet").to_pydict()

@@ -1,4 +1,4 @@
-"""Evaluation under several ways of decoding: what it decodes, how it counts, what it says of it."""
+"""Evaluation under several ways of decoding: completions, rewards, intervals, metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DECODES = (Decode("dense"), Decode("short", H2O(), budget=4))
 
 
 class Numbered:
-    """Prompts of several lengths; a completion's reward is the number of its prompt, and one more for every "a"."""
+    """Prompts of several lengths; a completion's reward is the number of its prompt plus one for every "a"."""
 
     def __init__(self, size: int = 7):
         self.size = size
@@ -70,7 +70,7 @@ def evaluator(rows: int = 4, group_size: int = 1, decodes: tuple[Decode, ...] = 
 
 @pytest.mark.slow
 def test_every_row_counts_once_in_batches_of_any_size(params):
-    """Seven prompts in batches of four, filled up, and all in one program, say the same."""
+    """Seven prompts in padded batches of four give the same results as one batch of seven."""
     one, four = evaluator(rows=7), evaluator(rows=4)
     with count_compilations() as compiled:
         results = four.run(params)
@@ -86,8 +86,8 @@ def test_every_row_counts_once_in_batches_of_any_size(params):
 
 
 @pytest.mark.slow
-def test_a_way_of_decoding_is_the_rollout_of_that_name(params):
-    """Against one call of `rollout`: greedy, so that no key counts."""
+def test_completions_equal_those_of_rollout(params):
+    """Greedy, so that PRNG keys do not matter."""
     decodes = (Decode("dense", sampling=GREEDY), Decode("short", H2O(), budget=4, sampling=GREEDY))
     task = Numbered()
     prompts = encode_rows(MODEL, TOKENIZER, [task[i] for i in range(7)], 9)
@@ -95,12 +95,12 @@ def test_a_way_of_decoding_is_the_rollout_of_that_name(params):
         config = replace(SIZES, sampling=GREEDY, budget=4)
         expected = rollout(MODEL, params, prompts, jax.random.key(5), policy=decode.policy, config=config)
         texts = decode_completions(TOKENIZER, expected.response, expected.response_mask)
-        assert [found for (found,) in result.completions] == texts
+        assert [text for (text,) in result.completions] == texts
         np.testing.assert_array_equal(result.lengths[:, 0], expected.lengths())
 
 
 def test_stop_strings_end_completions_of_every_way_of_decoding(params):
-    """Each completion is that without a stop string up to its end; one table serves all ways."""
+    """Completions are those without stop strings, cut after the stop string. All ways share one stop table."""
     whole = evaluator().run(params)
     stop = next(text[0] for (text,) in whole[0].completions if text[0].isascii() and len(text) > 1)
     stopping = evaluator(stop_strings=(stop,))
@@ -113,8 +113,8 @@ def test_stop_strings_end_completions_of_every_way_of_decoding(params):
 
 # A model with random weights also samples ids without a token.
 @pytest.mark.filterwarnings("ignore:expected sampled ids with a token")
-def test_completions_of_a_prompt_lie_together(params):
-    """Three each; the seed decides, and the first ones of a group are no copies of the others."""
+def test_completions_are_grouped_by_prompt(params):
+    """Three per prompt, which differ and depend on the seed."""
     (result,) = evaluator(rows=6, group_size=3, decodes=DECODES[:1]).run(params)
     assert result.rewards.shape == (7, 3) and np.floor(result.rewards).min(axis=1).tolist() >= list(range(7))
     assert len({tuple(texts) for texts in result.completions}) == 7
@@ -134,7 +134,7 @@ def test_batches_divide_over_a_mesh(params):
     assert spread.run(params)[0].completions == one.run(params)[0].completions
 
 
-def test_in_a_run(params):
+def test_metrics_of_an_evaluation_in_a_run(params):
     seen = []
     state = TrainState(jnp.int32(0), params, (), None, jax.random.key(0))
     metrics = every_evaluation(new_loop(), evaluator(decodes=DECODES))(state)
@@ -150,7 +150,7 @@ def test_in_a_run(params):
 # --- numbers
 
 
-def made(rewards: Sequence[Sequence[float]]) -> Evaluated:
+def evaluated(rewards: Sequence[Sequence[float]]) -> Evaluated:
     values = np.array(rewards, np.float32)
     lengths = np.full(values.shape, 3)
     return Evaluated(
@@ -160,38 +160,38 @@ def made(rewards: Sequence[Sequence[float]]) -> Evaluated:
 
 def test_interval_of_rewards_by_hand():
     # Means 1, 2, 3, 4: s = sqrt(5 / 3), t(0.975, 3) = 3.182446; completions of a prompt are averaged first.
-    low, high = made([[1, 1], [1, 3], [3, 3], [6, 2]]).interval
+    low, high = evaluated([[1, 1], [1, 3], [3, 3], [6, 2]]).interval
     half = 3.182446 * math.sqrt(5 / 3) / 2
     assert (low, high) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-6)
 
 
 def test_interval_of_right_and_wrong_by_hand():
     # Wilson, 8 of 10: (p + z² / 2n ± z sqrt(p (1 - p) / n + z² / 4n²)) / (1 + z² / n), z = 1.959964.
-    assert made([[1]] * 8 + [[0]] * 2).interval == pytest.approx((0.490162, 0.943318), abs=1e-6)
-    # None of 16 is not certain: z² / (n + z²).
-    assert made([[0, 0]] * 16).interval == pytest.approx((0.0, 0.193612), abs=1e-5)
-    # Prompts with some completions right and others wrong: t again.
-    assert made([[1, 0], [1, 1], [0, 0]]).interval == pytest.approx((0.5 - 1.242069, 0.5 + 1.242069), rel=1e-5)
+    assert evaluated([[1]] * 8 + [[0]] * 2).interval == pytest.approx((0.490162, 0.943318), abs=1e-6)
+    # None of 16: the upper end is z² / (n + z²).
+    assert evaluated([[0, 0]] * 16).interval == pytest.approx((0.0, 0.193612), abs=1e-5)
+    # Some prompts have right and wrong completions: the t interval.
+    assert evaluated([[1, 0], [1, 1], [0, 0]]).interval == pytest.approx((0.5 - 1.242069, 0.5 + 1.242069), rel=1e-5)
 
 
 def test_one_prompt_has_no_interval():
-    assert np.isnan(made([[1, 1, 1, 1]]).interval).all()
-    assert made([[1, 0]]).row["reward_low"] is None
+    assert np.isnan(evaluated([[1, 1, 1, 1]]).interval).all()
+    assert evaluated([[1, 0]]).row["reward_low"] is None
 
 
 def test_completions_without_a_reward_are_left_out():
     nan = math.nan
-    result = made([[1, nan], [nan, nan], [3, 3], [2, 4]])
+    result = evaluated([[1, nan], [nan, nan], [3, 3], [2, 4]])
     assert result.reward == pytest.approx(7 / 3) and result.row["without_reward"] == 3
     # Prompts with a reward have the means 1, 3, 3: s = sqrt(4 / 3), t(0.975, 2) = 4.302653.
     half = 4.302653 * math.sqrt(4 / 3) / math.sqrt(3)
     assert result.interval == pytest.approx((7 / 3 - half, 7 / 3 + half), rel=1e-6)
-    nothing = made([[nan], [nan]])
+    nothing = evaluated([[nan], [nan]])
     assert math.isnan(nothing.reward) and nothing.row["reward"] is None
 
 
 class Graded(Numbered):
-    """Nine rows, of which the first ones can be graded."""
+    """Nine rows, of which the first `graded` have a reward."""
 
     def __init__(self, graded: int):
         super().__init__(9)
@@ -202,7 +202,7 @@ class Graded(Numbered):
 
 
 def test_failures_count_over_all_rows(params):
-    """The last batch has one row, which has no reward: 1 of 9, where a quarter may fail."""
+    """The only row of the last batch has no reward: 1 of 9, and a quarter may fail."""
     evaluate = replace(evaluator(decodes=DECODES[:1]), task=Graded(8))
     with pytest.warns(RewardWarning):
         (result,) = evaluate.run(params)
@@ -211,22 +211,22 @@ def test_failures_count_over_all_rows(params):
         replace(evaluate, task=Graded(6)).run(params)
 
 
-def test_a_reward_that_asks_for_a_column_that_the_rows_lack():
-    def of_wanted(completions: Any, wanted: Any) -> list[float]:
+def test_a_reward_without_its_column_is_refused():
+    def needs_wanted(completions: Any, wanted: Any) -> list[float]:
         return [0.0] * len(completions)
 
     with pytest.raises(ValueError, match=r"expected evaluation rows with \['wanted'\], .*; got columns \['number'\]"):
-        replace(evaluator(), rewards=Rewards((of_wanted,), seconds=None))
+        replace(evaluator(), rewards=Rewards((needs_wanted,), seconds=None))
 
 
 def test_rows_and_metrics():
-    result = replace(made([[1], [0]]), lengths=np.array([[3], [6]]), clipped=np.array([[False], [True]]))
+    result = replace(evaluated([[1], [0]]), lengths=np.array([[3], [6]]), clipped=np.array([[False], [True]]))
     assert result.metrics.keys() == {f"eval/dense/{name}" for name in EVALUATION_METRICS}
     assert result.metrics["eval/dense/mean_length"] == 4.5 and result.metrics["eval/dense/clipped_ratio"] == 0.5
     assert (result.row["prompts"], result.row["completions_per_prompt"], result.row["reward"]) == (2, 1, 0.5)
 
 
-def test_bytes_of_a_sequence(params):
+def test_cache_bytes_of_a_sequence(params):
     shape = MODEL.shape
     key_and_value = 2 * shape.num_kv_heads * shape.head_dim * 4 * shape.num_layers
     dense, short = (result.cache_bytes for result in evaluator().run(params))
@@ -237,7 +237,7 @@ def test_bytes_of_a_sequence(params):
 # --- ways of decoding
 
 
-def test_what_a_way_of_decoding_leaves_open():
+def test_a_decode_inherits_options_that_it_does_not_set():
     base = RolloutConfig(32, 8, 4, eos_token_id=2, prefill_chunk=16)
     assert Decode("x", H2O()).rollout(base) == base
     assert Decode("x", H2O(), 5, 3, GREEDY).rollout(base) == RolloutConfig(
@@ -268,12 +268,12 @@ def test_what_a_way_of_decoding_leaves_open():
         ({"prompt_width": 0}, "expected prompt_width >= 1"),
     ],
 )
-def test_wrong_configurations(wrong, message):
+def test_bad_configurations(wrong, message):
     with pytest.raises(ValueError, match=message):
         replace(evaluator().config, **wrong)
 
 
-def test_what_cannot_be_evaluated():
+def test_bad_decodes_and_tasks():
     with pytest.raises(ValueError, match="expected a name of letters.*; got 'a b'"):
         Decode("a b")
     with pytest.raises(ValueError, match="expected a budget of at least 32 keys"):

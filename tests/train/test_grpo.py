@@ -1,4 +1,4 @@
-"""The loop on a real task, in sizes of a toy: it runs, it repeats itself bitwise, it resumes bitwise, it learns."""
+"""The GRPO loop on a toy-sized task: metrics, minibatches, dynamic sampling, reproducibility, learning."""
 
 import dataclasses
 import math
@@ -63,9 +63,9 @@ from tests.toy_loop import (
 )
 from tests.under_test import bos_tokenizer
 
-# TRL's names, from its GRPOTrainer, but for those that only its own set-up has, and `kl`, which needs a reference.
+# Metrics of TRL's GRPOTrainer, without `kl`, which needs a reference, and those of TRL's own set-up.
 # `sampling/token_ratio/*` is ours: TRL logs the ratio after truncation.
-NAMES = {
+TRL_METRICS = {
     "reward",
     "reward_std",
     "frac_reward_zero_std",
@@ -88,7 +88,7 @@ NAMES = {
 }
 
 
-# --- it runs
+# --- steps
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
     update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else Naive())
     config = dataclasses.replace(CONFIG, policy=policy, update=update, minibatches=minibatches)
     state, metrics = new_loop(config).step(new_state(1))
-    assert set(metrics) >= NAMES
+    assert set(metrics) >= TRL_METRICS
     assert set(metrics) <= METRICS.keys() - {"kl", "distill"}
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
     assert int(state.step) == minibatches
@@ -112,27 +112,27 @@ def test_steps_under_several_policies(policy, visibility, minibatches):
 
 
 @pytest.mark.slow
-def test_every_metric_has_its_line_in_the_table():
-    """With all terms of the loss; evaluations and memory are the run's."""
+def test_every_metric_is_in_the_table():
+    """A step with all loss terms logs every metric that does not need another mode."""
     update = UpdateConfig(loss=LossConfig(beta=0.1), distill=DistillConfig())
     state = new_state().replace(reference=jax.tree.map(jnp.copy, warm_params()))
     _, metrics = new_loop(dataclasses.replace(CONFIG, update=update)).step(state)
-    of_others = {"eval/sparse", "eval/dense", "rewards/{name}/mean", "rewards/{name}/std"}
-    of_others |= {"dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
-    of_others |= {f"eval/{{name}}/{name}" for name in EVALUATION_METRICS}
-    of_others |= {"sapo_gate_mean", "learning_rate"}  # of another surrogate, and of optimizers that keep it
-    # Of two learners, and of a sampler that learns what to forget.
-    of_others |= {"update/shared", "time/environment", *(name for name in METRICS if name.startswith("conversations/"))}
-    of_others |= {"loss/dense_avg", "evictions/loss", "evictions/logp_difference/max"}
-    of_others |= STALENESS.keys() | {"staleness/rollouts"}  # of rollouts ahead
-    of_others |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
-    assert set(metrics) == METRICS.keys() - of_others
+    absent = {"eval/sparse", "eval/dense", "rewards/{name}/mean", "rewards/{name}/std"}
+    absent |= {"dynamic_sampling/rollouts", "rollout/utilisation", "cispo_clip_ratio"}
+    absent |= {f"eval/{{name}}/{name}" for name in EVALUATION_METRICS}
+    absent |= {"sapo_gate_mean", "learning_rate"}  # another surrogate, optimizers that log it
+    # Conversations, a second learner, learned eviction.
+    absent |= {"update/shared", "time/environment", *(name for name in METRICS if name.startswith("conversations/"))}
+    absent |= {"loss/dense_avg", "evictions/loss", "evictions/logp_difference/max"}
+    absent |= STALENESS.keys() | {"staleness/rollouts"}  # rollouts ahead
+    absent |= VALUE_METRICS.keys() | DPO_METRICS.keys() | MEMORY_METRICS.keys()
+    assert set(metrics) == METRICS.keys() - absent
     assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["distill"] > 0
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
-    """A base model was trained with it; a chat template writes it itself."""
+def test_a_prompt_begins_with_one_bos_token(chat):
+    """The tokenizer adds BOS, unless a chat template has written it."""
     tokenizer = bos_tokenizer(chat=chat)
     batch = encode_rows(new_loop().model, tokenizer, [{"prompt": "31="}, {"prompt": "1="}], 30)
     for tokens, valid, text in zip(np.asarray(batch.tokens), np.asarray(batch.valid), (b"31=", b"1="), strict=True):
@@ -142,7 +142,7 @@ def test_a_prompt_begins_with_the_tokenizers_own_token_once(chat):
             assert row[1:] == list(text)
 
 
-def test_rewards_belong_to_their_completions():
+def test_rewards_match_their_completions():
     loop, state = new_loop(), new_state()
     samples = loop.collect(state, 5)
     trajectory, rewards = samples.trajectory, samples.rewards
@@ -180,18 +180,18 @@ def test_loss_and_metrics_of_minibatches_by_hand(minibatches):
         with jax.set_mesh(loop.mesh):
             rows = slice(i * 8 // minibatches, (i + 1) * 8 // minibatches)  # whole groups
             part = jax.tree.map(lambda x, rows=rows: x[rows], whole)
-            state, of_step = loop.update(state, shard_batch(part, loop.mesh))
-        steps.append(jax.device_get(of_step))
-    assert sum(of_step["update/tokens"] for of_step in steps) == trajectory.response_mask.sum()
-    # The sampler is the old policy and the ratio is 1: the first group or both, each token weighing the same.
+            state, step = loop.update(state, shard_batch(part, loop.mesh))
+        steps.append(jax.device_get(step))
+    assert sum(step["update/tokens"] for step in steps) == trajectory.response_mask.sum()
+    # The sampler is the old policy, so the ratio is 1; every token of the minibatch has the same weight.
     np.testing.assert_allclose(steps[0]["loss"], -(advantages[:, None] * mask).sum() / mask.sum(), rtol=1e-4)
     for name, value in metrics.items():
         if minibatches == 2 and name in SAMPLER_LEARNER_METRICS:
             continue  # of the whole rollout, see below
-        of_steps = [of_step[name] for of_step in steps]
+        values = [step[name] for step in steps]
         extremes = {"rollout_corr/rollout_is_min": np.min, "rollout_corr/rollout_is_max": np.max}
-        tokens = [of_step["update/tokens"] for of_step in steps] if name in TOKEN_MEANS else None
-        expected = extremes[name](of_steps) if name in extremes else np.average(of_steps, weights=tokens)
+        tokens = [step["update/tokens"] for step in steps] if name in TOKEN_MEANS else None
+        expected = extremes[name](values) if name in extremes else np.average(values, weights=tokens)
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=name)
     if minibatches == 2:
         assert steps[1]["mismatch_kl"] > 1e-5 > metrics["mismatch_kl"], "after a step the learner is another policy"
@@ -202,7 +202,7 @@ def test_several_passes_over_a_rollout():
     samples = new_loop(config).collect(new_state(), 0)
     state, metrics = new_loop(config).learn(new_state(), samples)
     assert int(state.step) == 3 and metrics["mismatch_kl"] <= 1e-6, "sampler and learner are compared before any step"
-    # Without the guard, which would refuse a rollout that is not the learner's own any more.
+    # The guard is off, because it would refuse the rollout after the first step.
     expected, once = new_state(), dataclasses.replace(new_loop(), guard=None)
     share_programs(once)
     for _ in range(3):
@@ -220,22 +220,23 @@ def replayed(params: Params, trajectory: Trajectory, mask: Mask) -> jax.Array:
 
 @pytest.mark.parametrize("visibility", ["shadow", "dense"])
 def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
-    """Against the sampler's log-probabilities of rows that the second minibatch has, or of those of the first."""
+    """The sampler's log-probabilities are shifted in the rows of the first or of the second minibatch."""
     update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else TIS())
     loop = new_loop(dataclasses.replace(CONFIG, minibatches=2, num_iterations=2, update=update))
-    drawn = loop.collect(new_state(), 0)
-    mask = np.asarray(drawn.trajectory.response_mask)
-    of_learner = drawn.trajectory.mask if visibility == "shadow" else drawn.trajectory.dense_mask()
-    learner = np.asarray(replayed(warm_params(), drawn.trajectory, of_learner))
+    samples = loop.collect(new_state(), 0)
+    trajectory = samples.trajectory
+    mask = np.asarray(trajectory.response_mask)
+    learner_mask = trajectory.mask if visibility == "shadow" else trajectory.dense_mask()
+    learner = np.asarray(replayed(warm_params(), trajectory, learner_mask))
     for first_row in (0, 4):
-        off = np.zeros_like(mask)
-        off[first_row : first_row + 4] = True
-        sampler = np.where(off, np.asarray(drawn.trajectory.logprobs) - np.float32(0.5), drawn.trajectory.logprobs)
-        altered = drawn._replace(trajectory=drawn.trajectory.replace(logprobs=jnp.asarray(sampler)))
+        shifted = np.zeros_like(mask)
+        shifted[first_row : first_row + 4] = True
+        sampler = np.where(shifted, np.asarray(trajectory.logprobs) - np.float32(0.5), trajectory.logprobs)
+        altered = samples._replace(trajectory=trajectory.replace(logprobs=jnp.asarray(sampler)))
         _, metrics = loop.learn(new_state(), altered)
         delta = (learner - sampler)[mask].astype(np.float64)
         ratio = np.exp(delta)
-        of_rows = np.exp(np.where(mask, learner - sampler, 0.0).sum(1))
+        row_ratio = np.exp(np.where(mask, learner - sampler, 0.0).sum(1))
         expected = {
             "sampling/sampling_logp_difference/mean": np.abs(delta).mean(),
             "sampling/sampling_logp_difference/max": np.abs(delta).max(),
@@ -244,7 +245,7 @@ def test_sampler_and_learner_are_compared_over_the_whole_rollout(visibility):
             "sampling/token_ratio/max": ratio.max(),
             "mismatch_kl": (np.expm1(delta) - delta).mean(),
             "rollout_corr/chi2_token": (ratio**2).mean() - 1,
-            "rollout_corr/chi2_seq": (of_rows**2).mean() - 1,
+            "rollout_corr/chi2_seq": (row_ratio**2).mean() - 1,
             "rollout_corr/eff_sample_size": ratio.mean() ** 2 / (ratio**2).mean(),
             "rollout_corr/agreement_p5": np.percentile(np.minimum(ratio, 1), 5),
         }
@@ -263,7 +264,7 @@ def test_advantages_of_rloo():
 
 @dataclass(frozen=True)
 class Uneven:
-    """Rewards that differ within a group for every third row of the task only."""
+    """Only every third row of the task has different rewards within its group."""
 
     def __len__(self) -> int:
         return len(TASK)
@@ -275,7 +276,7 @@ class Uneven:
         return [float(row % 3 == 0 and place % 2) for place, row in enumerate(columns["index"])]
 
 
-def test_dynamic_sampling_draws_until_the_batch_is_full():
+def test_dynamic_sampling_samples_until_the_batch_is_full():
     config = dataclasses.replace(CONFIG, dynamic_sampling=20)
     samples = new_loop(config, Uneven()).collect(new_state(), 0)
     assert samples.counted_rows is not None and samples.counted_rows.all() and samples.counted_rows.shape == (8,)
@@ -286,7 +287,7 @@ def test_dynamic_sampling_draws_until_the_batch_is_full():
     assert prompts == [TASK[index]["prompt"] for index in indices], "trajectories and rows must stay together"
     rollouts = float(samples.metrics["dynamic_sampling/rollouts"])
     assert 1 < rollouts <= 21
-    assert 0 < samples.metrics["frac_reward_zero_std"] < 1, "of all that was drawn"
+    assert 0 < samples.metrics["frac_reward_zero_std"] < 1, "over all rollouts"
 
 
 def test_groups_without_signal_do_not_count():
@@ -296,8 +297,8 @@ def test_groups_without_signal_do_not_count():
     assert any(has_signal) and not all(has_signal)
 
 
-def test_a_step_without_signal_leaves_the_parameters_alone():
-    """Momentum and weight decay would move them."""
+def test_a_step_without_signal_changes_no_parameter():
+    """Momentum and weight decay would change them."""
     config = dataclasses.replace(CONFIG, dynamic_sampling=0, num_iterations=2)
     state, _ = run(new_loop(config), new_state(), 1)
     params = jax.tree.map(jnp.copy, state.params)
@@ -307,8 +308,8 @@ def test_a_step_without_signal_leaves_the_parameters_alone():
     assert int(learned.step) == 4 and metrics == {}
 
 
-def test_a_teacher_needs_no_signal():
-    """Where no group has any, the distillation goes on, as it does where one has."""
+def test_distillation_needs_no_signal():
+    """Distillation has a gradient even if no group has reward signal."""
     teacher = UpdateConfig(distill=DistillConfig(coef=1.0))
     loop = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0, update=teacher))
     samples = loop.collect(new_state(), 0)
@@ -323,7 +324,7 @@ def test_a_teacher_needs_no_signal():
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood(Term):
-    """A term of one's own that needs no reward: the mean log-probability of all response tokens."""
+    """A custom term without rewards: the mean log-probability of all response tokens."""
 
     def prepare(self, minibatch: Minibatch) -> jax.Array:
         return TokenMean().weights(minibatch.trajectory.response_mask)
@@ -336,7 +337,7 @@ class Likelihood(Term):
 
 
 @pytest.mark.slow
-def test_a_term_of_ones_own_says_whether_it_needs_signal():
+def test_a_custom_term_can_learn_without_signal():
     loop = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0, update=UpdateConfig(terms=(Likelihood(),))))
     samples = loop.collect(new_state(), 0)
     before = jax.device_get(new_state().params)
@@ -345,7 +346,7 @@ def test_a_term_of_ones_own_says_whether_it_needs_signal():
     assert max(jax.tree.leaves(moved)) > 1e-4
 
 
-def test_who_the_old_policy_is():
+def test_old_logprobs_of_shadow_and_dense_learners():
     trajectory = new_loop().collect(new_state(), 0).trajectory
     dense = dataclasses.replace(CONFIG, update=UpdateConfig(visibility="dense", correction=Naive()))
     assert new_loop().old_logprobs(warm_params(), trajectory) is trajectory.logprobs
@@ -358,8 +359,8 @@ def test_who_the_old_policy_is():
     assert jnp.abs(difference).max() > 1e-3, "the dense learner must be another policy than the sampler"
 
 
-def test_the_old_policy_of_a_response_is_the_learner_itself():
-    """In 16 bits the sampler rounds otherwise, by more than GSPO's bounds: a step on its own policy clips nothing."""
+def test_gspo_takes_old_logprobs_from_the_learner():
+    """In 16 bits, sampler and learner differ by more than GSPO's bounds, but an on-policy step clips nothing."""
     config = dataclasses.replace(CONFIG, update=UpdateConfig(loss=gspo()))
     trajectory = new_loop().collect(new_state(), 0).trajectory
     later = new_loop(dataclasses.replace(config, num_iterations=2)).old_logprobs(warm_params(), trajectory)
@@ -391,7 +392,7 @@ def test_every_rollout_takes_the_next_rows_and_new_random_numbers():
     assert (first.tokens != second.tokens).any()
 
 
-# --- it repeats itself
+# --- reproducibility
 
 
 def test_a_step_depends_on_the_state_alone():
@@ -403,7 +404,7 @@ def test_a_step_depends_on_the_state_alone():
     assert third != first
 
 
-# --- it learns
+# --- learning
 
 
 def test_an_easy_reward_rises():
@@ -449,40 +450,39 @@ def test_bad_configurations(options, message):
         dataclasses.replace(CONFIG, **options)
 
 
-def test_a_tokenizer_of_another_model():
+def test_a_tokenizer_of_another_model_is_refused():
     small = Decoder(tiny_model_config(vocab_size=128))
     with pytest.raises(ValueError, match="tokenizer and embedding have different sizes.*got vocab_size 128"):
         GRPOLoop(small, TASK, TOKENIZER, optimizer(), CONFIG)
 
 
-def test_a_reference_that_is_missing(monkeypatch):
-    """Said before the rollout."""
+def test_a_missing_reference_is_refused_before_the_rollout(monkeypatch):
     monkeypatch.setattr(GRPOLoop, "collect", None)
     config = dataclasses.replace(CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1)))
     with pytest.raises(ValueError, match="expected reference parameters in the train state"):
         new_loop(config).step(new_state())
 
 
-def test_sizes_that_do_not_divide():
+def test_a_microbatch_size_must_divide_the_rows():
     with pytest.raises(ValueError, match="expected a microbatch_size that divides 8 rows; got 3"):
         new_loop(dataclasses.replace(CONFIG, update=UpdateConfig(microbatch_size=3)))
 
 
-def test_a_reward_that_raises_is_named_by_its_own_file():
-    """Not by the task's, which calls it."""
+def test_a_reward_warning_names_the_file_of_the_reward():
+    """Not the file of the task, which calls it."""
     grader: Any = own_loop(task=DatasetTask([{"prompt": "p"}], reward_cases.as_number))._grader
     with pytest.warns(RewardWarning, match=r"convert string to float: 'bad' \(.*reward_cases.py, line \d+\)"):
         grader.grade_part(["p", "p"], ["1", "bad"], [[1], [2]], {})
 
 
-def test_prompts_are_read_in_numbers_that_divide_over_the_devices():
-    """Eight at once are asked for by default, which three devices cannot share."""
+def test_prefill_rows_are_rounded_up_to_the_devices():
+    """The default is eight, which three devices cannot share."""
     config = dataclasses.replace(CONFIG, prompts_per_step=3, decode_rows=6)
     loop = own_loop(config, sizes=(3, 1, 1))
     assert loop.rollouts.engine.prefill_rows == 9
 
 
-def test_advantages_with_a_penalty_do_not_follow_from_rewards_alone():
+def test_advantages_with_kl_in_reward_need_more_than_rewards():
     config = dataclasses.replace(
         CONFIG, update=UpdateConfig(loss=LossConfig(beta=0.1, kl_estimator="k1"), kl_in_reward=True)
     )

@@ -1,4 +1,4 @@
-"""Minibatches of whole groups, and the learner over the columns that a rollout needs: fewer give the same step."""
+"""Minibatches of whole groups, updates over fewer response columns, and metrics of several steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from tests.under_test import left_padded
 LONG = 3 * LEAST_STEP
 MODEL_LONG = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, max_positions=256))
 WIDTH = 9
-# Two sizes of update, of which the responses below need the shorter one.
+# Two update widths; the responses below need the shorter one.
 SIZES = RolloutConfig(
     max_new_tokens=LONG,
     budget=16,
@@ -44,21 +44,19 @@ LIMITS = np.array([20, 31, 7, LEAST_STEP])
 
 
 def sampled(config: RolloutConfig) -> Trajectory:
-    """Four responses, the longest exactly as long as the least width."""
+    """Four responses, the longest exactly as long as the shortest width."""
     prompts = left_padded([9, 4, 7, 9], WIDTH, MODEL.config.vocab_size)
     key = jax.random.key(3)
     return rollout(MODEL_LONG, warm_params(), prompts, key, policy=H2O(), config=config, limits=LIMITS)
 
 
-def given(trajectory: Trajectory, rewards: np.ndarray, config: GRPOConfig) -> GRPOLoop:
-    """A loop whose only rollout is this one."""
-
-    class Given(GRPOLoop):
+def loop_with_rollout(trajectory: Trajectory, rewards: np.ndarray, config: GRPOConfig) -> GRPOLoop:
+    class OneRollout(GRPOLoop):
         def collect(self, state: TrainState, index: int) -> Samples:
             return Samples(trajectory, rewards, [], [], None, {})
 
-    # Plain steps, which are as near to each other as the gradients are.
-    return Given(MODEL_LONG, TASK, TOKENIZER, OPTIMIZER, config)
+    # OPTIMIZER is plain SGD: steps differ by no more than gradients do.
+    return OneRollout(MODEL_LONG, TASK, TOKENIZER, OPTIMIZER, config)
 
 
 @pytest.mark.parametrize(
@@ -66,21 +64,21 @@ def given(trajectory: Trajectory, rewards: np.ndarray, config: GRPOConfig) -> GR
     [
         (256, 4, (64, 128, 192, 256)),
         (100, 3, (34, 67, 100)),
-        (100, 8, (34, 67, 100)),  # no smaller steps than LEAST_STEP
+        (100, 8, (34, 67, 100)),  # steps of at least LEAST_STEP
         (256, 1, (256,)),
         (9, 4, (9,)),
     ],
 )
-def test_bucketing(longest: int, sizes: int, expected: tuple[int, ...]):
+def test_response_widths(longest: int, sizes: int, expected: tuple[int, ...]):
     assert response_widths(longest, sizes) == expected
 
 
-def test_the_least_width_that_holds_the_longest_response():
+def test_shortened_takes_the_least_width_that_holds_all_responses():
     trajectory = sampled(SIZES)
     assert int(trajectory.lengths().max()) == LEAST_STEP
     for widths, expected in [((LEAST_STEP, LONG), LEAST_STEP), ((LEAST_STEP - 1, LONG), LONG), ((LONG,), LONG)]:
         assert shortened(trajectory, widths).response.shape[1] == expected
-    # Nothing is made anew where all columns stay.
+    # The same object if all columns stay.
     assert shortened(trajectory, (LONG,)) is trajectory
 
 
@@ -90,8 +88,7 @@ def test_the_least_width_that_holds_the_longest_response():
     [{}, {"quant": QuantConfig(bits=4, group=8), "sampling": SamplingConfig()}],
     ids=["filtered", "quantised"],
 )
-def test_the_same_log_probabilities(changes: dict):
-    """The replay of the shorter trajectory is the longer one's, column by column."""
+def test_a_shortened_trajectory_has_the_same_logprobs(changes: dict):
     trajectory = sampled(dataclasses.replace(SIZES, **changes))
     short = shortened(trajectory, (LEAST_STEP, LONG))
     np.testing.assert_array_equal(short.response_mask, trajectory.response_mask[:, :LEAST_STEP])
@@ -105,20 +102,20 @@ def test_the_same_log_probabilities(changes: dict):
 
 @pytest.mark.slow
 def test_a_step_is_the_same_over_fewer_columns():
-    """Dr. GRPO, whose denominator is the longest response allowed: it must not become the longest one drawn."""
+    """Dr. GRPO divides by the longest allowed response, which must not become the longest sampled one."""
     config = dataclasses.replace(CONFIG, rollout=SIZES, group_size=2, update=UpdateConfig(loss=dr_grpo()))
     trajectory = sampled(SIZES)
     rewards = np.array([1.0, 0.0, 0.5, 2.0], np.float32)
-    found = []
+    results = []
     for sizes, width in ((4, LEAST_STEP), (1, LONG)):
-        loop = given(trajectory, rewards, dataclasses.replace(config, update_widths=sizes))
+        loop = loop_with_rollout(trajectory, rewards, dataclasses.replace(config, update_widths=sizes))
         assert loop.response_widths[0] == width
-        found.append(loop.step(init_state(jax.tree.map(jnp.copy, warm_params()), OPTIMIZER, jax.random.key(1))))
-    (short, of_short), (whole, of_whole) = found
-    for name in of_whole.keys() - MACHINE_METRICS.keys() - {"update/padding"}:
-        np.testing.assert_allclose(of_short[name], of_whole[name], rtol=2e-4, atol=2e-6, err_msg=name)
-    assert of_short["update/padding"] < of_whole["update/padding"]
-    assert of_whole["loss"] != 0 and of_whole["grad_norm"] > 0
+        results.append(loop.step(init_state(jax.tree.map(jnp.copy, warm_params()), OPTIMIZER, jax.random.key(1))))
+    (short, short_metrics), (whole, whole_metrics) = results
+    for name in whole_metrics.keys() - MACHINE_METRICS.keys() - {"update/padding"}:
+        np.testing.assert_allclose(short_metrics[name], whole_metrics[name], rtol=2e-4, atol=2e-6, err_msg=name)
+    assert short_metrics["update/padding"] < whole_metrics["update/padding"]
+    assert whole_metrics["loss"] != 0 and whole_metrics["grad_norm"] > 0
     for x, y in zip(jax.tree.leaves(short.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
@@ -145,7 +142,7 @@ def test_minibatches_are_whole_groups_in_another_order_in_every_pass(rows_per_gr
     seen = groups_of_steps(rows_per_group=rows_per_group)
     assert seen[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     passes = [seen[first : first + 4] for first in (0, 4, 8)]
-    assert all(sorted(sum(of_pass, [])) == list(range(8)) for of_pass in passes)
+    assert all(sorted(sum(groups, [])) == list(range(8)) for groups in passes)
     assert passes[0] != passes[1] != passes[2] != passes[0]
 
 
@@ -155,14 +152,14 @@ def test_the_order_of_minibatches_depends_on_key_step_and_pass():
     assert groups_of_steps(1, 2)[4:] != groups_of_steps(2, 2)[4:]
 
 
-def test_groups_that_count_are_spread_over_the_minibatches_of_every_pass():
+def test_counted_groups_are_spread_over_the_minibatches_of_every_pass():
     counted = [True] * 4 + [False] * 4
     assert all(sum(counted[group] for group in groups) == 1 for groups in groups_of_steps(counted=counted))
 
 
 # --- metrics of several steps
 
-OF_STEPS = {
+STEP_METRICS = {
     "update/tokens": [6.0, 0.0, 2.0],
     "update/learns": [1.0, 0.0, 1.0],
     "entropy": [1.0, 0.0, 3.0],
@@ -180,12 +177,12 @@ OF_STEPS = {
 }
 
 
-def over(rows: dict[str, list[float]]) -> dict[str, float]:
+def averaged(rows: dict[str, list[float]]) -> dict[str, float]:
     steps = [{name: jnp.float32(values[i]) for name, values in rows.items()} for i in range(len(rows["entropy"]))]
     return {name: float(value) for name, value in over_steps(steps, {}).items()}
 
 
-def test_a_step_without_tokens_is_in_no_mean_and_others_weigh_by_their_tokens():
+def test_means_over_steps_are_weighted_by_tokens():
     expected = {
         "entropy": (6 * 1.0 + 2 * 3.0) / 8,
         "clip_ratio/low_mean": (6 * 0.5 + 2 * 0.1) / 8,
@@ -193,30 +190,31 @@ def test_a_step_without_tokens_is_in_no_mean_and_others_weigh_by_their_tokens():
         "rollout_corr/rollout_is_min": 1.25,
         "rollout_corr/rollout_is_max": 0.75,
         "critic/values/mean": (6 * 2.0 + 2 * 4.0) / 8,
-        # Of two steps that learn, and of all.
+        # Over the two steps that learn.
         "loss": 1.5,
         "grad_norm": 3.5,
         "mine": 1.5,
+        # Over all steps.
         "learning_rate": 0.5,
         "update/skipped": 1 / 3,
-        "evictions/logp_difference/max": 0.5,
+        "evictions/logp_difference/max": 0.5,  # of the first step
     }
-    assert over(OF_STEPS) == pytest.approx(expected)
+    assert averaged(STEP_METRICS) == pytest.approx(expected)
 
 
-def test_steps_without_any_token_say_what_each_of_them_says():
-    nothing = {name: [values[1]] * 2 for name, values in OF_STEPS.items() if name != "critic/values/mean"}
-    found = over(nothing)
-    assert found == {name: values[0] for name, values in nothing.items() if name in found}
-    assert found["entropy"] == 0 and found["rollout_corr/rollout_is_min"] == 1
-    # An update of one's own has no weights.
-    assert over({"entropy": [1.0, 2.0], "loss": [0.0, 3.0]}) == {"entropy": 1.5, "loss": 1.5}
+def test_metrics_of_steps_without_tokens():
+    nothing = {name: [values[1]] * 2 for name, values in STEP_METRICS.items() if name != "critic/values/mean"}
+    metrics = averaged(nothing)
+    assert metrics == {name: values[0] for name, values in nothing.items() if name in metrics}
+    assert metrics["entropy"] == 0 and metrics["rollout_corr/rollout_is_min"] == 1
+    # A custom update logs no token counts.
+    assert averaged({"entropy": [1.0, 2.0], "loss": [0.0, 3.0]}) == {"entropy": 1.5, "loss": 1.5}
 
 
-def test_masked_truncated_completions_leave_the_entropy_as_it_is():
-    """Of two minibatches without a token, or with unequally many: what one batch of all says."""
+def test_metrics_of_unequal_minibatches_are_those_of_one_batch():
+    """The second minibatch has no counted tokens, or the two have unequally many."""
     update = UpdateConfig(mask_truncated_completions=True)
-    # Steps that change nothing, so that the second minibatch sees the parameters of the first.
+    # Learning rate 0, so that the second minibatch sees the parameters of the first.
     loops = [
         GRPOLoop(MODEL, TASK, TOKENIZER, optax.sgd(0.0), dataclasses.replace(CONFIG, update=update, minibatches=count))
         for count in (1, 2)
@@ -225,11 +223,11 @@ def test_masked_truncated_completions_leave_the_entropy_as_it_is():
     names = ("entropy", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_min", "clip_ratio/region_mean")
     for ended in ([1, 1, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 1, 1, 1, 0]):
         trajectory = samples.trajectory.replace(terminated=jnp.asarray(ended, bool))
-        found = []
+        metrics = []
         for loop in loops:
             state = init_state(jax.tree.map(jnp.copy, warm_params()), loop.optimizer, jax.random.key(0))
-            found.append(jax.device_get(loop.learn(state, samples._replace(trajectory=trajectory))[1]))
-        whole, parts = found
+            metrics.append(jax.device_get(loop.learn(state, samples._replace(trajectory=trajectory))[1]))
+        whole, parts = metrics
         assert whole["entropy"] > 0.1 and not {"update/tokens", "update/learns"} & parts.keys()
         for name in names:
             np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4, err_msg=name)

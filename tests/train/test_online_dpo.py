@@ -1,4 +1,4 @@
-"""The loop of online DPO on a real task, in sizes of a toy: pairs, and that it learns."""
+"""The online DPO loop on a toy-sized task: steps, pairs, learning."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1
     """Loops with the same learner share its programs, as in tests/toy_loop.py."""
     loop = OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes))
     with mock.patch.multiple(online_dpo, make_dpo_update=shared_update, make_replay=shared_replay):
-        assert loop.update is not None and loop.replay is not None  # now they are made
+        assert loop.update is not None and loop.replay is not None  # builds both
     return loop
 
 
@@ -53,7 +53,7 @@ def samples() -> Samples:
     return new_loop().collect(new_state(), 0)
 
 
-# --- it runs
+# --- steps
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_step_with_shadow_masks():
 
 @pytest.mark.slow
 def test_several_steps_per_rollout():
-    """Each with whole pairs, as often as num_iterations says; what compares with the sampler is of the first."""
+    """`mismatch_kl` is of the first step."""
     config = dataclasses.replace(CONFIG, minibatches=2, num_iterations=2)
     state, metrics = new_loop(config).step(new_state())
     assert int(state.step) == 4
@@ -82,7 +82,7 @@ def test_several_steps_per_rollout():
 
 @pytest.mark.slow
 def test_a_mesh_gives_the_same_step():
-    """One pair two devices, and a reference that is not the policy."""
+    """The reference is not the policy, so that margins are not 0."""
 
     def metrics(loop: OnlineDPOLoop) -> dict[str, float]:
         return run(loop, new_state().replace(reference=jax.tree.map(lambda x: 1.2 * x, warm_params())), 1)[1][0]
@@ -96,7 +96,7 @@ def test_a_mesh_gives_the_same_step():
 # --- pairs
 
 
-def test_pairs_by_the_rewards_of_the_task():
+def test_pairs_are_the_best_and_worst_completions():
     pairs = new_loop().pairs(samples())
     groups = samples().rewards.reshape(4, 4)
     np.testing.assert_array_equal(samples().rewards[pairs.chosen], groups.max(1))
@@ -108,22 +108,22 @@ def test_pairs_by_the_rewards_of_the_task():
         np.testing.assert_array_equal(part.tokens, np.asarray(samples().trajectory.tokens)[np.asarray(rows)])
 
 
-def test_a_completion_without_an_end_may_be_punished():
+def test_missing_eos_penalty():
     loop = new_loop(dataclasses.replace(CONFIG, missing_eos_penalty=100.0))
     terminated = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [1, 1, 1, 1]], bool)
-    drawn = samples()._replace(
+    changed = samples()._replace(
         trajectory=samples().trajectory.replace(terminated=jnp.asarray(terminated.reshape(-1))),
         rewards=np.array([1, 9, 2, 3, 5, 6, 4, 7, 9, 9, 1, 8, 0, 0, 0, 1], np.float32),
     )
-    pairs = loop.pairs(drawn)
+    pairs = loop.pairs(changed)
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([3, 7, 10, 15], [1, 6, 11, 14])
 
 
-# --- it learns
+# --- learning
 
 
 @pytest.mark.slow
-def test_what_is_rewarded_becomes_frequent():
+def test_a_rewarded_symbol_becomes_frequent():
     loop, state = new_loop(task=SEVENS), new_state()
 
     def share(state: TrainState) -> float:
@@ -153,15 +153,15 @@ def test_bad_configurations(options, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         ({"minibatches": 3}, "a group is never split; got 4"),
         ({"minibatches": 4}, r"minibatch \(prompts_per_step / minibatches\) that .*; got 1"),
         ({"update": DPOUpdateConfig(microbatch_size=1)}, r"microbatch \(microbatch_size\) that .*; got 1"),
     ],
 )
-def test_pairs_that_do_not_divide_over_the_mesh(options, what):
-    with pytest.raises(ValueError, match=what):
+def test_pairs_that_do_not_divide_over_the_mesh(options, message):
+    with pytest.raises(ValueError, match=message):
         new_loop(dataclasses.replace(CONFIG, **options), sizes=(2, 1, 1))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers against torch's and transformers' (`golden/optimizers.json`), schedules by hand, what decays, bytes."""
+"""Optimizers against torch and transformers (`golden/optimizers.json`), schedules, weight decay, memory."""
 
 import json
 import math
@@ -83,13 +83,13 @@ def test_schedules_by_hand(options, expected):
     np.testing.assert_allclose(rates, 2 * np.array(expected), rtol=1e-6, atol=1e-7)
 
 
-def test_a_run_that_goes_on_longer_keeps_the_lowest_rate():
+def test_steps_after_the_schedule_keep_the_lowest_rate():
     schedule = learning_rate_schedule(OptimizerConfig(lr_scheduler_type="cosine", min_lr_rate=0.25), STEPS)
     np.testing.assert_allclose(jnp.asarray([schedule(6), schedule(60)]), 0.25e-6, rtol=1e-6)
 
 
-def test_what_decays():
-    """Every matrix, embeddings too as in transformers; no norm, no bias, and not the bias of the value head."""
+def test_weight_decay_applies_to_matrices():
+    """Every matrix, including embeddings as in transformers; no norms or biases."""
     config = tiny_model_config(num_layers=1, qk_norm=True)
     params = add_value_head(random_params(config), config)
     flat = jax.tree_util.tree_flatten_with_path(decayed(params))[0]
@@ -100,7 +100,7 @@ def test_what_decays():
         *(f"layers_0/attention/{name}_proj/kernel" for name in "qkvo"),
         *(f"layers_0/mlp/{name}_proj/kernel" for name in ("gate", "up", "down")),
     }
-    # Biases of experts and stacked norms are matrices of vectors.
+    # Biases of experts, stacked norms and stacked sinks have two axes, but are vectors.
     stacked = {"experts": {"gate_bias": jnp.ones((2, 3)), "gate": jnp.ones((2, 3, 3))}, "scale": jnp.ones((2, 3))}
     stacked["sinks"] = jnp.ones((2, 4))
     assert decayed(stacked) == {"experts": {"gate_bias": False, "gate": True}, "scale": False, "sinks": False}
@@ -110,15 +110,15 @@ def test_what_decays():
     ("options", "least", "most"),
     [({}, 8, 8.01), ({"momentum_dtype": "bfloat16"}, 6, 6.01), ({"optim": "adafactor"}, 0, 0.1)],
 )
-def test_bytes_of_a_parameter(options, least, most):
-    """As the table of the module has them; of shapes alone."""
+def test_optimizer_bytes_per_parameter(options, least, most):
+    """The numbers of the module's table, from shapes."""
     shape = tiny_model_config(hidden_size=256, intermediate_size=1024, head_dim=64, vocab_size=4096)
     params = jax.eval_shape(lambda: random_params(shape))
     state = jax.eval_shape(make_optimizer(OptimizerConfig(weight_decay=0.1, **options), 10).init, params)
     assert least <= tree_bytes(state) / sum(math.prod(x.shape) for x in jax.tree.leaves(params)) <= most
 
 
-def test_a_momentum_in_bfloat16_stays_near():
+def test_bfloat16_momentum_changes_steps_by_less_than_1_percent():
     params, grads = golden_params(), GOLDEN["grads"]
 
     def after(momentum_dtype):
@@ -130,11 +130,11 @@ def test_a_momentum_in_bfloat16_stays_near():
         return state.params["kernel"]
 
     wide, narrow = np.asarray(after("float32")), np.asarray(after("bfloat16"))
-    moved, off = np.abs(wide - params["kernel"]).max(), np.abs(wide - narrow).max()
-    assert 0 < off < 0.01 * moved
+    change, difference = np.abs(wide - params["kernel"]).max(), np.abs(wide - narrow).max()
+    assert 0 < difference < 0.01 * change
 
 
-def test_an_optimizer_without_a_rate_in_its_state_logs_none():
+def test_an_optimizer_without_a_rate_in_its_state_logs_no_rate():
     params = golden_params()
     state = init_state(params, optax.adam(1e-3), jax.random.key(0))
     assert set(take_step(state, optax.adam(1e-3), params)[1]) == {"grad_norm", "update/skipped"}
@@ -160,7 +160,7 @@ def test_bad_configurations(options, message):
         OptimizerConfig(**options)
 
 
-def test_a_run_in_which_the_rate_cannot_fall():
+def test_schedules_that_do_not_fit_the_run_are_refused():
     with pytest.raises(ValueError, match="expected fewer warmup_steps than the 6 optimizer steps of the run.*; got 6"):
         make_optimizer(OptimizerConfig(lr_scheduler_type="linear", warmup_steps=6), STEPS)
     # A share of a short run rounds up, but not to the whole run.
@@ -171,7 +171,7 @@ def test_a_run_in_which_the_rate_cannot_fall():
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
-def test_a_checkpoint_keeps_the_place_in_the_schedule(optim, tmp_path, monkeypatch):
+def test_a_checkpoint_keeps_the_step_of_the_schedule(optim, tmp_path, monkeypatch):
     monkeypatch.setattr(optimizers, "LEAST_FACTORED", 2)
     config = OptimizerConfig(optim=optim, lr_scheduler_type="linear", warmup_steps=2)
     optimizer = make_optimizer(config, STEPS)

@@ -1,4 +1,4 @@
-"""PPO: one step against its definition, every correction, and the loop in sizes of a toy."""
+"""PPO: one step against its definition, corrections, and the loop on a toy-sized task."""
 
 import dataclasses
 import functools
@@ -37,13 +37,13 @@ CRITIC = ValueConfig(coef=0.5, clip_range=0.3)
 REWARDS = np.array([2.0, 0.5, 3.0, 1.0, 1.3, 0.0, 2.5, 1.7], np.float32)
 
 
-def moved(params, seed: int, scale: float):
+def perturbed(params, seed: int, scale: float):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jax.device_put(np.float32(x + scale * rng.normal(size=x.shape))), params)
 
 
-OLD = {**PARAMS, VALUE_HEAD: moved(add_value_head(PARAMS, MODEL.config)[VALUE_HEAD], seed=0, scale=0.2)}
-NOW = moved(OLD, seed=1, scale=0.02)  # so that ratios and values have left their ranges here and there
+OLD = {**PARAMS, VALUE_HEAD: perturbed(add_value_head(PARAMS, MODEL.config)[VALUE_HEAD], seed=0, scale=0.2)}
+NOW = perturbed(OLD, seed=1, scale=0.02)  # some ratios and values are out of their clip ranges
 
 
 def config_of(visibility: Visibility = "shadow", correction=None, **options) -> PPOConfig:
@@ -64,7 +64,7 @@ def train_batch(config: PPOConfig) -> Any:
 
 @functools.cache
 def updated(config: PPOConfig):
-    """Metrics and gradients of one step from the old parameters' estimates, at present ones."""
+    """Metrics and gradients of one step at NOW, with the estimates of OLD."""
     return tiny_update.metrics_and_gradients(config.update, train_batch(config)[0], params=NOW)
 
 
@@ -123,7 +123,7 @@ def explicit_loss(params, visibility, old_logprobs, old_values, advantages, retu
 @pytest.mark.slow
 @pytest.mark.parametrize("visibility", ["shadow", "dense"])
 def test_a_step_against_the_definition(visibility):
-    batch, of_critic = train_batch(config_of(visibility))
+    batch, critic_metrics = train_batch(config_of(visibility))
     mask = np.asarray(trajectory().response_mask)
     old_logprobs, old_values = map(np.asarray, explicit_at(OLD, visibility))
     np.testing.assert_allclose(batch.old_values[mask], old_values[mask], atol=2e-5)
@@ -131,14 +131,14 @@ def test_a_step_against_the_definition(visibility):
     advantages, returns = map(padded, zip(*explicit_estimates(old_values), strict=True))
     np.testing.assert_allclose(batch.advantages, advantages, atol=5e-5)
     np.testing.assert_allclose(batch.returns, returns, atol=5e-5)
-    assert of_critic["critic/values/mean"] == pytest.approx(old_values[mask].mean(), rel=1e-4)
-    assert of_critic["critic/returns/mean"] == pytest.approx(returns[mask].mean(), rel=1e-4)
+    assert critic_metrics["critic/values/mean"] == pytest.approx(old_values[mask].mean(), rel=1e-4)
+    assert critic_metrics["critic/returns/mean"] == pytest.approx(returns[mask].mean(), rel=1e-4)
     unexplained = (returns - old_values)[mask].var() / (returns[mask].var() + 1e-5)
-    assert of_critic["critic/vf_explained_var"] == pytest.approx(1 - unexplained, rel=1e-3)
+    assert critic_metrics["critic/vf_explained_var"] == pytest.approx(1 - unexplained, rel=1e-3)
 
     old = (old_logprobs, old_values, advantages, returns)
     (loss, (critic, clipped, ratio)), grads = explicit_loss(NOW, visibility, *map(jnp.asarray, old))
-    assert 0.05 < clipped < 0.95 and (ratio < 0.8).any() and (ratio > 1.2).any(), "the bounds must bite"
+    assert 0.05 < clipped < 0.95 and (ratio < 0.8).any() and (ratio > 1.2).any(), "some tokens must be clipped"
     metrics, gradient = updated(config_of(visibility))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(metrics["loss/value_avg"], critic, rtol=1e-4)
@@ -147,7 +147,7 @@ def test_a_step_against_the_definition(visibility):
     assert distance(gradient[VALUE_HEAD], grads[VALUE_HEAD]) < 1e-4
 
 
-def test_whitening_is_over_the_tokens_that_count():
+def test_whitening_is_over_counted_tokens():
     config = config_of(mask_truncated_completions=True)
     counts = jnp.arange(ROWS) != 3
     batch, _ = estimate(config)(OLD, trajectory(), jnp.asarray(REWARDS), counts)
@@ -159,7 +159,7 @@ def test_whitening_is_over_the_tokens_that_count():
     assert not advantages[~counted].any()
 
 
-# --- every split, every correction
+# --- microbatches and corrections
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_microbatches_change_nothing():
 
 
 @pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "OPSM"])
-def test_every_correction_takes_advantages_of_tokens(name):
+def test_every_correction_accepts_advantages_of_tokens(name):
     mask = trajectory().response_mask
     logprobs = trajectory().logprobs
     inputs = CorrectionInputs(logprobs, logprobs - 0.3, logprobs + 0.2, jnp.asarray(REWARDS), mask)
@@ -179,16 +179,16 @@ def test_every_correction_takes_advantages_of_tokens(name):
     jax.tree.map(np.testing.assert_array_equal, *(CORRECTIONS[name].terms(x) for x in (inputs, tokens)))
 
 
-def test_corrections_leave_the_critic_alone():
+def test_corrections_do_not_change_the_critic():
     """Sparse-RL weighs tokens, and rejects responses."""
     plain, plain_grads = updated(config_of("dense"))
     metrics, grads = updated(config_of("dense", CORRECTIONS["Sparse-RL"]))
     np.testing.assert_allclose(metrics["loss/value_avg"], plain["loss/value_avg"], rtol=1e-5)
     assert distance(grads[VALUE_HEAD], plain_grads[VALUE_HEAD]) < 1e-4
-    assert distance(grads, plain_grads) > 0.01, "the policy's gradient must notice"
+    assert distance(grads, plain_grads) > 0.01, "the policy's gradient must change"
 
 
-def test_a_batch_without_targets():
+def test_a_batch_without_value_targets_is_refused():
     batch = train_batch(config_of())[0].replace(returns=None)
     with pytest.raises(ValueError, match="expected old_values and returns in the batch for the value loss.*; got None"):
         tiny_update.metrics_and_gradients(config_of().update, batch, params=OLD)
@@ -196,7 +196,7 @@ def test_a_batch_without_targets():
 
 # --- the loop
 
-# As many prompts as it takes to learn, in all tests: they share a rollout and a train step.
+# Enough prompts to learn. All tests share one rollout and one train step.
 LOOP = PPOConfig(prompts_per_step=16, group_size=1, prompt_width=9, policy=H2O(), rollout=ROLLOUT)
 TWICE = dataclasses.replace(LOOP, minibatches=2, num_iterations=2)
 
@@ -218,7 +218,7 @@ DENSE = dataclasses.replace(LOOP, update=config_of("dense", microbatch_size=4).u
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("visibility", "config"), [("shadow", TWICE), ("dense", DENSE)], ids=["shadow", "dense"])
-def test_steps(visibility, config):
+def test_a_step_of_the_loop(visibility, config):
     state, metrics = new_loop(config).step(new_state())
     assert set(metrics) >= VALUE_METRICS.keys() and set(metrics) <= METRICS.keys()
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
@@ -229,9 +229,9 @@ def test_steps(visibility, config):
 
 
 @pytest.mark.slow
-def test_it_learns():
-    """Rewards rise, and the critic comes to know them; all steps run the same programs."""
-    start = new_state()  # whose supervised step is another `update`
+def test_rewards_rise_and_the_critic_predicts_them():
+    """All steps run the same programs."""
+    start = new_state()  # before counting: its warm start compiles another `update`
     with count_compilations() as counts:
         _, rows = run(new_loop(TWICE, SEVENS), start, 25)
     # Other tests may have compiled the update before.
@@ -239,8 +239,8 @@ def test_it_learns():
     rewards = [row["reward"] for row in rows]
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > 0.7, rewards
-    off = [abs(row["critic/values/mean"] - row["critic/returns/mean"]) for row in rows]
-    assert np.mean(off[-5:]) < 0.05, off
+    errors = [abs(row["critic/values/mean"] - row["critic/returns/mean"]) for row in rows]
+    assert np.mean(errors[-5:]) < 0.05, errors
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_a_mesh_gives_the_same_step():
 # --- bad input
 
 
-def test_parameters_without_a_value_head():
+def test_parameters_without_a_value_head_are_refused():
     class Unread(Sevens):
         def __getitem__(self, index: int):
             raise AssertionError("refused before anything is sampled")
@@ -299,13 +299,13 @@ def test_bad_configurations(options, message):
 
 
 @pytest.mark.slow
-def test_a_completion_without_a_reward_moves_nothing():
-    """What its reward would have been cannot be seen in the parameters."""
+def test_a_completion_without_a_reward_does_not_change_the_step():
+    """The parameters do not depend on the number in its place."""
     loop = new_loop()
     samples = loop.collect(new_state(), 0)
-    there = np.arange(len(samples.rewards)) != 3
-    after = []
+    rewarded = np.arange(len(samples.rewards)) != 3
+    params = []
     for reward in (np.nan, 7.0):
-        rewards = np.where(there, samples.rewards, np.float32(reward))
-        after.append(loop.learn(new_state(), samples._replace(rewards=rewards, counted_rows=there))[0].params)
-    assert_bitwise_equal(*after)
+        rewards = np.where(rewarded, samples.rewards, np.float32(reward))
+        params.append(loop.learn(new_state(), samples._replace(rewards=rewards, counted_rows=rewarded))[0].params)
+    assert_bitwise_equal(*params)

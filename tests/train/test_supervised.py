@@ -19,7 +19,7 @@ TOKENIZER = byte_tokenizer(chat=False)
 MODEL = Decoder(tiny_model_config(max_positions=16))
 apply_jitted, loss_jitted = (jax.jit(f, static_argnums=0) for f in (apply_model, cross_entropy))
 PAD, EOS = 256, 258
-A, B, C, X, Y = b"abcxy"  # their ids: a token is a byte
+A, B, C, X, Y = b"abcxy"  # token ids are bytes
 PROMPTS, ANSWERS = ["abc", "a"], ["x", "xy"]
 
 
@@ -36,21 +36,21 @@ def test_layout_by_hand():
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_prompt_begins_with_the_tokenizers_own_token(chat):
-    """As in the loop, unless a chat template has already written BOS. The answer never gets one."""
+def test_the_prompt_begins_with_bos(chat):
+    """Unless a chat template has already written BOS. The answer never gets one."""
     batch = encode_examples(bos_tokenizer(chat=chat), ["ab"], ["x"], width=5)
     np.testing.assert_array_equal(batch.tokens, [[PAD, A, B, X, EOS] if chat else [257, A, B, X, EOS]])
     np.testing.assert_array_equal(batch.targets, [[0, 0, 0, 1, 1]])
 
 
-def test_an_answer_gets_no_blank_that_its_text_does_not_have():
-    """Tokenizers of the sentencepiece kind put a blank in front of every text."""
+def test_an_answer_gets_no_leading_space():
+    """Sentencepiece tokenizers prepend a space to every text."""
     tokenizer = sentencepiece_tokenizer()
     batch = encode_examples(tokenizer, ["a"], ["b"], width=3)
     assert tokenizer.convert_ids_to_tokens(batch.tokens[0].tolist()) == ["▁a", "b", "</s>"]
 
 
-def test_an_example_that_is_too_long_is_named():
+def test_an_example_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match=r"expected prompt \+ answer within 4 tokens; example 0 has 5"):
         examples(width=4)
 
@@ -61,12 +61,12 @@ def test_loss_against_numpy():
     weights = np.exp(np.asarray(logits, np.float64))
     logprobs = np.log(weights / weights.sum(-1, keepdims=True))
     # The logits of a column are those of the token in the next one.
-    wanted = [(0, 3, X), (0, 4, EOS), (1, 2, X), (1, 3, Y), (1, 4, EOS)]
-    expected = -np.mean([logprobs[place] for place in wanted])
+    targets = [(0, 3, X), (0, 4, EOS), (1, 2, X), (1, 3, Y), (1, 4, EOS)]
+    expected = -np.mean([logprobs[target] for target in targets])
     np.testing.assert_allclose(loss_jitted(MODEL, params, batch), expected, rtol=1e-5)
 
 
-def test_the_loss_falls_in_one_program():
+def test_the_loss_falls_and_the_update_compiles_once():
     optimizer = optax.adam(1e-2)
     update = make_supervised_update(MODEL, optimizer)
     first = state = init_state(random_params(MODEL.config), optimizer, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""What a run of the real loop writes: completions, masks, times."""
+"""Files of a GRPO run: completions, masks, times."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def test_completions_masks_and_times_of_a_run(tmp_path):
         seen.append((step, samples))
         log(step, samples)
 
-    whole = new_loop()
-    log = CompletionsLog(tmp_path, whole.tokenizer, table_rows=0, masks=3)
-    loop = dataclasses.replace(whole, watch=watch, watch_every=2)
+    unwatched = new_loop()
+    log = CompletionsLog(tmp_path, unwatched.tokenizer, table_rows=0, masks=3)
+    loop = dataclasses.replace(unwatched, watch=watch, watch_every=2)
     share_programs(loop)
     train(loop, new_state(), RunConfig(steps=4), tmp_path)
     assert [step for step, _ in seen] == [0, 2, 3], "every second, and the last"
-    of_run = read_metrics(tmp_path / "metrics.jsonl")
-    for row in of_run:
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    for row in metrics:
         assert TIME_METRICS.keys() - {"time/environment"} <= row.keys()
         assert 0 < row["time/rollout"] + row["time/grading"] + row["time/update"] <= row["step_time"] + 1e-3
         assert row["rollout/tokens"] == 8 * row["completions/mean_length"]
         assert row["rollout/tokens_per_second"] == pytest.approx(row["rollout/tokens"] / row["time/rollout"])
     for step, samples in seen:
-        assert samples.rewards.mean() == pytest.approx(of_run[step]["reward"])
+        assert samples.rewards.mean() == pytest.approx(metrics[step]["reward"])
         groups = samples.advantages.reshape(-1, CONFIG.group_size)
         np.testing.assert_allclose(groups.mean(1), 0, atol=1e-6)
     assert sorted(path.name for path in (tmp_path / "completions").glob("*.parquet")) == [
