@@ -368,8 +368,9 @@ def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, experts: Rout
             f"routing: expected {shape}, rows, columns, layers with experts and experts of a token; got {given.shape}"
         )
     wrong = (given < 0) | (given >= experts.count)
-    # The last token was never read, so an engine has no routing for it.
+    # The last token was never read, so an engine has no routing for it; nor for tokens of a prefix cache.
     read = (inside & np.pad(inside[:, 1:], [(0, 0), (0, 1)]))[..., None, None]
+    read = read & ~(given == -1).all(axis=-1, keepdims=True)
     _refuse(wrong & read, given, f"routing: expected experts from 0 to {experts.count - 1}; got {{}} in {{}}")
     twice, again = _repeated(given)
     _refuse(twice & read, again, "routing: expected different experts for a token; got {} twice in {}")

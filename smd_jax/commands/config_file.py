@@ -34,6 +34,7 @@ ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
 LIKE_A_FLAG = re.compile(r"--?[^\W\d]|--\Z")  # values that the parser takes for flags
+MOST_CHARACTERS = 10 * MAX_CHARACTERS  # of a file: `dump` writes a character outside of ASCII in up to ten
 RUN_CONFIG, RUN_FILES = "config.yaml", ("metrics.jsonl", "checkpoints", LOCK)  # in the directory of a run
 
 
@@ -118,10 +119,10 @@ def read_options(path: Path) -> dict[str, Any]:
         raise UserError(f"expected a YAML file; found none at {str(path)[:300]}{nearest_file(path)}")
     try:
         size = path.stat().st_size
-        if size > 4 * MAX_CHARACTERS:
-            raise UserError(f"{path}: expected at most {MAX_CHARACTERS:,} characters; got {size:,} bytes")
+        if size > 4 * MOST_CHARACTERS:
+            raise UserError(f"{path}: expected at most {MOST_CHARACTERS:,} characters; got {size:,} bytes")
         text = path.read_text(encoding="utf-8")
-        options = load_yaml(text)
+        options = load_yaml(text, MOST_CHARACTERS)
     except (ValueError, OSError) as error:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
@@ -194,9 +195,15 @@ def options_of(arguments: type) -> dict[str, Any]:
 
 
 def dump(algorithm: str, arguments: Any) -> str:
-    """The YAML of a whole configuration, group by group."""
+    """The YAML of a whole configuration, group by group. Raises ValueError for options that `read_options` could not
+    read back: too many characters, or text that is not Unicode."""
     parts = [yaml.safe_dump({ALGORITHM: algorithm})]
     for group in vars(arguments).values():
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(group).items()}
         parts.append(f"\n# {(type(group).__doc__ or '').strip()}\n{yaml.safe_dump(values, sort_keys=False)}")
-    return "".join(parts)
+    text = "".join(parts)
+    try:
+        load_yaml(text, MOST_CHARACTERS)
+    except ValueError as error:
+        raise ValueError(f"expected options that {RUN_CONFIG} can hold, as text in UTF-8; {error}") from error
+    return text

@@ -247,8 +247,11 @@ class ActiveRun:
             self.done += 1
             # A save overlaps with at most one rollout. So a killed run loses at most one interval, and a disk failure
             # is noticed now.
-            self._wait_for_checkpoint()
-            self._write_rollout(metrics)
+            try:
+                self._wait_for_checkpoint()
+            finally:  # also after a failure, because `save_after_error` may save this rollout
+                self._write_rollout(metrics)
+            self._look_at_log()
             is_last = self.done == self.run_config.steps
             # Before the evaluation, which may take minutes.
             if is_last or is_due(self.done, self.run_config.checkpoint_every):
@@ -277,19 +280,19 @@ class ActiveRun:
         return jax.process_count() > 1 or self.stop.received is None
 
     def _write_rollout(self, metrics: dict[str, float]) -> None:
+        metrics |= memory_in_use()
+        with all_or_none():
+            warnings = self.log.write_rollout(self.done, metrics)
+            self.loggers.write(self.done, metrics)
+            for warning in warnings:  # after the row, because a print fails if the output is closed
+                print(warning, flush=True)
+            self.report(self.done, metrics)
         if metrics.get("update/skipped", 0.0) > 0:
             share = "" if metrics["update/skipped"] == 1 else f" {metrics['update/skipped']:.0%} of"
             print_once(
                 f"warning: rollout {self.done - 1}:{share} the update was left out, because loss or gradient was not "
                 f"finite (loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g})"
             )
-        metrics |= memory_in_use()
-        with all_or_none():
-            for warning in self.log.write_rollout(self.done, metrics):
-                print(warning, flush=True)
-            self.loggers.write(self.done, metrics)
-            self.report(self.done, metrics)
-        self._look_at_log()
 
     def _finish_evaluation(self) -> None:
         """Runs an evaluation that is due and not yet done. A run that must stop leaves it to a resume."""

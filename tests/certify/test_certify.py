@@ -271,6 +271,8 @@ def test_bad_routing_is_refused(arrays):
     ):
         with pytest.raises(ValueError, match=message):
             check_record({**arrays, "routing": experts}, *sizes)
+    routing[0, 1] = -1  # not recorded
+    assert (np.asarray(check_record({**arrays, "routing": routing}, *sizes).routing)[0, 1] == -1).all()
 
 
 def test_a_record_may_fill_the_context(params, arrays):

@@ -80,6 +80,19 @@ def test_a_config_file_without_defaults_is_read_as_written(algorithm: str, tmp_p
     assert parse(["--config", str(tmp_path / "all.yaml")]) == (algorithm, minimizing)
 
 
+def test_a_written_config_file_can_be_read(tmp_path: Path):
+    """Characters outside of ASCII are written as six to ten, and a name of a file may have bytes that are no text."""
+    prompt = "\u8bf7\U0001f642" * 11_000
+    name, args = parse(["grpo", *REQUIRED, "--system-prompt", prompt])
+    (tmp_path / "config.yaml").write_text(config_file.dump(name, args))
+    assert parse(["--config", str(tmp_path / "config.yaml")])[1] == args
+    _, args = parse(["grpo", *REQUIRED, "--dataset-source", "caf\udce9.jsonl"])
+    with pytest.raises(
+        ValueError, match=r"expected options that config\.yaml can hold, as text in UTF-8; expected YAML"
+    ):
+        config_file.dump(name, args)
+
+
 def test_a_config_file_next_to_a_checkpoints_folder_is_no_run(tmp_path: Path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "grpo.yaml").write_text("algorithm: grpo\nmodel: m\ndataset: d\noutput_dir: runs/a\n")

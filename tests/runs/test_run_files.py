@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from breaking.disks import files_end_at
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
+from smd_jax.runs.checkpoint import writing
 from smd_jax.runs.checkpoint.writing import Writer
 from smd_jax.runs.lock import DirectoryInUseError, reserve_directory
 from smd_jax.runs.run_folder import check_directory
@@ -176,6 +178,23 @@ def test_unsupported_values_are_refused_before_the_first_rollout(tmp_path, opt_s
     with pytest.raises(error, match=message):
         start(tmp_path / "run", 5, PlainLoop(begins=never), new_state().replace(opt_state=opt_state), **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_save_loses_no_row(tmp_path, monkeypatch):
+    """The first save fails in the background; the rollout after it is saved with the error, so no resume repeats it."""
+    write, failures = writing.write_checksums, iter([OSError(errno.EIO, "Input/output error")])
+
+    def write_or_fail(folder: Path) -> None:
+        for error in failures:
+            raise error
+        write(folder)
+
+    monkeypatch.setattr(writing, "write_checksums", write_or_fail)
+    with pytest.raises(OSError, match="checkpoint 2 in .*Input/output error") as caught:
+        start(tmp_path, 6, checkpoint_every=2)
+    assert caught.value.__notes__[0].startswith("saved after 3 of 6 rollouts")
+    start(tmp_path, 6, checkpoint_every=2, resume=True)
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("every", "reason"), [(0, "RuntimeError: orbax"), (2, "ValueError: expected a step later")])

@@ -176,6 +176,12 @@ def test_interval_of_right_and_wrong_by_hand():
 
 def test_one_prompt_has_no_interval():
     assert np.isnan(evaluated([[1, 1, 1, 1]]).interval).all()
+
+
+def test_equal_means_have_no_interval():
+    """Student's t would have a width of 0."""
+    for rewards in ([[-1.0]] * 4, [[1, 0]] * 4):
+        assert np.isnan(evaluated(rewards).interval).all()
     assert evaluated([[1, 0]]).row["reward_low"] is None
 
 
