@@ -113,7 +113,25 @@ not. *Agreement* is the ratio of a token's probabilities under learner and sampl
 predicts a collapse where its 5th percentile over tokens falls below {THRESHOLD}. {below} of {len(dense)} runs of dense
 learners cross it, {collapsed} collapse, {sum(cell.predicted for cell in others)} of them at least one evaluation later.
 The table has {len(cells)} of {PLANNED} planned lines.
+
+*Learning rates*, exploratory: {rates_above_start(cells)}.
 """
+
+
+def rates_above_start(cells: Sequence[CollapseCell]) -> str:
+    """At how many rates each learner ends above its start under SnapKV, established in both columns."""
+    gains: dict[str, list[bool]] = {}
+    for cell in cells:
+        if cell.policy == PRIMARY[0]:
+            gains.setdefault(cell.arm, []).append(gains_in_both(cell))
+    arms = sorted(gains, key=lambda arm: -sum(gains[arm]))
+    words = [f"{arm} at {sum(gains[arm])} of {len(gains[arm])} rates" for arm in arms]
+    return f"established above the start in both columns are {', '.join(words)}"
+
+
+def gains_in_both(cell: CollapseCell) -> bool:
+    gains = [gained(cell.rows, kind) for kind in ("sparse_greedy", "dense_greedy")]
+    return all(gain.established and gain.mean > 0 for gain in gains)
 
 
 def cells_table(cells: Sequence[CollapseCell]) -> str:
