@@ -116,7 +116,9 @@ def run(algorithm: str, args: Common) -> None:
         check_output_dir(args)
         check_export(directory / "model", 0)
         ready = prepare(args)
-        prompts = first_prompts(ready)
+        # Of an environment in any case: it may refuse all rows.
+        shows = args.run.dry_run or args.conversations.environment is not None
+        prompts = first_prompts(ready) if shows else []
         size = check_disk(ready, settings)
         compared, noted = run_settings(ready.args, ready.loop)
         if args.run.resume:

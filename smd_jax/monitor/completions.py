@@ -27,6 +27,7 @@ from smd_jax.text.visible_text import one_line
 from smd_jax.train.samples import Samples
 
 UNFINISHED = "\ufffd"
+PENDING = 32  # most tokens that wait for the end of a character: bytes that are no text never reach it
 
 
 @dataclass(eq=False)
@@ -240,7 +241,7 @@ def token_pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     for end in range(1, len(ids) + 1):
         # From the token before the unread ones, which determines whether a word begins and which bytes belong together.
         before, after = decoded(tokenizer, ids[start:read]), decoded(tokenizer, ids[start:end])
-        is_whole = end == len(ids) or not after.endswith(UNFINISHED)
+        is_whole = not after.endswith(UNFINISHED) or end == len(ids) or end - read == PENDING
         pieces.append(after[len(before) :] if is_whole else "")
         if is_whole and len(after) > len(before):
             start, read = read, end

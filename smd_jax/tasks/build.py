@@ -65,15 +65,18 @@ def math_row(row: Row) -> Row:
     solution's last `\\boxed{}`."""
     answer = row.get("answer")
     if answer is None or answer == "":
-        answer = last_box(row["solution"]) or _unbraced_box(row["solution"])
-        if not answer:
+        answer = last_box(row["solution"])
+        if answer is None:
+            answer = _unbraced_box(row["solution"])
+        if answer is None:
             raise ValueError(f"expected a solution with its answer in \\boxed{{}}; got {row['solution'][-60:]!r}")
     return {**row, "answer": answer, "prompt": f"{row['problem']}\n{MATH_INSTRUCTION}"}
 
 
-def _unbraced_box(solution: str) -> str:
+def _unbraced_box(solution: str) -> str | None:
     r"""The content of `\boxed 2$`, as MATH's authors read it (`last_boxed_only_string`): two rows have no braces."""
-    return solution.rpartition("\\boxed ")[2].partition("$")[0].strip() if "\\boxed " in solution else ""
+    _, found, after = solution.rpartition("\\boxed ")
+    return after.partition("$")[0].strip() if found else None
 
 
 def tldr_row(row: Row) -> Row:

@@ -195,6 +195,12 @@ def test_a_token_may_end_one_character_and_begin_another():
     assert token_pieces(tokenizer, [0, 1, 2]) == ["", "", "日本"]
 
 
+def test_bytes_that_are_no_text_do_not_wait_for_the_end():
+    """The first byte of a character, again and again: without a limit each token would decode all before it."""
+    pieces = token_pieces(TOKENIZER, [0xC3] * 100)
+    assert len(pieces) == 100 and pieces[31] == "\ufffd" * 32 and not any(pieces[:31])
+
+
 def test_turns_of_conversations_are_saved_and_printed(tmp_path):
     conversation = Conversation("AB", ["y", "n"], ["!"], [0.5, 1.0], ending="done")
     one = samples(["y!n"])._replace(conversations=(conversation,))
