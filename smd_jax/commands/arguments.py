@@ -182,7 +182,7 @@ class LossArgs:
     top_entropy_quantile: float = 1.0  # share of tokens to train on, those with the highest entropy
     minibatches: int = 1  # optimizer steps per pass over a rollout
     num_iterations: int = 1  # passes over a rollout
-    mask_truncated_completions: bool = False  # leave out completions that the length limit cut off
+    mask_truncated_completions: bool = False  # leave out completions that a limit cut off
     pack_columns: int | None = None  # columns of an update row that sequences share; None: one row each, padded
     share_prompts: bool = False  # read a prompt once for all its completions in a microbatch
 

@@ -87,7 +87,6 @@ def update_config(
         )
     sync = ReferenceSync(reference.ref_model_mixup_alpha, reference.ref_model_sync_steps)
     return UpdateConfig(
-        visibility="shadow" if loss.correction == "shadow" else "dense",
         loss=loss_config(loss, reference),
         correction=CORRECTIONS[loss.correction](),
         distill=distill,

@@ -12,6 +12,7 @@ from smd_jax.corrections.base import (
     CorrectionTerms,
     CorrectionTraits,
     Naive,
+    Shadow,
     combine_terms,
     terms_of,
 )
@@ -84,3 +85,8 @@ def _joined(parts: tuple[Correction, ...]) -> Correction:
     """The parts as one correction."""
     parts = parts or (Naive(),)  # the identity of `combine_terms`: weights of 1, and every token counts
     return parts[0] if len(parts) == 1 else Chain(parts)
+
+
+def claims_no_mismatch(correction: Correction) -> bool:
+    """Whether it is `Shadow`, or a chain with one."""
+    return any(isinstance(part, Shadow) for part in flat_parts(correction))

@@ -25,6 +25,7 @@ import random
 import reprlib
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from multiprocessing import reduction
@@ -162,10 +163,13 @@ def converse(connection: Connection, factory: Callable[[], Any]) -> None:
         conversation = Conversation(factory, lambda x: runner.run(reward_calls.awaited(x)))
         while True:
             method, argument = connection.recv()
+            began = time.monotonic()
             fields = conversation.reset(argument) if method == "reset" else conversation.step(argument)
             if os.getpid() != process:  # a fork by foreign code must not answer, too
                 os._exit(0)
-            connection.send_bytes(json.dumps(fields).encode())
+            # The parent may look at the answer long after it came, so the time limit is that of this clock.
+            timed = {**fields, "seconds": time.monotonic() - began}
+            connection.send_bytes(json.dumps(timed).encode())
 
 
 def serve(parent: Connection) -> None:

@@ -130,6 +130,7 @@ class EnvironmentsInProcesses:
         self._pickled = pickled_function(_name(factory), factory, "an environment", "None as its time limit")
         self._factory = factory
         self._seconds = seconds
+        self._too_late = Failure("time", f"took longer than {seconds:g} s")
         self._server: ChildProcess | None = None
         self._conversations: list[_Process] = []
 
@@ -164,7 +165,7 @@ class EnvironmentsInProcesses:
             if each.failure is None and each.connection not in ready:
                 if each.deadline > now:
                     continue
-                self._end(each, Failure("time", f"took longer than {self._seconds:g} s"))
+                self._end(each, self._too_late)
             each.deadline = math.inf
             answers.append((number, self._answer(each)))
         return answers
@@ -212,10 +213,13 @@ class EnvironmentsInProcesses:
     def _answer(self, each: _Process) -> Answer:
         if each.failure is None:
             try:
-                return answer_of(json.loads(each.connection.recv_bytes(LONGEST_BYTES)))
+                fields = json.loads(each.connection.recv_bytes(LONGEST_BYTES))
+                if fields["seconds"] <= self._seconds:
+                    return answer_of(fields)
+                self._end(each, self._too_late)
             except (EOFError, OSError):
                 self._end(each)
-            except ValueError as error:  # the environment itself wrote into the connection
+            except (KeyError, TypeError, ValueError) as error:  # the environment itself wrote into the connection
                 return Answer(None, failure=Failure("no answer", str(error)[:300]))
         return Answer(None, failure=each.failure)
 

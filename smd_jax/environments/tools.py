@@ -137,25 +137,28 @@ def _graded(reward: Any) -> Step:
 
 
 def _called(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Message | Awaitable[Message]:
-    """Calls a tool; an exception becomes its result."""
-    returned: Any = None
+    """Calls a tool; an exception becomes its result, also one of `str`."""
+    result = ""
     with Caught() as caught:
         returned = tool(**arguments)
-    return _awaited(tool, returned) if inspect.isawaitable(returned) else _message(tool, returned, caught.error)
+        if inspect.isawaitable(returned):
+            return _awaited(tool, returned)
+        result = str(returned)
+    return _message(tool, result, caught.error)
 
 
 async def _awaited(tool: Callable[..., Any], running: Awaitable[Any]) -> Message:
-    returned: Any = None
+    result = ""
     with Caught() as caught:
-        returned = await running
-    return _message(tool, returned, caught.error)
+        result = str(await running)
+    return _message(tool, result, caught.error)
 
 
 async def _finished(results: Sequence[Message | Awaitable[Message]]) -> Step:
     return [await result if inspect.isawaitable(result) else result for result in results], 0.0, False
 
 
-def _message(tool: Callable[..., Any], returned: Any, error: BaseException | None) -> Message:
-    result = str(returned)[:LONGEST_RESULT] if error is None else f"{type(error).__name__}: {str(error)[:200]}"
+def _message(tool: Callable[..., Any], result: str, error: BaseException | None) -> Message:
+    result = result[:LONGEST_RESULT] if error is None else f"{type(error).__name__}: {str(error)[:200]}"
     # Python writes bytes that are not UTF-8 as lone surrogates, which no tokenizer accepts.
     return {"role": "tool", "name": tool.__name__, "content": result.encode(errors="replace").decode()}

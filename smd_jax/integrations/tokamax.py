@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def to_tokamax(interval: KeyInterval, num_heads: int) -> Mask:
     """The mask of one layer: causal, with `q_end` int32 `[batch, num_heads, keys]` (or 1 for a shared batch axis).
 
+    A model's own sliding window is not in the mask of `Trajectory.from_records`.
+
     Raises:
       TypeError: a mask of all layers.
       ValueError: num_heads is no multiple of the interval's KV heads; the mask of a quantised cache.

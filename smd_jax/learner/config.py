@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_instance
 from smd_jax.corrections.base import Correction, Shadow
+from smd_jax.corrections.chain import claims_no_mismatch
 from smd_jax.learner.auxiliary_terms import EntropyTerm, ValueTerm
 from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.evictions import EvictionTerm
@@ -35,7 +36,8 @@ class UpdateConfig:
 
     Attributes:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
-        full-context policy on the sparse sampler's tokens.
+        full-context policy on the sparse sampler's tokens. None: "shadow" with the correction `Shadow()`, "dense" with
+        any other. `policy_term.visibility` is never None.
       loss: the policy loss.
       policy_coef: weight of the policy loss; 0 disables it.
       entropy_coef: weight of the entropy bonus, `loss -= entropy_coef * mean entropy` in nats, independent of
@@ -46,8 +48,8 @@ class UpdateConfig:
       eviction_coef: weight of the policy loss of evictions (`smd_jax.losses.policy.eviction_loss`) sampled by
         `smd.eviction.LearnedGate`; 1 weights evictions like tokens. 0: the gate has no gradient.
       correction: correction of the mismatch between sampler and learner. `Shadow()` claims that there is none. All
-        others work under either visibility; under "shadow", corrections that weigh or reject by the mismatch have no
-        effect, up to rounding.
+        others work under either visibility. Under "shadow" they see only what the mask does not explain, such as the
+        rounding of another engine.
       distill: distillation, or None. Under "dense" the teacher must be another policy: "anchor" or "ema".
       dense_learner: a dense learner on the same weights, or None; only under "shadow". Entropy bonus, distillation and
         metrics are those of the learner with shadow masks.
@@ -65,7 +67,7 @@ class UpdateConfig:
       terms: additional terms of the objective, see `smd_jax.learner.terms`.
     """
 
-    visibility: Visibility = "shadow"
+    visibility: Visibility | None = None
     loss: LossConfig = LossConfig()
     policy_coef: float = 1.0
     entropy_coef: float = 0.0
@@ -86,7 +88,7 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         check_types(self)
         setup = LearnerSetup(
-            self.objective, self.visibility, self.reference_sync, self.pack_columns, self.rows_per_prompt
+            self.objective, self.policy_term.visibility, self.reference_sync, self.pack_columns, self.rows_per_prompt
         )
         for term in self.objective:
             term.check(setup)
@@ -97,11 +99,11 @@ class UpdateConfig:
                 "expected beta > 0 or distillation in direction 'ema' with a reference_sync, because nothing else "
                 f"reads a reference; got {self.reference_sync}"
             )
-        if self.needs.evictions and (self.visibility == "dense" or self.pack_columns is not None):
+        if self.needs.evictions and (self.policy_term.visibility == "dense" or self.pack_columns is not None):
             raise ValueError(
                 "expected visibility 'shadow' with an eviction_coef or another term that needs evictions, because "
                 "their probabilities are known only under the sampler's mask; and no pack_columns; got "
-                f"{self.visibility!r} and {self.pack_columns}"
+                f"{self.policy_term.visibility!r} and {self.pack_columns}"
             )
         if self.needs.router and (self.needs.evictions or self.pack_columns is not None):
             raise ValueError(
@@ -154,7 +156,7 @@ class UpdateConfig:
             self.loss,
             (1 - share) * self.policy_coef,
             self.correction,
-            self.visibility,
+            self.visibility or ("shadow" if claims_no_mismatch(self.correction) else "dense"),
             self.kl_in_reward,
             self.top_entropy_quantile,
         )
@@ -193,7 +195,7 @@ def check_old_logprobs(config: UpdateConfig, batch: TrainBatch) -> None:
     """
     check_instance("batch", batch, TrainBatch)
     given = {"old_logprobs": batch.old_logprobs, "dense_old_logprobs": batch.dense_old_logprobs}
-    visibilities: tuple[Visibility, ...] = (config.visibility, "dense")
+    visibilities: tuple[Visibility, ...] = (config.policy_term.visibility, "dense")
     for correction, visibility, (name, old) in zip(config.corrections, visibilities, given.items(), strict=False):
         if old is None or not correction.traits.uses_mismatch:
             continue

@@ -123,7 +123,8 @@ def _term_inputs(
     """Computes the needs of all terms once."""
     needs = config.needs
     trajectory = part.batch.trajectory
-    mask = learner_mask(trajectory, config.visibility)
+    visibility = config.policy_term.visibility
+    mask = learner_mask(trajectory, visibility)
     evictions = router = None
     if needs.evictions:  # under the sampler's mask, as the term has checked
         hidden, evictions = response_hidden_and_evictions(model, params, trajectory)
@@ -135,7 +136,7 @@ def _term_inputs(
         return replay(model, of, trajectory, learner_mask(trajectory, seen)).logprobs
 
     reference = reference_params(state)
-    under: dict[Visibility, Array] = {config.visibility: learner.logprobs}
+    under: dict[Visibility, Array] = {visibility: learner.logprobs}
     under |= {seen: logprobs(params, seen) for seen in sorted(needs.logprobs - under.keys())}
     of_reference: dict[Visibility, Array] = {
         seen: logprobs(reference, seen) for seen in sorted(needs.reference_logprobs)

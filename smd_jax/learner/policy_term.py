@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, Shadow, terms_of
-from smd_jax.corrections.chain import flat_parts, split_by_time
+from smd_jax.corrections.chain import claims_no_mismatch, split_by_time
 from smd_jax.corrections.mismatch import TIS
 from smd_jax.learner.auxiliary_terms import TokenChoice, ValueTerm
 from smd_jax.learner.forward import Visibility
@@ -80,7 +80,7 @@ class PolicyTerm(Term):
                 f"expected kl_estimator 'k1' with kl_in_reward, because as a reward no other estimate has the gradient "
                 f"of the KL; got {loss.kl_estimator!r}"
             )
-        if self.visibility == "dense" and any(isinstance(part, Shadow) for part in flat_parts(correction)):
+        if self.visibility == "dense" and claims_no_mismatch(correction):
             raise ValueError(
                 "expected visibility 'shadow' with the correction Shadow(), which claims that there is no mismatch; "
                 "got 'dense'. Choose another correction: Naive() ignores the mismatch"

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,18 @@ def test_a_call_that_hangs_or_exits_ends_only_its_own_process():
     assert answers[2].content == "1: go on"
     assert answer_to(environments, 0, "again").failure == answers[0].failure
     assert [answer.content for answer in environments.reset(ROWS)] == ["row 0", "row 1", "row 2"]
+    environments.close()
+
+
+def test_a_late_answer_is_late_also_if_it_came_before_anybody_looked():
+    """Otherwise it would depend on what the sampler does meanwhile."""
+    environments = EnvironmentsInProcesses(Echo, seconds=20.0)
+    environments.reset(ROWS)
+    environments._seconds = 1e-9
+    environments.step(0, "go on")
+    connection.wait([environments._conversations[0].connection])
+    [(_, answer)] = environments.receive(wait=False)
+    assert answer.failure is not None and answer.failure.kind == "time"
     environments.close()
 
 

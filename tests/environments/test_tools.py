@@ -118,6 +118,28 @@ def test_results_that_utf8_cannot_encode_are_written_with_question_marks():
     assert [each["content"] for each in results] == ["a?", "OSError: a?"] and done is False
 
 
+class NoText:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def without_text() -> Any:
+    """Returns an object that str() refuses."""
+    return NoText()
+
+
+async def later_without_text() -> Any:
+    """Returns an object that str() refuses."""
+    return NoText()
+
+
+def test_a_result_that_str_refuses_is_an_error_of_its_tool():
+    environment = ToolEnvironment((without_text, later_without_text), exact_match)
+    environment.reset({"prompt": "?"})
+    results, _, done = asyncio.run(environment.step(call("without_text") + call("later_without_text")))
+    assert [each["content"] for each in results] == 2 * ["ValueError: no text"] and done is False
+
+
 async def fetch(page: int) -> str:
     """Reads a page.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -103,8 +104,8 @@ def rolled_out(actor: Actor, lengths: RolloutConfig = LENGTHS, engine=ENGINE) ->
 
 
 def replayed_logps(actor: Actor, trajectory: smd.Trajectory, temperature: float = 1.0) -> np.ndarray:
-    """From Tunix' own function, which passes a causal mask."""
-    graph, state = nnx.split(Replay(actor, trajectory))
+    """From Tunix' own function, which passes a causal mask and divides by the temperature of the training."""
+    graph, state = nnx.split(Replay(actor, trajectory, temperature))
     prompt, response = trajectory.tokens[:, : trajectory.prompt_width], trajectory.response
     return np.asarray(common.compute_per_token_logps(graph, state, prompt, response, 256, 258, temperature=temperature))
 
@@ -191,6 +192,15 @@ def test_replay_through_tunix_gives_the_samplers_logprobs(lengths, engine):
     logprobs = replayed_logps(actor, trajectory, trajectory.temperature)
     error = np.abs(logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
     assert error.max() < 1e-5
+
+
+@pytest.mark.parametrize("sampled_at", [0.5, 0.0])
+def test_an_evaluation_may_have_another_temperature_than_training(sampled_at):
+    actor = Actor(MODEL, sharp_params())
+    trajectory = rolled_out(actor, dataclasses.replace(LENGTHS, temperature=sampled_at))
+    logprobs = replayed_logps(actor, trajectory, temperature=0.8)
+    error = np.abs(logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
+    assert error.max() < 5e-5
 
 
 def test_reference_has_the_shadow_mask():

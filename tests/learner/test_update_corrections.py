@@ -129,13 +129,24 @@ def test_missing_old_logprobs_default_to_the_current_learner():
     assert distance(found, gradients) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [(Shadow(), "shadow"), (Chain((Shadow(), Veto())), "shadow"), (TIS(), "dense"), (Naive(), "dense")],
+)
+def test_the_correction_decides_the_mask_unless_it_is_given(correction, expected):
+    assert UpdateConfig(correction=correction).policy_term.visibility == expected
+    assert UpdateConfig(visibility="shadow", correction=correction).policy_term.visibility == "shadow"
+    replaced = dataclasses.replace(UpdateConfig(), correction=correction)
+    assert replaced.policy_term.visibility == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", [SparseRL(), Chain((DPPOTV(), OPSM()))])
 def test_corrections_are_neutral_under_shadow_masks(correction):
     """One correction before the forward pass, one after it."""
     expected = tiny_update.metrics_and_gradients()
     data = tiny_update.batch().replace(old_logprobs=None)
-    metrics, found = tiny_update.metrics_and_gradients(UpdateConfig(correction=correction), data)
+    metrics, found = tiny_update.metrics_and_gradients(UpdateConfig(visibility="shadow", correction=correction), data)
     assert metrics["mismatch_kl"] <= 1e-6
     assert metrics["rollout_corr/chi2_token"] == pytest.approx(0, abs=1e-5)
     assert metrics["rollout_corr/agreement_p5"] == pytest.approx(1, abs=1e-5)

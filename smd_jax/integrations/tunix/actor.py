@@ -57,10 +57,11 @@ class Actor(nnx.Module):
 class Replay(nnx.Module):
     """An actor under the mask and positions of a trajectory; ignores the mask and positions that Tunix passes."""
 
-    def __init__(self, actor: Actor, trajectory: Trajectory) -> None:
+    def __init__(self, actor: Actor, trajectory: Trajectory, temperature: float) -> None:
+        """`temperature` is the training's, by which Tunix divides the logits of evaluations, too."""
         self.actor = actor
-        # Temperature 1, because Tunix divides the logits by its own.
-        self.trajectory = nnx.data(trajectory.replace(temperature=1.0))
+        sampled_at = trajectory.temperature or 1.0  # a greedy sampler reports log-probabilities at temperature 1
+        self.trajectory = nnx.data(trajectory.replace(temperature=sampled_at / temperature))
 
     def __call__(
         self, input_tokens: Any, positions: Any, cache: Any, attention_mask: Any

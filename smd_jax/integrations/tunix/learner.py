@@ -42,7 +42,7 @@ def policy_loss(
     """Tunix' GRPO loss with the log-probabilities of a replay under the rollout's shadow mask."""
     if not isinstance(train_example, TrainExample):
         raise TypeError("train_example: expected one with a trajectory, from SmdGRPOLearner; got one without")
-    replayed = Replay(model, train_example.trajectory)
+    replayed = Replay(model, train_example.trajectory, algo_config.temperature)
     return algo_core.grpo_loss_fn(replayed, train_example, algo_config, pad_id, eos_id)
 
 
@@ -104,13 +104,13 @@ class SmdGRPOLearner(grpo_learner.GRPOLearner):
         return jnp.concatenate([self._reference_part(utils.get_batch_slice(trajectory, part)) for part in slices])
 
     def _reference_part(self, part: Trajectory) -> Float[Array, "rows R"]:
-        reference = self.rl_cluster.inference_worker.get_model("reference")
+        reference, temperature = self.rl_cluster.inference_worker.get_model("reference"), self.algo_config.temperature
         assert isinstance(reference, Actor)
         return common.compute_per_token_logps(
-            *nnx.split(Replay(reference, part)),
+            *nnx.split(Replay(reference, part, temperature)),
             prompt_tokens=part.tokens[:, : part.prompt_width],
             completion_tokens=part.response,
             pad_id=self.rl_cluster.rollout.pad_id(),
             eos_id=self.rl_cluster.rollout.eos_id(),
-            temperature=self.algo_config.temperature,
+            temperature=temperature,
         )
