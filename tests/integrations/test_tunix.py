@@ -115,8 +115,8 @@ def test_learner_is_the_sampled_policy_in_every_step():
     cluster = make_cluster()
     logged = train(cluster, steps=3, policy_loss_fn="smd_grpo")
     assert len(logged["loss"]) == 3
-    assert np.abs(np.log(logged["is_ratio/max"])).max() < 1e-5
-    assert np.abs(np.log(logged["is_ratio/min"])).max() < 1e-5
+    assert np.abs(np.log(logged["is_ratio/max"])).max() < 3e-5
+    assert np.abs(np.log(logged["is_ratio/min"])).max() < 3e-5
     moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), before, cluster.rollout.model().params)
     assert min(jax.tree.leaves(moved)) > 1e-3, "every parameter is trained, and the sampler has the new ones"
 
@@ -191,7 +191,7 @@ def test_replay_through_tunix_gives_the_samplers_logprobs(lengths, engine):
     trajectory = rolled_out(actor, RolloutConfig(20, **{"max_prompt_length": 16, "temperature": 1.0} | lengths), engine)
     logprobs = replayed_logps(actor, trajectory, trajectory.temperature)
     error = np.abs(logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
-    assert error.max() < 1e-5
+    assert error.max() < 3e-5
 
 
 @pytest.mark.parametrize("sampled_at", [0.5, 0.0])
@@ -200,7 +200,7 @@ def test_an_evaluation_may_have_another_temperature_than_training(sampled_at):
     trajectory = rolled_out(actor, dataclasses.replace(LENGTHS, temperature=sampled_at))
     logprobs = replayed_logps(actor, trajectory, temperature=0.8)
     error = np.abs(logprobs - trajectory.logprobs)[np.asarray(trajectory.response_mask)]
-    assert error.max() < 5e-5
+    assert error.max() < 3e-5
 
 
 def test_reference_has_the_shadow_mask():
@@ -211,7 +211,7 @@ def test_reference_has_the_shadow_mask():
 def test_several_iterations_keep_the_samplers_logprobs():
     cluster = make_cluster(train_micro_batch_size=2)
     logged = train(cluster, steps=1, policy_loss_fn="smd_grpo", num_iterations=2)
-    assert logged["log_ratio/abs_mean"][0] < 1e-5 < logged["log_ratio/abs_mean"][1]
+    assert logged["log_ratio/abs_mean"][0] < 3e-5 < logged["log_ratio/abs_mean"][1]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
