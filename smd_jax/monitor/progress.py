@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from smd_jax.monitor.metrics_log import evaluated
@@ -56,8 +56,9 @@ def training_progress(
     bar = Bar(
         TextColumn("{task.description}", markup=False),
         MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[status]}", markup=False),
+        # These two share what the other columns leave; a status that is longer than its share has several lines.
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
+        TextColumn("{task.fields[status]}", markup=False, table_column=Column(ratio=5)),
         TimeElapsedColumn(),
         TextColumn("left", style="dim"),
         TimeRemainingColumn(),

@@ -59,15 +59,22 @@ def test_status_shows_the_available_metrics():
     assert status({"reward": 1.0} | evaluations) == "reward 1.000 eval dense 0.500, sparse 0.250"
 
 
-def test_the_progress_bar_keeps_the_newest_evaluation(monkeypatch):
-    for name, value in {"TERM": "xterm", "COLUMNS": "100", "NO_COLOR": "1"}.items():
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_progress_bar_keeps_the_newest_evaluation(monkeypatch, columns):
+    """Nothing is cut: a narrow terminal gets the status in several lines."""
+    for name, value in {"TERM": "xterm", "COLUMNS": str(columns), "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
     terminal = Terminal()
-    with training_progress(200, start=30, file=terminal) as report:
-        report(30, {"eval/dense/reward": 0.955})
-        report(34, METRICS)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
-    assert re.search(r"train +34/200 .*reward 0\.550 mismatch 2\.1e-06 eval dense 0\.955 0:00:0\d", shown), shown
+    with training_progress(1000, start=30, name="online-dpo", file=terminal) as report:
+        report(30, {"eval/sampler/reward": 0.412, "eval/dense/reward": 0.955})
+        report(500, METRICS)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).rpartition("\r")[2]
+    bar = r"online-dpo +500/1000 [━╸]+ +(.*) 0:00:0\d left [0-9:-]+ *"
+    first, *others = last.rstrip("\n").split("\n")
+    found = re.fullmatch(bar, first)
+    assert found is not None and all(len(line) <= columns for line in (first, *others)), last
+    shown = " ".join(" ".join([found[1], *others]).split())
+    assert shown == "reward 0.550 mismatch 2.1e-06 eval sampler 0.412, dense 0.955"
 
 
 HALFWAY = Progress(tokens=41_210, seconds=8.2, live=28, decode_rows=32, finished=96, rows=128)
