@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP: the first stops a run after the current rollout, the second ends the process at once.
 
-A second SIGHUP does nothing, because a closed terminal may send it twice.
+A second SIGHUP does nothing, because a closed terminal may send it twice. Nor does a second signal within `SAME_EVENT`:
+under `timeout` one Ctrl-C arrives twice, from the terminal and forwarded.
 
                      1st SIGINT or SIGTERM                          2nd
     ─ rollout 7 ───────┬────────────────────────┐  checkpoint         exit status 128 + number of the signal,
@@ -17,12 +18,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STDOUT, STDERR = 1, 2
+SAME_EVENT = 1.0  # seconds after the first signal
 
 
 class RunStoppedError(RuntimeError):
@@ -83,6 +86,7 @@ class StopSignals:
         os.close(self._nowhere)
 
     def _answer(self) -> None:
+        first = 0.0  # when the first signal arrived
         while numbers := os.read(self._read, 64):
             for number in numbers:
                 if number not in SIGNALS:
@@ -90,9 +94,9 @@ class StopSignals:
                 if number == signal.SIGHUP:
                     self._leave_terminal()
                 if self.received is None:
-                    self.received = signal.Signals(number)
+                    self.received, first = signal.Signals(number), time.monotonic()
                     _say(f"{self.received.name}: stops when this rollout is finished and saved; once more ends at once")
-                elif number != signal.SIGHUP:
+                elif number != signal.SIGHUP and time.monotonic() - first >= SAME_EVENT:
                     self._end(number)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:

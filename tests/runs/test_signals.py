@@ -23,11 +23,14 @@ from tests.plain_loop import PlainLoop
 from tests.plain_runs import CURVE, DENSE, Evaluations, rows, saved, start
 
 pytestmark = pytest.mark.multiprocess
+PLAIN_LOOP = 'runpy.run_module("tests.plain_loop", run_name="__main__")'
 
 
 @contextmanager
-def run_in_process(directory: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.plain_loop", str(directory), str(steps)]
+def run_in_process(directory: Path, steps: int, same_event: float = 1.0) -> Iterator[subprocess.Popen[str]]:
+    """`same_event`: seconds after the first signal in which another one does nothing."""
+    code = f"import runpy, smd_jax.runs.stop as stop; stop.SAME_EVENT = {same_event}; {PLAIN_LOOP}"
+    command = [sys.executable, "-c", code, str(directory), str(steps)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -74,7 +77,7 @@ def test_ctrl_c_saves_the_rollout_and_the_run_resumes(tmp_path):
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path):
-    with run_in_process(tmp_path, 5) as process:
+    with run_in_process(tmp_path, 5, same_event=0.0) as process:
         wait_for(process, "rollout 0")
         process.send_signal(signal.SIGTERM)
         wait_for(process, "SIGTERM: stops")
@@ -85,24 +88,22 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path):
     assert saved(tmp_path) == [] and rows(tmp_path) == []
 
 
-def test_repeated_sighup_finishes_and_saves_the_rollout(tmp_path):
-    with run_in_process(tmp_path, 5) as process:
+@pytest.mark.parametrize(("number", "same_event"), [(signal.SIGHUP, 0.0), (signal.SIGINT, 1e9)])
+def test_one_event_that_sends_a_signal_twice_saves_the_rollout(tmp_path, number, same_event):
+    """A closed terminal may send SIGHUP twice; under `timeout` one Ctrl-C arrives twice at once."""
+    with run_in_process(tmp_path, 5, same_event) as process:
         wait_for(process, "rollout 0")
-        process.send_signal(signal.SIGHUP)
-        wait_for(process, "SIGHUP: stops when")
-        process.send_signal(signal.SIGHUP)
+        process.send_signal(number)
+        wait_for(process, f"{number.name}: stops when")
+        process.send_signal(number)
         end_rollout(process)
-        wait_for(process, "SIGHUP stopped the run after 1 of 5 rollouts")
-        assert process.wait() == 129
+        wait_for(process, f"{number.name} stopped the run after 1 of 5 rollouts")
+        assert process.wait() == 128 + number
     assert saved(tmp_path) == [1]
 
 
 # The child takes the terminal itself: a preexec_fn would run after a fork, without JAX's threads.
-ON_A_TERMINAL = """
-import fcntl, runpy, termios
-fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-runpy.run_module("tests.plain_loop", run_name="__main__")
-"""
+ON_A_TERMINAL = f"import fcntl, runpy, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); {PLAIN_LOOP}"
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
