@@ -37,11 +37,11 @@ def training_progress(
 ) -> Iterator[Report]:
     """Gives `report(step, metrics)`, to be called after each step with the number of finished steps.
 
-    Shows `reward`, the mean mismatch |Δ log p| and the newest evaluation if `metrics` (host numbers) has them. A
-    terminal gets one bar. Other outputs get plain lines: after `every` steps or `SILENCE` seconds, at every evaluation,
-    and at the last step:
+    Shows `reward`, `mismatch_kl` and the newest evaluation if `metrics` (host numbers) has them. A terminal gets one
+    bar. Other outputs get plain lines: after `every` steps or `SILENCE` seconds, at every evaluation, and at the last
+    step:
 
-        train 34/200 reward 0.550 mismatch 2.1e-06 eval dense 0.910 0:01:20
+        train 34/200 reward 0.550 mismatch_kl 2.1e-02 eval dense 0.910 0:01:20
 
     Args:
       total: the last step of the run.
@@ -94,12 +94,12 @@ def _plain_report(file: TextFile | None, name: str, total: int, start: int, ever
 
 
 def status(metrics: Mapping[str, float]) -> str:
-    """`reward 0.550 mismatch 2.1e-06 eval dense 0.910`, as far as `metrics` has them."""
+    """`reward 0.550 mismatch_kl 2.1e-02 eval dense 0.910`, as far as `metrics` has them."""
     parts = []
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")
-    if (mismatch := metrics.get("sampling/sampling_logp_difference/mean")) is not None:
-        parts.append(f"mismatch {mismatch:.1e}")
+    if "mismatch_kl" in metrics:
+        parts.append(f"mismatch_kl {metrics['mismatch_kl']:.1e}")
     if rewards := [f"{way} {value:.3f}" for name, value in metrics.items() if (way := evaluated(name))]:
         parts.append(f"eval {', '.join(rewards)}")
     return " ".join(parts)

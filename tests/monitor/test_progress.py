@@ -13,7 +13,7 @@ import pytest
 from smd_jax.monitor.progress import rollout_report, status, summary_table, training_progress
 from smd_jax.sampler.engine import Progress
 
-METRICS = {"reward": 0.55, "sampling/sampling_logp_difference/mean": 2.1e-6, "kl": 3.0}
+METRICS = {"reward": 0.55, "sampling/sampling_logp_difference/mean": 0.3, "mismatch_kl": 2.1e-2, "kl": 3.0}
 
 
 def file_and_bytes(encoding: str = "utf-8") -> tuple[io.TextIOWrapper, io.BytesIO]:
@@ -42,7 +42,7 @@ def lines_of(total: int, rows: list[tuple[int, dict[str, float]]], **options: An
 def test_plain_lines_without_a_terminal():
     """Every ten steps, counted from a resume, at evaluations and at the end; names are not wrapped or interpreted."""
     rows = [(step, METRICS) for step in range(15, 51)]
-    shown = "reward 0.550 mismatch 2.1e-06"
+    shown = "reward 0.550 mismatch_kl 2.1e-02"
     assert lines_of(50, rows, start=14) == [f"train {step}/50 {shown}" for step in (24, 34, 44, 50)]
     rows = [(0, {"eval/dense/reward": 0.955}), *((step, {}) for step in range(1, 21))]
     rows.insert(5, (4, {"eval/dense/reward": 0.76}))
@@ -74,7 +74,7 @@ def test_the_progress_bar_keeps_the_newest_evaluation(monkeypatch, columns):
     found = re.fullmatch(bar, first)
     assert found is not None and all(len(line) <= columns for line in (first, *others)), last
     shown = " ".join(" ".join([found[1], *others]).split())
-    assert shown == "reward 0.550 mismatch 2.1e-06 eval sampler 0.412, dense 0.955"
+    assert shown == "reward 0.550 mismatch_kl 2.1e-02 eval sampler 0.412, dense 0.955"
 
 
 HALFWAY = Progress(tokens=41_210, seconds=8.2, live=28, decode_rows=32, finished=96, rows=128)
