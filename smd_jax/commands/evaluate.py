@@ -41,7 +41,7 @@ from smd_jax.commands.arguments import (
 from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import arguments_of_run, asks_for_help, parse_options
 from smd_jax.commands.compilation_cache import cache_programs
-from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, report_errors
+from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
@@ -55,6 +55,7 @@ from smd_jax.commands.task_source import (
     evaluation_choice,
     has_held_out_rows,
     held_out_data,
+    names_held_out_rows,
     of_dataset,
     rewards_of,
     task_of,
@@ -164,6 +165,15 @@ def evaluation_rows(trained: Common) -> DataSource:
     return held_out_data(evaluation, data)
 
 
+def reads_training_rows(args: Args) -> bool:
+    """Whether the run of --run was trained on the rows to evaluate on."""
+    if args.command.run is None:
+        return False
+    data = arguments_of_run(args.command.run).data
+    is_held_out = data.dataset_source is None and names_held_out_rows(data.dataset, data.split)
+    return args.data == data and not is_held_out
+
+
 def run(args: Args) -> list[Evaluated]:
     """Evaluates and prints the results."""
     cache_programs()
@@ -187,6 +197,8 @@ def run(args: Args) -> list[Evaluated]:
     if gate is not None:
         params |= {EVICTION_GATE: parts}
     print(dropped, file=sys.stderr)
+    if reads_training_rows(args):
+        print_box("notice", "The run was trained on these rows and names no others. --split or --dataset names some.")
     print(f"a completion ends with: {shown_tokens(opened.tokenizer, opened.ends)}", file=sys.stderr)
     results, output = list[Evaluated](), sys.stdout
     # A reward in this process may print.

@@ -19,6 +19,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
+from smd_jax.commands import config_file
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.export import main as export
@@ -61,7 +62,9 @@ def test_train_evaluate_resume_export_and_plot(
     # The smd-eval command that the run prints works.
     printed = re.findall("evaluate it with: smd-eval (.*)", capsys.readouterr().out)
     smd_eval([*shlex.split(printed[0]), "--json"])
-    evaluated = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    output = capsys.readouterr()
+    assert "trained on these rows" not in output.err
+    evaluated = [json.loads(line) for line in output.out.splitlines()]
     rows = read_metrics(run / "metrics.jsonl")
     last = read_metrics(run / "evaluations.jsonl")[-1]
     names = ("sampler", "dense")
@@ -342,11 +345,17 @@ def fails(prompts, **columns):
     smd_eval([*argv, *rewards, "--reward-weights", "2", "0.5", "--max-prompt-length", "8"])
     output = capsys.readouterr()
     assert json.loads(output.out)["prompts"] == 1 and "the longest has 9 tokens" in output.err  # abcd?<no>
+    assert "trained on these rows" not in output.err
     # `overlong` gives -1 to a completion of three tokens, the limit, and more to a shorter one.
     assert 1.5 <= json.loads(output.out)["reward"] < 2.0
     fails = ["--reward", f"{tmp_path}/mine.py:fails", "--max-failed-rewards", "0"]
     with pytest.warns(UserWarning):
         assert "no answer" in error_of([*argv, *fails], capsys, smd_eval)
+    # A run of these rows names no others to evaluate on.
+    trained = ["grpo", *(word for word in argv if word != "--json"), *rewards, "--output-dir", str(tmp_path)]
+    (tmp_path / "config.yaml").write_text(config_file.dump(*parse(trained)))
+    smd_eval(["--run", str(tmp_path), "--json"])
+    assert "trained on these rows" in capsys.readouterr().err
 
 
 # --- resume
