@@ -172,8 +172,6 @@ def summary_table(
     # An output without an encoding, such as StringIO, takes any text.
     encoding = (target.encoding or "utf-8").lower()
     table = Table(
-        title=_text(title, encoding, "bold"),
-        title_justify="left",
         expand=texts > 0,
         show_lines=texts > 0,
         box=box.HEAVY_HEAD if encoding.startswith("utf") else box.ASCII,
@@ -197,13 +195,14 @@ def summary_table(
     console = Console(file=rendered, width=width, force_terminal=target.isatty())
     options = console.options.update(max_width=UNLIMITED)
     fits = texts > 0 or Measurement.get(console, options, table).maximum <= width
-    console.print(table if fits else _blocks(title, columns, cells, encoding))
+    console.print(_text(title, encoding, "bold"), soft_wrap=True)  # rich would fold it at the width of the table
+    console.print(table if fits else _blocks(columns, cells, encoding))
     print(rendered.getvalue(), end="", file=target, flush=True)
 
 
-def _blocks(title: str, columns: Sequence[str], rows: Sequence[Sequence[Text]], encoding: str) -> Group:
+def _blocks(columns: Sequence[str], rows: Sequence[Sequence[Text]], encoding: str) -> Group:
     """Name and value of every cell, below the first cell of their row."""
-    blocks: list[Text | Table] = [_text(title, encoding, "bold")]
+    blocks: list[Text | Table] = []
     for first, *others in rows:
         block = Table.grid(padding=(0, 2))
         block.add_column()

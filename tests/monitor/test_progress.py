@@ -124,8 +124,10 @@ def test_numbers_are_complete_at_every_width(width):
 
 def test_tables_in_a_pipe_are_not_narrowed():
     file, raw = file_and_bytes()
-    summary_table("title", *TABLE, file=file)
-    assert "a long name of a row │  100,000 │  100,001 │" in raw.getvalue().decode()
+    title = "a title that is longer than its table" * 10
+    summary_table(title, *TABLE, file=file)
+    first, *others = raw.getvalue().decode().splitlines()
+    assert first == title and "a long name of a row │  100,000 │  100,001 │" in "\n".join(others)
 
 
 def test_summary_table_refuses_ragged_rows():
