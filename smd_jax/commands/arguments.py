@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
+import tyro
+
 from smd_jax.model.lora import TARGETS, Target
 from smd_jax.runs.run_config import Objective
 
 T = TypeVar("T")
 BASIC = "basic"
 Basic = Annotated[T, BASIC]
+LR = tyro.conf.arg(aliases=["--lr"])
 
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo"]
 CorrectionName = Literal[
@@ -205,7 +208,7 @@ class OptimizerArgs:
     """The optimizer, and its learning rate."""
 
     optim: Literal["adamw", "adafactor"] = "adamw"  # adafactor needs little memory in addition to the weights
-    learning_rate: Basic[float | None] = None  # maximum of the run; None: 1e-6, with LoRA 1e-5
+    learning_rate: Basic[Annotated[float | None, LR]] = None  # maximum of the run; None: 1e-6, with LoRA 1e-5
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # schedule after the warm-up
     warmup_steps: float = 0.0  # optimizer steps; below 1: their share of the run
     min_lr_rate: float = 0.0  # end of linear and cosine, as a share of the learning rate

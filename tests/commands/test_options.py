@@ -166,8 +166,11 @@ def test_a_written_config_file_starts_the_same_run(tmp_path: Path):
 
 def test_flags_override_the_file_which_overrides_the_preset(tmp_path: Path):
     file = tmp_path / "own.yaml"
-    file.write_text("budget: 99\nbuffer: 3\nchat_template_kwargs: {enable_thinking: false, tone: dry}\n")
-    _, args = parse(["--preset", "gsm8k", "--config", str(file), *REQUIRED, "--buffer", "4"])
+    file.write_text(
+        "budget: 99\nbuffer: 3\nlearning_rate: 0.1\nchat_template_kwargs: {enable_thinking: false, tone: dry}\n"
+    )
+    _, args = parse(["--preset", "gsm8k", "--config", str(file), *REQUIRED, "--buffer", "4", "--lr", "1e-4"])
+    assert args.optimizer.learning_rate == 1e-4
     assert (args.sampler.eviction, args.sampler.budget, args.sampler.buffer) == ("rkv", 99, 4)
     assert task_choice(args.data, 0).chat_template_kwargs == (("enable_thinking", False), ("tone", "dry"))
 
