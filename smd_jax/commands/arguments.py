@@ -69,7 +69,7 @@ class DataSource:
     prompt_column: Basic[str | None] = None  # text or chat messages; None: "prompt"
     # Message before every prompt, for models with a chat template. Text prompts and their completions then become chat
     # messages; smd.tasks.completion_text reads both
-    system_prompt: Basic[str | None] = None
+    system_prompt: str | None = None
     chat_template: Literal["auto", "none"] = "auto"  # auto: the tokenizer's, if there is one; none: plain text
     chat_template_kwargs: tuple[str, ...] = ()  # variables of the chat template, such as enable_thinking=false
     map_function: str | None = None  # path/to/file.py:function or package.module:function, row -> row
@@ -175,7 +175,7 @@ class LossArgs:
     """The loss, and the correction for the difference between sampler and learner."""
 
     correction: Basic[CorrectionName] = "shadow"  # shadow: replay the evictions; all others train a dense learner
-    dense_share: float = 0.0  # share of the policy loss for a dense learner with TIS, truncated at 2
+    dense_share: Basic[float] = 0.0  # share of the policy loss for a dense learner with TIS, truncated at 2
     distill: Distillation = "none"  # teacher of an additional distillation loss; anchor: the frozen start, dense
     distill_coef: float = 0.1  # weight of the distillation in the loss
     loss_type: Basic[LossName] = "grpo"  # with its paper's token weighting and bounds

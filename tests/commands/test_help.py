@@ -49,3 +49,4 @@ def test_every_flag_has_a_help_text(
     assert len(all_flags) == len(first) or f"{len(all_flags) - len(first)} more options: --help-all" in first[intro]
     if command is main:
         assert {"--model", "--dataset", "--reward", "--budget", "--max-steps"} <= set(flags)
+        assert ("--correction" in flags) == ("--dense-share" in flags)  # together they choose the learner
