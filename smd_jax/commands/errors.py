@@ -52,6 +52,11 @@ FLAGS: Mapping[str, str] = {
     "eos_token_id": "--eos-token",
     "checkpoint_every": "--save-steps",
     "evaluate_every": "--eval-steps",
+    "prompt_column": "--prompt-column",
+    # A budget that is too small for the keys that are always kept.
+    "budget(?= of at least)": "--budget or a number in --eval-decode",
+    r"sinks(?= \+ window)": "--sinks",
+    "window(?= that)": "--eviction 'NAME(window=8)'",
 }
 # Characters of a message and of its lines: they may quote a name of thousands of characters or a page of YAML.
 LONGEST, LONGEST_LINE = 2000, 700

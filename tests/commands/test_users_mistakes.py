@@ -65,7 +65,7 @@ class Count:
         ("--tokenizer ./nowhere", "--tokenizer: expected a"),
         ("--dataset rows.jsonl --dataset-parameters", "expected a file or a folder at"),
         ("--dataset FOLDER/prompts.jsonl --dataset-parameters", "Name one: --reward path/to/file.py:function"),
-        ("--dataset FOLDER/rows.jsonl --dataset-parameters --reward format", "prompt_column"),
+        ("--dataset FOLDER/rows.jsonl --dataset-parameters --reward format", "prompt_column is --prompt-column"),
         ("--reward nonsense", "expected --reward as one of"),
         ("--reward format --reward overlong", "expected --reward once, with all its values after it; got it 2 times"),
         ("--stop a --stop=b", "expected --stop once"),
@@ -87,7 +87,7 @@ class Count:
         ),
         ("--share-prompts --microbatch 3", "a common divisor above 1; got 4 and 3"),
         # policies
-        ("--eviction snapkv(window=20)", "protects); got 12"),
+        ("--eviction snapkv(window=20)", "sinks is --sinks, window is --eviction 'NAME(window=8)'."),
         ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got another object of this name"),
         ("--eval-steps 1 --eval-decode gate:6", "expected --eviction gate with --eval-decode gate-6"),
         ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
@@ -379,7 +379,9 @@ def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):
 
 def test_every_option_is_one_flag():
     names = [config_file.options_of(kind) for kind in ALGORITHMS.values()]
-    assert set(FLAGS.values()) <= {f"--{name.replace('_', '-')}" for options in names for name in options}
+    assert {flag.split()[0] for flag in FLAGS.values()} <= {
+        f"--{name.replace('_', '-')}" for options in names for name in options
+    }
     # Flags have no prefix of their group, so two groups of an algorithm must not share an option name.
     for kind, options in zip(ALGORITHMS.values(), names, strict=True):
         groups = typing.get_type_hints(kind).values()
