@@ -24,7 +24,7 @@ import yaml
 
 from smd_jax.byte_sizes import show_bytes
 from smd_jax.commands import config_file
-from smd_jax.commands.arguments import Common, LaunchArgs
+from smd_jax.commands.arguments import Common, Grpo, LaunchArgs, Ppo, Rloo
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
@@ -128,7 +128,7 @@ def run(algorithm: str, args: Common) -> None:
     check_same_plan(ready.loop.config, ready.evaluator)
     with all_or_none():
         if is_first():
-            print_plan(ready)
+            print_plan(algorithm, ready)
             print(
                 f"checkpoints: {settings.keep} at most, {show_bytes(size)} each, to resume and for smd-export; "
                 "--save-total-limit 1 keeps one"
@@ -223,20 +223,28 @@ def run_exists(directory: Path) -> bool:
     return (directory / "config.yaml").is_file()
 
 
-def print_plan(ready: Prepared) -> None:
-    """The plan of the run: memory, policy, teacher, devices and data."""
-    config, mesh = ready.loop.config, ready.loop.mesh
+def print_plan(algorithm: str, ready: Prepared) -> None:
+    """The plan of the run: algorithm, loss, memory, policy, teacher, devices and data."""
+    args, config, mesh, rewards = ready.args, ready.loop.config, ready.loop.mesh, ready.loop.rewards
+    sampler, model = args.sampler, args.model
+    size = f"{args.run.max_steps} rollouts of {sampler.num_prompts} x {sampler.num_generations} completions"
+    print(f"{algorithm}: {size}, learning rate {args.optimizer.learning_rate:g}")
+    if isinstance(args, Grpo | Rloo | Ppo):
+        share = f", dense share {args.loss.dense_share:g}" if args.loss.dense_share else ""
+        print(f"loss: {args.loss.loss_type}, correction {args.loss.correction}{share}")
+    print(f"reward: {args.conversations.environment if rewards is None else ', '.join(rewards.logged_names)}")
+    trained = "all parameters" if model.lora_r is None else f"LoRA adapters of rank {model.lora_r}"
+    print(f"trained: {trained}, stored in {model.param_dtype}, computed in {ready.model.config.dtype}")
     if ready.memory is not None:
         summary_table(ready.memory.title, ("", "rollout", "update"), ready.memory.rows())
         microbatch = ready.loop.config.update.microbatch_size if isinstance(ready.loop, PolicyLoop) else None
         rows = "all" if config.decode_rows is None else f"{config.decode_rows}, prefill rows {config.prefill_rows}"
         print(f"sizes that fit: microbatch {microbatch or 'all'}, decode rows {rows}")
-    kept = f", {config.rollout.budget} + {config.rollout.buffer} keys per layer and KV head"
-    print(f"eviction policy: {config.policy}{kept if config.policy.evicts else ''}")
-    if isinstance(ready.loop, PolicyLoop):
-        distill = ready.loop.config.update.distill
-        teacher = "none" if distill is None else f"{distill.direction}, with a weight of {distill.coef} in the loss"
-        print(f"teacher: {teacher}")
+    kept = f", {sampler.sinks} sinks{', pyramid' if sampler.pyramid else ''}"
+    kept += f", {sampler.budget} + {sampler.buffer} keys per layer and KV head"
+    print(f"eviction: {sampler.eviction}{kept if config.policy.evicts else ''}")
+    if isinstance(ready.loop, PolicyLoop) and (distill := ready.loop.config.update.distill) is not None:
+        print(f"teacher: {distill.direction}, with a weight of {distill.coef} in the loss")
     print(f"a completion ends with: {shown_tokens(ready.model.tokenizer, ready.model.ends)}")
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")
