@@ -33,7 +33,7 @@ FOLLOWS = -0.5
 EARLY = 0.3
 # Log-probability in nats from which a token can hardly tell two models apart: both give it nearly all probability.
 CERTAIN = -0.1
-# First tokens of less than that which must agree before a cause is looked for in the later ones.
+# Fewest of such first tokens that must agree before a cause is looked for in the later ones.
 FEWEST_FIRST = 4
 
 FIXES = {cause.name: cause.fix for cause in CAUSES} | {
@@ -44,6 +44,7 @@ FIXES = {cause.name: cause.fix for cause in CAUSES} | {
     "tokens misaligned": "column t of logprobs belongs to token t",
     "evictions": "record what the engine evicted, after it evicted it",
     "evictions not recorded": "record evicted_at: which keys the engine evicted, and when",
+    "undecided": "replay more rows (--rows); if these were all, record more",
 }
 
 
@@ -360,7 +361,8 @@ def _by_elimination(
     if swapped is not None and swapped.difference <= allowed:
         return swapped, layers
     if early.sum() < FEWEST_FIRST:
-        return None, layers
+        said = "stale weights or other evictions than recorded; too few tokens before any eviction to tell which"
+        return Finding("undecided", said, base) if early.any() else None, layers
     said = "only tokens after the first eviction differ, and no tested condition explains how"
     return Finding("evictions", said, base), layers
 
@@ -378,10 +380,10 @@ def _without_evictions(difference: np.ndarray, sampled: np.ndarray, tolerance: f
     if agree and telling.sum() >= FEWEST_FIRST:
         said = "first response tokens agree and later ones differ: keys may have been evicted that the record lacks"
         return Finding("evictions not recorded", said, _mean_abs(difference))
-    also = (
-        "too few uncertain first tokens to exclude unrecorded evictions" if agree else "the first tokens have it, too"
-    )
-    said = f"no tested condition explains the difference, and {also}"
+    if agree:
+        said = "stale weights or evictions that the record lacks; too few uncertain first tokens to tell which"
+        return Finding("undecided", said, _mean_abs(difference))
+    said = "no tested condition explains the difference, and the first tokens have it, too"
     return Finding("stale weights", said, _mean_abs(difference))
 
 
