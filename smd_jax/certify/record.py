@@ -1,7 +1,7 @@
 """A rollout on disk in a form that any sampler can write: tokens, log-probabilities, and the conditions of sampling.
 
-One file, `.npz` or `.safetensors`, with the arrays of `REQUIRED` and any of `OPTIONAL`. Rows are padded on the right;
-column t has the t-th token. docs/certify.md lists shapes, dtypes and meanings. Numpy only.
+One file, `.npz` or `.safetensors`, with the arrays of `REQUIRED` and any others of `SHAPES`. Rows are padded on the
+right; column t has the t-th token. docs/certify.md lists shapes, dtypes and meanings. Numpy only.
 """
 
 from __future__ import annotations
@@ -19,17 +19,27 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.message.drawable_tokens import checked_support
-from smd_jax.message.foreign import MOST_IDS, ROUNDING, evicted_by_row
+from smd_jax.message.foreign import MOST_IDS, ROUNDING, ExpertSizes, check_experts, evicted_by_row, pad_tokens
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import RoutingShape
 from smd_jax.model.routing import NOT_RECORDED
 
 REQUIRED = ("tokens", "prompt_lengths", "lengths", "logprobs")
-OPTIONAL = (
-    *("temperature", "positions", "evicted_at", "kept_after", "kept"),
-    *("support_ids", "support_offsets", "top_ids", "top_logprobs", "routing", "pad_token_id"),
-)
+# The axes of every array. An axis has one size in all arrays.
+SHAPES = {
+    **dict.fromkeys(("tokens", "logprobs", "positions"), ("rows", "columns")),
+    **dict.fromkeys(("prompt_lengths", "lengths"), ("rows",)),
+    **dict.fromkeys(("temperature", "pad_token_id"), ()),
+    "evicted_at": ("rows", "layers", "kv_heads", "columns"),
+    "kept_after": ("rows", "compressions"),
+    "kept": ("rows", "compressions", "layers", "kv_heads", "keys"),
+    "support_ids": ("entries",),
+    "support_offsets": ("response_tokens + 1",),
+    **dict.fromkeys(("top_ids", "top_logprobs"), ("rows", "columns", "k")),
+    "routing": ("rows", "columns", "expert_layers", "experts"),
+}
+PAIRS = (("kept", "kept_after"), ("support_ids", "support_offsets"), ("top_ids", "top_logprobs"))
 FLOATS = ("logprobs", "temperature", "top_logprobs")
 
 
@@ -103,7 +113,7 @@ def load_record(
 
     Raises:
       ValueError: a file that cannot be read, a missing or unknown array, a wrong shape, dtype or value. The message
-        names the array.
+        names the array, or the row and the token.
     """
     return check_record(_read(Path(path)), layers, kv_heads, vocab_size, experts)
 
@@ -129,7 +139,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def save_record(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Checks arrays under the names of `REQUIRED` and `OPTIONAL`, and writes them. An existing file is not replaced.
+    """Checks arrays under the names of `SHAPES`, and writes them. An existing file is not replaced.
 
     Raises:
       FileExistsError: `path` exists. ValueError: another suffix than .npz and .safetensors; a missing or unknown
@@ -221,47 +231,26 @@ def check_record(
     arrays: Mapping[str, np.ndarray], layers: int, kv_heads: int, vocab_size: int, experts: RoutingShape | None = None
 ) -> Record:
     """The record of these arrays; arguments and errors as `load_record`."""
-    missing = [name for name in REQUIRED if name not in arrays]
-    if missing:
-        raise ValueError(f"expected the arrays {', '.join(REQUIRED)}; {', '.join(missing)} missing")
-    unknown = sorted(set(arrays) - set(REQUIRED) - set(OPTIONAL))
-    if unknown:
-        raise ValueError(f"expected the arrays {', '.join((*REQUIRED, *OPTIONAL))}; got {', '.join(unknown)[:200]}")
-    for name, array in arrays.items():
-        if name in FLOATS and array.dtype not in (np.float32, np.float64):
-            # The errors of 16 bits, about 1e-3 nats, would be taken for those of other weights.
-            raise ValueError(f"{name}: expected float32 or float64, which hold 1e-4 nats; got {array.dtype}")
-        if name not in FLOATS and not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"{name}: expected integers; got {array.dtype}")
-    tokens = arrays["tokens"]
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"tokens: expected [rows, columns]; got the shape {tokens.shape}")
-    rows, columns = tokens.shape
-    shapes = {"prompt_lengths": (rows,), "lengths": (rows,), "logprobs": (rows, columns), "positions": (rows, columns)}
-    shapes |= {"temperature": (), "pad_token_id": ()}
-    for name, shape in shapes.items():
-        if name in arrays and arrays[name].shape != shape:
-            raise ValueError(f"{name}: expected the shape {shape}; got {arrays[name].shape}")
+    _check_arrays(arrays, experts)
+    tokens, logprobs = arrays["tokens"], arrays["logprobs"].astype(np.float32)
     lengths, prompts = arrays["lengths"].astype(np.int32), arrays["prompt_lengths"].astype(np.int32)
-    for row in range(rows):
-        if not 1 <= prompts[row] < lengths[row] <= columns:
-            raise ValueError(
-                f"expected 1 <= prompt_lengths < lengths <= {columns} columns; got {prompts[row]} and {lengths[row]} "
-                f"in row {row}"
-            )
-    inside = np.arange(columns) < lengths[:, None]
-    _refuse(
-        inside & ((tokens < 0) | (tokens >= vocab_size)),
-        tokens,
-        f"tokens: expected ids below {vocab_size}, the model's vocabulary; got {{}} in {{}}. Was the record made with "
-        "another tokenizer?",
-    )
-    response = inside & (np.arange(columns) >= prompts[:, None])
-    logprobs = arrays["logprobs"].astype(np.float32)
-    _refuse(response & ~_is_logprob(logprobs), logprobs, "logprobs: expected finite numbers <= 0; got {} in {}")
+    columns = tokens.shape[1]
+    for row in np.flatnonzero((prompts < 1) | (prompts >= lengths) | (lengths > columns))[:1]:
+        raise ValueError(
+            f"expected 1 <= prompt_lengths < lengths <= {columns} columns; got {prompts[row]} and {lengths[row]} "
+            f"in row {row}"
+        )
+    by_row = list(zip(tokens, logprobs, prompts, lengths, strict=True))
+    asked = [ids[:start] for ids, _, start, _ in by_row]
+    drawn = [ids[start:end] for ids, _, start, end in by_row]
+    known = [numbers[start:end] for _, numbers, start, end in by_row]
+    # Checks ids and log-probabilities.
+    pad_tokens(asked, drawn, known, sampled=None, vocab_size=vocab_size, widths=(None, None), pad_token_id=0)
     temperature = float(arrays.get("temperature", np.float32(1.0)))
     if not 0 < temperature < np.inf:
         raise ValueError(f"temperature: expected a number > 0; got {temperature}")
+    inside = np.arange(columns) < lengths[:, None]
+    response = inside & (np.arange(columns) >= prompts[:, None])
     positions = arrays.get("positions", np.broadcast_to(np.arange(columns), tokens.shape))
     wrong = inside & ((positions < 0) | (positions >= MOST_IDS))
     _refuse(wrong, positions, f"positions: expected numbers from 0 to {MOST_IDS - 1}; got {{}} in {{}}")
@@ -271,61 +260,70 @@ def check_record(
         prompt_lengths=prompts,
         lengths=lengths,
         logprobs=np.where(response, logprobs, 0).astype(np.float32),
-        evicted_at=_evicted_at(arrays, lengths, columns, layers, kv_heads),
+        evicted_at=_evicted_at(arrays, lengths, layers, kv_heads),
         temperature=temperature,
-        support=_support(arrays, response, tokens, vocab_size),
+        support=_support(arrays, response, vocab_size),
         pad_token_id=int(arrays.get("pad_token_id", np.int32(0))),
         top=_top(arrays, response, vocab_size),
-        routing=_routing(arrays, inside, experts),
+        routing=_routing(arrays, lengths, experts),
     )
 
 
-def _evicted_at(
-    arrays: Mapping[str, np.ndarray], lengths: np.ndarray, columns: int, layers: int, kv_heads: int
-) -> np.ndarray:
-    """`evicted_at` of the record, checked, with NEVER from the row's length on; padding is never seen."""
-    if _both(arrays, "kept", "kept_after") and "evicted_at" in arrays:
+def _check_arrays(arrays: Mapping[str, np.ndarray], experts: RoutingShape | None) -> None:
+    """Checks which arrays there are, their dtypes and their shapes."""
+    missing = [name for name in REQUIRED if name not in arrays]
+    if missing:
+        raise ValueError(f"expected the arrays {', '.join(REQUIRED)}; {', '.join(missing)} missing")
+    unknown = sorted(set(arrays) - set(SHAPES))
+    if unknown:
+        raise ValueError(f"expected the arrays {', '.join(SHAPES)}; got {', '.join(unknown)[:200]}")
+    for one, other in PAIRS:
+        if (one in arrays) != (other in arrays):
+            raise ValueError(f"expected {one} and {other} together; got one of them")
+    if "evicted_at" in arrays and "kept" in arrays:
         raise ValueError("expected evicted_at or kept; got both")
-    rows = len(lengths)
+    if "routing" in arrays and experts is None:
+        raise ValueError("routing: expected no expert routing, because the model has no experts; got it")
+    sizes = {} if experts is None else {"expert_layers": len(experts.layers), "experts": experts.per_token}
+    for name in (name for name in SHAPES if name in arrays):
+        array, axes = arrays[name], SHAPES[name]
+        if name in FLOATS and array.dtype not in (np.float32, np.float64):
+            # The errors of 16 bits, about 1e-3 nats, would be taken for those of other weights.
+            raise ValueError(f"{name}: expected float32 or float64, which hold 1e-4 nats; got {array.dtype}")
+        if name not in FLOATS and not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name}: expected integers; got {array.dtype}")
+        expected = tuple(sizes.get(axis, axis) for axis in axes)  # a name where no earlier array has the size
+        sizes = dict(zip(axes, array.shape, strict=False)) | sizes
+        if array.shape != tuple(sizes.get(axis) for axis in axes):
+            raise ValueError(f"{name}: expected the shape {expected}; got {array.shape}")
+
+
+def _evicted_at(arrays: Mapping[str, np.ndarray], lengths: np.ndarray, layers: int, kv_heads: int) -> np.ndarray:
+    """`evicted_at` of the record, checked, with NEVER from the row's length on; padding is never seen."""
     by_row = [np.full((1, 1, length), NEVER) for length in lengths]
     if "evicted_at" in arrays:
-        given = arrays["evicted_at"]
-        fits = given.ndim == 4 and given.shape[::3] == (rows, columns)
-        if not fits or given.shape[1] not in (1, layers) or given.shape[2] not in (1, kv_heads):
-            raise ValueError(
-                f"evicted_at: expected the shape {(rows, layers, kv_heads, columns)}, with 1 for layers or KV heads "
-                f"that share it; got {given.shape}"
-            )
-        trimmed = [given[row, :, :, : lengths[row]] for row in range(rows)]
-        by_row = evicted_by_row(lengths, layers, kv_heads, evicted_at=trimmed)
+        given = [of_row[..., :length] for of_row, length in zip(arrays["evicted_at"], lengths, strict=True)]
+        by_row = evicted_by_row(lengths, layers, kv_heads, evicted_at=given)
     elif "kept" in arrays:
-        kept, after = arrays["kept"], arrays["kept_after"]
-        if kept.ndim != 5 or after.shape != kept.shape[:2] or kept.shape[0] != rows:
-            raise ValueError(
-                f"kept: expected [rows, compressions, layers, kv_heads, keys] with kept_after [rows, compressions], "
-                f"{rows} rows; got {kept.shape} and {after.shape}"
-            )
         compressions = [
             [
-                (int(at), [[keys[keys >= 0] for keys in heads] for heads in kept[row, number]])
-                for number, at in enumerate(after[row])
+                (int(at), [[keys[keys >= 0] for keys in heads] for heads in kept])
+                for at, kept in zip(*of_row, strict=True)
                 if at >= 0
             ]
-            for row in range(rows)
+            for of_row in zip(arrays["kept_after"], arrays["kept"], strict=True)
         ]
         by_row = evicted_by_row(lengths, layers, kv_heads, kept=compressions)
-    found = np.zeros((rows, *by_row[0].shape[:2], columns), np.int32)
+    found = np.zeros((len(lengths), *by_row[0].shape[:2], arrays["tokens"].shape[1]), np.int32)
     for row, (of_row, length) in enumerate(zip(by_row, lengths, strict=True)):
         found[row, :, :, :length] = np.where(of_row < length, of_row, NEVER)
     return found
 
 
-def _support(
-    arrays: Mapping[str, np.ndarray], response: np.ndarray, tokens: np.ndarray, vocab_size: int
-) -> tuple[np.ndarray, ...] | None:
-    if not _both(arrays, "support_ids", "support_offsets"):
+def _support(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int) -> tuple[np.ndarray, ...] | None:
+    if "support_ids" not in arrays:
         return None
-    ids, offsets, drawn = arrays["support_ids"], arrays["support_offsets"], tokens[response]
+    ids, offsets, drawn = arrays["support_ids"], arrays["support_offsets"], arrays["tokens"][response]
     where = " (support_ids, support_offsets)"
     ids, sizes = checked_support(ids, offsets, drawn, vocab_size, where, np.ones(len(drawn), bool))
     return tuple(np.split(ids, np.cumsum(sizes)[:-1]))
@@ -333,70 +331,34 @@ def _support(
 
 def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int) -> Top | None:
     """The likeliest tokens of the sampler, checked."""
-    if not _both(arrays, "top_ids", "top_logprobs"):
+    if "top_ids" not in arrays:
         return None
-    ids, logprobs = arrays["top_ids"], arrays["top_logprobs"].astype(np.float32)
-    if ids.ndim != 3 or ids.shape[:2] != response.shape or ids.shape != logprobs.shape:
-        raise ValueError(
-            f"top_ids, top_logprobs: expected two arrays {(*response.shape, 'k')}; got {ids.shape} and {logprobs.shape}"
-        )
-    ids = np.where(response[..., None], ids.astype(np.int64), -1)
-    there = ids != -1
-    _refuse(
-        there & ((ids < 0) | (ids >= vocab_size)),
-        ids,
-        f"top_ids: expected ids below {vocab_size}, or -1 for none; got {{}} in {{}}",
-    )
-    twice, again = _repeated(ids)
-    _refuse(twice & (again != -1), again, "top_ids: expected every id once for a token; got {} twice in {}")
-    _refuse(there & ~_is_logprob(logprobs), logprobs, "top_logprobs: expected finite numbers <= 0; got {} in {}")
+    ids = np.where(response[..., None], arrays["top_ids"].astype(np.int64), -1)
+    logprobs, there = arrays["top_logprobs"].astype(np.float32), ids != -1
+    wrong = there & ((ids < 0) | (ids >= vocab_size))
+    _refuse(wrong, ids, f"top_ids: expected ids below {vocab_size}, or -1 for none; got {{}} in {{}}")
+    ordered = np.sort(ids, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
+    _refuse(twice, ordered[..., 1:], "top_ids: expected every id once for a token; got {} twice in {}")
+    wrong = there & ~(np.isfinite(logprobs) & (logprobs <= ROUNDING))
+    _refuse(wrong, logprobs, "top_logprobs: expected finite numbers <= 0; got {} in {}")
     mass = np.where(there, np.exp(np.where(there, logprobs, 0)), 0).sum(axis=-1)
     _refuse(mass > 1.01, mass, "top_logprobs: expected probabilities with a sum of at most 1; got {:.3g} in {}")
     return Top(ids.astype(np.int32), np.where(there, logprobs, 0))
 
 
-def _routing(arrays: Mapping[str, np.ndarray], inside: np.ndarray, experts: RoutingShape | None) -> np.ndarray | None:
-    """The experts of every token, checked."""
-    if "routing" not in arrays:
+def _routing(arrays: Mapping[str, np.ndarray], lengths: np.ndarray, experts: RoutingShape | None) -> np.ndarray | None:
+    """The experts of every token, checked; none of a row's last token, which the sampler never read."""
+    if "routing" not in arrays or experts is None:
         return None
-    if experts is None:
-        raise ValueError("routing: expected no expert routing, because the model has no experts; got it")
-    given = arrays["routing"]
-    shape = (*inside.shape, len(experts.layers), experts.per_token)
-    if given.shape != shape:
-        raise ValueError(
-            f"routing: expected {shape}, rows, columns, layers with experts and experts of a token; got {given.shape}"
-        )
-    wrong = (given < 0) | (given >= experts.count)
-    # The last token was never read, so an engine has no routing for it; nor for tokens of a prefix cache.
-    read = (inside & np.pad(inside[:, 1:], [(0, 0), (0, 1)]))[..., None, None]
-    read = read & ~(given == -1).all(axis=-1, keepdims=True)
-    _refuse(wrong & read, given, f"routing: expected experts from 0 to {experts.count - 1}; got {{}} in {{}}")
-    twice, again = _repeated(given)
-    _refuse(twice & read, again, "routing: expected different experts for a token; got {} twice in {}")
-    return np.where(wrong, -1, given.astype(np.int32))
-
-
-def _both(arrays: Mapping[str, np.ndarray], one: str, other: str) -> bool:
-    """Whether the record has both arrays; one of them raises ValueError."""
-    if (one in arrays) != (other in arrays):
-        raise ValueError(f"expected {one} and {other} together; got one of them")
-    return one in arrays
-
-
-def _is_logprob(numbers: np.ndarray) -> np.ndarray:
-    return np.isfinite(numbers) & (numbers <= ROUNDING)
-
-
-def _repeated(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of a token's sorted ids equal the one before, and these ids."""
-    ordered = np.sort(ids, axis=-1)
-    return ordered[..., 1:] == ordered[..., :-1], ordered[..., 1:]
+    sizes = ExpertSizes(len(experts.layers), experts.count, experts.per_token)
+    found = np.full(arrays["routing"].shape, NOT_RECORDED, np.int32)
+    for row, length in enumerate(lengths.tolist()):
+        found[row, : length - 1] = check_experts(arrays["routing"][row, : length - 1], row, length, sizes)
+    return found
 
 
 def _refuse(wrong: np.ndarray, numbers: np.ndarray, message: str) -> None:
-    """Raises ValueError for the first of the wrong numbers. The message gets it and its row, column and layer."""
+    """Raises ValueError for the first of the wrong numbers. The message gets it and its row and column."""
     for place in np.argwhere(wrong)[:1]:
-        names = ("row", "column", "layer")[: max(wrong.ndim - 1, 2)]
-        where = ", ".join(f"{name} {index}" for name, index in zip(names, place, strict=False))
-        raise ValueError(message.format(numbers[tuple(place)], where))
+        raise ValueError(message.format(numbers[tuple(place)], f"row {place[0]}, column {place[1]}"))

@@ -163,7 +163,8 @@ def _check_ids(tokens: np.ndarray, most: int, where: str) -> None:
     # Loops over `[:1]`, here and below: the first place where something is wrong, if there is one.
     for place in np.flatnonzero((tokens < 0) | (tokens >= most))[:1]:
         raise ValueError(
-            f"expected ids from 0 to {most - 1}, the vocabulary; got {tokens[place]} ({where}, token {place})"
+            f"expected ids from 0 to {most - 1}, the vocabulary; got {tokens[place]} ({where}, token {place}). Was "
+            "another tokenizer used?"
         )
 
 
@@ -382,14 +383,14 @@ def routing_by_column(
     kind = np.int8 if sizes.count <= 2**7 else np.int16
     found = np.full((*rows.tokens.shape, sizes.layers, sizes.per_token), NO_EXPERT, kind)
     for row, given in enumerate(routed):
-        experts = _experts_of_row(np.asarray(given), row, int(rows.lengths[row]), sizes)
+        experts = check_experts(np.asarray(given), row, int(rows.lengths[row]), sizes)
         start = int(rows.start[row])
         found[row, start : start + len(experts)] = experts
     return found
 
 
-def _experts_of_row(given: np.ndarray, row: int, tokens: int, sizes: ExpertSizes) -> np.ndarray:
-    """`[tokens or one less, layers, per_token]`, checked."""
+def check_experts(given: np.ndarray, row: int, tokens: int, sizes: ExpertSizes) -> np.ndarray:
+    """The experts of one row, `[tokens or one less, layers, per_token]`. Errors as `routing_by_column`."""
     if given.dtype.kind not in "iu":
         raise ValueError(f"expected routed_experts as integers; got {given.dtype} in row {row}")
     each = (sizes.layers, sizes.per_token)

@@ -265,14 +265,14 @@ def test_bad_routing_is_refused(arrays):
     sizes = (MOE.num_layers, MOE.num_kv_heads, MOE.vocab_size, smd.Decoder(MOE).shape.routing)
     routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
     for experts, message in (
-        (routing + 3, "routing: expected experts from 0 to 3; got 4 in row 0, column 0, layer 0"),
-        (0 * routing, "expected different experts for a token; got 0 twice in row 0, column 0"),
-        (routing[:, :, :1], r"routing: expected \(4, 44, 2, 2\), .*; got \(4, 44, 1, 2\)"),
+        (routing + 3, "expected experts from 0 to 3, or -1; got 4 in row 0, token 0, layer 0"),
+        (0 * routing, r"expected 2 different experts of a token, .*; got \[0, 0\] in row 0, token 0, layer 0"),
+        (routing[:, :, :1], r"routing: expected the shape \(4, 44, 2, 2\); got \(4, 44, 1, 2\)"),
     ):
         with pytest.raises(ValueError, match=message):
             check_record({**arrays, "routing": experts}, *sizes)
-    routing[0, 1] = -1  # not recorded
-    assert (np.asarray(check_record({**arrays, "routing": routing}, *sizes).routing)[0, 1] == -1).all()
+    routing[0, 1], routing[0, 43] = -1, 9  # not recorded; of the last token, which was never read
+    assert (np.asarray(check_record({**arrays, "routing": routing}, *sizes).routing)[0, [1, 43]] == -1).all()
 
 
 def test_a_record_may_fill_the_context(params, arrays):
@@ -460,7 +460,7 @@ def test_a_file_that_is_no_record(arrays, tmp_path: Path):
         ({"tokens": np.zeros((4, 44))}, "tokens: expected integers; got float64"),
         ({"evicted_at": np.full((4, 3, 2, 44), -1)}, "expected evicted_at of at least 1"),
         ({"evicted_at": np.zeros(4, int)}, "evicted_at: expected the shape"),
-        ({"routing": np.zeros((4, 44, 2, 2), int)}, "expected different experts for a token"),
+        ({"routing": np.zeros((4, 44, 2, 2), int)}, "expected 2 different experts of a token"),
         ({"routing": np.zeros((4, 44), int)}, "routing: expected"),
     ],
 )
@@ -493,13 +493,13 @@ def top_arrays(ids, logprob):
         ({"logprobs": np.zeros((4, 44), np.float16)}, "logprobs: expected float32 or float64, .*; got float16"),
         ({"positions": np.full((4, 44), 2**33)}, "positions: expected numbers from 0 to .*; got 8589934592 in row 0"),
         ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
-        ({"logprobs": np.full((4, 44), np.nan)}, "logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
+        ({"logprobs": np.full((4, 44), np.nan)}, r"finite log-probabilities; got nan \(row 0, response token 0\)"),
         # `Trajectory.from_records` has the same limit: a certified record can be trained on.
-        ({"logprobs": np.full((4, 44), 5e-4)}, "logprobs: expected finite numbers <= 0; got 0.0005"),
-        ({"tokens": np.full((4, 44), 264)}, "below 264, .*; got 264 in row 0, column 0. Was the record made with"),
+        ({"logprobs": np.full((4, 44), 5e-4)}, "expected log-probabilities, which are at most 0 .*; got 0.0005"),
+        ({"tokens": np.full((4, 44), 264)}, r"to 263, .*; got 264 \(prompt of row 0, token 0\). Was another"),
         ({"lengths": np.array([12, 9, 7, 6])}, "expected 1 <= prompt_lengths < lengths <= 44"),
         ({"temperature": np.float32(0)}, "temperature: expected a number > 0; got 0.0"),
-        ({"evicted_at": np.zeros((4, 3, 5, 44), int)}, r"evicted_at: expected the shape \(4, 3, 2, 44\)"),
+        ({"evicted_at": np.zeros((4, 3, 5, 44), int)}, r"of row 0 to be \(3, 2, 44\) .*; got \(3, 5, 44\)"),
         ({"evicted_at": np.zeros((4, 3, 2, 44), int)}, "row 0"),
         ({"kept": np.zeros((4, 1, 3, 2, 1), int)}, "expected kept and kept_after together"),
         ({"support_ids": np.zeros(3, int)}, "expected support_ids and support_offsets together"),
@@ -539,6 +539,8 @@ def test_a_key_that_comes_back_is_refused(arrays):
     fields = {name: array for name, array in arrays.items() if name != "evicted_at"}
     with pytest.raises(ValueError, match="row 0, compression 1"):
         record_of({**fields, "kept": kept, "kept_after": np.tile([5, 9], (4, 1))})
+    with pytest.raises(ValueError, match=r"kept: expected the shape \(4, 3, 'layers', .*; got \(4, 2, 3, 2, 3\)"):
+        record_of({**fields, "kept": kept, "kept_after": np.tile([5, 9, 9], (4, 1))})
 
 
 def test_prompt_facts_of_tokenizers():
