@@ -120,7 +120,7 @@ def rollout_program(
 ) -> Trajectory:
     """`rollout` without the check of its prompts, for lowering, compiling, or calls from jitted functions.
 
-    Its arguments are those of `rollout`, repeated for type checkers and editors.
+    Its arguments are those of `rollout`, repeated because `jax.jit` finds the static ones by name.
     """
     count, width = prompts.tokens.shape
     rows = count * group_size
