@@ -37,7 +37,7 @@ class UpdateConfig:
     Attributes:
       visibility: "shadow" replays the sampler's mask in the learner, so that both are one policy; "dense" trains the
         full-context policy on the sparse sampler's tokens. None: "shadow" with the correction `Shadow()`, "dense" with
-        any other. `policy_term.visibility` is never None.
+        any other, see `learner_visibility`.
       loss: the policy loss.
       policy_coef: weight of the policy loss; 0 disables it.
       entropy_coef: weight of the entropy bonus, `loss -= entropy_coef * mean entropy` in nats, independent of
@@ -88,7 +88,7 @@ class UpdateConfig:
     def __post_init__(self) -> None:
         check_types(self)
         setup = LearnerSetup(
-            self.objective, self.policy_term.visibility, self.reference_sync, self.pack_columns, self.rows_per_prompt
+            self.objective, self.learner_visibility, self.reference_sync, self.pack_columns, self.rows_per_prompt
         )
         for term in self.objective:
             term.check(setup)
@@ -99,11 +99,11 @@ class UpdateConfig:
                 "expected beta > 0 or distillation in direction 'ema' with a reference_sync, because nothing else "
                 f"reads a reference; got {self.reference_sync}"
             )
-        if self.needs.evictions and (self.policy_term.visibility == "dense" or self.pack_columns is not None):
+        if self.needs.evictions and (self.learner_visibility == "dense" or self.pack_columns is not None):
             raise ValueError(
                 "expected visibility 'shadow' with an eviction_coef or another term that needs evictions, because "
                 "their probabilities are known only under the sampler's mask; and no pack_columns; got "
-                f"{self.policy_term.visibility!r} and {self.pack_columns}"
+                f"{self.learner_visibility!r} and {self.pack_columns}"
             )
         if self.needs.router and (self.needs.evictions or self.pack_columns is not None):
             raise ValueError(
@@ -156,10 +156,15 @@ class UpdateConfig:
             self.loss,
             (1 - share) * self.policy_coef,
             self.correction,
-            self.visibility or ("shadow" if claims_no_mismatch(self.correction) else "dense"),
+            self.learner_visibility,
             self.kl_in_reward,
             self.top_entropy_quantile,
         )
+
+    @property
+    def learner_visibility(self) -> Visibility:
+        """`visibility`, or what the correction implies."""
+        return self.visibility or ("shadow" if claims_no_mismatch(self.correction) else "dense")
 
     @property
     def needs(self) -> Needs:
@@ -195,7 +200,7 @@ def check_old_logprobs(config: UpdateConfig, batch: TrainBatch) -> None:
     """
     check_instance("batch", batch, TrainBatch)
     given = {"old_logprobs": batch.old_logprobs, "dense_old_logprobs": batch.dense_old_logprobs}
-    visibilities: tuple[Visibility, ...] = (config.policy_term.visibility, "dense")
+    visibilities: tuple[Visibility, ...] = (config.learner_visibility, "dense")
     for correction, visibility, (name, old) in zip(config.corrections, visibilities, given.items(), strict=False):
         if old is None or not correction.traits.uses_mismatch:
             continue

@@ -123,7 +123,7 @@ def _term_inputs(
     """Computes the needs of all terms once."""
     needs = config.needs
     trajectory = part.batch.trajectory
-    visibility = config.policy_term.visibility
+    visibility = config.learner_visibility
     mask = learner_mask(trajectory, visibility)
     evictions = router = None
     if needs.evictions:  # under the sampler's mask, as the term has checked

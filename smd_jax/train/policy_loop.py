@@ -45,7 +45,7 @@ class PolicyConfig(LoopConfig):
 
     @property
     def is_exact(self) -> bool:
-        return self.update.policy_term.visibility == "shadow"
+        return self.update.learner_visibility == "shadow"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class PolicyLoop(Loop):
     def replay(self) -> ReplayFunction:
         """Log-probabilities of a rollout as the learner sees it, at most `rows_of_a_pass` rows at a time."""
         rows_per_prompt = self.unpacked_config.rows_per_prompt
-        return make_replay(self.model, self.config.update.policy_term.visibility, self.rows_of_a_pass, rows_per_prompt)
+        return make_replay(self.model, self.config.update.learner_visibility, self.rows_of_a_pass, rows_per_prompt)
 
     @cached_property
     def dense_replay(self) -> ReplayFunction:

@@ -100,7 +100,7 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
         With shadow masks the log-probabilities are those that the sampler recorded, unless a correction has to measure
         the difference; None if neither loss nor correction reads them.
         """
-        hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, update.policy_term.visibility))
+        hidden = response_hidden(model, params, trajectory, learner_mask(trajectory, update.learner_visibility))
         critic_values = values(params, hidden)
         if not update.correction.traits.needs_old:
             return critic_values, None

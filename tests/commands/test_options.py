@@ -228,7 +228,7 @@ def test_losses_and_corrections():
     assert update_config(LossArgs(), reference, SnapKV(), None, 8).distill is None
     distill = update_config(LossArgs(distill="anchor", distill_coef=0.2), reference, SnapKV(), None, 8).distill
     assert distill == smd.DistillConfig(direction="anchor", coef=0.2)
-    assert update_config(LossArgs(correction="tis"), reference, SnapKV(), 2, 8).policy_term.visibility == "dense"
+    assert update_config(LossArgs(correction="tis"), reference, SnapKV(), 2, 8).learner_visibility == "dense"
     for microbatch, rows in ((None, 8), (16, 8), (12, 4)):
         shared = update_config(LossArgs(share_prompts=True), reference, Dense(), microbatch, 8)
         assert shared.rows_per_prompt == rows

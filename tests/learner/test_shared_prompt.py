@@ -123,7 +123,7 @@ ADVANTAGES = jnp.asarray(np.random.default_rng(1).normal(size=ROWS), jnp.float32
 def batch_of(config: UpdateConfig) -> TrainBatch:
     """A dense learner recomputes the old log-probabilities before the update."""
     one = sampled()
-    return TrainBatch(one, ADVANTAGES, one.logprobs if config.policy_term.visibility == "shadow" else None)
+    return TrainBatch(one, ADVANTAGES, one.logprobs if config.learner_visibility == "shadow" else None)
 
 
 def run_update(config: UpdateConfig):

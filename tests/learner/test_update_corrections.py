@@ -134,10 +134,10 @@ def test_missing_old_logprobs_default_to_the_current_learner():
     [(Shadow(), "shadow"), (Chain((Shadow(), Veto())), "shadow"), (TIS(), "dense"), (Naive(), "dense")],
 )
 def test_the_correction_decides_the_mask_unless_it_is_given(correction, expected):
-    assert UpdateConfig(correction=correction).policy_term.visibility == expected
-    assert UpdateConfig(visibility="shadow", correction=correction).policy_term.visibility == "shadow"
+    assert UpdateConfig(correction=correction).learner_visibility == expected
+    assert UpdateConfig(visibility="shadow", correction=correction).learner_visibility == "shadow"
     replaced = dataclasses.replace(UpdateConfig(), correction=correction)
-    assert replaced.policy_term.visibility == expected
+    assert replaced.learner_visibility == expected
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def main() -> None:
         state, metrics = update(state, batch)
         jax.block_until_ready((state.params, metrics))
         clock.end()
-    more = {"visibility": config.policy_term.visibility, "budget": args.budget, "buffer": args.buffer}
+    more = {"visibility": config.learner_visibility, "budget": args.budget, "buffer": args.buffer}
     more |= {"rows_per_prompt": config.rows_per_prompt, "planned_bytes": planned_bytes}
     clock.report("ours", parameters, ["smd_jax", "jax", "jaxlib", "flax"], more)
 
