@@ -176,9 +176,12 @@ def test_numbers_of_numpy_are_accepted():
 @example("snapkv(window=0):6")
 @example("snapkv(" + "(" * 300)
 @example("a:b")
+@example("/:A")
 def test_decode_texts(text: str):
     try:
         assert parse_decode(text).policy is not None
+    except FileNotFoundError as error:
+        assert "expected a file of Python code" in str(error)
     except ValueError as error:
         parts = [text, text.rpartition(":")[0], text.partition(":")[0]]
         quoted = [repr(part.strip()) for part in parts] + [repr(part) for part in parts]
