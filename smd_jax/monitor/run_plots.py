@@ -193,7 +193,7 @@ def _draw_metric(axes: Axes, runs: Sequence[Run], name: str) -> None:
     axes.set_xlim(-0.02 * end, 1.02 * end)
     axes.set_xlabel("rollouts learned from", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=8, which="both")  # a short logarithmic axis labels its minor ticks
     axes.grid(color="0.92", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -178,6 +178,8 @@ def test_a_mismatch_is_drawn_on_a_logarithmic_axis(tmp_path):
     write_run(tmp_path, [0.5, 0.5], **{"sampling/sampling_logp_difference/mean": 1e-6})
     figure = runs_figure(load_runs([tmp_path]))
     assert [axes.get_yscale() for axes in figure.axes] == ["linear", "log"]
+    ticks = figure.axes[1].yaxis
+    assert {tick.label1.get_fontsize() for tick in (ticks.get_major_ticks()[0], ticks.get_minor_ticks()[0])} == {8}
 
 
 def test_run_names_are_drawn_literally(tmp_path):
