@@ -149,6 +149,9 @@ def runs_figure(runs: Sequence[Run]) -> Figure:
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(4.0 * columns, 2.9 * rows + 0.5), layout="constrained")
     panels = np.ravel(figure.subplots(rows, columns, squeeze=False))
+    evaluations = [axes for axes, name in zip(panels, names, strict=False) if evaluated(name)]
+    for axes in evaluations[1:]:
+        axes.sharey(evaluations[0])  # rewards of several ways to decode
     for axes, name in zip(panels, names, strict=False):
         _draw_metric(axes, runs, name)
         axes.set_title(_literal(name), fontsize=10)

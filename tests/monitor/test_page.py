@@ -106,7 +106,7 @@ def test_folders_without_rows_are_refused(tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
-DENSE = "eval/dense/reward"
+DENSE, SAMPLER = "eval/dense/reward", "eval/sampler/reward"
 
 
 def write_evaluated(path: Path, values: dict[int, float]) -> Path:
@@ -116,7 +116,7 @@ def write_evaluated(path: Path, values: dict[int, float]) -> Path:
             writer.write(rollout, {"reward": rollout / 4})
     with MetricsWriter(path / "evaluations.jsonl") as writer:
         for finished, value in values.items():
-            writer.write(finished, {DENSE: value})
+            writer.write(finished, {DENSE: value, SAMPLER: value / 2})
     return path
 
 
@@ -159,11 +159,14 @@ def lines_of(figure: Figure, title: str) -> list[Line2D]:
 def test_plots_begin_before_training(tmp_path):
     write_evaluated(tmp_path, EVALUATED)
     figure = runs_figure(load_runs([tmp_path]))
-    assert [axes.get_title() for axes in figure.axes if axes.axison] == ["reward", DENSE]
+    assert [axes.get_title() for axes in figure.axes if axes.axison] == ["reward", DENSE, SAMPLER]
     (line,) = lines_of(figure, DENSE)
     assert np.asarray(line.get_xydata()).tolist() == [[0, 0.955], [2, 0.76], [4, 0.908]]
     for axes in figure.axes:
         assert axes.get_xlim() == pytest.approx((-0.08, 4.08))
+    dense, sampler = figure.axes[1:]
+    assert dense.get_ylim() == sampler.get_ylim()
+    assert dense.get_ylim()[0] < 0.38 and dense.get_ylim()[1] > 0.955, "both ways to decode fit"
 
 
 def test_every_run_has_a_line_of_its_colour(runs):
