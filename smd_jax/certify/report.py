@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import html
 import io
-from typing import Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from smd_jax.certify.verdict import Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Explanations that a report lists.
 SHOWN = 8
@@ -75,17 +79,21 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
 def to_html(verdict: Verdict, title: str) -> str:
     """One page without references to other files."""
     text = html.escape("\n".join(lines(verdict)))
-    picture = base64.b64encode(_picture(verdict)).decode()
+    buffer = io.BytesIO()
+    picture(verdict).savefig(buffer, format="png", dpi=120)
+    source = base64.b64encode(buffer.getvalue()).decode()
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<body><h1>{html.escape(title)}</h1><pre>{text}</pre>"
-        f'<img alt="difference by token, and the rest under each tested cause" src="data:image/png;base64,{picture}">'
+        f'<img alt="difference by token, and the rest under each tested cause" src="data:image/png;base64,{source}">'
         "</body></html>\n"
     )
 
 
-def _picture(verdict: Verdict) -> bytes:
+def picture(verdict: Verdict) -> Figure:
+    """Left the difference of every token, right what each tested cause leaves of the mean."""
     from matplotlib.figure import Figure  # not pyplot, which has global state and needs a display
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -93,12 +101,14 @@ def _picture(verdict: Verdict) -> bytes:
     image = left.imshow(np.log10(np.maximum(size, 1e-8)), aspect="auto", interpolation="nearest", cmap="viridis")
     figure.colorbar(image, ax=left, label="log10 |learner - sampler| (nats)")
     left.set(xlabel="response token", ylabel="row", title="difference by token")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     shown = verdict.findings[:SHOWN][::-1]
-    names = [f"{finding.cause}: {finding.detail}"[:60] for finding in shown]
-    right.barh([*names, "as recorded"], [*(max(finding.difference, 1e-8) for finding in shown), verdict.mean_abs])
+    names = [fill(f"{finding.cause}: {finding.detail}", 42) for finding in shown]
+    # By position: bars at equal names would merge.
+    places = range(len(shown) + 1)
+    right.barh(places, [*(max(finding.difference, 1e-8) for finding in shown), verdict.mean_abs])
+    right.set_yticks(places, [*names, "as recorded"], fontsize=6)
     right.axvline(verdict.tolerance, color="black", linestyle=":")
     right.set(xscale="log", xlabel="mean |difference| (nats)", title="rest under each tested cause")
-    right.tick_params(axis="y", labelsize=6)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    return figure
