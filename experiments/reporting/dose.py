@@ -53,6 +53,12 @@ def cells_of(rows: Sequence[Row]) -> list[DoseCell]:
     return sorted(found, key=lambda cell: mean(cell.mismatch.values()))
 
 
+def mismatch_of(rows: Sequence[Row], label: str) -> float:
+    """The mismatch of one cell in nats a token, mean over seeds."""
+    (cell,) = (cell for cell in cells_of(rows) if cell.label == label)
+    return mean(cell.mismatch.values())
+
+
 def lead_at(cells: Sequence[DoseCell], ours: str, nats: float, seeds: Sequence[int] = SEEDS) -> float:
     """The lead at this mismatch, by least squares of the cells' leads on log `mismatch_kl`."""
     mismatch = [mean(cell.mismatch[seed] for seed in seeds) for cell in cells]
