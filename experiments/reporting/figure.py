@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -18,7 +18,6 @@ from reporting.room import OURS, RIVALS, RoomCell
 from smd_jax.monitor.run_plots import COLOURS
 
 MARKERS = {"tova-heads": "o", "h2o": "s"}
-SMOLLM2 = {"TOVA": 0.045, "SnapKV": 0.143}  # nats a token, docs/older_studies.md
 SMALLEST = 0.03  # effect of interest
 LEFT_EDGE = 0.004
 CURVES = ("full-cache", "naive", "tis-1.5", "shadow", OURS, "anchor-then-shadow")
@@ -74,8 +73,12 @@ def draw_leads(axes: Axes, cell: RoomCell) -> None:
     axes.legend(fontsize=8)
 
 
-def draw_doses(cells: Sequence[dose.DoseCell], path: Path, made_of: str) -> None:
-    """Left the leads over the better of naive and TIS by mismatch, right the rewards of all arms."""
+def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], path: Path, made_of: str) -> None:
+    """Left the leads over the better of naive and TIS by mismatch, right the rewards of all arms.
+
+    Args:
+      smollm2: eviction policy -> the real model's mismatch in nats a token.
+    """
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     leads, rewards = figure.subplots(1, 2)
     for place, arm in enumerate(("mixed-50", "shadow")):
@@ -91,7 +94,7 @@ def draw_doses(cells: Sequence[dose.DoseCell], path: Path, made_of: str) -> None
                 capsize=3,
                 label=f"{arm}, {policy}",
             )
-    for name, nats in SMOLLM2.items():
+    for name, nats in smollm2.items():
         leads.axvline(nats, color="grey", linewidth=0.8, linestyle=":")
         place = (nats, 0.62)  # above the points
         leads.annotate(f"SmolLM2, {name}", place, xycoords=("data", "axes fraction"), rotation=90, fontsize=7)

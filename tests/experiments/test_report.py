@@ -42,6 +42,10 @@ def test_the_committed_pages_match_the_committed_rows(
         report.main(report.Args(check=True))
     output = capsys.readouterr().out
     assert ended.value.code == 1 and front.FIGURE in output and dose.FIGURE not in output
+    changed = read_rows(tmp_path / "smollm2.json")
+    next(row for row in changed if row["arm"] == "tis")["mismatch_kl"] += 0.1
+    write_rows(tmp_path / "smollm2.json", changed)
+    assert tmp_path / dose.FIGURE in report.stale(report.all_rows()), "it shows the mismatch of SmolLM2"
 
 
 def room_rows(arms: Sequence[str] = (*room.FRONT, *room.RIVALS, *room.SHARES)) -> list[dict[str, Any]]:
