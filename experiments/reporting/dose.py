@@ -32,6 +32,15 @@ class DoseCell:
     rewards: dict[str, dict[int, float]]  # arm -> seed -> reward, greedy under the budget
     mismatch: dict[int, float]  # seed -> `mismatch_kl` of the TIS run in nats a token, mean over its rollouts
 
+    @property
+    def nats(self) -> float:
+        """The mismatch, mean over seeds."""
+        return mean(self.mismatch.values())
+
+    @property
+    def evicts(self) -> bool:
+        return self.nats > ROUNDING
+
     def rival(self, seeds: Sequence[int]) -> str:
         """The better of naive and TIS by the mean over these seeds. This choice favours the rival."""
         return max(("naive", "tis"), key=lambda arm: mean(self.rewards[arm][seed] for seed in seeds))
@@ -50,13 +59,13 @@ def cells_of(rows: Sequence[Row]) -> list[DoseCell]:
         rewards = {arm: by_seed(arms.get(arm, ()), KIND) for arm in ARMS}
         if all(set(SEEDS) <= of_arm.keys() for of_arm in rewards.values()):
             found.append(DoseCell(label, arms, rewards, by_seed(arms["tis"], "mismatch_kl")))
-    return sorted(found, key=lambda cell: mean(cell.mismatch.values()))
+    return sorted(found, key=lambda cell: cell.nats)
 
 
 def mismatch_of(rows: Sequence[Row], label: str) -> float:
     """The mismatch of one cell in nats a token, mean over seeds."""
     (cell,) = (cell for cell in cells_of(rows) if cell.label == label)
-    return mean(cell.mismatch.values())
+    return cell.nats
 
 
 def lead_at(cells: Sequence[DoseCell], ours: str, nats: float, seeds: Sequence[int] = SEEDS) -> float:
@@ -94,7 +103,7 @@ def primary(rows: Sequence[Row]) -> Contrast:
 def section(rows: Sequence[Row]) -> str:
     cells = cells_of(rows)
     tasks = " and ".join(dict.fromkeys(cell.label.split(",")[0] for cell in cells))
-    evicting = [cell for cell in cells if mean(cell.mismatch.values()) > ROUNDING]
+    evicting = [cell for cell in cells if cell.evicts]
     return f"""## Lead by mismatch
 
 *Mismatch* is `mismatch_kl`, the KL from the sampler to the dense learner in nats per token, mean over all rollouts of
@@ -122,8 +131,8 @@ def estimated(cells: Sequence[DoseCell]) -> str:
 
 def beside(cells: Sequence[DoseCell]) -> str:
     """The leads of the cells next to `AT`: a line through all cells need not pass near them."""
-    below = [cell for cell in cells if mean(cell.mismatch.values()) <= AT]
-    above = [cell for cell in cells if mean(cell.mismatch.values()) > AT]
+    below = [cell for cell in cells if cell.nats <= AT]
+    above = [cell for cell in cells if cell.nats > AT]
     if not below or not above:
         return ""
     leads = [cell.lead("mixed-50", SEEDS) for cell in (below[-1], above[0])]
@@ -137,7 +146,7 @@ def rates(cells: Sequence[DoseCell]) -> str:
     """The rates of the arms, and what they do where nothing is evicted."""
     found = {arm: rate_words(cells[0].arms[arm][0]["learning_rate"]) for arm in ARMS[1:]}
     words = ", ".join(f"{arm} {rate}" for arm, rate in found.items())
-    still = [cell for cell in cells if mean(cell.mismatch.values()) < ROUNDING]
+    still = [cell for cell in cells if not cell.evicts]
     leads = [
         " and ".join(plain(difference(cell.arms["mixed-50"], cell.arms["tis"], kind)) for cell in still)
         for kind in (KIND, "sparse")
@@ -158,5 +167,5 @@ def leads_table(cells: Sequence[DoseCell]) -> str:
         start = mean(cell.rewards["untrained"][seed] for seed in SEEDS)
         rival = cell.rival(SEEDS)
         leads = [signed(paired(cell.rewards[ours], cell.rewards[rival])) for ours in ("mixed-50", "shadow")]
-        lines.append([cell.label, f"{mean(cell.mismatch.values()):.2g}", f"{start:.2f}", rival, *leads])
+        lines.append([cell.label, f"{cell.nats:.2g}", f"{start:.2f}", rival, *leads])
     return table(["cell", "mismatch", "start", "rival", "mixed-50 minus it", "shadow minus it"], lines)

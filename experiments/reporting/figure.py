@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import NullLocator
 
 from lib.intervals import estimate, paired
 from reporting import dose
@@ -19,7 +19,11 @@ from smd_jax.monitor.run_plots import COLOURS
 
 MARKERS = {"tova-heads": "o", "h2o": "s"}
 SMALLEST = 0.03  # effect of interest
-LEFT_EDGE = 0.004
+# Cells that evict nothing are left of a break in the axis of the mismatch.
+EDGES = {"tova-heads": 0.0044, "h2o": 0.0052}
+BREAK = 0.0075
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+SLASH = ((-1, -2), (1, 2))  # a marker
 CURVES = ("full-cache", "naive", "tis-1.5", "shadow", OURS, "anchor-then-shadow")
 
 
@@ -79,46 +83,73 @@ def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], pat
     Args:
       smollm2: eviction policy -> the real model's mismatch in nats a token.
     """
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
     leads, rewards = figure.subplots(1, 2)
-    for place, arm in enumerate(("mixed-50", "shadow")):
-        for policy, marker in MARKERS.items():
-            inside = [cell for cell in cells if f", {policy}," in cell.label]
-            found = [paired(cell.rewards[arm], cell.rewards[cell.rival(dose.SEEDS)]) for cell in inside]
-            leads.errorbar(
-                [nats * (0.98, 1.02)[place] for nats in mismatches(inside)],
-                [lead.mean for lead in found],
-                [lead.half for lead in found],
-                fmt=marker,
-                color=COLOURS[place],
-                capsize=3,
-                label=f"{arm}, {policy}",
-            )
-    for name, nats in smollm2.items():
+    draw_dose_leads(leads, cells)
+    for rule, nats in smollm2.items():
         leads.axvline(nats, color="grey", linewidth=0.8, linestyle=":")
-        place = (nats, 0.62)  # above the points
-        leads.annotate(f"SmolLM2, {name}", place, xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
-    leads.axhline(0, color="grey", linewidth=0.8)
-    leads.axhline(SMALLEST, color="grey", linewidth=0.8, linestyle="--")
-    leads.set_ylabel("greedy reward: lead over the better of naive and TIS")
-    leads.set_title("A. Leads under the budget, 95 % intervals", loc="left", fontsize=10)
-    for place, arm in enumerate(dose.ARMS):
-        for policy, marker in MARKERS.items():
-            inside = [cell for cell in cells if f", {policy}," in cell.label]
-            means = [mean(cell.rewards[arm].values()) for cell in inside]
-            label = arm if policy == "tova-heads" else None
-            rewards.plot(mismatches(inside), means, marker=marker, color=COLOURS[place], linewidth=0.8, label=label)
-    rewards.set_ylabel("greedy reward under the budget")
-    rewards.set_title("B. Rewards; circles TOVA of each head, squares H2O", loc="left", fontsize=10)
+        place = (nats * 0.98, 0.97)
+        words = f"SmolLM2, {rule}"
+        leads.annotate(words, place, xycoords=("data", "axes fraction"), rotation=90, ha="right", va="top", fontsize=7)
+    draw_dose_rewards(rewards, cells)
     for axes in (leads, rewards):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.annotate("nothing evicted", (LEFT_EDGE, 0.58), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
-        axes.set_xlabel("mismatch: KL from sampler to dense learner, nats per token")
+        draw_mismatch_axis(axes)
         axes.legend(fontsize=8)
     saved(figure, path, made_of)
 
 
-def mismatches(cells: Sequence[dose.DoseCell]) -> list[float]:
-    """Of each cell, in nats; at the left edge if it is rounding."""
-    return [max(LEFT_EDGE, mean(cell.mismatch.values())) for cell in cells]
+def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
+    """Leads of the mixture and of shadow masks over the better of naive and TIS, by mismatch."""
+    for arm, aside in (("mixed-50", 0.98), ("shadow", 1.02)):
+        for policy, marker in MARKERS.items():
+            inside = [cell for cell in cells if f", {policy}," in cell.label]
+            found = [paired(cell.rewards[arm], cell.rewards[cell.rival(dose.SEEDS)]) for cell in inside]
+            axes.errorbar(
+                [place_of(cell, policy) * aside for cell in inside],
+                [lead.mean for lead in found],
+                [lead.half for lead in found],
+                fmt=marker,
+                color=COLOURS[dose.ARMS.index(arm)],
+                capsize=3,
+                label=arm if policy == "tova-heads" else None,
+            )
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.axhline(SMALLEST, color="grey", linewidth=0.8, linestyle="--")
+    place = (0.99, SMALLEST - 0.002)
+    axes.annotate(
+        "smallest effect of interest", place, xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=7
+    )
+    axes.set_ylabel("greedy reward: lead over the better of naive and TIS")
+    axes.set_title("A. Leads under the budget, 95 % intervals", loc="left", fontsize=10)
+
+
+def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
+    """Rewards of all arms by mismatch; lines join the cells that evict."""
+    for place, arm in enumerate(dose.ARMS):
+        for policy, marker in MARKERS.items():
+            inside = [cell for cell in cells if f", {policy}," in cell.label]
+            at = [place_of(cell, policy) for cell in inside]
+            means = [mean(cell.rewards[arm].values()) for cell in inside]
+            first = sum(not cell.evicts for cell in inside)  # those before it are not joined
+            label = arm if policy == "tova-heads" else None
+            axes.plot(at[first:], means[first:], color=COLOURS[place], linewidth=0.8)
+            axes.plot(at, means, marker=marker, color=COLOURS[place], linestyle="", label=label)
+    axes.set_ylabel("greedy reward under the budget")
+    axes.set_title("B. Rewards; circles TOVA of each head, squares H2O", loc="left", fontsize=10)
+
+
+def place_of(cell: dose.DoseCell, policy: str) -> float:
+    """Where a cell is drawn: at its mismatch in nats; left of the break if that is rounding."""
+    return cell.nats if cell.evicts else EDGES[policy]
+
+
+def draw_mismatch_axis(axes: Axes) -> None:
+    """A logarithmic axis of the mismatch, with a break left of which nothing is evicted."""
+    axes.set_xscale("log")
+    axes.set_xticks([mean(EDGES.values()), *TICKS], ["nothing\nevicted", *map(str, TICKS)])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("mismatch: KL from sampler to dense learner, nats per token")
+    bottom = axes.get_xaxis_transform()
+    axes.plot(BREAK, 0, transform=bottom, clip_on=False, marker="s", color="white")
+    for nats in (BREAK / 1.03, BREAK * 1.03):
+        axes.plot(nats, 0, transform=bottom, clip_on=False, marker=SLASH, markersize=8, color="black")

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import report
 from lib.files import Row, read_rows, write_rows
 from lib.intervals import Estimate
-from reporting import collapse, contrasts, dose, front, learned_eviction, reruns, room, wall
+from reporting import collapse, contrasts, dose, figure, front, learned_eviction, reruns, room, wall
 from reporting.page import difference, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
@@ -162,6 +164,18 @@ def test_the_lead_at_a_mismatch_is_the_mean_over_seeds():
     leads = dose.leads_by_seed(cells, "shadow", 0.2)
     assert len(leads) == len(dose.SEEDS)
     assert sum(leads) / len(leads) == pytest.approx(dose.lead_at(cells, "shadow", 0.2))
+
+
+def test_cells_that_evict_nothing_are_left_of_the_break():
+    cells = dose.cells_of(report.all_rows()["dose.json"])
+    axes = Figure().subplots()
+    figure.draw_dose_rewards(axes, cells)
+    joined = [line.get_xydata() for line in axes.get_lines() if line.get_linestyle() == "-"]
+    points = [line.get_xydata() for line in axes.get_lines() if line.get_linestyle() == "None"]
+    assert len(joined) == len(points) == len(dose.ARMS) * len(figure.MARKERS)
+    for line, of_policy in zip(map(np.asarray, joined), map(np.asarray, points), strict=True):
+        assert of_policy[0, 0] < figure.BREAK < line[0, 0]
+        np.testing.assert_array_equal(line, of_policy[1:])
 
 
 def without_one(rows: Sequence[Row], **of: Any) -> list[Row]:
