@@ -14,6 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from lib.intervals import estimate, paired
 from reporting import dose
+from reporting.page import LAST
 from reporting.room import OURS, RIVALS, RoomCell
 from smd_jax.monitor.run_plots import COLOURS
 
@@ -52,6 +53,7 @@ def draw_curves(axes: Axes, cell: RoomCell, kind: str, column: str, title: str) 
         means, halves = (np.array([getattr(x, name) for x in found]) for name in ("mean", "half"))
         axes.plot(steps, means, color=COLOURS[place], label=arm)
         axes.fill_between(steps, means - halves, means + halves, color=COLOURS[place], alpha=0.15, linewidth=0)
+    axes.axvspan(steps[-LAST], steps[-1], color="0.92", zorder=0, label="last evaluations, tabulated")
     axes.set_xlabel("rollouts")
     axes.set_ylabel("greedy reward")
     axes.set_title(title, loc="left", fontsize=10)

@@ -9,7 +9,7 @@ from lib.files import Row
 from lib.intervals import Estimate, paired
 from reporting import collapse, dose, real_model, wall
 from reporting.contrasts import Contrast, paired_contrast
-from reporting.page import plain, rate_words
+from reporting.page import LAST, plain, rate_words
 from reporting.room import FRONT, OURS, SHARES, RoomCell, against_all, arms_table, leads_sentence, level, seconds
 
 FIGURE = "report.png"
@@ -167,7 +167,7 @@ def still_rises(cell: RoomCell, arm: str, kind: str) -> bool:
     def part(places: slice) -> dict[int, float]:
         return {row["seed"]: mean(point[kind] for point in row["curve"][places]) for row in rows}
 
-    gain = paired(part(slice(-3, None)), part(slice(-6, -3)))
+    gain = paired(part(slice(-LAST, None)), part(slice(-2 * LAST, -LAST)))
     return gain.established and gain.mean > 0
 
 

@@ -15,7 +15,6 @@ SEEDS = tuple(range(10, 18))
 CHOICE = ("sparse", "sparse_greedy")  # their mean on the pilot seeds chooses a rate
 DECIDED = "sparse_decided"
 KINDS = ("sparse", "sparse_greedy", DECIDED, "dense_greedy")
-LAST = 3  # evaluations whose mean is the reward
 GATE = ("gate", "gate-joint")
 ATTENTION = (("attention", "attention-joint"), ("attention-cold", "attention-joint"))
 MEANING = {
@@ -33,7 +32,7 @@ Way = tuple[str, str]  # policy and arm
 def decided(row: Row) -> float:
     """Reward of greedy tokens with evictions without chance; a rule has no chance anyway."""
     kind = DECIDED if DECIDED in row["curve"][0] else "sparse_greedy"
-    return mean(point[kind] for point in row["curve"][-LAST:])
+    return mean(point[kind] for point in row["curve"][-page.LAST :])
 
 
 def ways_of(rows: Sequence[Row]) -> dict[Way, list[Row]]:

@@ -13,6 +13,8 @@ from scipy.stats import ttest_rel
 from lib.files import Row
 from lib.intervals import Estimate, estimate, paired
 
+LAST = 3  # evaluations of a run whose mean is its reward
+
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table: the first column left-aligned, the others right-aligned."""
