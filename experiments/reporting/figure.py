@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,7 +16,7 @@ from matplotlib.ticker import NullLocator
 from lib.intervals import estimate, paired
 from reporting import dose
 from reporting.page import LAST
-from reporting.room import OURS, RIVALS, RoomCell
+from reporting.room import NAMES, OURS, RIVALS, RoomCell
 from smd_jax.monitor.run_plots import COLOURS
 
 MARKERS = {"tova-heads": "o", "h2o": "s"}
@@ -36,11 +37,13 @@ def saved(figure: Figure, path: Path, made_of: str) -> None:
 
 def draw_first(cell: RoomCell, path: Path, made_of: str) -> None:
     """Learning curves with both caches, and the leads over every dense learner and the full cache."""
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    figure = Figure(figsize=(15, 5.2), layout="constrained")
     budget, full, leads = figure.subplots(1, 3)
     draw_curves(budget, cell, "sparse_greedy", "budget", "A. Decoded under the budget")
     draw_curves(full, cell, "dense_greedy", "full cache", "B. Decoded with the full cache")
     draw_leads(leads, cell)
+    handles, labels = budget.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=4, fontsize=9, frameon=False)
     saved(figure, path, made_of)
 
 
@@ -51,13 +54,12 @@ def draw_curves(axes: Axes, cell: RoomCell, kind: str, column: str, title: str) 
         steps = [point["step"] for point in curves[0]]
         found = [estimate([curve[index][kind] for curve in curves]) for index in range(len(steps))]
         means, halves = (np.array([getattr(x, name) for x in found]) for name in ("mean", "half"))
-        axes.plot(steps, means, color=COLOURS[place], label=arm)
+        axes.plot(steps, means, color=COLOURS[place], label=NAMES[arm])
         axes.fill_between(steps, means - halves, means + halves, color=COLOURS[place], alpha=0.15, linewidth=0)
-    axes.axvspan(steps[-LAST], steps[-1], color="0.92", zorder=0, label="last evaluations, tabulated")
+    axes.axvspan(steps[-LAST], steps[-1], color="0.92", zorder=0, label="evaluations whose mean is in the table")
     axes.set_xlabel("rollouts")
     axes.set_ylabel("greedy reward")
     axes.set_title(title, loc="left", fontsize=10)
-    axes.legend(fontsize=8)
     axes.set_ylim(0.2, 0.9)
 
 
@@ -73,8 +75,8 @@ def draw_leads(axes: Axes, cell: RoomCell) -> None:
         halves = [lead.half for lead in found]
         axes.errorbar([lead.mean for lead in found], places, xerr=halves, fmt="o", color=colour, capsize=3, label=label)
     axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(order)), order, fontsize=8)
-    axes.set_xlabel(f"greedy reward: {OURS} minus the other arm")
+    axes.set_yticks(range(len(order)), [fill(NAMES[arm], 35) for arm in order], fontsize=8)
+    axes.set_xlabel(f"greedy reward: {NAMES[OURS]},\nminus this learner")
     axes.set_title("C. Leads over every dense learner and the full cache", loc="left", fontsize=10)
     axes.legend(fontsize=8)
 
@@ -113,7 +115,7 @@ def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
                 fmt=marker,
                 color=COLOURS[dose.ARMS.index(arm)],
                 capsize=3,
-                label=arm if policy == "tova-heads" else None,
+                label=NAMES[arm] if policy == "tova-heads" else None,
             )
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.axhline(SMALLEST, color="grey", linewidth=0.8, linestyle="--")
@@ -133,7 +135,7 @@ def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
             at = [place_of(cell, policy) for cell in inside]
             means = [mean(cell.rewards[arm].values()) for cell in inside]
             first = sum(not cell.evicts for cell in inside)  # those before it are not joined
-            label = arm if policy == "tova-heads" else None
+            label = NAMES[arm] if policy == "tova-heads" else None
             axes.plot(at[first:], means[first:], color=COLOURS[place], linewidth=0.8)
             axes.plot(at, means, marker=marker, color=COLOURS[place], linestyle="", label=label)
     axes.set_ylabel("greedy reward under the budget")

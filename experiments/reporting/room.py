@@ -27,25 +27,26 @@ RIVALS = ("naive", "tis-1.5", "tis", "tis-5", "icepop", "geometric", "sparse-rl-
 OURS = "mixed-50"
 SHARES = ("mixed-20", "mixed-80", "shadow-published")  # other shares of TIS, and the paper's loss
 FRONT = ("untrained", "full-cache", "naive", "tis-1.5", "tis-5", "shadow", OURS, "anchor-then-shadow")
-DESCRIPTIONS = {
+# Arm -> its name in figures and in README, in plain words.
+NAMES = {
     "untrained": "the start",
-    "full-cache": "the sampler evicts nothing",
-    "naive": "ignores the eviction",
-    "tis": "token weights, cut at 2",
-    "tis-1.5": "token weights, cut at 1.5",
-    "tis-5": "token weights, cut at 5",
-    "icepop": "accepts or rejects tokens",
-    "geometric": "TIS, and rejects responses whose mean ratio is outside 0.5 to 2",
-    "gspo": "one ratio per response, no correction of the eviction",
-    "sparse-rl-paper": "Sparse-RL as in its paper",
-    "shadow": "replays the sampler's masks",
-    "shadow-anchor": "shadow masks with the frozen teacher",
-    "shadow-published": "the paper's loss",
+    "full-cache": "full cache: the sampler evicts nothing",
+    "naive": "naive: ignores the eviction",
+    "tis": "TIS, cut at 2",
+    "tis-1.5": "TIS, cut at 1.5",
+    "tis-5": "TIS, cut at 5",
+    "icepop": "IcePop: accepts or rejects tokens",
+    "geometric": "TIS that rejects responses whose mean ratio is outside 0.5 to 2",
+    "gspo": "GSPO: one ratio per response, eviction not corrected",
+    "sparse-rl-paper": "Sparse-RL, as in its paper",
+    "shadow": "shadow masks",
+    "shadow-anchor": "shadow masks and the frozen teacher",
+    "shadow-published": "shadow masks with the paper's loss",
     "mixed-20": "shadow masks and one fifth TIS",
     "mixed-50": "shadow masks and TIS, half and half",
     "mixed-80": "shadow masks and four fifths TIS",
-    "anchor-alone": "the frozen teacher without reward",
-    "anchor-then-shadow": "a quarter of the rollouts imitates, the rest has rewards",
+    "anchor-alone": "imitates the start, without reward",
+    "anchor-then-shadow": "imitates the start, then shadow masks",
 }
 
 
@@ -143,9 +144,9 @@ def arms_table(cell: RoomCell, arms: Sequence[str]) -> str:
         means = [f"{mean_of(cell.rows(arm, column_of(kind)), kind).mean:.2f}" for kind in KINDS]
         leads = ["" if arm == OURS else signed(cell.contrast(OURS, arm, kind)) for kind in KINDS[1::2]]
         trained = "" if arm == "untrained" else " / ".join(dict.fromkeys(rates))
-        return [f"{arm}: {DESCRIPTIONS[arm]}", trained, *means, *leads]
+        return [arm, NAMES[arm], trained, *means, *leads]
 
-    columns = ["arm", "rates", "budget", "greedy", "full cache", "greedy"]
+    columns = ["arm", "in figures", "rates", "budget", "greedy", "full cache", "greedy"]
     return table([*columns, f"{OURS} minus it: budget, greedy", "full cache, greedy"], [line(arm) for arm in arms])
 
 

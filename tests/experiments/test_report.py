@@ -166,6 +166,15 @@ def test_the_lead_at_a_mismatch_is_the_mean_over_seeds():
     assert sum(leads) / len(leads) == pytest.approx(dose.lead_at(cells, "shadow", 0.2))
 
 
+def test_names_in_figures_are_those_of_the_pages():
+    pages = {path: path.read_text("utf-8") for path in (report.PAGE, report.APPENDIX, report.ROOT / "README.md")}
+    first, appendix, readme = pages.values()
+    assert [arm for arm in figure.CURVES if f"| {arm} | {room.NAMES[arm]} |" not in first] == []
+    assert [arm for arm in room.RIVALS if f"| {arm} | {room.NAMES[arm]} |" not in appendix] == []
+    # README's table has no line of imitation, whose name says what it is.
+    assert [arm for arm in figure.CURVES if f"| {room.NAMES[arm]}" not in readme] == ["anchor-then-shadow"]
+
+
 def test_cells_that_evict_nothing_are_left_of_the_break():
     cells = dose.cells_of(report.all_rows()["dose.json"])
     axes = Figure().subplots()
