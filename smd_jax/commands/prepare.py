@@ -23,7 +23,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.devices.processes import is_first
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
-from smd_jax.learner.dpo_update import DPOUpdateConfig
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPOConfig
@@ -48,7 +48,6 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
 
 
@@ -96,8 +95,6 @@ def prepare(args: Common) -> Prepared:
     loop.check(state)
     evaluator, memory = make_evaluator(args, loop, data), None
     if args.device.memory is not None:
-        if not isinstance(loop, PolicyLoop):
-            raise UserError("expected no --memory with online-dpo; set --microbatch yourself")
         if loop.environment is not None:
             raise UserError("expected no --memory with --environment; set --microbatch and --decode-rows yourself")
         if loop.config.update.pack_columns is not None:
@@ -152,11 +149,9 @@ def shapes(args: Common, model: Decoder) -> Params:
 
 def state_of(args: Common, loop: Loop, params: Params, key: jax.Array) -> TrainState:
     """Initial train state of a run with these parameters."""
-    keeps_reference = args.model.lora_r is None  # with LoRA the frozen base is the reference; online DPO always has one
-    if isinstance(loop, PolicyLoop):
-        update = loop.config.update
-        # A synced reference moves, unlike the base.
-        keeps_reference = update.needs_reference and (keeps_reference or update.reference_sync is not None)
+    update = loop.config.update
+    # With LoRA the frozen base is the reference. A synced reference moves, unlike the base.
+    keeps_reference = update.needs_reference and (args.model.lora_r is None or update.reference_sync is not None)
     state = init_state(params, loop.optimizer, key, params if keeps_reference else None)
     return with_sampler_params(state) if loop.config.samples_ahead else state
 
@@ -231,7 +226,8 @@ def loop_config(args: Common, policy: EvictionPolicy, rollout: RolloutConfig, wi
     }
     if isinstance(args, OnlineDpo):
         loss = DPOConfig(beta=args.pairs.dpo_beta, loss_type=args.pairs.dpo_loss)
-        update = DPOUpdateConfig(loss=loss, microbatch_size=device.microbatch)
+        # --microbatch counts pairs.
+        update = UpdateConfig(pairs=loss, microbatch_size=None if device.microbatch is None else 2 * device.microbatch)
         penalty = args.pairs.missing_eos_penalty
         return OnlineDPOLoop, OnlineDPOConfig(**options, update=update, missing_eos_penalty=penalty)
     if not isinstance(args, Grpo | Rloo | Ppo):

@@ -64,7 +64,6 @@ from smd_jax.text.visible_text import visible
 from smd_jax.train.conversations import ConversationRollouts
 from smd_jax.train.evaluation import every_evaluation
 from smd_jax.train.loop import Loop
-from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.samples import RefusedRolloutError
 
 # Errors of checkpoints, processes and rollouts, whose messages are enough for the user.
@@ -226,7 +225,7 @@ def run_exists(directory: Path) -> bool:
 def print_plan(algorithm: str, ready: Prepared) -> None:
     """The plan of the run: algorithm, loss, memory, policy, teacher, devices and data."""
     args, config, mesh, rewards = ready.args, ready.loop.config, ready.loop.mesh, ready.loop.rewards
-    sampler, model = args.sampler, args.model
+    sampler, model, update = args.sampler, args.model, config.update
     size = f"{args.run.max_steps} rollouts of {sampler.num_prompts} x {sampler.num_generations} completions"
     print(f"{algorithm}: {size}, learning rate {args.optimizer.learning_rate:g}")
     if isinstance(args, Grpo | Rloo | Ppo):
@@ -237,14 +236,16 @@ def print_plan(algorithm: str, ready: Prepared) -> None:
     print(f"trained: {trained}, stored in {model.param_dtype}, computed in {ready.model.config.dtype}")
     if ready.memory is not None:
         summary_table(ready.memory.title, ("", "rollout", "update"), ready.memory.rows())
-        microbatch = ready.loop.config.update.microbatch_size if isinstance(ready.loop, PolicyLoop) else None
         rows = "all" if config.decode_rows is None else f"{config.decode_rows}, prefill rows {config.prefill_rows}"
-        print(f"sizes that fit: microbatch {microbatch or 'all'}, decode rows {rows}")
+        # --microbatch of online DPO counts pairs.
+        microbatch, unit = update.microbatch_size, "" if update.pairs is None else " pairs"
+        shown = "all" if microbatch is None else f"{microbatch // (2 if unit else 1)}{unit}"
+        print(f"sizes that fit: microbatch {shown}, decode rows {rows}")
     kept = f", {sampler.sinks} sinks{', pyramid' if sampler.pyramid else ''}"
     kept += f", {sampler.budget} + {sampler.buffer} keys per layer and KV head"
     print(f"eviction: {sampler.eviction}{kept if config.policy.evicts else ''}")
-    if isinstance(ready.loop, PolicyLoop) and (distill := ready.loop.config.update.distill) is not None:
-        print(f"teacher: {distill.direction}, with a weight of {distill.coef} in the loss")
+    if update.distill is not None:
+        print(f"teacher: {update.distill.direction}, with a weight of {update.distill.coef} in the loss")
     print(f"a completion ends with: {shown_tokens(ready.model.tokenizer, ready.model.ends)}")
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")

@@ -17,6 +17,7 @@ from smd_jax.learner.terms import TermResults as TermResults
 from smd_jax.learner.terms import LearnerSetup as LearnerSetup
 from smd_jax.learner.policy_term import PolicyTerm as PolicyTerm
 from smd_jax.learner.policy_term import DensePolicyTerm as DensePolicyTerm
+from smd_jax.learner.pair_term import PairTerm as PairTerm
 from smd_jax.learner.auxiliary_terms import EntropyTerm as EntropyTerm
 from smd_jax.learner.auxiliary_terms import BalanceTerm as BalanceTerm
 from smd_jax.learner.evictions import EvictionTerm as EvictionTerm
@@ -30,6 +31,3 @@ from smd_jax.learner.storage import stored as stored
 from smd_jax.learner.forward import make_replay as make_replay
 from smd_jax.learner.update import make_update as make_update
 from smd_jax.learner.packed import make_packed_update as make_packed_update
-from smd_jax.learner.dpo_update import DPOUpdateConfig as DPOUpdateConfig
-from smd_jax.learner.dpo_update import PairBatch as PairBatch
-from smd_jax.learner.dpo_update import make_dpo_update as make_dpo_update

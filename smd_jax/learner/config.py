@@ -1,7 +1,8 @@
-"""One optimizer step of GRPO, RLOO or PPO: the terms of its objective and the sizes of its passes."""
+"""One optimizer step: the terms of its objective and the sizes of its passes."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
@@ -18,16 +19,21 @@ from smd_jax.learner.distill import DistillTerm
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.forward import Visibility as Visibility
 from smd_jax.learner.forward import is_traced
+from smd_jax.learner.pair_term import PairTerm
 from smd_jax.learner.policy_term import DenseLearner, DensePolicyTerm, PolicyTerm
 from smd_jax.learner.state import TrainBatch, TrainState, reference_params
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.learner.terms import LearnerSetup, Needs, Term
 from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.message.masks import ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.typed_fields import check_types
+
+# All that a preference loss reads; the other fields define a policy loss or are added to it.
+FIELDS_OF_PAIRS = ("pairs", "visibility", "reference_sync", "microbatch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,9 @@ class UpdateConfig:
         `smd_jax.model.shared_prompt`; it must divide microbatch and group. With `pack_columns`, sequences share equal
         beginnings wherever their masks allow it, see `smd_jax.learner.packs`. 1: no sharing.
       terms: additional terms of the objective, see `smd_jax.learner.terms`.
+      pairs: the preference loss of online DPO in place of the policy loss, or None. Rows of a batch are then pairs, see
+        `smd_jax.learner.pair_term`, and the only other fields are `visibility`, `reference_sync` and `microbatch_size`.
+        Under "dense" the full-context policy learns from the sparse sampler's pairs, without a correction.
     """
 
     visibility: Visibility | None = None
@@ -84,9 +93,14 @@ class UpdateConfig:
     pack_columns: int | None = None
     rows_per_prompt: int = 1
     terms: tuple[Term, ...] = ()
+    pairs: DPOConfig | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.pairs is not None:
+            set_fields = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+            if unread := sorted(set(set_fields) - set(FIELDS_OF_PAIRS)):
+                raise ValueError(f"expected no fields with pairs but {FIELDS_OF_PAIRS[1:]}; got {unread}")
         setup = LearnerSetup(
             self.objective, self.learner_visibility, self.reference_sync, self.pack_columns, self.rows_per_prompt
         )
@@ -114,6 +128,8 @@ class UpdateConfig:
         size, rows = self.microbatch_size, self.rows_per_prompt
         if size is not None and size < 1:
             raise ValueError(f"expected microbatch_size >= 1; got {size}")
+        if self.pairs is not None and size is not None and size % 2:
+            raise ValueError(f"expected a microbatch_size of whole pairs, two rows each; got {size}")
         # Packed rows are not the rows of the rollout.
         if rows < 1 or (size is not None and self.pack_columns is None and size % rows):
             raise ValueError(f"expected rows_per_prompt >= 1 that divide microbatch_size {size}; got {rows}")
@@ -126,6 +142,8 @@ class UpdateConfig:
     @property
     def objective(self) -> tuple[Term, ...]:
         """All terms, the policy loss first: those of the fields and `terms`."""
+        if self.pairs is not None:
+            return (PairTerm(self.pairs, self.visibility),)
         terms: list[Term] = [self.policy_term]
         if self.dense_learner is not None:
             terms.append(
@@ -175,6 +193,11 @@ class UpdateConfig:
     def corrections(self) -> tuple[Correction, ...]:
         """The correction of each learner."""
         return (self.correction,) if self.dense_learner is None else (self.correction, self.dense_learner.correction)
+
+    @property
+    def rows_together(self) -> int:
+        """Consecutive rows that no microbatch separates."""
+        return self.rows_per_prompt if self.pairs is None else 2
 
     @property
     def needs_reference(self) -> bool:

@@ -1,4 +1,4 @@
-"""Terms of the objective: policy loss, distillation, entropy, value, evictions, or your own.
+"""Terms of the objective: policy or preference loss, distillation, entropy, value, evictions, or your own.
 
     loss = sum over terms of  term.coefficient(step) * term.evaluate(inputs).loss
 
@@ -226,7 +226,7 @@ class Term:
         """Scalars of the whole minibatch, to log."""
         return {}
 
-    def learns(self, results: TermResults) -> Bool[Array, ""]:
-        """Whether the minibatch has a learning signal for this term. If no term has one, the step changes no
-        parameter."""
+    def learns(self, results: TermResults) -> Bool[Array, ""] | Int[Array, ""]:
+        """Whether the minibatch has a learning signal for this term, or its number of examples. If no term has one, the
+        step changes no parameter."""
         return results.mask.any()

@@ -1,4 +1,4 @@
-"""The jitted train step of GRPO, RLOO and PPO, on a Trajectory and advantages.
+"""The jitted train step of all algorithms, on a Trajectory and advantages.
 
 once per step:         every term of the objective weights its tokens                                   `prepare`
 for every microbatch:  learner forward under the mask ─► sum of the terms ─► gradients, summed          `make_objective`
@@ -8,7 +8,6 @@ once per step:         optimizer ─► new parameters (─► new reference), m
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 
 import jax
@@ -68,7 +67,7 @@ def make_update(
         microbatches = count_parts(batch.advantages.shape[0], config.microbatch_size)
         objective = of_trained(make_objective(once, config, state), state.params)
         loss, grads, sums, found = accumulate(
-            objective, trained_params(state.params), prepared, microbatches, config.rows_per_prompt
+            objective, trained_params(state.params), prepared, microbatches, config.rows_together
         )
 
         return apply_gradients(state, optimizer, config, prepared, (loss, sums, grads, found), max_difference)
@@ -109,7 +108,9 @@ def apply_gradients(
     is_finite = jnp.isfinite(loss)
     if max_difference is not None:
         is_finite &= own["sampling/sampling_logp_difference/max"] <= max_difference
-    learns = functools.reduce(operator.or_, (term.learns(results) for term, results in terms))
-    new_state, of_step = take_step(state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns)
+    learns = functools.reduce(jnp.maximum, (term.learns(results) for term, results in terms))
+    new_state, of_step = take_step(
+        state, optimizer, grads, config.reference_sync, is_finite=is_finite, learns=learns > 0
+    )
     own |= step_weights(mask, learns)
     return new_state, {"loss": loss, **of_step, **own, **metrics}

@@ -119,9 +119,12 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
     with jax.set_mesh(loop.mesh):
         lowered = loop.lower_update(state)
         needed = program_bytes(lowered)
-    # The program takes a copy of one minibatch, while the whole rollout is kept.
-    minibatch, count = lowered.args_info[0][1], loop.config.minibatches
-    return needed + (count * tree_bytes(minibatch) // row_ways(loop.mesh) if count > 1 else 0)
+    # The program takes a copy of one minibatch, while the whole batch is kept; with pairs, which are copies, also the
+    # rollout.
+    count, update = loop.config.minibatches, loop.config.update
+    batch = count * tree_bytes(lowered.args_info[0][1]) // row_ways(loop.mesh)
+    rollout = 0 if update.pairs is None else batch * loop.config.group_size // 2
+    return needed + (batch if count > 1 else 0) + rollout
 
 
 def rollout_memory(loop: PolicyLoop, state: TrainState) -> RolloutMemory:

@@ -124,7 +124,7 @@ def _half(sizes: Sequence[int], size: int) -> int:
 
 def _fit_microbatch(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, int]:
     """The loop with the microbatch that fits, and the bytes of its update."""
-    minibatch = loop.config.completions_per_step // loop.config.minibatches
+    minibatch = loop.config.learner_rows // loop.config.minibatches
     if loop.config.update.microbatch_size is not None:
         return loop, update_memory(loop, state)
 
@@ -141,7 +141,7 @@ def _fit_microbatch(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, i
 
 def _microbatches(loop: PolicyLoop, minibatch: int) -> list[int]:
     """Sizes into which a minibatch can be split, largest first; a device has whole groups."""
-    least = loop.config.update.rows_per_prompt * row_ways(loop.mesh)
+    least = loop.config.update.rows_together * row_ways(loop.mesh)
     return [rows for rows in range(minibatch, 0, -1) if minibatch % rows == 0 and rows % least == 0]
 
 

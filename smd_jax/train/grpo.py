@@ -73,6 +73,8 @@ class GRPOConfig(PolicyConfig):
                 f"expected update.value None, because advantages from a group need no critic: PPOConfig has one; "
                 f"got {self.update.value}"
             )
+        if self.update.pairs is not None:
+            raise ValueError(f"expected update.pairs None, or OnlineDPOConfig; got {self.update.pairs}")
         if self.advantages == "leave_one_out" and self.scale_rewards != "none":
             raise ValueError(
                 f"expected scale_rewards 'none' with advantages 'leave_one_out', because dividing by the deviation "

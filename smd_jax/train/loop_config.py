@@ -78,6 +78,11 @@ class LoopConfig:
         return self.prompts_per_step * self.group_size
 
     @property
+    def learner_rows(self) -> int:
+        """Rows that the learner gets of one rollout of completions; a minibatch has an equal part of them."""
+        return self.completions_per_step
+
+    @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps on one rollout."""
         return self.minibatches * self.num_iterations

@@ -63,7 +63,7 @@ class PolicyLoop(Loop):
     def check_update(self) -> None:
         config, update = self.config, self.config.update
         rollout, columns = config.rollout, update.pack_columns
-        minibatch = config.completions_per_step // config.minibatches
+        minibatch = config.learner_rows // config.minibatches
         if columns is None:
             count_parts(minibatch, update.microbatch_size)
         else:
@@ -94,12 +94,12 @@ class PolicyLoop(Loop):
             raise ValueError(
                 f"expected rows_per_prompt that divide group_size {config.group_size}; got {update.rows_per_prompt}"
             )
-        rows = self.unpacked_config.rows_per_prompt
-        together = config.columns + (rows - 1) * rollout.max_new_tokens
+        together = config.columns + (self.unpacked_config.rows_per_prompt - 1) * rollout.max_new_tokens
         check_sequence(together, self.model.shape.num_heads, self.mesh)
-        size = update.microbatch_size
-        what = f"a microbatch ({'prompts_per_step * group_size / minibatches' if size is None else 'microbatch_size'})"
-        what += "" if rows == 1 else f", counted in {rows} rows of one prompt (rows_per_prompt),"
+        size, rows = update.microbatch_size, self.unpacked_config.rows_together
+        whole = f"prompts_per_step * {'group_size' if update.pairs is None else 2} / minibatches"
+        what = f"a microbatch ({whole if size is None else 'microbatch_size'})"
+        what += "" if rows == 1 else f", counted in {rows} rows of one prompt (rows_per_prompt, or pairs),"
         check_rows((size or minibatch) // rows, self.mesh, what)
 
     # --- programs
@@ -141,7 +141,7 @@ class PolicyLoop(Loop):
     def rows_of_a_pass(self) -> int:
         """Rows of one forward pass without packing; they divide a rollout."""
         config = self.config
-        return rows_at_once(config.completions_per_step // config.minibatches, config.update)
+        return rows_at_once(config.learner_rows // config.minibatches, config.update)
 
     @property
     def unpacked_config(self) -> UpdateConfig:
@@ -191,12 +191,16 @@ class PolicyLoop(Loop):
                 # Before the first update, which donates these parameters. If the sampler's log-probabilities are used
                 # as old ones, only a replay can measure the difference.
                 params = state.params if state.sampler_params is None else state.sampler_params
-                known = None if update.policy_term.uses_sampler_logprobs_as_old else batch.old_logprobs
-                before = compare(update, batch, self.replay(params, batch.trajectory) if known is None else known)
+                known = batch.old_logprobs
+                if known is None or update.policy_term.uses_sampler_logprobs_as_old:
+                    known = self.replay(params, batch.trajectory)
+                before = compare(update, batch, known)
                 if is_beyond(float(before[DIFFERENCE]), self.max_difference):
                     return state, before | of_batch | kl
             steps = []
-            for part in minibatches(batch, state, config, self.mesh, samples.counted_rows):
+            # A batch that counts all of its rows, as one of pairs, may have others than the rollout.
+            counted_rows = None if batch.counted_rows is None else samples.counted_rows
+            for part in minibatches(batch, state, config, self.mesh, counted_rows):
                 # The update itself finds minibatches that are empty for other reasons.
                 if needs_rows and part.counted_rows is not None and not bool(part.counted_rows.any()):
                     state = self.skip(state)

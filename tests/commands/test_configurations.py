@@ -160,9 +160,9 @@ PPO_FIELDS: Fields = {
 DPO_FIELDS: Fields = {
     "missing_eos_penalty": weighted(None, 1.0, rare=(0.0,)),
     "update.visibility": weighted("shadow", "dense"),
-    "update.loss": st.sampled_from([DPOConfig(), DPOConfig(beta=0.5, loss_type="ipo")]),
-    "update.correction": st.sampled_from(CORRECTIONS),
-    "update.microbatch_size": weighted(None, 1, 2, rare=(3, 0)),
+    "update.pairs": weighted(DPOConfig(), DPOConfig(beta=0.5, loss_type="ipo"), rare=(None,)),
+    "update.correction": weighted(corrections.Shadow(), rare=(corrections.TIS(),)),
+    "update.microbatch_size": weighted(None, 2, 4, rare=(3, 0)),
     "update.reference_sync": weighted(None, ReferenceSync(0.5, 2), ReferenceSync.ema(0.9)),
 }
 OPTIMIZER_FIELDS: Fields = {
@@ -287,11 +287,10 @@ def trace(loop: Loop, state: Any) -> None:
         batch = jax.eval_shape(loop.learner_batch, state.params, trajectory, array_shape(rows), counted)
         minibatch = minibatch_of(batch, config.minibatches)
         jax.eval_shape(loop.update, state, minibatch)
-        if isinstance(loop, PolicyLoop):
-            if loop.config.update.kl_in_reward:
-                jax.eval_shape(loop.replay, reference_params(state), trajectory)
-            if loop.config.update.pack_columns is not None:
-                trace_packed(loop, state, minibatch)
+        if config.update.kl_in_reward:
+            jax.eval_shape(loop.replay, reference_params(state), trajectory)
+        if config.update.pack_columns is not None:
+            trace_packed(loop, state, minibatch)
 
 
 def trace_packed(loop: PolicyLoop, state: Any, batch: Any) -> None:

@@ -100,7 +100,7 @@ def test_train_evaluate_resume_export_and_plot(
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ppo", "online-dpo"])
 def test_ppo_and_online_dpo_take_a_step(algorithm: str, train_argv: MakeArgv, tmp_path: Path):
-    main(train_argv(algorithm=algorithm))
+    main(train_argv("--memory", "1GiB", algorithm=algorithm))
     assert logged_steps(tmp_path / "run") == [0]
 
 

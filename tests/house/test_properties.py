@@ -29,7 +29,6 @@ from smd_jax.eviction import policies
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.eviction.wrappers import OnTokens, Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dpo_update import DPOUpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.policy_term import DenseLearner
 from smd_jax.learner.step import ReferenceSync
@@ -63,7 +62,7 @@ H2O = policies.H2O()
 ROLLOUT = RolloutConfig(8, 6, 2)
 CONFIGS: list[Any] = [
     *(tiny_model_config(), ROLLOUT, SamplingConfig(), QuantConfig(bits=8), LoraConfig()),
-    *(UpdateConfig(), DPOUpdateConfig(), LossConfig(), ValueConfig(), DPOConfig(), DistillConfig()),
+    *(UpdateConfig(), UpdateConfig(pairs=DPOConfig()), LossConfig(), ValueConfig(), DPOConfig(), DistillConfig()),
     *(MismatchGuard(), ReferenceSync(0.5, 2), OptimizerConfig(), RunConfig(steps=3), Objective("x"), Decode("x", H2O)),
     *(
         LoopConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O, rollout=ROLLOUT),

@@ -149,10 +149,6 @@ CASES = [
         "smd.learner.make_packed_update(model, adam, smd.losses.grpo())",
         "TypeError: expected config to be a UpdateConfig; got LossConfig",
     ),
-    (
-        "smd.learner.make_dpo_update(model, adam, smd.UpdateConfig())",
-        "TypeError: expected config to be a DPOUpdateConfig; got UpdateConfig",
-    ),
     ("step(advantages=[1.0, 1.0])", "TypeError: expected advantages as an array, as jnp.asarray gives; got list"),
     ("step(advantages=jnp.ones((2, 1)))", "ValueError: expected advantages of shape [2] or [2, 4]; got [2, 1]"),
     ("step(old_logprobs=jnp.ones((2, 3)))", "ValueError: expected old_logprobs of shape [2, 4]; got [2, 3]"),

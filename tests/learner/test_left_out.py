@@ -12,15 +12,15 @@ import pytest
 
 from smd_jax.corrections import OPSM, TIS, Bypass, Chain
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
 from smd_jax.learner.state import TrainBatch, TrainState, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
+from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import ValueConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.value_head import add_value_head
-from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, WIDTH, batch, metrics_and_gradients, rows_of, trajectory
+from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, WIDTH, batch, metrics_and_gradients, trajectory
 
 COUNTED = np.arange(ROWS) != 2
 
@@ -115,12 +115,11 @@ def test_empty_responses_leave_the_state_unchanged(distill: DistillConfig | None
 
 
 def test_pairs_of_empty_responses_leave_the_state_unchanged():
-    update = make_dpo_update(MODEL, optax.adamw(1e-2, weight_decay=0.1), DPOUpdateConfig())
+    update = make_update(MODEL, optax.adamw(1e-2, weight_decay=0.1), UpdateConfig(pairs=DPOConfig()))
     before, donated = fresh_state(reference=True)
 
-    def pairs(rows: Trajectory) -> PairBatch:
-        chosen, rejected = (rows_of(rows, slice(i, None, 2)) for i in range(2))
-        return PairBatch(chosen, rejected, jnp.ones(ROWS // 2, bool))
+    def pairs(rows: Trajectory) -> TrainBatch:
+        return TrainBatch(rows, jnp.tile(jnp.array([1.0, -1.0]), ROWS // 2), None)
 
     after, metrics = update(donated, pairs(empty_responses()))
     assert not state_changed(before, after) and after.step == 1 and metrics["update/skipped"] == 0

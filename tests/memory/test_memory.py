@@ -24,9 +24,22 @@ from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train.async_rollout import with_sampler_params
 from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOLoop
+from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from tests.toy_loop import CONFIG, MODEL, ROLLOUT, TASK, TOKENIZER, new_loop, new_state, optimizer, own_loop
 
 LARGER_CONFIG = replace(CONFIG, prompts_per_step=8)  # 32 rows
+
+
+def pair_loop(minibatches: int = 1) -> OnlineDPOLoop:
+    config = OnlineDPOConfig(
+        prompts_per_step=2,
+        group_size=4,
+        prompt_width=9,
+        policy=CONFIG.policy,
+        rollout=ROLLOUT,
+        minibatches=minibatches,
+    )
+    return OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +92,14 @@ def test_minibatches_keep_the_whole_batch(shapes: TrainState, monkeypatch: pytes
     assert compiled.update_memory(new_loop(), shapes) == 0, "the arguments of the program"
     assert compiled.update_memory(loop, shapes) == tree_bytes(batch) > 0
     assert compiled.update_memory(replace(loop, mesh=make_mesh(2)), shapes) == tree_bytes(batch) // 2
+
+
+def test_pairs_are_copies_beside_the_rollout(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "program_bytes", lambda lowered: 0)
+    trajectory, advantage = new_loop().collect(new_state(), 0).trajectory, 4  # bytes of a row's
+    rollout, state = tree_bytes(trajectory) + 8 * advantage, shapes.replace(reference=shapes.params)
+    assert compiled.update_memory(pair_loop(), state) == rollout, "the pairs are the program's arguments"
+    assert compiled.update_memory(pair_loop(minibatches=2), state) == rollout + rollout // 2, "two rows of each four"
 
 
 def test_dynamic_sampling_keeps_earlier_rollouts(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):
@@ -217,11 +238,12 @@ def test_rows_divide_over_the_devices(shapes: TrainState, monkeypatch: pytest.Mo
 
 
 def test_microbatches_have_whole_groups():
-    """Rows that share a prompt stay together."""
+    """Rows that share a prompt stay together, and those of a pair."""
     groups = new_loop(replace(LARGER_CONFIG, update=UpdateConfig(rows_per_prompt=4)))
     assert fit._microbatches(groups, 32) == [32, 16, 8, 4]
     on_two = replace(new_loop(replace(groups.config, prompts_per_step=6)), mesh=make_mesh(2))
     assert fit._microbatches(on_two, 24) == [24, 8], "every device has whole groups"
+    assert fit._microbatches(pair_loop(), 12) == [12, 6, 4, 2]
 
 
 def test_evaluation_rows_are_halved_until_they_fit(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from smd_jax.devices.sharding import make_mesh, shard_tree
-from smd_jax.learner.dpo_update import DPOUpdateConfig, make_dpo_update
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.monitor.metrics_log import METRICS
@@ -20,7 +19,7 @@ from smd_jax.train import online_dpo
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.samples import Samples
 from tests.toy_loop import CONFIG as GRPO
-from tests.toy_loop import MODEL, SEVENS, TASK, TOKENIZER, optimizer, run, shared_replay, warm_params
+from tests.toy_loop import MODEL, SEVENS, TASK, TOKENIZER, optimizer, run, share_programs, warm_params
 
 CONFIG = OnlineDPOConfig(
     prompts_per_step=4,
@@ -28,17 +27,15 @@ CONFIG = OnlineDPOConfig(
     prompt_width=GRPO.prompt_width,
     policy=GRPO.policy,
     rollout=GRPO.rollout,
-    update=DPOUpdateConfig(loss=DPOConfig(beta=0.5)),
+    update=UpdateConfig(pairs=DPOConfig(beta=0.5)),
 )
-shared_update = functools.cache(make_dpo_update)
 
 
 @functools.cache
 def new_loop(config: OnlineDPOConfig = CONFIG, task: Task = TASK, sizes=(1, 1, 1)):
     """Loops with the same learner share its programs, as in tests/toy_loop.py."""
     loop = OnlineDPOLoop(MODEL, task, TOKENIZER, optimizer(), config, make_mesh(*sizes))
-    with mock.patch.multiple(online_dpo, make_dpo_update=shared_update, make_replay=shared_replay):
-        assert loop.update is not None and loop.replay is not None  # builds both
+    share_programs(loop)
     return loop
 
 
@@ -104,8 +101,10 @@ def test_pairs_are_the_best_and_worst_completions():
     np.testing.assert_array_equal(pairs.signal, np.ptp(groups, axis=1) > 0)
     assert pairs.signal.any()
     batch = online_dpo.pair_batch(samples().trajectory, pairs)
-    for part, rows in ((batch.chosen, pairs.chosen), (batch.rejected, pairs.rejected)):
-        np.testing.assert_array_equal(part.tokens, np.asarray(samples().trajectory.tokens)[np.asarray(rows)])
+    for first, rows in enumerate((pairs.chosen, pairs.rejected)):
+        tokens = np.asarray(batch.trajectory.tokens)[first::2]
+        np.testing.assert_array_equal(tokens, np.asarray(samples().trajectory.tokens)[np.asarray(rows)])
+    np.testing.assert_array_equal(batch.advantages, np.outer(pairs.signal, [1, -1]).reshape(-1))
 
 
 def test_missing_eos_penalty():
@@ -145,6 +144,7 @@ def test_a_rewarded_symbol_becomes_frequent():
     [
         ({"group_size": 1}, "at least 2 completions, to compare them; got group_size 1"),
         ({"missing_eos_penalty": 0.0}, "expected missing_eos_penalty > 0, or None; got 0.0"),
+        ({"update": UpdateConfig()}, r"expected a preference loss, UpdateConfig\(pairs=.*; got pairs None"),
     ],
 )
 def test_bad_configurations(options, message):
@@ -156,8 +156,8 @@ def test_bad_configurations(options, message):
     ("options", "message"),
     [
         ({"minibatches": 3}, "a group is never split; got 4"),
-        ({"minibatches": 4}, r"minibatch \(prompts_per_step / minibatches\) that .*; got 1"),
-        ({"update": DPOUpdateConfig(microbatch_size=1)}, r"microbatch \(microbatch_size\) that .*; got 1"),
+        ({"minibatches": 4}, r"microbatch \(prompts_per_step \* 2 / minibatches\), .* or pairs\), that .*; got 1"),
+        ({"update": UpdateConfig(pairs=DPOConfig(), microbatch_size=2)}, r"microbatch \(microbatch_size\), .*; got 1"),
     ],
 )
 def test_pairs_that_do_not_divide_over_the_mesh(options, message):

@@ -1,4 +1,4 @@
-"""Train step of online DPO on a tiny model: against an explicit loss, over microbatches, and its errors."""
+"""The preference loss on a tiny model: against an explicit loss, over microbatches, and its errors."""
 
 import functools
 import itertools
@@ -10,10 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from smd_jax.learner.dpo_update import DPOUpdateConfig, PairBatch, make_dpo_update
-from smd_jax.learner.state import init_state
+from smd_jax.corrections.mismatch import TIS
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.step import ReferenceSync
+from smd_jax.learner.update import make_update
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
+from smd_jax.losses.policy import LossConfig
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS, STEP_WEIGHTS
 from smd_jax.testing import count_compilations
 from tests.tiny_update import (
@@ -35,20 +38,21 @@ CHOSEN, REJECTED = np.array([3, 0, 5, 7]), np.array([2, 1, 4, 6])
 SIGNAL = np.array([True, True, False, True])
 
 
-def batch(chosen=CHOSEN, rejected=REJECTED, signal=SIGNAL) -> PairBatch:
-    return PairBatch(rows_of(trajectory(), chosen), rows_of(trajectory(), rejected), jnp.asarray(signal))
+def batch(signal=SIGNAL) -> TrainBatch:
+    rows = np.stack([CHOSEN, REJECTED], axis=1).reshape(-1)
+    return TrainBatch(rows_of(trajectory(), rows), jnp.asarray(np.outer(signal, [1.0, -1.0]).reshape(-1)), None)
 
 
-def config_of(**options: Any) -> DPOUpdateConfig:
-    return DPOUpdateConfig(loss=DPOConfig(beta=BETA), **options)
+def config_of(**options: Any) -> UpdateConfig:
+    return UpdateConfig(pairs=DPOConfig(beta=BETA), **options)
 
 
 SHADOW = config_of()
 
 
 @functools.cache
-def recording_update(config: DPOUpdateConfig):
-    return make_dpo_update(MODEL, RECORD, config)
+def recording_update(config: UpdateConfig):
+    return make_update(MODEL, RECORD, config)
 
 
 def metrics_and_gradients(config=SHADOW, data=None, reference=REFERENCE):
@@ -89,9 +93,10 @@ def explicit_loss(params, weights, visibility, loss_type):
     return jax.value_and_grad(loss)(params)
 
 
-def assert_matches(config: DPOUpdateConfig, weights, data=None) -> None:
+def assert_matches(config: UpdateConfig, weights, data=None) -> None:
     metrics, grads = metrics_and_gradients(config, data)
-    value, expected = explicit_loss(PARAMS, jnp.asarray(weights, jnp.float32), config.visibility, config.loss.loss_type)
+    weights = jnp.asarray(weights, jnp.float32)
+    value, expected = explicit_loss(PARAMS, weights, config.visibility, config.pairs.loss_type)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     assert distance(grads, expected) < 1e-5
     np.testing.assert_allclose(metrics["grad_norm"], norm(expected), rtol=1e-5)
@@ -105,7 +110,7 @@ def assert_matches(config: DPOUpdateConfig, weights, data=None) -> None:
     ],
 )
 def test_loss_and_gradient_against_the_definition(visibility, loss_type):
-    assert_matches(DPOUpdateConfig(visibility=visibility, loss=DPOConfig(beta=BETA, loss_type=loss_type)), SIGNAL / 3)
+    assert_matches(UpdateConfig(visibility=visibility, pairs=DPOConfig(beta=BETA, loss_type=loss_type)), SIGNAL / 3)
 
 
 def test_metrics_match_their_definitions():
@@ -136,8 +141,8 @@ def test_metrics_match_their_definitions():
 
 def test_pair_with_an_empty_response_is_ignored():
     pairs = batch()
-    empty = pairs.chosen.replace(valid=pairs.chosen.valid.at[1, WIDTH:].set(False))
-    without, grads = metrics_and_gradients(SHADOW, pairs.replace(chosen=empty))
+    empty = pairs.trajectory.replace(valid=pairs.trajectory.valid.at[2, WIDTH:].set(False))
+    without, grads = metrics_and_gradients(SHADOW, pairs.replace(trajectory=empty))
     remaining = SIGNAL & (np.arange(4) != 1)
     expected, expected_grads = metrics_and_gradients(SHADOW, batch(signal=remaining))
     np.testing.assert_allclose(without["loss"], expected["loss"], rtol=1e-5)
@@ -148,7 +153,7 @@ def test_pair_with_an_empty_response_is_ignored():
 
 
 def test_microbatches_change_nothing():
-    whole, parts = metrics_and_gradients(), metrics_and_gradients(config_of(microbatch_size=2))
+    whole, parts = metrics_and_gradients(), metrics_and_gradients(config_of(microbatch_size=4))
     assert distance(parts[1], whole[1]) < 1e-5
     for name, value in whole[0].items():
         np.testing.assert_allclose(parts[0][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -158,23 +163,35 @@ def test_microbatches_change_nothing():
 
 
 def test_missing_reference_raises():
-    with pytest.raises(ValueError, match=r"expected reference parameters .* DPO's reward is a ratio to them; got None"):
+    with pytest.raises(ValueError, match="expected reference parameters in the train state for PairTerm .*; got None"):
         metrics_and_gradients(reference=None)
 
 
-@pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_greedy_trajectories_raise(side):
+def test_greedy_trajectories_raise():
     data = batch()
-    data = data.replace(**{side: getattr(data, side).replace(replayable=False)})
+    data = data.replace(trajectory=data.trajectory.replace(replayable=False))
     with pytest.raises(ValueError, match=r"at a temperature > 0, because.*got one from a greedy sampler"):
         metrics_and_gradients(data=data)
 
 
 def test_indivisible_microbatch_size_raises():
-    with pytest.raises(ValueError, match="expected a microbatch_size that divides 4 pairs; got 3"):
-        metrics_and_gradients(config_of(microbatch_size=3))
+    with pytest.raises(ValueError, match="expected a microbatch_size that divides 8 rows; got 6"):
+        metrics_and_gradients(config_of(microbatch_size=6))
+    with pytest.raises(ValueError, match="expected a microbatch_size of whole pairs, two rows each; got 3"):
+        config_of(microbatch_size=3)
     with pytest.raises(ValueError, match="expected microbatch_size >= 1; got 0"):
-        DPOUpdateConfig(microbatch_size=0)
+        config_of(microbatch_size=0)
+
+
+def test_rows_that_are_no_pairs_raise():
+    odd = TrainBatch(rows_of(trajectory(), np.arange(3)), jnp.ones(3), None)
+    with pytest.raises(ValueError, match="expected two rows for each pair; got 3 rows"):
+        metrics_and_gradients(data=odd)
+
+
+def test_fields_of_a_policy_loss_raise():
+    with pytest.raises(ValueError, match=r"no fields with pairs but \('visibility', .*; got \['correction', 'loss'\]"):
+        config_of(visibility="dense", loss=LossConfig(beta=0.1), correction=TIS())
 
 
 # --- compilation, donation and reference sync
@@ -182,7 +199,7 @@ def test_indivisible_microbatch_size_raises():
 
 def test_update_compiles_once_and_donates_the_old_state():
     optimizer = optax.adam(1e-2)
-    update = make_dpo_update(MODEL, optimizer, SHADOW)
+    update = make_update(MODEL, optimizer, SHADOW)
     first = state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3), REFERENCE)
     losses = []
     with count_compilations() as counts:
@@ -201,7 +218,7 @@ def test_reference_sync_mixes_in_the_policy():
     optimizer = optax.adam(1e-2)
     params, reference = copied((PARAMS, REFERENCE))
     state = init_state(params, optimizer, jax.random.key(3), reference)
-    update = make_dpo_update(MODEL, optimizer, config_of(reference_sync=ReferenceSync(0.5, 1)))
+    update = make_update(MODEL, optimizer, config_of(reference_sync=ReferenceSync(0.5, 1)))
     state, _ = update(state, batch())
     halfway = jax.tree.map(lambda new, old: 0.5 * (np.asarray(new) + old), state.params, REFERENCE)
     assert distance(state.reference, halfway) < 1e-6 < distance(REFERENCE, halfway)
