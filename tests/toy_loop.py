@@ -26,10 +26,9 @@ from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Prompt, Row, Task
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 from smd_jax.text.prompts import Tokenizer
-from smd_jax.train import policy_loop
+from smd_jax.train import loop as loop_module
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
-from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.supervised import encode_examples, make_supervised_update
 
 TOKENIZER = byte_tokenizer(chat=False)
@@ -79,9 +78,9 @@ def warm_params():
 shared_update, shared_replay = functools.cache(make_update), functools.cache(make_replay)
 
 
-def share_programs(loop: PolicyLoop) -> None:
+def share_programs(loop: Loop) -> None:
     """Gives loops with equal train steps and replays the same jitted functions, so that they compile once."""
-    with mock.patch.multiple(policy_loop, make_update=shared_update, make_replay=shared_replay):
+    with mock.patch.multiple(loop_module, make_update=shared_update, make_replay=shared_replay):
         assert loop.update is not None and loop.replay is not None  # builds both
 
 

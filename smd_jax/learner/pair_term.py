@@ -48,11 +48,9 @@ class PairTerm(Term):
 
     def evaluate(self, inputs: TermInputs) -> TermOutputs:
         reference = inputs.reference_logprobs[self.visibility]
-        of_policy, of_reference = (
-            sequence_logprobs(x, inputs.mask).reshape(-1, 2) for x in (inputs.logprobs, reference)
-        )
+        policy, frozen = (sequence_logprobs(x, inputs.mask).reshape(-1, 2) for x in (inputs.logprobs, reference))
         weights = _of_pairs(inputs.prepared)
-        loss, pairs = dpo_loss(DPOInputs(*of_policy.T, *of_reference.T, weights), self.loss)
+        loss, pairs = dpo_loss(DPOInputs(policy[:, 0], policy[:, 1], frozen[:, 0], frozen[:, 1], weights), self.loss)
         return TermOutputs(loss, rows=(k3(inputs.logprobs, reference), jax.tree.map(_of_rows, pairs)))
 
     def metrics(self, results: TermResults) -> Metrics:

@@ -23,7 +23,7 @@ from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import drop_value_head
 from smd_jax.sampler.engine import Engine
 from smd_jax.train.evaluation import Decode, Evaluator
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LoopMemory:
     update: int
 
     @classmethod
-    def of(cls, loop: PolicyLoop, held: int, rollout: int, update: int) -> LoopMemory:
+    def of(cls, loop: Loop, held: int, rollout: int, update: int) -> LoopMemory:
         """The memory of a loop, from the memory of each phase."""
         # With rollouts ahead both run at the same time, and share the held memory.
         together = rollout + update - held
@@ -91,7 +91,7 @@ class LoopMemory:
         ]
 
 
-def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
+def loop_memory(loop: Loop, state: TrainState) -> LoopMemory:
     """Compiles the rollout and the update of a loop without running them.
 
     Args:
@@ -104,7 +104,7 @@ def loop_memory(loop: PolicyLoop, state: TrainState) -> LoopMemory:
     return LoopMemory.of(loop, held, rollout, update_memory(loop, state))
 
 
-def update_memory(loop: PolicyLoop, state: TrainState) -> int:
+def update_memory(loop: Loop, state: TrainState) -> int:
     """Bytes of a device during the update, including the whole rollout.
 
     Raises:
@@ -127,7 +127,7 @@ def update_memory(loop: PolicyLoop, state: TrainState) -> int:
     return needed + (batch if count > 1 else 0) + rollout
 
 
-def rollout_memory(loop: PolicyLoop, state: TrainState) -> RolloutMemory:
+def rollout_memory(loop: Loop, state: TrainState) -> RolloutMemory:
     """Bytes of a device during the rollout, with the state that waits for the update; with dynamic sampling during the
     last rollout of a step.
 
@@ -159,7 +159,7 @@ def rollout_memory(loop: PolicyLoop, state: TrainState) -> RolloutMemory:
     return RolloutMemory(sampling.decoding + beside, reading)
 
 
-def _engine_memory(loop: PolicyLoop, params: Params) -> RolloutMemory:
+def _engine_memory(loop: Loop, params: Params) -> RolloutMemory:
     """The memory of a loop's engine, with the weights.
 
     Args:

@@ -26,9 +26,9 @@ from smd_jax.memory.compiled import (
     update_memory,
 )
 from smd_jax.train.evaluation import Decode, Evaluator
-from smd_jax.train.policy_loop import PolicyLoop
+from smd_jax.train.loop import Loop
 
-L = TypeVar("L", bound=PolicyLoop)
+L = TypeVar("L", bound=Loop)
 
 # More than any device has: such a number has the wrong unit.
 MOST_BYTES = 64 * UNITS["TiB"]
@@ -139,7 +139,7 @@ def _fit_microbatch(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, i
     return sized(rows), needed
 
 
-def _microbatches(loop: PolicyLoop, minibatch: int) -> list[int]:
+def _microbatches(loop: Loop, minibatch: int) -> list[int]:
     """Sizes into which a minibatch can be split, largest first; a device has whole groups."""
     least = loop.config.update.rows_together * row_ways(loop.mesh)
     return [rows for rows in range(minibatch, 0, -1) if minibatch % rows == 0 and rows % least == 0]
@@ -166,7 +166,7 @@ def _fit_rollout(loop: L, state: TrainState, memory_bytes: int) -> tuple[L, Roll
             rows = _half(decode_sizes, rows)
 
 
-def _decode_sizes(loop: PolicyLoop) -> list[int]:
+def _decode_sizes(loop: Loop) -> list[int]:
     """Possible `decode_rows`, descending; if they are set, these only."""
     if loop.config.decode_rows is not None:
         return [loop.config.decode_rows]
@@ -177,7 +177,7 @@ def _decode_sizes(loop: PolicyLoop) -> list[int]:
     return [each * ways for each in each_device]
 
 
-def _prefill_sizes(loop: PolicyLoop) -> list[int]:
+def _prefill_sizes(loop: Loop) -> list[int]:
     """Possible `prefill_rows`, descending: as many prompts as a step has, rounded up to divide over the devices."""
     ways = sampling_ways(loop.mesh)
     most = -(-min(loop.config.prefill_rows, loop.config.prompts_per_step) // ways)

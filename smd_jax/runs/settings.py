@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 
 from smd_jax.devices.processes import versions
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.policy_loop import PolicyConfig
 from smd_jax.typed_fields import written_fields
 
 # Lists and objects hold Json, too. jaxtyping's checks could not resolve a recursive name here.
@@ -76,10 +75,9 @@ def split_settings(config: LoopConfig) -> tuple[dict[str, Any], dict[str, Json]]
 
     The latter change memory use and the order of sums, so numbers differ by rounding, as on another machine.
     """
-    names = ["decode_rows", "prefill_rows", "update_widths"]
-    if isinstance(config, PolicyConfig):
-        names += ["update.microbatch_size", "update.pack_columns", "update.rows_per_prompt"]
-    return split_fields(to_jsonable(config, "loop"), names)
+    of_loop = ("decode_rows", "prefill_rows", "update_widths")
+    of_update = ("update.microbatch_size", "update.pack_columns", "update.rows_per_prompt")
+    return split_fields(to_jsonable(config, "loop"), of_loop + of_update)
 
 
 def split_fields(settings: Any, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Json]]:

@@ -20,15 +20,16 @@ from smd_jax.losses.advantages import Scale, check_group_size, group_relative, l
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
 from smd_jax.train.conversations import tokens_of_turns, turn_rewards
-from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.loop import Loop
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.samples import Samples
 
 Estimator = Literal["group_relative", "leave_one_out"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(PolicyConfig):
-    """Configuration of a GRPO or RLOO run; the other attributes are those of PolicyConfig.
+class GRPOConfig(LoopConfig):
+    """Configuration of a GRPO or RLOO run; the other attributes are those of LoopConfig.
 
     Attributes:
       advantages: "group_relative" (GRPO) or "leave_one_out" (RLOO, with scale_rewards "none").
@@ -98,18 +99,17 @@ class GRPOConfig(PolicyConfig):
 
 
 @dataclass(frozen=True)
-class GRPOLoop(PolicyLoop):
+class GRPOLoop(Loop):
     """The static parts of a GRPO or RLOO run; see Loop.
 
     Raises:
       ValueError: credit 'turn' with an option that supports only rewards of responses; compaction with
-        rows_per_prompt > 1 but without pack_columns; and the errors of PolicyLoop.
+        rows_per_prompt > 1 but without pack_columns; and the errors of Loop.
     """
 
     config: GRPOConfig
 
     def check_update(self) -> None:
-        super().check_update()
         config, update = self.config, self.config.update
         if self.credits_turns:
             if update.kl_in_reward or config.advantages != "group_relative":

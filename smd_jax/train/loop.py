@@ -1,4 +1,4 @@
-"""Host-side training loop shared by GRPO, PPO and online DPO: prompts ─► rollout ─► rewards ─► optimizer steps.
+"""Host-side training loop of all algorithms: prompts ─► rollout ─► rewards ─► optimizer steps.
 
     loop = GRPOLoop(model, task, tokenizer, optimizer, config)       or PPOLoop, OnlineDPOLoop
     for _ in range(steps):
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,23 +26,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from smd_jax.devices.process_rows import SamplerPlacement
 from smd_jax.devices.processes import all_or_none, is_first, on_host
 from smd_jax.devices.sharding import (
-    check_rows,
-    check_sequence,
     make_mesh,
     sequence_ways,
     shard_batch,
     shard_tree,
     tree_shardings,
 )
-from smd_jax.learner.forward import ReplayFunction
+from smd_jax.learner.config import UpdateConfig, check_reference
+from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_wrong_head, first_difference, is_beyond
-from smd_jax.learner.state import Metrics, TrainState
+from smd_jax.learner.objective import counted_tokens
+from smd_jax.learner.packed import make_packed_update
+from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
+from smd_jax.learner.step import check_sync, skip_step
+from smd_jax.learner.update import Update, make_update
+from smd_jax.losses.kl import kl_penalty
+from smd_jax.losses.weighting import FixedLength
 from smd_jax.message.trajectory import Trajectory
+from smd_jax.metrics import sampler_learner_metrics, token_mean
 from smd_jax.model.lora import has_lora
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Progress
@@ -51,20 +57,20 @@ from smd_jax.tasks.rewards import Rewards, check_failures
 from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import stop_table
-from smd_jax.train.async_rollout import RolloutAhead
+from smd_jax.train.async_rollout import RolloutAhead, staleness_metrics
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.grading import grade, reward_columns, rollout_metrics
-from smd_jax.train.loop_config import LoopConfig
-from smd_jax.train.minibatches import response_widths, shortened
+from smd_jax.train.loop_config import LoopConfig, check_sizes
+from smd_jax.train.minibatches import minibatches, over_steps, response_widths, shortened
 from smd_jax.train.rollouts import Rollouts, Sampled, rows_on, sampler_copy
 from smd_jax.train.samples import RefusedRolloutError, Samples, select_groups
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The static parts of a training run: model, task, optimizer, configuration.
+    """The static parts of a training run: model, task, optimizer, configuration. Its jitted functions are cached.
 
-    Subclasses define an algorithm (`update`, `replay`, `learn`, `learner_batch`).
+    Subclasses define an algorithm (`rollout_batch`, `learner_batch`).
 
     Attributes:
       mesh: devices of state and batches; one device by default.
@@ -80,7 +86,7 @@ class Loop:
 
     Raises:
       ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh does not fit the configuration; for
-        an environment with `rewards` or rollouts_ahead, and the errors of ConversationRollouts.
+        an environment with `rewards` or rollouts_ahead; and the errors of ConversationRollouts and `check_sizes`.
     """
 
     model: LanguageModel
@@ -108,9 +114,7 @@ class Loop:
         check_vocabulary(self.tokenizer, self.model.shape.vocab_size)
         # Built here so that an invalid config fails before compilation.
         self.rollouts.check_batch(config.prompts_per_step)
-        minibatch = config.completions_per_step // config.minibatches
-        check_rows(minibatch, self.mesh, "a minibatch (prompts_per_step * group_size / minibatches)")
-        check_sequence(config.columns, self.model.shape.num_heads, self.mesh)
+        check_sizes(config, self.model.shape, self.mesh)
         self.check_update()
         if config.samples_ahead and self.mesh.size > 1:
             # Rollout and update run at once, and both communicate: also with the data axis only, a rollout reduces over
@@ -125,30 +129,28 @@ class Loop:
 
     # --- defined by the algorithm
 
-    @property
-    def update(self) -> Any:
-        """The optimizer step `(state, minibatch) -> (state, metrics)`; jitted, unless it packs rows."""
-        raise NotImplementedError(f"{type(self).__name__} must define update")
+    def rollout_batch(
+        self, params: Params, samples: Samples, penalty: Float[Array, "batch R"] | None
+    ) -> tuple[TrainBatch, Metrics]:
+        """The batch of a whole rollout, before it is split into minibatches, and metrics of it.
 
-    @property
-    def replay(self) -> ReplayFunction:
-        """The learner's log-probabilities of a rollout, `[batch, R]`."""
-        raise NotImplementedError(f"{type(self).__name__} must define replay")
+        Args:
+          penalty: of `kl_penalty`, subtracted from the rewards of tokens; None without a KL in the reward.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define rollout_batch")
 
-    def check_update(self) -> None:
-        """Raises ValueError for a configuration that the update cannot use."""
-
-    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
-        """Takes the optimizer steps of one rollout."""
-        raise NotImplementedError(f"{type(self).__name__} must define learn")
-
-    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None) -> Any:
-        """The batch of a whole rollout, a pytree of `[rows, ...]`, before it is split into minibatches of `update`.
+    def learner_batch(
+        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
+    ) -> TrainBatch:
+        """`rollout_batch` from arrays, of which `lower_update` takes the shapes.
 
         Args:
           rewards: `[batch]`. counted_rows: `[rows]` as in Samples.
         """
         raise NotImplementedError(f"{type(self).__name__} must define learner_batch")
+
+    def check_update(self) -> None:
+        """Raises ValueError for a configuration that the algorithm cannot use."""
 
     def known_advantages(self, samples: Samples) -> np.ndarray | None:
         """Advantages `[batch]` where they follow from the rewards; None elsewhere."""
@@ -158,10 +160,44 @@ class Loop:
         """The parameters of the model, without those that an algorithm adds to them."""
         return params
 
+    # --- programs
+
+    @cached_property
+    def update(self) -> Update:
+        """The optimizer step; with `pack_columns` over packed rows, else jitted."""
+        make, update = make_packed_update if self.packs_rows else make_update, self.config.update
+        if update.loss.weighting == FixedLength(None):
+            # The longest allowed response instead of a batch's columns.
+            longest = FixedLength(self.config.rollout.max_new_tokens)
+            update = replace(update, loss=replace(update.loss, weighting=longest))
+        return make(self.model, self.optimizer, update, self.max_difference_of_update)
+
+    @cached_property
+    def replay(self) -> ReplayFunction:
+        """Log-probabilities of a rollout as the learner sees it, at most `rows_of_a_pass` rows at a time."""
+        rows_per_prompt = self.config.unpacked_update.rows_per_prompt
+        return make_replay(self.model, self.config.update.visibility, self.config.rows_of_a_pass, rows_per_prompt)
+
+    @cached_property
+    def dense_replay(self) -> ReplayFunction:
+        """The dense policy's log-probabilities of a rollout."""
+        return make_replay(self.model, "dense", self.config.rows_of_a_pass, self.config.unpacked_update.rows_per_prompt)
+
+    @cached_property
+    def skip(self) -> Callable[[TrainState], TrainState]:
+        """The step of a minibatch in which no row counts. With a reference sync it is jitted and donates the state."""
+        sync = self.config.update.reference_sync
+        return skip_step if sync is None else jax.jit(lambda state: skip_step(state, sync), donate_argnums=0)
+
     @property
     def packs_rows(self) -> bool:
         """Whether `update` packs several sequences into a row; its programs then have one size for all responses."""
-        return False
+        return self.config.update.pack_columns is not None
+
+    @property
+    def credits_turns(self) -> bool:
+        """Whether each turn of a conversation has its own advantage."""
+        return self.environment is not None and self.environment.credit == "turn"
 
     # --- a step
 
@@ -218,6 +254,8 @@ class Loop:
 
     def check(self, state: TrainState) -> None:
         """Raises ValueError for a state that the sampler or the learner cannot use."""
+        check_reference(self.config.update, state)
+        check_sync(state, self.config.update.reference_sync)
         # Raises if the parameters lack those of the eviction policy, such as a gate.
         self.config.policy.parameters(self.policy_params(state.params), 0)
         ahead = self.config.samples_ahead
@@ -289,6 +327,74 @@ class Loop:
             {} if self.rewards is None else batch.graded.parts,
             conversations=sampled.conversations,
         )
+
+    def learn(self, state: TrainState, samples: Samples) -> tuple[TrainState, Metrics]:
+        """Takes the optimizer steps of one rollout.
+
+        A minibatch in which no row counts does not change the parameters, although momentum and weight decay would.
+        With distillation every token counts; for custom terms, `Term.learns` decides. A rollout whose mismatch exceeds
+        `max_difference` gets no step, and `step` refuses it.
+        """
+        config, update = self.config, self.config.update
+        index = int(state.step) // config.steps_per_rollout
+        needs_rows = update.distill is None and not update.terms
+        with jax.set_mesh(self.mesh):
+            penalty, kl = self.kl_penalty(state, samples.trajectory, jax.tree.map(jnp.asarray, samples.counted_rows))
+            batch, of_batch = self.rollout_batch(state.params, samples, penalty)
+            before: Metrics = {}  # where the only step sees the whole rollout, it has these metrics itself
+            if not config.first_pass_sees_all:
+                # Before the first update, which donates these parameters. If the sampler's log-probabilities are used
+                # as old ones, only a replay can measure the difference.
+                params = state.params if state.sampler_params is None else state.sampler_params
+                known = batch.old_logprobs
+                if known is None or update.policy_term.uses_sampler_logprobs_as_old:
+                    known = self.replay(params, batch.trajectory)
+                before = compare(update, batch, known)
+                if is_beyond(float(before[DIFFERENCE]), self.max_difference):
+                    return state, before | of_batch | kl
+            steps = []
+            # A batch that counts all of its rows, as one of pairs, may have others than the rollout.
+            counted_rows = None if batch.counted_rows is None else samples.counted_rows
+            for part in minibatches(batch, state, config, self.mesh, counted_rows):
+                # The update itself finds minibatches that are empty for other reasons.
+                if needs_rows and part.counted_rows is not None and not bool(part.counted_rows.any()):
+                    state = self.skip(state)
+                    continue
+                state, metrics = self.update(state, part)
+                steps.append(metrics)
+        stale = {} if state.sampler_params is None or not steps else staleness_metrics(steps[0], index)
+        return state, over_steps(steps, before) | stale | of_batch | kl
+
+    def old_logprobs(self, params: Params, trajectory: Trajectory) -> Array | None:
+        """Log-probabilities of the learner before the update; None if no term reads them, or the update has them.
+
+        With shadow masks the learner is the sampler, whose log-probabilities are known, unless a correction has to
+        measure the difference or a response has one ratio. Other learners need a forward pass if they take more than
+        one step.
+        """
+        update = self.config.update
+        if not update.correction.traits.needs_old:
+            return None
+        if update.policy_term.uses_sampler_logprobs_as_old:
+            return trajectory.logprobs
+        return None if self.config.first_pass_sees_all else self.replay(params, trajectory)
+
+    def kl_penalty(
+        self, state: TrainState, trajectory: Trajectory, counted_rows: Array | None
+    ) -> tuple[Float[Array, "batch R"] | None, Metrics]:
+        """The KL to the reference that is subtracted from the reward of every token, and `kl`, its mean over counted
+        tokens without the coefficient; (None, {}) where the KL is in the loss or absent.
+
+        Costs a forward pass of the reference, and one of a learner whose log-probabilities are not the sampler's.
+        """
+        update = self.config.update
+        if not update.kl_in_reward:
+            return None, {}
+        reference = self.replay(reference_params(state), trajectory)
+        policy = trajectory.logprobs if update.policy_term.matches_sampler else self.replay(state.params, trajectory)
+        mask = counted_tokens(update, trajectory, counted_rows)
+        penalty = kl_penalty(policy, reference, trajectory.response_mask, update.loss.beta)
+        return penalty, {"kl": token_mean(penalty, mask) / update.loss.beta}
 
     def _refusal(self, params: Params, samples: Samples, metrics: dict[str, float]) -> str | None:
         """Why the run must not continue after this rollout; None if it may.
@@ -443,6 +549,13 @@ class Loop:
         with all_or_none():
             if is_first():
                 self.watch(index, samples)
+
+
+@partial(jax.jit, static_argnums=0)
+def compare(update: UpdateConfig, batch: TrainBatch, logprobs: Float[Array, "batch R"]) -> Metrics:
+    """SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
+    mask = counted_tokens(update, batch.trajectory, batch.counted_rows)
+    return sampler_learner_metrics(batch.trajectory.logprobs, logprobs, mask)
 
 
 @contextmanager

@@ -1,11 +1,19 @@
-"""The configuration that all algorithms share."""
+"""The configuration that all algorithms share, and its sizes on a mesh."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from jax.sharding import Mesh
 
 from smd_jax.config import check_seed
+from smd_jax.devices.sharding import check_rows, check_sequence
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.learner.accumulation import count_parts
+from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.packed import check_windows
+from smd_jax.learner.packs import rows_at_once
+from smd_jax.model.protocol import ModelShape
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.typed_fields import check_types
 
@@ -20,6 +28,7 @@ class LoopConfig:
       prompt_width: columns of the prompt, in tokens; longer prompts are refused.
       policy: eviction policy of the sampler.
       rollout: budget, lengths and sampling of the rollout.
+      update: the learner's configuration.
       decode_rows: completions that are decoded at the same time; finished ones make room for others, see
         `smd_jax.sampler.engine`; with an environment a number that divides the conversations into whole groups. None
         decodes a whole rollout at once, in one program.
@@ -41,6 +50,7 @@ class LoopConfig:
     prompt_width: int
     policy: EvictionPolicy
     rollout: RolloutConfig
+    update: UpdateConfig = UpdateConfig()
     decode_rows: int | None = None
     prefill_rows: int = 8
     stop_strings: tuple[str, ...] = ()
@@ -79,8 +89,20 @@ class LoopConfig:
 
     @property
     def learner_rows(self) -> int:
-        """Rows that the learner gets of one rollout of completions; a minibatch has an equal part of them."""
+        """Rows that the learner gets of one rollout; a minibatch has an equal part of them."""
         return self.completions_per_step
+
+    @property
+    def rows_of_a_pass(self) -> int:
+        """Rows of one forward pass without packing; they divide a rollout."""
+        return rows_at_once(self.learner_rows // self.minibatches, self.update)
+
+    @property
+    def unpacked_update(self) -> UpdateConfig:
+        """The update's configuration without packing, with `rows_of_a_pass` rows per microbatch."""
+        if self.update.pack_columns is None:
+            return self.update
+        return replace(self.update, pack_columns=None, microbatch_size=self.rows_of_a_pass, rows_per_prompt=1)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -95,7 +117,7 @@ class LoopConfig:
     @property
     def is_exact(self) -> bool:
         """Whether sampler and learner must be the same policy."""
-        return False
+        return self.update.visibility == "shadow"
 
     @property
     def extra_rollouts(self) -> int | None:
@@ -109,3 +131,48 @@ class LoopConfig:
     def samples_ahead(self) -> bool:
         """Whether the next rollout is sampled during the update, see `smd_jax.train.async_rollout`."""
         return False
+
+
+def check_sizes(config: LoopConfig, shape: ModelShape, mesh: Mesh) -> None:
+    """Raises ValueError for rows or columns that do not divide as the update needs them, and for an eviction_coef or
+    pack_columns that the eviction policy or the rollout does not support."""
+    rows = config.completions_per_step // config.minibatches
+    check_rows(rows, mesh, "a minibatch (prompts_per_step * group_size / minibatches)")
+    check_sequence(config.columns, shape.num_heads, mesh)
+    update, rollout, columns = config.update, config.rollout, config.update.pack_columns
+    minibatch = config.learner_rows // config.minibatches
+    if columns is None:
+        count_parts(minibatch, update.microbatch_size)
+    else:
+        if columns < config.columns:
+            raise ValueError(f"expected pack_columns of at least {config.columns}, the longest sequence; got {columns}")
+        # As `smd_jax.learner.packed` would, but before anything is compiled.
+        if rollout.quant is not None or rollout.min_new_tokens:
+            raise ValueError(
+                "expected rollouts without quant and min_new_tokens with pack_columns, which moves tokens; got "
+                f"quant {rollout.quant} and min_new_tokens {rollout.min_new_tokens}"
+            )
+        if config.policy.gate is not None:
+            raise ValueError(
+                f"expected pack_columns None with {type(config.policy).__name__}, whose draws name columns that "
+                f"packing would move; got {columns}"
+            )
+        check_sequence(columns, shape.num_heads, mesh)
+        if update.rows_per_prompt > 1:
+            check_windows(shape, update)
+    if update.needs.evictions and config.policy.gate is None:
+        raise ValueError(
+            "expected an eviction policy that records its draws, such as LearnedGate(), with an eviction_coef or "
+            f"an EvictionTerm; got {config.policy}, {update.eviction_coef} and terms {update.terms}"
+        )
+    if config.group_size % update.rows_per_prompt:
+        raise ValueError(
+            f"expected rows_per_prompt that divide group_size {config.group_size}; got {update.rows_per_prompt}"
+        )
+    together = config.columns + (config.unpacked_update.rows_per_prompt - 1) * rollout.max_new_tokens
+    check_sequence(together, shape.num_heads, mesh)
+    size, rows = update.microbatch_size, config.unpacked_update.rows_together
+    whole = f"prompts_per_step * {'group_size' if update.pairs is None else 2} / minibatches"
+    what = f"a microbatch ({whole if size is None else 'microbatch_size'})"
+    what += "" if rows == 1 else f", counted in {rows} rows of one prompt (rows_per_prompt, or pairs),"
+    check_rows((size or minibatch) // rows, mesh, what)

@@ -23,12 +23,13 @@ from smd_jax.losses.advantages import check_group_size
 from smd_jax.losses.dpo import DPOConfig, Pairs, best_worst
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
-from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.loop import Loop
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOConfig(PolicyConfig):
+class OnlineDPOConfig(LoopConfig):
     """Configuration of an online DPO run; the other attributes are those of LoopConfig. TRL has group_size 2.
 
     Attributes:
@@ -52,15 +53,20 @@ class OnlineDPOConfig(PolicyConfig):
     def learner_rows(self) -> int:
         return 2 * self.prompts_per_step
 
+    @property
+    def rows_of_a_pass(self) -> int:
+        # As many as an update has pairs: this number also divides a rollout of an odd group size.
+        return super().rows_of_a_pass // 2
+
 
 @dataclass(frozen=True)
-class OnlineDPOLoop(PolicyLoop):
+class OnlineDPOLoop(Loop):
     """The static parts of an online DPO run; see Loop.
 
     With an environment, a pair is the best and the worst conversation of a group, by the sums of their rewards.
 
     Raises:
-      ValueError: an environment with credit "turn" or with compaction; and the errors of PolicyLoop.
+      ValueError: an environment with credit "turn" or with compaction; and the errors of Loop.
     """
 
     config: OnlineDPOConfig
@@ -72,12 +78,6 @@ class OnlineDPOLoop(PolicyLoop):
                 "expected credit 'trajectory' and compaction None with online DPO, which compares whole conversations "
                 f"of one row each; got {environment.credit!r} and {environment.compaction}"
             )
-        super().check_update()
-
-    @property
-    def rows_of_a_pass(self) -> int:
-        # As many as an update has pairs: this number also divides a rollout of an odd group size.
-        return super().rows_of_a_pass // 2
 
     def rollout_batch(self, params: Params, samples: Samples, penalty: Array | None) -> tuple[TrainBatch, Metrics]:
         return pair_batch(samples.trajectory, self.pairs(samples)), {}

@@ -31,14 +31,15 @@ from smd_jax.metrics import token_mean
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import check_value_head, drop_value_head, values
 from smd_jax.train.conversations import last_tokens, tokens_of_turns, turn_rewards
-from smd_jax.train.policy_loop import PolicyConfig, PolicyLoop
+from smd_jax.train.loop import Loop
+from smd_jax.train.loop_config import LoopConfig
 from smd_jax.train.samples import Samples
 
 MakeTrainBatch = Callable[..., tuple[TrainBatch, Metrics]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(PolicyConfig):
+class PPOConfig(LoopConfig):
     """Configuration of a PPO run; the other attributes are those of LoopConfig.
 
     `num_iterations` is TRL's num_ppo_epochs (4 there).
@@ -138,20 +139,19 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
 
 
 @dataclass(frozen=True)
-class PPOLoop(PolicyLoop):
+class PPOLoop(Loop):
     """The static parts of a PPO run; see Loop.
 
     With an environment, credit "trajectory" gives the last token of a conversation the sum of its rewards, and "turn"
     gives the last token of each turn its own. GAE skips tokens that were read.
 
     Raises:
-      ValueError: an environment with compaction; and the errors of PolicyLoop.
+      ValueError: an environment with compaction; and the errors of Loop.
     """
 
     config: PPOConfig
 
     def check_update(self) -> None:
-        super().check_update()
         if self.environment is not None and self.environment.compaction is not None:
             raise ValueError(
                 "expected compaction None with PPO, whose returns end with a row, where a conversation would continue "
@@ -162,7 +162,7 @@ class PPOLoop(PolicyLoop):
     def train_batch(self) -> MakeTrainBatch:
         """The jitted function of `make_train_batch`."""
         # The critic sees whole rows, even if the update packs them.
-        return make_train_batch(self.model, replace(self.config, update=self.unpacked_config))
+        return make_train_batch(self.model, replace(self.config, update=self.config.unpacked_update))
 
     def check(self, state: TrainState) -> None:
         check_value_head(state.params)

@@ -49,7 +49,6 @@ from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig, make_optimizer
-from smd_jax.train.policy_loop import PolicyLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
 from tests.drawn_cases import SLOW, cases, without_jaxtyping  # noqa: F401 - a fixture
 
@@ -293,7 +292,7 @@ def trace(loop: Loop, state: Any) -> None:
             trace_packed(loop, state, minibatch)
 
 
-def trace_packed(loop: PolicyLoop, state: Any, batch: Any) -> None:
+def trace_packed(loop: Loop, state: Any, batch: Any) -> None:
     """Traces the gradient of one packed microbatch, whose shapes do not depend on the packing."""
     update = loop.config.update
     rows, columns = update.microbatch_size, update.pack_columns

@@ -96,6 +96,7 @@ def explicit_loss(params, weights, visibility, loss_type):
 def assert_matches(config: UpdateConfig, weights, data=None) -> None:
     metrics, grads = metrics_and_gradients(config, data)
     weights = jnp.asarray(weights, jnp.float32)
+    assert config.pairs is not None
     value, expected = explicit_loss(PARAMS, weights, config.visibility, config.pairs.loss_type)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     assert distance(grads, expected) < 1e-5

@@ -20,7 +20,7 @@ from smd_jax.learner.state import TrainBatch
 from smd_jax.learner.terms import Minibatch, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.advantages import group_relative
 from smd_jax.losses.distillation import DistillConfig
-from smd_jax.losses.dpo import DPO_METRICS
+from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.losses.named import gspo
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.value import VALUE_METRICS, ValueConfig
@@ -424,6 +424,10 @@ def test_an_easy_reward_rises():
         (
             {"update": UpdateConfig(value=ValueConfig())},
             r"update.value None, because .* no critic.*; got ValueConfig\(",
+        ),
+        (
+            {"update": UpdateConfig(pairs=DPOConfig())},
+            r"expected update.pairs None, or OnlineDPOConfig; got DPOConfig\(",
         ),
         ({"minibatches": 0}, "expected minibatches >= 1; got 0"),
         ({"prompts_per_step": 0}, "expected prompts_per_step >= 1; got 0"),
