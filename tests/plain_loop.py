@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.eviction.policies import Dense
+from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
@@ -52,6 +53,7 @@ class PlainLoop(Loop):
     tokenizer: Any = None
     optimizer: Any = None
     config: LoopConfig = CONFIG
+    guard: MismatchGuard | None = field(default=None, kw_only=True)  # there is no model
     metrics: Callable[[int], dict[str, float]] = field(default=lambda number: {"reward": float(number)}, kw_only=True)
     begins: Callable[[int], None] = field(default=lambda number: None, kw_only=True)
 

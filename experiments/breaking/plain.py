@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from breaking.left import Left, left_by, start
 from smd_jax.eviction.policies import Dense
+from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState
 from smd_jax.runs.settings import split_settings
 from smd_jax.sampler.config import RolloutConfig
@@ -40,6 +41,7 @@ class PlainLoop(Loop):
     tokenizer: Any = None
     optimizer: Any = None
     config: LoopConfig = PLAIN
+    guard: MismatchGuard | None = field(default=None, kw_only=True)  # there is no model
 
     def __post_init__(self) -> None:
         """Skips the checks of Loop: there is no model and no tokenizer."""
