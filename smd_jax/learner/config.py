@@ -143,7 +143,7 @@ class UpdateConfig:
     def objective(self) -> tuple[Term, ...]:
         """All terms, the policy loss first: those of the fields and `terms`."""
         if self.pairs is not None:
-            return (PairTerm(self.pairs, self.visibility),)
+            return (PairTerm(self.pairs, self.learner_visibility),)
         terms: list[Term] = [self.policy_term]
         if self.dense_learner is not None:
             terms.append(

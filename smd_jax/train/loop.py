@@ -175,8 +175,8 @@ class Loop:
     @cached_property
     def replay(self) -> ReplayFunction:
         """Log-probabilities of a rollout as the learner sees it, at most `rows_of_a_pass` rows at a time."""
-        rows_per_prompt = self.config.unpacked_update.rows_per_prompt
-        return make_replay(self.model, self.config.update.visibility, self.config.rows_of_a_pass, rows_per_prompt)
+        config, update = self.config, self.config.unpacked_update
+        return make_replay(self.model, update.learner_visibility, config.rows_of_a_pass, update.rows_per_prompt)
 
     @cached_property
     def dense_replay(self) -> ReplayFunction:

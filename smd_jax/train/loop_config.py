@@ -117,7 +117,7 @@ class LoopConfig:
     @property
     def is_exact(self) -> bool:
         """Whether sampler and learner must be the same policy."""
-        return self.update.visibility == "shadow"
+        return self.update.learner_visibility == "shadow"
 
     @property
     def extra_rollouts(self) -> int | None:

@@ -1,4 +1,4 @@
-"""DPO loss: invariances, and pairs of a group. Values and gradients: `tests/learner/test_dpo_update.py`."""
+"""DPO loss: invariances, and pairs of a group. Values and gradients: `tests/learner/test_pair_term.py`."""
 
 import jax
 import jax.numpy as jnp
