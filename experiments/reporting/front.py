@@ -52,8 +52,8 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 {lost(cell, others, rows)}
 {real_model.bullet(smollm2)}
 
-**Not measured yet**, all [planned](experiments/PLAN.md): walks in this study, the lead by mismatch in walks, the
-memory wall ({wall.missing(rows["wall.json"])}), collapse under Random{real_model.missing(smollm2)}. Not planned:
+**Not measured yet**, all [planned](experiments/PLAN.md): walks in this study, the lead by mismatch in walks,
+{wall.missing(rows["wall.json"])}collapse under Random{real_model.missing(smollm2)}. Not planned:
 public benchmarks, a GPU. No run had a full cache that did not fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,

@@ -10,7 +10,7 @@ from lib.files import Row
 from lib.intervals import Estimate, paired
 from reporting import page
 from reporting.contrasts import Contrast, paired_contrast
-from reporting.page import check_complete, difference, mean_of, rate_words, signed, table
+from reporting.page import check_complete, difference, mean_of, plain, rate_words, signed, table
 
 SEEDS = tuple(range(10, 16))
 LENGTHS = (512, 1024)
@@ -63,20 +63,39 @@ def primary(rows: Sequence[Row]) -> Contrast:
 
 def bullet(rows: Sequence[Row]) -> str:
     """What lost, for the first page."""
-    ways = complete(rows, PRIMARY)
-    losses = [gained(found, "_greedy") for found in ways.values()]
-    below = sum(loss.established and loss.mean < 0 for loss in losses)
+    found = [gained(of_way, "_greedy") for length in LENGTHS for of_way in complete(rows, length).values()]
+    established = [gain.mean for gain in found if gain.established]
+    below, higher = (sum(sign * gain > 0 for gain in established) for sign in (-1, 1))
     return f"""*Equal bytes and equal time.* On a CPU a budget bought no reward: in walks of {PRIMARY:,} steps
-  {OURS} ends {primary(rows).found} relative to {best_full(rows, PRIMARY)}, the full-cache way that the pilot chose.
-  Greedily {below} of {len(ways)} ways end below their starts, established. [The memory wall](#the-memory-wall)"""
+  {OURS} ends {primary(rows).found} relative to {best_full(rows, PRIMARY)}, the full-cache way that the pilot
+  chose{shorter(rows)}. Greedily {below} of {len(found)} ways end below their starts, established, and
+  {higher or "none"} above. [The memory wall](#the-memory-wall)"""
+
+
+def shorter(rows: Sequence[Row]) -> str:
+    """The contrast in the shorter walks, once they are complete."""
+    found = complete(rows, LENGTHS[0])
+    if not {OURS, *FULL} <= found.keys():
+        return ""
+    rival = best_full(rows, LENGTHS[0])
+    lead = difference(found[OURS], found[rival], "own")
+    return f"; in walks of {LENGTHS[0]} steps {plain(lead)} relative to {rival}"
 
 
 def missing(rows: Sequence[Row]) -> str:
-    """The ways and lengths that have not run."""
+    """The ways and lengths that have not run, for a list on the first page; empty if all have."""
     ways = complete(rows, PRIMARY)
     learners = [way for way in MEANING if way not in ways]
     lengths = [f"walks of {length:,} steps" for length in LENGTHS if not complete(rows, length)]
-    return ", ".join([*learners, *lengths]) or "nothing"
+    missing = ", ".join([*learners, *lengths])
+    return f"the memory wall ({missing}), " if missing else ""
+
+
+def above(rows: Sequence[Row], length: int) -> str:
+    """The ways of this length that end above their starts."""
+    gains = {way: gained(found, *BOTH) for way, found in complete(rows, length).items()}
+    found = ", ".join(way for way, gain in gains.items() if gain.established and gain.mean > 0)
+    return f"Established above their starts in walks of {length:,} steps: {found or 'none'}." if gains else ""
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -87,7 +106,6 @@ def section(rows: Sequence[Row]) -> str:
         if OURS in (found := complete(rows, length))
     )
     seconds = ways[OURS][0]["seconds"]
-    above = [way for way, found in ways.items() if (gain := gained(found, *BOTH)).established and gain.mean > 0]
     return f"""## The memory wall
 
 Which way earns the most reward from given bytes of KV cache and given time? Walks on a graph, bytes of four rows
@@ -97,9 +115,8 @@ the mean of temperature 1 and greedy; it chose the rate of each way on one pilot
 
 {tables}
 
-*Primary contrast*: {contrast.what}: {contrast.found}. Established above their starts:
-{", ".join(above) or "none; so the contrast does not say which way earns more, but which loses less"}.
-Not run yet: {missing(rows)}. An accelerator was not measured. The [first rows](docs/older_studies.md#the-memory-wall)
+*Primary contrast*: {contrast.what}: {contrast.found}. {" ".join(above(rows, length) for length in LENGTHS)}
+An accelerator was not measured. The [first rows](docs/older_studies.md#the-memory-wall)
 had two rates a way, both at the edge, on a slower CPU: there the same contrast was established above 0.
 """
 
