@@ -124,7 +124,9 @@ def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
         "smallest effect of interest", place, xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=7
     )
     axes.set_ylabel("greedy reward: lead over the better of naive and TIS")
-    axes.set_title("A. Leads under the budget, 95 % intervals", loc="left", fontsize=10)
+    axes.set_title(
+        "A. Leads under the budget, 95 % intervals; circles TOVA per head, squares H2O", loc="left", fontsize=10
+    )
 
 
 def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
@@ -139,7 +141,7 @@ def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
             axes.plot(at[first:], means[first:], color=COLOURS[place], linewidth=0.8)
             axes.plot(at, means, marker=marker, color=COLOURS[place], linestyle="", label=label)
     axes.set_ylabel("greedy reward under the budget")
-    axes.set_title("B. Rewards; circles TOVA of each head, squares H2O", loc="left", fontsize=10)
+    axes.set_title("B. Rewards; markers as in A", loc="left", fontsize=10)
 
 
 def place_of(cell: dose.DoseCell, policy: str) -> float:

@@ -146,7 +146,7 @@ def arms_table(cell: RoomCell, arms: Sequence[str]) -> str:
         trained = "" if arm == "untrained" else " / ".join(dict.fromkeys(rates))
         return [arm, NAMES[arm], trained, *means, *leads]
 
-    columns = ["arm", "in figures", "rates", "budget", "greedy", "full cache", "greedy"]
+    columns = ["arm", "learner", "rates", "budget", "greedy", "full cache", "greedy"]
     return table([*columns, f"{OURS} minus it: budget, greedy", "full cache, greedy"], [line(arm) for arm in arms])
 
 

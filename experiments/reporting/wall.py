@@ -66,10 +66,10 @@ def bullet(rows: Sequence[Row]) -> str:
     found = [gained(of_way, "_greedy") for length in LENGTHS for of_way in complete(rows, length).values()]
     established = [gain.mean for gain in found if gain.established]
     below, higher = (sum(sign * gain > 0 for gain in established) for sign in (-1, 1))
-    return f"""*Equal bytes and equal time.* On a CPU a budget bought no reward: in walks of {PRIMARY:,} steps
+    return f"""*Equal bytes and equal time.* On a CPU no gain of a budget is established: in walks of {PRIMARY:,} steps
   {OURS} ends {primary(rows).found} relative to {best_full(rows, PRIMARY)}, the full-cache way that the pilot
-  chose{shorter(rows)}. Greedily {below} of {len(found)} ways end below their starts, established, and
-  {higher or "none"} above. [The memory wall](#the-memory-wall)"""
+  chose{shorter(rows)}. Greedily, in {below} of {len(found)} cases (six ways, two lengths) a way ends
+  below its start, established, and in {higher or "none"} above. [The memory wall](#the-memory-wall)"""
 
 
 def shorter(rows: Sequence[Row]) -> str:

@@ -233,13 +233,14 @@ def check_record(
     """The record of these arrays; arguments and errors as `load_record`."""
     _check_arrays(arrays, experts)
     tokens, logprobs = arrays["tokens"], arrays["logprobs"].astype(np.float32)
-    lengths, prompts = arrays["lengths"].astype(np.int32), arrays["prompt_lengths"].astype(np.int32)
+    lengths, prompts = arrays["lengths"], arrays["prompt_lengths"]
     columns = tokens.shape[1]
     for row in np.flatnonzero((prompts < 1) | (prompts >= lengths) | (lengths > columns))[:1]:
         raise ValueError(
             f"expected 1 <= prompt_lengths < lengths <= {columns} columns; got {prompts[row]} and {lengths[row]} "
             f"in row {row}"
         )
+    lengths, prompts = lengths.astype(np.int32), prompts.astype(np.int32)
     by_row = list(zip(tokens, logprobs, prompts, lengths, strict=True))
     asked = [ids[:start] for ids, _, start, _ in by_row]
     drawn = [ids[start:end] for ids, _, start, end in by_row]

@@ -86,7 +86,8 @@ class Verdict:
     Attributes:
       difference: `[rows, responses]` learner minus sampler in nats, NaN outside of responses.
       tolerance: mean |difference| up to which the two are one policy.
-      cause: the named cause; None for one policy, and where no tested explanation holds.
+      cause: the named cause, "undecided" where too few rows tell; None for one policy, and where no tested explanation
+        holds.
       findings: the tested explanations, the best first. One that leaves only rounding ends the search.
       sensitive_layers: `(layer, mean |difference| with this layer dense)`, best first, where a swap was searched.
     """

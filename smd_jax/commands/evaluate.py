@@ -169,9 +169,18 @@ def reads_training_rows(args: Args) -> bool:
     """Whether the run of --run was trained on the rows to evaluate on."""
     if args.command.run is None:
         return False
-    data = arguments_of_run(args.command.run).data
-    is_held_out = data.dataset_source is None and names_held_out_rows(data.dataset, data.split)
-    return args.data == data and not is_held_out
+    trained = arguments_of_run(args.command.run).data
+    same = _rows(args.data) == _rows(trained)
+    if trained.dataset_source is not None or not names_held_out_rows(trained.dataset, trained.split):
+        return same
+    # Trained on the rows that other runs hold out, which are also those that --split names by default.
+    return trained.split is not None and (same or _rows(args.data) == _rows(replace(trained, split=None)))
+
+
+def _rows(data: DataSource) -> tuple[object, ...]:
+    """The options that choose rows, without those that write their prompts."""
+    size = data.dataset_size, data.dataset_parameters
+    return data.dataset, data.dataset_source, data.dataset_config, data.split, *size
 
 
 def run(args: Args) -> list[Evaluated]:

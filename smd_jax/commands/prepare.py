@@ -23,6 +23,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.devices.processes import is_first
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.base import EvictionPolicy
+from smd_jax.learner.accumulation import count_parts
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState, init_state
@@ -226,7 +227,7 @@ def loop_config(args: Common, policy: EvictionPolicy, rollout: RolloutConfig, wi
     }
     if isinstance(args, OnlineDpo):
         loss = DPOConfig(beta=args.pairs.dpo_beta, loss_type=args.pairs.dpo_loss)
-        # --microbatch counts pairs.
+        count_parts(sampler.num_prompts, device.microbatch, "pairs")  # an error in the unit of --microbatch
         update = UpdateConfig(pairs=loss, microbatch_size=None if device.microbatch is None else 2 * device.microbatch)
         penalty = args.pairs.missing_eos_penalty
         return OnlineDPOLoop, OnlineDPOConfig(**options, update=update, missing_eos_penalty=penalty)

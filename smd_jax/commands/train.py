@@ -24,7 +24,7 @@ import yaml
 
 from smd_jax.byte_sizes import show_bytes
 from smd_jax.commands import config_file
-from smd_jax.commands.arguments import Common, Grpo, LaunchArgs, Ppo, Rloo
+from smd_jax.commands.arguments import Common, Grpo, LaunchArgs, OnlineDpo, Ppo, Rloo
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
@@ -231,6 +231,8 @@ def print_plan(algorithm: str, ready: Prepared) -> None:
     if isinstance(args, Grpo | Rloo | Ppo):
         share = f", dense share {args.loss.dense_share:g}" if args.loss.dense_share else ""
         print(f"loss: {args.loss.loss_type}, correction {args.loss.correction}{share}")
+    elif isinstance(args, OnlineDpo):
+        print(f"loss: {args.pairs.dpo_loss}, beta {args.pairs.dpo_beta:g}")
     print(f"reward: {args.conversations.environment if rewards is None else ', '.join(rewards.logged_names)}")
     trained = "all parameters" if model.lora_r is None else f"LoRA adapters of rank {model.lora_r}"
     print(f"trained: {trained}, stored in {model.param_dtype}, computed in {ready.model.config.dtype}")
@@ -241,7 +243,7 @@ def print_plan(algorithm: str, ready: Prepared) -> None:
         microbatch, unit = update.microbatch_size, "" if update.pairs is None else " pairs"
         shown = "all" if microbatch is None else f"{microbatch // (2 if unit else 1)}{unit}"
         print(f"sizes that fit: microbatch {shown}, decode rows {rows}")
-    kept = f", {sampler.sinks} sinks{', pyramid' if sampler.pyramid else ''}"
+    kept = f" --sinks {sampler.sinks}{' --pyramid' if sampler.pyramid else ''}"
     kept += f", {sampler.budget} + {sampler.buffer} keys per layer and KV head"
     print(f"eviction: {sampler.eviction}{kept if config.policy.evicts else ''}")
     if update.distill is not None:

@@ -159,6 +159,10 @@ async def _finished(results: Sequence[Message | Awaitable[Message]]) -> Step:
 
 
 def _message(tool: Callable[..., Any], result: str, error: BaseException | None) -> Message:
-    result = result[:LONGEST_RESULT] if error is None else f"{type(error).__name__}: {str(error)[:200]}"
+    if error is not None:
+        said = ""
+        with Caught():
+            said = str(error)[:200]
+        result = f"{type(error).__name__}: {said}"
     # Python writes bytes that are not UTF-8 as lone surrogates, which no tokenizer accepts.
-    return {"role": "tool", "name": tool.__name__, "content": result.encode(errors="replace").decode()}
+    return {"role": "tool", "name": tool.__name__, "content": result[:LONGEST_RESULT].encode(errors="replace").decode()}

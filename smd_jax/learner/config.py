@@ -72,7 +72,7 @@ class UpdateConfig:
         beginnings wherever their masks allow it, see `smd_jax.learner.packs`. 1: no sharing.
       terms: additional terms of the objective, see `smd_jax.learner.terms`.
       pairs: the preference loss of online DPO in place of the policy loss, or None. Rows of a batch are then pairs, see
-        `smd_jax.learner.pair_term`, and the only other fields are `visibility`, `reference_sync` and `microbatch_size`.
+        `smd_jax.learner.pair_term`, and only `visibility`, `reference_sync` and `microbatch_size` may be set with it.
         Under "dense" the full-context policy learns from the sparse sampler's pairs, without a correction.
     """
 
@@ -210,8 +210,9 @@ def check_reference(config: UpdateConfig, state: TrainState) -> None:
     if config.needs_reference and reference_params(state) is None:
         needs = [type(t).__name__ for t in config.objective if t.needs.reference or t.needs.reference_logprobs]
         raise ValueError(
-            f"expected reference parameters in the train state for {', '.join(needs)} (PolicyTerm needs them with "
-            "beta > 0): init_state(params, …, reference=params); got None"
+            f"expected reference parameters in the train state for {', '.join(needs)}"
+            f"{' (which needs them with beta > 0)' if needs == ['PolicyTerm'] else ''}: "
+            "init_state(params, …, reference=params); got None"
         )
 
 

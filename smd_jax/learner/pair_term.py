@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from smd_jax.learner.forward import Visibility
 from smd_jax.learner.state import Metrics
-from smd_jax.learner.terms import Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
+from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.dpo import DPOConfig, DPOInputs, dpo_loss, dpo_metrics, pair_weights, sequence_logprobs
 from smd_jax.losses.kl import k3
 from smd_jax.metrics import token_mean
@@ -27,10 +27,17 @@ from smd_jax.shapes import check_shape
 
 @dataclass(frozen=True)
 class PairTerm(Term):
-    """The preference loss; attributes as in `UpdateConfig`."""
+    """The preference loss; attributes as in `UpdateConfig`, whose `pairs` makes it."""
 
     loss: DPOConfig
     visibility: Visibility
+
+    def check(self, setup: LearnerSetup) -> None:
+        if len(setup.terms) > 1 or setup.visibility != self.visibility:
+            raise ValueError(
+                "expected a PairTerm from UpdateConfig(pairs=...), which keeps pairs in one microbatch; got the terms "
+                f"{setup.terms}"
+            )
 
     @property
     def needs(self) -> Needs:

@@ -58,7 +58,7 @@ def training_progress(
         MofNCompleteColumn(),
         # These two share what the other columns leave; a status that is longer than its share has several lines.
         BarColumn(bar_width=None, table_column=Column(ratio=1)),
-        TextColumn("{task.fields[status]}", markup=False, table_column=Column(ratio=5)),
+        TextColumn("{task.fields[status]}", markup=False, table_column=Column(ratio=5, min_width=16)),
         TimeElapsedColumn(),
         TextColumn("left", style="dim"),
         TimeRemainingColumn(),

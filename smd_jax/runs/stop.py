@@ -95,7 +95,8 @@ class StopSignals:
                     self._leave_terminal()
                 if self.received is None:
                     self.received, first = signal.Signals(number), time.monotonic()
-                    _say(f"{self.received.name}: stops when this rollout is finished and saved; once more ends at once")
+                    name = self.received.name
+                    _say(f"{name}: stops when this rollout is finished and saved; a second one ends at once")
                 elif number != signal.SIGHUP and time.monotonic() - first >= SAME_EVENT:
                     self._end(number)
 

@@ -347,7 +347,7 @@ class Loop:
                 # as old ones, only a replay can measure the difference.
                 params = state.params if state.sampler_params is None else state.sampler_params
                 known = batch.old_logprobs
-                if known is None or update.policy_term.uses_sampler_logprobs_as_old:
+                if known is None or update.pairs is not None or update.policy_term.uses_sampler_logprobs_as_old:
                     known = self.replay(params, batch.trajectory)
                 before = compare(update, batch, known)
                 if is_beyond(float(before[DIFFERENCE]), self.max_difference):

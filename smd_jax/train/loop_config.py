@@ -174,5 +174,6 @@ def check_sizes(config: LoopConfig, shape: ModelShape, mesh: Mesh) -> None:
     size, rows = update.microbatch_size, config.unpacked_update.rows_together
     whole = f"prompts_per_step * {'group_size' if update.pairs is None else 2} / minibatches"
     what = f"a microbatch ({whole if size is None else 'microbatch_size'})"
-    what += "" if rows == 1 else f", counted in {rows} rows of one prompt (rows_per_prompt, or pairs),"
+    unit = "pairs" if update.pairs is not None else f"{rows} rows of one prompt (rows_per_prompt)"
+    what += "" if rows == 1 else f", counted in {unit},"
     check_rows((size or minibatch) // rows, mesh, what)

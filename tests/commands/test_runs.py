@@ -362,7 +362,7 @@ def fails(prompts, **columns):
     # A run of these rows names no others to evaluate on.
     trained = ["grpo", *(word for word in argv if word != "--json"), *rewards, "--output-dir", str(tmp_path)]
     (tmp_path / "config.yaml").write_text(config_file.dump(*parse(trained)))
-    smd_eval(["--run", str(tmp_path), "--json"])
+    smd_eval(["--run", str(tmp_path), "--json", "--max-prompt-length", "8"])
     assert "trained on these rows" in capsys.readouterr().err
 
 

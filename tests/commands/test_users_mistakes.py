@@ -192,6 +192,11 @@ def test_a_command_line_without_an_algorithm(argv: list[str], capsys: pytest.Cap
     assert "expected an algorithm first, one of ['grpo', 'rloo', 'ppo', 'online-dpo']" in error_of(argv, capsys)
 
 
+def test_the_microbatch_of_online_dpo_counts_pairs(train_argv: MakeArgv, capsys: pytest.CaptureFixture[str]):
+    argv = train_argv("--num-prompts", "4", "--microbatch", "3", algorithm="online-dpo")
+    assert "expected a microbatch_size that divides 4 pairs; got 3" in error_of(argv, capsys)
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "online-dpo"])
 def test_only_grpo_and_rloo_train_a_gate(algorithm: str, train_argv: MakeArgv, capsys: pytest.CaptureFixture[str]):
     argv = train_argv("--eviction", "gate", algorithm=algorithm)

@@ -12,6 +12,7 @@ import pytest
 
 from smd_jax.corrections.mismatch import TIS
 from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.pair_term import PairTerm
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.learner.update import make_update
@@ -163,8 +164,14 @@ def test_microbatches_change_nothing():
 # --- bad input
 
 
+def test_pairs_are_no_additional_term():
+    """Microbatches would separate the rows of a pair."""
+    with pytest.raises(ValueError, match=r"expected a PairTerm from UpdateConfig\(pairs=...\)"):
+        UpdateConfig(terms=(PairTerm(DPOConfig(), "shadow"),), policy_coef=0.0)
+
+
 def test_missing_reference_raises():
-    with pytest.raises(ValueError, match="expected reference parameters in the train state for PairTerm .*; got None"):
+    with pytest.raises(ValueError, match="expected reference parameters in the train state for PairTerm: .*; got None"):
         metrics_and_gradients(reference=None)
 
 

@@ -66,7 +66,7 @@ def test_ctrl_c_saves_the_rollout_and_the_run_resumes(tmp_path):
         wait_for(process, "rollout 1")
         process.send_signal(signal.SIGINT)
         # Printed during the rollout.
-        wait_for(process, "SIGINT: stops when this rollout is finished and saved; once more ends at once")
+        wait_for(process, "SIGINT: stops when this rollout is finished and saved; a second one ends at once")
         end_rollout(process)
         wait_for(process, f"SIGINT stopped the run after 2 of 5 rollouts; saved in {parts}")
         assert process.wait() == 130

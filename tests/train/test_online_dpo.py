@@ -156,7 +156,7 @@ def test_bad_configurations(options, message):
     ("options", "message"),
     [
         ({"minibatches": 3}, "a group is never split; got 4"),
-        ({"minibatches": 4}, r"microbatch \(prompts_per_step \* 2 / minibatches\), .* or pairs\), that .*; got 1"),
+        ({"minibatches": 4}, r"microbatch \(prompts_per_step \* 2 / minibatches\), .* in pairs, that .*; got 1"),
         ({"update": UpdateConfig(pairs=DPOConfig(), microbatch_size=2)}, r"microbatch \(microbatch_size\), .*; got 1"),
     ],
 )
