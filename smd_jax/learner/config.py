@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from smd_jax.config import check_instance
+from smd_jax.config import check_choice, check_instance
 from smd_jax.corrections.base import Correction, Shadow
 from smd_jax.corrections.chain import claims_no_mismatch
 from smd_jax.learner.auxiliary_terms import EntropyTerm, ValueTerm
@@ -97,6 +98,8 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.visibility is not None:
+            check_choice("visibility", self.visibility, get_args(Visibility))
         if self.pairs is not None:
             set_fields = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
             if unread := sorted(set(set_fields) - set(FIELDS_OF_PAIRS)):

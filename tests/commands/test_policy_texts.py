@@ -275,7 +275,7 @@ def test_a_run_with_a_user_policy(
     own = "own_policies.py:FadingH2O(half_life=16)"
     flags = ["--eval-steps", "1", "--eval-rows", "2", "--eval-decode", "sampler", f"{own}:8+2", "h2o(recent=0.25):8"]
     main(train_argv("--eviction", own, *flags, "--budget", "8", "--sinks", "1"))
-    assert f"eviction: {folder}/{own}, 1 sinks, 8 + 2 keys per layer and KV head\n" in capsys.readouterr().out
+    assert f"eviction: {folder}/{own} --sinks 1, 8 + 2 keys per layer and KV head\n" in capsys.readouterr().out
     run = tmp_path / "run"
     (row,) = read_metrics(run / "metrics.jsonl")
     assert 0 < row["rollout/evicted_share"] < 1 and row["sampling/sampling_logp_difference/max"] < 1e-4

@@ -227,7 +227,7 @@ def test_dry_run_reports_what_decides_a_run(
         "loss: grpo, correction shadow, dense share 0.5",
         "reward: distractor_sort",
         "trained: LoRA adapters of rank 2, stored in float32, computed in float32",
-        "eviction: h2o, 4 sinks, 12 + 2 keys per layer and KV head",
+        "eviction: h2o --sinks 4, 12 + 2 keys per layer and KV head",
     ]
     assert re.search(r"checkpoints: 3 at most, [\d.]+ KiB each, to resume .*; --save-total-limit 1 keeps one\n", plan)
     assert "2 prompts a rollout from 1 rows: each rollout has rows more than once\n" in plan
