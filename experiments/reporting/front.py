@@ -53,8 +53,7 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 {real_model.bullet(smollm2)}
 
 **Not measured yet**, all [planned](experiments/PLAN.md): walks in this study, the lead by mismatch in walks,
-{wall.missing(rows["wall.json"])}collapse under Random{real_model.missing(smollm2)}. Not planned:
-public benchmarks, a GPU. No run had a full cache that did not fit.
+collapse under Random. Not planned: public benchmarks, a GPU. No run had a full cache that did not fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and

@@ -74,17 +74,6 @@ def primary(rows: Sequence[Row]) -> Contrast:
     return Contrast("[a real model](#a-real-model)", what, str(found), p)
 
 
-def missing(rows: Sequence[Row]) -> str:
-    """The planned arms that are not complete, for the first page."""
-    found = of_rules(rows)
-    parts = [
-        f"{' and '.join(arms)} under {name}"
-        for rule, name in NAMES.items()
-        if (arms := [arm for arm in LEARNERS if arm not in found.get(rule, {})])
-    ]
-    return f", and on the real model {', '.join(parts)}" if parts else ""
-
-
 def bullet(rows: Sequence[Row]) -> str:
     """The line of the first page."""
     arms = of_rules(rows)["snapkv"]

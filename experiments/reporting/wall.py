@@ -82,15 +82,6 @@ def shorter(rows: Sequence[Row]) -> str:
     return f"; in walks of {LENGTHS[0]} steps {plain(lead)} relative to {rival}"
 
 
-def missing(rows: Sequence[Row]) -> str:
-    """The ways and lengths that have not run, for a list on the first page; empty if all have."""
-    ways = complete(rows, PRIMARY)
-    learners = [way for way in MEANING if way not in ways]
-    lengths = [f"walks of {length:,} steps" for length in LENGTHS if not complete(rows, length)]
-    missing = ", ".join([*learners, *lengths])
-    return f"the memory wall ({missing}), " if missing else ""
-
-
 def above(rows: Sequence[Row], length: int) -> str:
     """The ways of this length that end above their starts."""
     gains = {way: gained(found, *BOTH) for way, found in complete(rows, length).items()}
