@@ -17,6 +17,7 @@ sum(weight * low) is added at the end.
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,8 @@ from smd_kernels.decode_gpu import MASKED, WIDTH, _as_wgmma, _exponentials, _Rin
 from smd_kernels.hardware import GPU_DECODE_SIZES, DecodeSizes, plane_tile
 
 GROUPS = 64  # table rows per product
+# `plgpu.load` takes an index before JAX 0.12.
+WHOLE = ((),) if "idx" in signature(plgpu.load).parameters else ()
 
 
 def decode_codes_attention(
@@ -199,8 +202,8 @@ def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
     inputs = _Inputs(*(x.at[here] for x in refs[:count]))
     out_ref, own_ref, received_ref = (x.at[here] for x in refs[count : count + 3])
     smem = _Scratch(*refs[count + 3 :])
-    # TMA fills rows beyond the table with zeros.
-    table = pl.ds(0, smem.low.shape[0])
+    # TMA fills rows beyond the table with zeros. JAX 0.12 refuses a slice that is known to end beyond an array.
+    table = pl.ds(here[0] * 0, smem.low.shape[0])
     for source, target in (
         (inputs.queries, smem.queries),
         (inputs.own_queries, smem.own_queries),
@@ -256,7 +259,7 @@ def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
 def _bytes(part: Any) -> Array:
     """Loads the bytes of a tile as int32, in the layout of their codes."""
     # Not the fastest load: in the layout that TMA writes, threads may have bank conflicts.
-    return _as_wgmma(plgpu.load(part, (), optimized=False)).astype(jnp.int32)
+    return _as_wgmma(plgpu.load(part, *WHOLE, optimized=False)).astype(jnp.int32)
 
 
 def _unpacked(packed: Array, plane: int, bits: int) -> Array:

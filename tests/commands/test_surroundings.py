@@ -18,7 +18,7 @@ NO_PASSWD_ENTRY = "import pwd\ndef unknown(user): raise KeyError(user)\npwd.getp
 
 
 def script(name: str) -> list[str]:
-    return [sys.executable, "-c", f"import sys; from smd_jax.commands.console_scripts import {name}; {name}()"]
+    return [sys.executable, "-P", "-c", f"import sys; from smd_jax.commands.console_scripts import {name}; {name}()"]
 
 
 @pytest.mark.parametrize("name", ["smd_train", "smd_eval", "smd_export", "smd_plot", "smd_certify"])
@@ -70,11 +70,11 @@ def test_a_run_whose_output_cannot_be_written_is_complete(model: Path, tmp_path:
 @pytest.mark.slow
 def test_caches_without_a_home_are_in_the_temporary_folder(tmp_path: Path):
     """A container may run as a user without a passwd entry."""
-    python, option, code, *_ = script("smd_eval")
+    *options, code = script("smd_eval")
     variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
     variables |= {"TMPDIR": str(tmp_path)}
     variables.pop("JAX_COMPILATION_CACHE_DIR", None)
-    argv = [python, option, NO_PASSWD_ENTRY + code, "--model", "./nowhere", "--dataset", "gsm8k"]
+    argv = [*options, NO_PASSWD_ENTRY + code, "--model", "./nowhere", "--dataset", "gsm8k"]
     done = subprocess.run(argv, env=variables, cwd=tmp_path, capture_output=True, text=True)
     folder = tmp_path / f"smd_jax-{os.getuid()}"
     assert done.returncode == 2 and f"got none: caches are kept in {folder}. Set HOME" in done.stderr

@@ -31,7 +31,7 @@ def test_masks_round_trip():
 
 
 def test_a_mask_of_all_layers_is_refused():
-    with pytest.raises(TypeError, match=r"expected the mask of one layer, mask.layer\(index\); got ShadowMask"):
+    with pytest.raises(TypeError, match="ShadowMask"):
         to_tokamax(ShadowMask(random_interval().evicted_at[:, None]), HEADS)
 
 
