@@ -37,6 +37,7 @@ def teach(monkeypatch: pytest.MonkeyPatch, kernel: ModuleType) -> None:
     def wgmma(acc: Any, a: Any, b: Any) -> None:
         def copied(a_copy, b_copy):
             a_copy[...], b_copy[...] = a[...], b[...]
+            plgpu.commit_smem()  # orders these reads before later copies of TMA, as wgmma's own reads are
             multiply(acc, a_copy, b_copy)
 
         pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))

@@ -168,6 +168,7 @@ def _forward_kernel(
     # exp(x) = exp2(x log2(e)): one factor scales the scores and changes the base.
     base2 = head_dim**-0.5 * math.log2(math.e)
     product = partial(tiles.products, interpret=interpret)
+    release = partial(tiles.release, interpret=interpret)
 
     def fetch() -> None:
         k, v, born, evicted_at = (x.at[block] for x in (blocks.k, blocks.v, blocks.born, blocks.evicted_at))
@@ -190,7 +191,7 @@ def _forward_kernel(
                 visible = (across(born[...], shape) <= rows) & (rows < across(evicted_at[...], shape))
                 scores = jnp.where(visible, scores, -jnp.inf)
             # k and its interval have been read: their buffers can be refilled during the softmax.
-            plgpu.barrier_arrive(s.keys.done.at[slot])
+            release(s.keys.done.at[slot])
             new = jnp.maximum(highest, scores.max(axis=1) * base2)
             # `new` is finite (`LOWEST`) even before the first visible key: -inf - new is -inf, a weight of 0.
             weights = jnp.exp2(scores * base2 - down(new, shape))
@@ -199,7 +200,7 @@ def _forward_kernel(
             acc = acc * down(decay, acc.shape)
             plgpu.barrier_wait(s.values.ready.at[slot])
             (acc,) = product(Product(weights.astype(narrow), s.values.buffers[0].at[slot]), onto=(acc,))
-            plgpu.barrier_arrive(s.values.done.at[slot])
+            release(s.values.done.at[slot])
             return new, total, acc
 
         nothing = jnp.full((LANES,), LOWEST, jnp.float32), jnp.zeros((LANES,), jnp.float32)

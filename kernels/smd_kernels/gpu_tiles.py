@@ -126,6 +126,15 @@ def fetch(walk: Walk, length: int, rings: Sequence[tuple[Ring, Sequence[Any]]]) 
             plgpu.barrier_wait(ring.done.at[lax.rem(step, stages)])
 
 
+def release(barrier: Any, *, interpret: bool) -> None:
+    """Signals that this warpgroup has read a stage of a ring."""
+    if (
+        interpret
+    ):  # on the device the barrier orders all reads before the next copy; JAX 0.12's interpreter asks for more
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
 def load(barrier: Any, *copies: tuple[Any, Any]) -> None:
     """Copies (source, buffer) pairs to shared memory and waits for all of them at `barrier`."""
     for source, buffer in copies:

@@ -109,11 +109,18 @@ def on_gpu(*args: Any) -> tuple[jax.Array, jax.Array]:
     return decode_codes_gpu.decode_codes_attention(*args, interpret=params)
 
 
+def load(ref: Any, *index: Any, optimized: bool) -> jax.Array:
+    """Like `plgpu.load`, which the interpreter lacks."""
+    loaded = ref[...]
+    plgpu.commit_smem()  # on the device a copy of TMA waits for all reads of the warpgroup
+    return loaded
+
+
 @pytest.fixture
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
     """Lets the interpreter run the kernel; a race fails the test."""
     teach(monkeypatch, decode_codes_gpu)
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, optimized: ref[...])
+    monkeypatch.setattr(plgpu, "load", load)
     with races.forbidden():
         yield
 
