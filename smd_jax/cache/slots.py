@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from smd_jax.cache import quantized as quantized_cache
 from smd_jax.cache.quantized import QuantizedSlots
 from smd_jax.devices.sharding import over_heads
-from smd_jax.eviction.statistics import CacheShape, Observation, Statistic
+from smd_jax.eviction.statistics import CacheShape, Observation, Statistic, observed
 from smd_jax.message.quantization import Parity
 from smd_jax.pytrees import any_leaves
 from smd_kernels.codes import Codes
@@ -215,8 +215,7 @@ def quantize(cache: LayerCache, start: Int[Array, " batch"]) -> tuple[LayerCache
 
 def observe(cache: LayerCache, seen: Observation) -> LayerCache:
     """Updates every statistic of the layer with the tokens that were just attended."""
-    states = tuple(x.observe(state, seen) for x, state in zip(cache.statistics, cache.states, strict=True))
-    return cache.replace(states=states)
+    return cache.replace(states=observed(cache.statistics, cache.states, seen))
 
 
 def needs_attention(statistics: tuple[Statistic[Any], ...]) -> bool:

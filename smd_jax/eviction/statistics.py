@@ -17,8 +17,9 @@ To add one, write a frozen dataclass with `init` and `observe`, and a policy wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,20 @@ class Statistic(Generic[State]):
         """The state with all query numbers shifted by `count`. Positive for a prompt that an engine seats `count` steps
         after its cache was made, negative after a segment of a conversation. Only ring buffers need to override it."""
         return state
+
+
+def observed(statistics: Sequence[Statistic[Any]], states: Sequence[Any], seen: Observation) -> tuple[Any, ...]:
+    """The states of all statistics after these tokens.
+
+    Raises:
+      TypeError: an `observe` that returns another structure, shape or dtype.
+    """
+    after = tuple(x.observe(state, seen) for x, state in zip(statistics, states, strict=True))
+    for statistic, old, new in zip(statistics, states, after, strict=True):
+        want, got = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", state) for state in (old, new))
+        if want != got:
+            raise TypeError(f"expected {type(statistic).__name__}.observe to return a state as {want}; got {got}")
+    return after
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def response_logits(
 def replay(model: LanguageModel, params: Params, trajectory: Trajectory, mask: Mask | None = None) -> Replay:
     """One teacher-forced pass. `mask` None replays the sampler's mask and reproduces its log-probabilities.
 
+    Not compiled; in a loop use `jax.jit(replay, static_argnums=0)`.
+
     Raises:
       TypeError: for a model that is no LanguageModel, or a trajectory of another class.
       ValueError: if the sampler was greedy.

@@ -93,6 +93,8 @@ def check_batch(batch: TrainBatch) -> None:
     tokens = batch.trajectory.response.shape
     check_shape("advantages", batch.advantages, tokens[:1], tokens)
     check_shape("counted_rows", batch.counted_rows, tokens[:1])
+    if batch.counted_rows is not None and batch.counted_rows.dtype != bool:
+        raise TypeError(f"expected counted_rows as booleans; got {batch.counted_rows.dtype}")
     for name in ("old_logprobs", "old_values", "returns", "dense_old_logprobs"):
         check_shape(name, getattr(batch, name), tokens)
 

@@ -9,6 +9,8 @@ from smd_jax.model.protocol import LanguageModel as LanguageModel
 from smd_jax.model.protocol import ModelShape as ModelShape
 from smd_jax.model.protocol import Attend as Attend
 from smd_jax.model.protocol import Params as Params
+from smd_jax.model.protocol import LayerRun as LayerRun
+from smd_jax.model.protocol import AtLayer as AtLayer
 from smd_jax.model.teacher_forced import apply_model as apply_model
 from smd_jax.model.teacher_forced import hidden_states as hidden_states
 from smd_jax.model.attention import AttentionConfig as AttentionConfig

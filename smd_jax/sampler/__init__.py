@@ -7,6 +7,7 @@ learner.
 
 from smd_jax.sampler.config import RolloutConfig as RolloutConfig
 from smd_jax.sampler.config import cache_bytes as cache_bytes
+from smd_jax.sampler.config import statistics_bytes as statistics_bytes
 from smd_jax.sampler.fixed_batch import rollout as rollout
 from smd_jax.sampler.engine import Engine as Engine
 from smd_jax.sampler.engine import Progress as Progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -11,6 +12,7 @@ from jaxtyping import Array, Int
 from smd_jax.cache.quantized import slot_bytes, table_bytes
 from smd_jax.config import ModelConfig, check_instance, check_whole
 from smd_jax.eviction.base import EvictionPolicy, check_budget, check_policy
+from smd_jax.eviction.statistics import CacheShape
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.protocol import ModelShape, check_model
@@ -121,8 +123,13 @@ def whole_segments(config: RolloutConfig) -> int:
 def cache_bytes(
     model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
 ) -> int:
-    """Bytes of keys and values that a rollout of `rows` prompts holds."""
-    budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
+    """Bytes of keys and values that a rollout of `rows` prompts holds; `statistics_bytes` are added to them.
+
+    Raises:
+      TypeError: a model in place of its `shape`.
+      ValueError: a budget that the policy refuses; fewer than one row or column of prompts.
+    """
+    budgets, buffer = _slots(model, policy, config, prompt_width, rows)
     itemsize = jnp.dtype(model.dtype).itemsize
     quant = config.quant
     kept = precise = 2 * model.head_dim * itemsize  # a key and a value
@@ -133,3 +140,29 @@ def cache_bytes(
     # In a quantised cache only the buffer is in full precision.
     each = sum(budget * kept + buffer * precise + table for budget in budgets)
     return each * model.num_kv_heads * rows
+
+
+def statistics_bytes(
+    model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
+) -> int:
+    """Bytes of the policy's statistics in a rollout of `rows` prompts. Raises errors like `cache_bytes`."""
+    budgets, buffer = _slots(model, policy, config, prompt_width, rows)
+    dtype = jnp.dtype(model.dtype)
+
+    def of_layer(budget: int) -> int:
+        shape = CacheShape(rows, model.num_heads, model.num_kv_heads, budget + buffer, model.head_dim, dtype)
+        states = jax.eval_shape(lambda: [each.init(shape) for each in policy.statistics])
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+
+    return sum(map(of_layer, budgets))
+
+
+def _slots(
+    model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
+) -> tuple[tuple[int, ...], int]:
+    """`plan` of checked sizes."""
+    if not isinstance(model, ModelConfig | ModelShape):
+        raise TypeError(f"expected a model's shape, a ModelShape or ModelConfig; got {type(model).__name__}")
+    check_whole("prompt_width", prompt_width, 1)
+    check_whole("rows", rows, 1)
+    return plan(policy, config, model.num_layers, prompt_width)

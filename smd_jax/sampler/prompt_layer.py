@@ -19,7 +19,7 @@ from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.compression import Compression, PolicyLayer, RowProgress
 from smd_jax.cache.quantized import no_slots
 from smd_jax.cache.slots import LayerCache
-from smd_jax.eviction.statistics import CacheShape, Observation
+from smd_jax.eviction.statistics import CacheShape, Observation, observed
 from smd_jax.message.draws import STAYED, record_order
 from smd_jax.message.masks import NEVER, LayerMask, record_evictions, to_visible
 from smd_jax.message.quantization import Parity
@@ -177,7 +177,8 @@ class PrefillAttend:
             number=jnp.int32(self.first),
             slot=jnp.int32(0),
         )
-        return tuple(each.observe(each.init(shape), seen) for each in self.sampler.policy.statistics)
+        statistics = self.sampler.policy.statistics
+        return observed(statistics, [each.init(shape) for each in statistics], seen)
 
     def _compress(self, cache: LayerCache, layer: PromptLayer) -> PromptResult:
         width = self.sampler.prompt_width

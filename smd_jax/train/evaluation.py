@@ -37,7 +37,7 @@ from smd_jax.learner.state import TrainState
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.sampler.config import RolloutConfig, cache_bytes
+from smd_jax.sampler.config import RolloutConfig, cache_bytes, statistics_bytes
 from smd_jax.tasks.dataset_task import own_reward
 from smd_jax.tasks.rewards import Graded, Rewards, check_failures
 from smd_jax.tasks.task import Task
@@ -149,7 +149,7 @@ class Evaluated:
       lengths: int `[prompts, n]`, tokens.
       clipped: bool `[prompts, n]`, whether the length limit ended the completion.
       completions: their texts, a list of n for every prompt.
-      cache_bytes: size of the keys and values of one sequence.
+      cache_bytes: size of the keys, values and statistics of one sequence.
       tokens_per_second: tokens of these completions per second of sampling, without compilation and grading.
     """
 
@@ -322,6 +322,7 @@ class Evaluator:
         # Checked over all batches together, because the last one may be short.
         check_failures(Graded(rewards, {}, failures), self._grader.max_failed)
         texts = [text for batch in batches for text in batch.completions]
+        sizes = self.model.shape, decode.policy, rollouts.config, self.config.prompt_width
         shape, seconds = (count, self.config.group_size), sum(batch.measured["time/rollout"] for batch in batches)
         return Evaluated(
             decode.name,
@@ -329,7 +330,7 @@ class Evaluator:
             np.concatenate(lengths).reshape(shape),
             np.concatenate(clipped).reshape(shape),
             completions=np.array(texts, object).reshape(shape).tolist(),
-            cache_bytes=cache_bytes(self.model.shape, decode.policy, rollouts.config, self.config.prompt_width, rows=1),
+            cache_bytes=cache_bytes(*sizes, rows=1) + statistics_bytes(*sizes, rows=1),
             tokens_per_second=float(sum(map(np.sum, lengths))) / seconds,
         )
 

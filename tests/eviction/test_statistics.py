@@ -203,3 +203,26 @@ def test_attention_is_observed_only_where_it_is_needed():
     assert kv_cache.needs_attention(H2O().statistics)
     assert not kv_cache.needs_attention(RunningNorm().statistics)
     assert ReceivedAttention() == ReceivedAttention() and hash(NewestQueries(3)) == hash(NewestQueries(3))
+
+
+@dataclass(frozen=True)
+class Narrowed(MeanQuery):
+    def observe(self, state: Mean, seen: Observation) -> Any:
+        return super().observe(state, seen)._replace(count=jnp.zeros(3, jnp.int8))
+
+
+@dataclass(frozen=True)
+class NothingReturned(MeanQuery):
+    def observe(self, state: Mean, seen: Observation) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(("statistic", "got"), [(Narrowed(), r"count='int8\[3\]'"), (NothingReturned(), "None")])
+def test_a_state_of_another_form_is_refused(statistic: Any, got: str):
+    @dataclass(frozen=True)
+    class Reads(EvictionPolicy):
+        statistics: Any = (statistic,)
+
+    message = rf"expected {type(statistic).__name__}.observe .*count='int32\[3\]'\); got .*{got}"
+    with pytest.raises(TypeError, match=message):
+        run_one_layer(Reads())

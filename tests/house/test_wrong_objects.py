@@ -152,6 +152,7 @@ CASES = [
     ("step(advantages=[1.0, 1.0])", "TypeError: expected advantages as an array, as jnp.asarray gives; got list"),
     ("step(advantages=jnp.ones((2, 1)))", "ValueError: expected advantages of shape [2] or [2, 4]; got [2, 1]"),
     ("step(old_logprobs=jnp.ones((2, 3)))", "ValueError: expected old_logprobs of shape [2, 4]; got [2, 3]"),
+    ("step(counted_rows=jnp.ones(2, int))", "TypeError: expected counted_rows as booleans; got int32"),
     ("step(counted_rows=jnp.ones((2, 4), bool))", "ValueError: expected counted_rows of shape [2]; got [2, 4]"),
     (
         "smd.learner.Needs(logprobs={'full'})",

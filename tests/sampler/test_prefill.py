@@ -205,3 +205,25 @@ def test_invalid_chunks_are_refused():
         replace(SIZES, prefill_chunk=0)
     with pytest.raises(ValueError, match="prefill_chunk None with a quantised cache.* got 8"):
         replace(SIZES, quant=QuantConfig(bits=8, group=4))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda hidden, given, new: (hidden, given), "state from attend for each of 2 layers; got layer 0's unchanged"),
+        (lambda hidden, given, new: (hidden, new[:1]), "each of 2 layers; got 1 states"),
+        (lambda hidden, given, new: (hidden[:, -1:], new), r"hidden_size\] \(3, 37, 32\); got \(3, 1, 32\)"),
+    ],
+)
+def test_wrong_results_of_a_models_hidden_are_refused(broken: Any, message: str):
+    class Broken(Decoder):
+        def hidden(self, params: Any, tokens: Any, places: Any, attend: Any, layers: Any) -> Any:
+            hidden, new = super().hidden(params, tokens, places, attend, layers)
+            return broken(hidden, layers, new)
+
+    model = Broken(MODELS[2].config)
+    prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
+    with pytest.raises(ValueError, match=f"expected hidden .*{message}"):
+        rollout(
+            model, make_params(model.config), prompts, KEY, policy=Dense(), config=replace(SIZES, prefill_chunk=None)
+        )

@@ -236,8 +236,9 @@ def test_cache_bytes_of_a_sequence(params):
     shape = MODEL.shape
     key_and_value = 2 * shape.num_kv_heads * shape.head_dim * 4 * shape.num_layers
     dense, short = (result.cache_bytes for result in evaluator().run(params))
-    # Prompt and response; budget and buffer.
-    assert (dense, short) == ((9 + 6) * key_and_value, (4 + 2) * key_and_value)
+    # Prompt and response; budget and buffer, with the attention that each key has received in float32.
+    received = shape.num_kv_heads * 4 * shape.num_layers
+    assert (dense, short) == ((9 + 6) * key_and_value, (4 + 2) * (key_and_value + received))
 
 
 # --- ways of decoding
