@@ -28,15 +28,16 @@ def infinite_rewards(first: int, last: int) -> Callable[[int, Samples], Samples]
     return tamper
 
 
-def a_head_sees(change: Callable[[np.ndarray], np.ndarray], layer: int, head: int) -> Callable[[int, Samples], Samples]:
-    """From rollout 1 on, the recorded mask of one head differs from what the sampler saw."""
+def a_head_is_late(layer: int, head: int) -> Callable[[int, Samples], Samples]:
+    """From rollout 1 on, the recorded mask of one head keeps every evicted key for one token too long."""
 
     def tamper(index: int, samples: Samples) -> Samples:
         mask = samples.trajectory.mask
         if index == 0:
             return samples
         evicted_at = np.array(mask.evicted_at)
-        evicted_at[:, layer, head] = change(evicted_at[:, layer, head])
+        own = evicted_at[:, layer, head]
+        own += (own > 0) & (own < 99)
         changed = ShadowMask(jax.device_put(evicted_at, mask.evicted_at.sharding))
         return samples._replace(trajectory=samples.trajectory.replace(mask=changed))
 
@@ -72,10 +73,9 @@ def never_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
 
 def wrong_mask(folder: Path, rng: random.Random) -> Iterator[Outcome]:
     """A wrong mask of one head: the run ends before it trains on the rollout, and names layer and head."""
-    late: Callable[[np.ndarray], np.ndarray] = lambda own: own + ((own > 0) & (own < 99))  # noqa: E731
     for layer, head in ((0, 1), (1, 0)):
         directory = folder / f"{layer} {head}"
-        loop = replace(real_loop(), tamper=a_head_sees(late, layer, head))
+        loop = replace(real_loop(), tamper=a_head_is_late(layer, head))
         message = refusal(
             lambda loop=loop, directory=directory: start(loop, real_state(), directory, 4), RefusedRolloutError
         )

@@ -86,10 +86,8 @@ def interval_at(cells: Sequence[DoseCell], ours: str, nats: float) -> tuple[floa
 def leads_by_seed(cells: Sequence[DoseCell], ours: str, nats: float) -> list[float]:
     """`lead_at` of each seed, with the mismatches and rivals of all; their mean is `lead_at` of all seeds."""
     mismatch = np.log([mean(cell.mismatch[seed] for seed in SEEDS) for cell in cells])
-    leads = [
-        [cell.rewards[ours][seed] - cell.rewards[cell.rival(SEEDS)][seed] for seed in SEEDS] for cell in cells
-    ]  # [cells, seeds]
-    slopes, offsets = np.polyfit(mismatch, np.array(leads), 1)
+    leads = [[cell.rewards[ours][seed] - cell.rewards[cell.rival(SEEDS)][seed] for seed in SEEDS] for cell in cells]
+    slopes, offsets = np.polyfit(mismatch, np.array(leads), 1)  # of each seed
     return [float(lead) for lead in offsets + slopes * np.log(nats)]
 
 
@@ -131,11 +129,8 @@ def estimated(cells: Sequence[DoseCell]) -> str:
 
 def beside(cells: Sequence[DoseCell]) -> str:
     """The leads of the cells next to `AT`: a line through all cells need not pass near them."""
-    below = [cell for cell in cells if cell.nats <= AT]
-    above = [cell for cell in cells if cell.nats > AT]
-    if not below or not above:
-        return ""
-    leads = [cell.lead("mixed-50", SEEDS) for cell in (below[-1], above[0])]
+    below = sum(cell.nats <= AT for cell in cells)
+    leads = [cell.lead("mixed-50", SEEDS) for cell in cells[below - 1 : below + 1]]
     words = " and ".join(number(lead) for lead in leads)
     if lead_at(cells, "mixed-50", AT) > max(leads):
         return f" The line does not fit: it lies above both cells next to {AT} nats, which have {words}."
@@ -151,14 +146,9 @@ def rates(cells: Sequence[DoseCell]) -> str:
         " and ".join(plain(difference(cell.arms["mixed-50"], cell.arms["tis"], kind)) for cell in still)
         for kind in (KIND, "sparse")
     ]
-    apart = (
-        f"""
-Where nothing is evicted, mixed-50 and TIS are one algorithm. There mixed-50 minus TIS is {leads[0]} greedily, and
-{leads[1]} at temperature 1: this lead comes from the rate, so only greedy rewards are compared."""
-        if still
-        else ""
-    )
-    return f"Rates, chosen with 11 keys under the budget: {words}.{apart}"
+    return f"""Rates, chosen with 11 keys under the budget: {words}. Where nothing is evicted, mixed-50 and TIS are one
+algorithm. There mixed-50 minus TIS is {leads[0]} greedily, and {leads[1]} at temperature 1: this lead comes from the
+rate, so only greedy rewards are compared."""
 
 
 def leads_table(cells: Sequence[DoseCell]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 
 from lib.files import Row
-from lib.intervals import Estimate, paired
+from lib.intervals import paired
 from reporting import collapse, dose, real_model, wall
 from reporting.contrasts import Contrast, paired_contrast
 from reporting.page import LAST, plain, rate_words
@@ -172,14 +172,13 @@ def still_rises(cell: RoomCell, arm: str, kind: str) -> bool:
 
 def naive_elsewhere(rows: Sequence[Row]) -> str:
     """The full-cache reward that naive loses in the study of collapse, at the rate where it loses most."""
-    cells = [cell for cell in collapse.cells_of(rows) if cell.arm == "naive"]
-    if not cells:
-        return ""
-    losses: list[tuple[collapse.CollapseCell, Estimate]] = [
-        (cell, collapse.gained(cell.rows, "dense_greedy")) for cell in cells
-    ]
-    worst, loss = min(losses, key=lambda found: found[1].mean)
-    where = f"{rate_words(worst.rate)} under {worst.policy}"
+    losses = {
+        (cell.rate, cell.policy): collapse.gained(cell.rows, "dense_greedy")
+        for cell in collapse.cells_of(rows)
+        if cell.arm == "naive"
+    }
+    (rate, policy), loss = min(losses.items(), key=lambda found: found[1].mean)
+    where = f"{rate_words(rate)} under {policy}"
     return f" After 500 rollouts at {where} it ends {plain(loss)} ([collapse](#collapse))."
 
 

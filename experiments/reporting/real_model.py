@@ -15,7 +15,6 @@ from reporting.page import by_seed, mean_of, mean_words, number, of_arms, p_valu
 
 SEEDS = tuple(range(10, 18))
 ARMS = ("untrained", "naive", "tis", "shadow", "mixed-50")
-NEEDED = ("naive", "tis", "shadow")  # a rule is reported when these are complete
 KINDS = ("sparse", "sparse_greedy", "dense", "dense_greedy")
 LEARNERS = ARMS[1:]
 PAIRS = (("shadow", "naive"), ("shadow", "tis"), ("mixed-50", "naive"), ("mixed-50", "tis"), ("mixed-50", "shadow"))
@@ -48,18 +47,12 @@ def lead(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Lead:
     return Lead(float(differences.mean()), float(low), float(high))
 
 
-def complete(rows: Sequence[Row]) -> Arms:
-    """The arms with all seeds, and the untrained model."""
-    found = of_arms(rows)
-    done = {"untrained", *page.with_seeds(found, SEEDS)}
-    return {arm: found[arm] for arm in ARMS if arm in found and arm in done}
-
-
 def of_rules(rows: Sequence[Row]) -> dict[str, Arms]:
-    """Rule -> complete arms, where `NEEDED` are among them; ValueError without those of SnapKV."""
-    found = {rule: complete([row for row in rows if row["policy"] == rule]) for rule in NAMES}
-    page.check_complete(found["snapkv"], NEEDED, "smollm2.json")
-    return {rule: arms for rule, arms in found.items() if set(NEEDED) <= arms.keys()}
+    """Rule -> arms; ValueError unless all have all seeds."""
+    found = {rule: of_arms(row for row in rows if row["policy"] == rule) for rule in NAMES}
+    for rule, arms in found.items():
+        page.check_complete(page.with_seeds(arms, SEEDS), LEARNERS, f"{rule} in smollm2.json")
+    return {rule: {arm: arms[arm] for arm in ARMS} for rule, arms in found.items()}
 
 
 def mismatches(rows: Sequence[Row]) -> dict[str, Estimate]:
@@ -76,25 +69,17 @@ def primary(rows: Sequence[Row]) -> Contrast:
 
 def bullet(rows: Sequence[Row]) -> str:
     """The line of the first page."""
-    arms = of_rules(rows)["snapkv"]
+    arms, other = of_rules(rows).values()
     main, full = (lead(arms["shadow"], arms["naive"], kind) for kind in ("sparse", "dense"))
     verdict = "" if main.low > 0 else ": no lead is established"
-    mixed = ""
-    if "mixed-50" in arms:
-        under = lead(arms["mixed-50"], arms["tis"], "sparse")
-        mixed = f"""
-  Exploratory: half shadow masks, half TIS minus TIS {under} under the budget. {corrected(arms)}"""
-    if other := of_rules(rows).get("r-kv"):
-        again = lead(other["shadow"], other["naive"], "sparse")
-        before, after = (
-            [f"{mean_of(by[arm], 'sparse').mean:.2f}" for by in (arms, other)] for arm in ("untrained", "naive")
-        )
-        mixed += f"""
-  The eviction policy matters more: under SnapKV the model starts at {before[0]} and naive ends at {after[0]}, under
-  R-KV at {before[1]} and {after[1]}. Shadow masks minus naive is {again} under R-KV.
-  Exploratory: shadow masks minus TIS {lead(other["shadow"], other["tis"], "sparse")} under R-KV. {corrected(other)}"""
+    again = lead(other["shadow"], other["naive"], "sparse")
+    before, after = ([mean_of(of[arm], "sparse").mean for of in (arms, other)] for arm in ("untrained", "naive"))
     return f"""* *Real model.* [SmolLM2](#a-real-model) under SnapKV, eight seeds, temperature 1: shadow masks minus
-  naive {main} under the budget, the planned contrast, and {full} with the full cache{verdict}.{mixed}"""
+  naive {main} under the budget, the planned contrast, and {full} with the full cache{verdict}.
+  Exploratory: half shadow masks, half TIS minus TIS {lead(arms["mixed-50"], arms["tis"], "sparse")} under the budget.
+  {corrected(arms)} The eviction policy matters more: under SnapKV the model starts at {before[0]:.2f} and naive ends
+  at {after[0]:.2f}, under R-KV at {before[1]:.2f} and {after[1]:.2f}. Shadow masks minus naive is {again} under R-KV.
+  Exploratory: shadow masks minus TIS {lead(other["shadow"], other["tis"], "sparse")} under R-KV. {corrected(other)}"""
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -124,12 +109,9 @@ def part(rule: str, arms: Arms, mismatch: Estimate) -> str:
     else:
         verdict = "No lead is established, and the prediction is not refuted."
     leads = [
-        [f"{arm} minus {rival}", *(str(lead(arms[arm], arms[rival], kind)) for kind in KINDS)]
-        for arm, rival in pairs(arms)
+        [f"{arm} minus {rival}", *(str(lead(arms[arm], arms[rival], kind)) for kind in KINDS)] for arm, rival in PAIRS
     ]
-    seconds = ", ".join(
-        f"{arm} {np.mean([row['cpu_seconds'] for row in found]):.0f}" for arm, found in arms.items() if arm in LEARNERS
-    )
+    seconds = ", ".join(f"{arm} {mean_of(arms[arm], 'cpu_seconds').mean:.0f}" for arm in LEARNERS)
     contrast = "Primary contrast" if rule == "snapkv" else "The same contrast"
     return f"""{NAMES[rule]} (mismatch {plain(mismatch).removeprefix("+")} nats per token):
 
@@ -146,29 +128,19 @@ def by_seeds(rows: Sequence[Row]) -> str:
     """A table for each rule, for the appendix: the leads of each seed, under the budget at temperature 1."""
 
     def of_rule(arms: Arms) -> str:
+        rewards = {arm: by_seed(found, "sparse") for arm, found in arms.items()}
         lines = [
-            [f"{arm} minus {rival}", *(number(value, 2) for value in seed_leads(arms[arm], arms[rival]))]
-            for arm, rival in pairs(arms)
+            [f"{arm} minus {rival}", *(number(rewards[arm][seed] - rewards[rival][seed], 2) for seed in SEEDS)]
+            for arm, rival in PAIRS
         ]
         return table(["lead", *map(str, SEEDS)], lines)
 
     return "\n\n".join(f"{NAMES[rule]}:\n\n{of_rule(arms)}" for rule, arms in of_rules(rows).items())
 
 
-def pairs(arms: Arms) -> list[tuple[str, str]]:
-    """The pairs that are compared."""
-    return [pair for pair in PAIRS if set(pair) <= arms.keys()]
-
-
-def seed_leads(ours: Sequence[Row], theirs: Sequence[Row]) -> list[float]:
-    """The lead of each seed, under the budget at temperature 1."""
-    mine, others = by_seed(ours, "sparse"), by_seed(theirs, "sparse")
-    return [mine[seed] - others[seed] for seed in SEEDS]
-
-
 def corrected(arms: Arms) -> str:
     """What Holm's correction over all leads leaves."""
-    found = [p_value(arms[arm], arms[rival], kind) for arm, rival in pairs(arms) for kind in KINDS]
+    found = [p_value(arms[arm], arms[rival], kind) for arm, rival in PAIRS for kind in KINDS]
     kept = sum(p < 0.05 for p in holm(found))
     survive = f"{kept or 'None'} of {len(found)} leads {'survive' if kept > 1 else 'survives'}"
     return f"{survive} Holm's correction (smallest p {min(found):.2g}, paired t over seeds)."

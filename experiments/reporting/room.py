@@ -141,7 +141,7 @@ def key_of(row: Row) -> Key:
 def arms_table(cell: RoomCell, arms: Sequence[str]) -> str:
     def line(arm: str) -> list[str]:
         rates = [rate_words(cell.rate(arm, column)) for column in COLUMNS]
-        means = [f"{mean_of(cell.rows(arm, column_of(kind)), kind).mean:.2f}" for kind in KINDS]
+        means = [level(cell, arm, kind) for kind in KINDS]
         leads = ["" if arm == OURS else signed(cell.contrast(OURS, arm, kind)) for kind in KINDS[1::2]]
         trained = "" if arm == "untrained" else " / ".join(dict.fromkeys(rates))
         return [arm, NAMES[arm], trained, *means, *leads]
@@ -155,7 +155,7 @@ def cells_table(cells: Sequence[RoomCell]) -> str:
     lines = []
     for cell in cells:
         rival, full_rival = cell.best_rival("budget"), cell.best_rival("full cache")
-        start = " / ".join(f"{mean_of(cell.rows('untrained', column_of(k)), k).mean:.2f}" for k in KINDS[1::2])
+        start = " / ".join(level(cell, "untrained", kind) for kind in KINDS[1::2])
         leads = [(OURS, rival), (OURS, "naive"), (OURS, "untrained"), ("shadow", rival)]
         numbers = [signed(cell.contrast(ours, theirs, "sparse_greedy")) for ours, theirs in leads]
         full = signed(cell.contrast(OURS, full_rival, "dense_greedy"))

@@ -10,7 +10,7 @@ from lib.files import Row
 from lib.intervals import Estimate, paired
 from reporting import page
 from reporting.contrasts import Contrast, paired_contrast
-from reporting.page import check_complete, difference, mean_of, plain, rate_words, signed, table
+from reporting.page import check_complete, difference, mean_of, rate_words, signed, table
 
 SEEDS = tuple(range(10, 16))
 LENGTHS = (512, 1024)
@@ -52,12 +52,12 @@ def gained(rows: Sequence[Row], *samplings: str) -> Estimate:
     return paired(rewards(-1), rewards(0))
 
 
-def primary(rows: Sequence[Row]) -> Contrast:
+def primary(rows: Sequence[Row], length: int = PRIMARY) -> Contrast:
     """Raises ValueError until the ways of the contrast are complete."""
-    ways = complete(rows, PRIMARY)
+    ways = complete(rows, length)
     check_complete(ways, (OURS, *FULL), "wall.json")
-    rival = best_full(rows, PRIMARY)
-    what = f"{OURS} minus {rival}, the best full-cache way of the pilot; {PRIMARY:,} steps, own cache"
+    rival = best_full(rows, length)
+    what = f"{OURS} minus {rival}, the best full-cache way of the pilot; {length:,} steps, own cache"
     return paired_contrast("[the memory wall](#the-memory-wall)", what, ways[OURS], ways[rival], "own")
 
 
@@ -66,36 +66,24 @@ def bullet(rows: Sequence[Row]) -> str:
     found = [gained(of_way, "_greedy") for length in LENGTHS for of_way in complete(rows, length).values()]
     established = [gain.mean for gain in found if gain.established]
     below, higher = (sum(sign * gain > 0 for gain in established) for sign in (-1, 1))
+    short = LENGTHS[0]
     return f"""*Equal bytes and equal time.* On a CPU no gain of a budget is established: in walks of {PRIMARY:,} steps
   {OURS} ends {primary(rows).found} relative to {best_full(rows, PRIMARY)}, the full-cache way that the pilot
-  chose{shorter(rows)}. Greedily, in {below} of {len(found)} cases (six ways, two lengths) a way ends
-  below its start, established, and in {higher or "none"} above. [The memory wall](#the-memory-wall)"""
-
-
-def shorter(rows: Sequence[Row]) -> str:
-    """The contrast in the shorter walks, once they are complete."""
-    found = complete(rows, LENGTHS[0])
-    if not {OURS, *FULL} <= found.keys():
-        return ""
-    rival = best_full(rows, LENGTHS[0])
-    lead = difference(found[OURS], found[rival], "own")
-    return f"; in walks of {LENGTHS[0]} steps {plain(lead)} relative to {rival}"
+  chose; in walks of {short} steps {primary(rows, short).found} relative to {best_full(rows, short)}. Greedily, in
+  {below} of {len(found)} cases (six ways, two lengths) a way ends below its start, established, and in
+  {higher or "none"} above. [The memory wall](#the-memory-wall)"""
 
 
 def above(rows: Sequence[Row], length: int) -> str:
     """The ways of this length that end above their starts."""
     gains = {way: gained(found, *BOTH) for way, found in complete(rows, length).items()}
     found = ", ".join(way for way, gain in gains.items() if gain.established and gain.mean > 0)
-    return f"Established above their starts in walks of {length:,} steps: {found or 'none'}." if gains else ""
+    return f"Established above their starts in walks of {length:,} steps: {found or 'none'}."
 
 
 def section(rows: Sequence[Row]) -> str:
     contrast, ways = primary(rows), complete(rows, PRIMARY)
-    tables = "\n\n".join(
-        f"Walks of {length:,} steps:\n\n{ways_table(found)}"
-        for length in LENGTHS
-        if OURS in (found := complete(rows, length))
-    )
+    tables = "\n\n".join(f"Walks of {length:,} steps:\n\n{ways_table(complete(rows, length))}" for length in LENGTHS)
     seconds = ways[OURS][0]["seconds"]
     return f"""## The memory wall
 

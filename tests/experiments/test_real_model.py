@@ -191,22 +191,22 @@ def test_rows_are_merged_and_finished_runs_are_not_repeated(tmp_path: Path, monk
 
 
 def test_the_report_needs_all_seeds():
-    sizes = {"policy": "snapkv", "budget": 128, "buffer": 16, "length": 227, "prompt_width": 163, "rollouts": 16}
+    sizes = {"budget": 128, "buffer": 16, "length": 227, "prompt_width": 163, "rollouts": 16}
     sizes |= {"prompts": 4, "group": 8, "lora_rank": 16, "evaluation_rows": 4, "cpu_seconds": 30.0}
     rows: list[Row] = []
-    for seed in range(10, 18):
-        least = [1, 0, 0, seed % 2]
-        for arm, right, nats in (("naive", least, 2.0), ("tis", least, 0.14), ("shadow", [1, 1, 1, 0], 0.0)):
-            rewards = {f"{kind}_rewards": right for kind in reporting.KINDS}
-            rewards |= dict.fromkeys(reporting.KINDS, np.mean(right))
-            rows.append(sizes | rewards | {"arm": arm, "seed": seed, "mismatch_kl": nats})
+    for rule, seed, arm in itertools.product(reporting.NAMES, reporting.SEEDS, reporting.ARMS):
+        right = [1, 1, 1, 0] if arm in ("shadow", "mixed-50") else [1, 0, 0, seed % 2]
+        rewards = {f"{kind}_rewards": right for kind in reporting.KINDS}
+        rewards |= dict.fromkeys(reporting.KINDS, np.mean(right))
+        nats = 0.14 if (rule, arm) == ("snapkv", "tis") else 2.0
+        rows.append(sizes | rewards | {"arm": arm, "seed": seed, "mismatch_kl": nats, "policy": rule})
     for part in (reporting.section, reporting.bullet, reporting.primary):
-        with pytest.raises(ValueError, match="expected all seeds of smollm2.json; got too few of shadow"):
+        with pytest.raises(ValueError, match="expected all seeds of r-kv in smollm2.json; got too few of mixed-50"):
             part(rows[:-1])
     section = reporting.section(rows)
     assert "| shadow | 0.750 |" in section and "at temperature 1: +0.375 (" in section and "is refuted." not in section
     assert "minus\n  naive +0.375 (" in reporting.bullet(rows)
-    assert "naive 30, tis 30, shadow 30." in section and "8 of 8 leads survive" in section
+    assert "naive 30, tis 30, shadow 30, mixed-50 30." in section and "16 of 20 leads survive" in section
     assert "SnapKV (mismatch 0.140 ± 0.000 nats per token)" in section, "of the TIS runs"
     assert f"| shadow minus naive | {' | '.join(4 * ['+0.50', '+0.25'])} |" in reporting.by_seeds(rows)
 
