@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,22 +62,6 @@ class Args:
             raise SystemExit(f"expected policies from {sorted(POLICIES)}; got {unknown}")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One policy's result; differences are in nats."""
-
-    policy: str
-    bits: int | None  # of the cache; None: full precision
-    dtype: str
-    layers: int
-    response_tokens: int
-    budget: int
-    buffer: int
-    max_abs_dlogp: float
-    mean_abs_dlogp: float
-    dense_max_abs_dlogp: float
-
-
 def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
     """Four random prompts of 64, 61, 40 and 5 tokens."""
     tokens = jax.random.randint(jax.random.key(seed), (4, 64), 0, vocab_size, jnp.int32)
@@ -85,7 +69,8 @@ def prompts(seed: int, vocab_size: int) -> smd.PromptBatch:
     return smd.PromptBatch(tokens=tokens, valid=valid)
 
 
-def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
+def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> dict[str, Any]:
+    """One policy's result with a cache of these bits (None: full precision); differences are in nats."""
     config = tiny_model_config(num_layers=args.layers, hidden_size=64, intermediate_size=128, head_dim=16)
     model = smd.Decoder(replace(config, dtype=args.dtype))
     wide = jnp.float64 if args.dtype == "float64" else jnp.float32
@@ -109,8 +94,10 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> Row:
 
     shadow = difference(trajectory.mask)
     dense = difference(trajectory.dense_mask())
-    sizes = (args.dtype, args.layers, int(response.sum()), args.budget, args.buffer)
-    return Row(name, bits, *sizes, float(shadow.max()), float(shadow.mean()), float(dense.max()))
+    row = {"policy": name, "bits": bits, "dtype": args.dtype, "layers": args.layers}
+    row |= {"response_tokens": int(response.sum()), "budget": args.budget, "buffer": args.buffer}
+    row |= {"max_abs_dlogp": float(shadow.max()), "mean_abs_dlogp": float(shadow.mean())}
+    return row | {"dense_max_abs_dlogp": float(dense.max())}
 
 
 def main(args: Args) -> None:
@@ -124,10 +111,11 @@ def main(args: Args) -> None:
     for name, bits in [*((name, None) for name in args.policy), *quantized]:
         rows.append(compare(name, bits, args))
         if args.json:
-            print(json.dumps(asdict(rows[-1])), flush=True)
+            print(json.dumps(rows[-1]), flush=True)
     if not args.json:
         columns = ("policy", "bits", "max |Δ log p|", "mean |Δ log p|", "dense learner, max")
-        cells = [(r.policy, r.bits, r.max_abs_dlogp, r.mean_abs_dlogp, r.dense_max_abs_dlogp) for r in rows]
+        names = ("policy", "bits", "max_abs_dlogp", "mean_abs_dlogp", "dense_max_abs_dlogp")
+        cells = [[row[name] for name in names] for row in rows]
         summary_table(f"Sampler against learner, {args.dtype}, budget {args.budget} + {args.buffer}", columns, cells)
 
 

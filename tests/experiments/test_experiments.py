@@ -80,7 +80,7 @@ def test_changed_scripts_mark_the_commit_and_changed_results_do_not(tmp_path: Pa
 @pytest.mark.parametrize("bits", [None, 4])
 def test_identity_is_exact_only_under_the_shadow_mask(bits: Literal[4] | None):
     row = identity.compare("h2o", bits, identity.Args(length=40, budget=16, buffer=8, layers=1))
-    assert row.bits == bits and row.max_abs_dlogp < 2e-5 < 0.1 < row.dense_max_abs_dlogp
+    assert row["bits"] == bits and row["max_abs_dlogp"] < 2e-5 < 0.1 < row["dense_max_abs_dlogp"]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
