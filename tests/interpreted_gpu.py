@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import jax
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from smd_kernels import decode_codes_gpu, decode_gpu
 
 
 class Transposed:
@@ -26,12 +27,8 @@ class Transposed:
         self.ref[...] = value.T
 
 
-def teach(monkeypatch: pytest.MonkeyPatch, kernel: ModuleType) -> None:
-    """Ignores layouts, and supports `wgmma` of operands that are not plain references.
-
-    Args:
-      kernel: the module whose `_transposed` is replaced.
-    """
+def teach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignores layouts, and supports `wgmma` of operands that are not plain references."""
     multiply = plgpu.wgmma
 
     def wgmma(acc: Any, a: Any, b: Any) -> None:
@@ -43,5 +40,7 @@ def teach(monkeypatch: pytest.MonkeyPatch, kernel: ModuleType) -> None:
         pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
 
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
-    monkeypatch.setattr(kernel, "_transposed", Transposed)
+    for kernel in (decode_gpu, decode_codes_gpu):
+        monkeypatch.setattr(kernel, "_transposed", Transposed)
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+    monkeypatch.setattr(plgpu, "load", lambda ref, *index, optimized: ref[...])

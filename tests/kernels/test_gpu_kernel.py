@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
+from bench.engines.kernel_checks import random_blocks
 from smd_kernels import gpu_tiles
 from smd_kernels.blocks import Blocks, BlockSizes
 from smd_kernels.gpu import MosaicGpuKernel
@@ -33,37 +34,18 @@ def no_races():
         yield
 
 
-COLUMNS = 40  # few, so that many rows have the first or last column of a key
-
-
-def random_blocks(seed: int, count: int, rows: int, keys: int, head_dim: int, dtype=jnp.bfloat16) -> Blocks:
-    """Rows in random order, some of them padding; keys with random intervals, some empty. The first 64 rows see all of
-    the first 64 keys, a tile without a mask."""
-    rng = np.random.default_rng(seed)
-    q, k, v = (jnp.asarray(rng.standard_normal((count, n, head_dim)).astype(dtype)) for n in (rows, keys, keys))
-    column = rng.integers(-3, COLUMNS, (count, rows)).clip(-1)
-    column[:, :64] = rng.integers(COLUMNS // 2, COLUMNS, (count, 64))
-    column[:, -1] = -1
-    born = rng.integers(0, COLUMNS, (count, keys))
-    evicted_at = np.maximum(born + rng.integers(-3, 20, (count, keys)), 0)
-    born[:, :64], evicted_at[:, :64] = 5, COLUMNS
-    evicted_at[:, 70:75] = 0
-    return Blocks(q, k, v, *(jnp.asarray(x.astype(np.int32)) for x in (column, born, evicted_at)))
-
-
 # Few cases, because the interpreter recompiles every pass: two warpgroups, ring buffers that wrap, several tiles of
 # rows and keys, and lengths that fill no tile.
 CASES = {
-    "two warpgroups": (BlockSizes(keys=64, keys_dq=64, rows_dkv=64), (2, 100, 150, 64), jnp.bfloat16),
-    "small tiles": (BlockSizes(64, 64, 64, 64, 64, 64), (1, 70, 100, 128), jnp.float16),
+    "two warpgroups": (BlockSizes(keys=64, keys_dq=64, rows_dkv=64), (2, 100, 150, 64), "bfloat16"),
+    "small tiles": (BlockSizes(64, 64, 64, 64, 64, 64), (1, 70, 100, 128), "float16"),
 }
 
 
 @cache
 def results(case: str):
     sizes, shape, dtype = CASES[case]
-    blocks = random_blocks(0, *shape, dtype)
-    d_out = jnp.asarray(np.random.default_rng(1).standard_normal(blocks.q.shape), dtype)
+    blocks, d_out = random_blocks(*shape, dtype)
     kernel = MosaicGpuKernel(sizes, races.STRICT_GPU)
     return kernel, blocks, d_out, by_kernel(kernel, blocks, d_out)
 
@@ -95,7 +77,7 @@ def test_fully_masked_rows_and_unseen_keys_are_exactly_zero(case):
 def with_gaps() -> tuple[Blocks, np.ndarray]:
     """Three tiles of 64 rows and keys, and `live[row_tile, key_tile]`. Row tile 0 and key tile 0 have a dead tile
     between live ones, as trees have between a branch and its beginning."""
-    q, k, v = random_blocks(0, 1, 192, 192, 64)[:3]
+    (q, k, v, *_), _ = random_blocks(1, 192, 192, 64, "bfloat16")
     column, born, evicted_at = (
         jnp.repeat(jnp.array([x], jnp.int32), 64, axis=1) for x in ([10, 50, 12], [0, 40, 0], [20, 60, 100])
     )
@@ -131,7 +113,7 @@ def test_dead_tiles_between_live_ones_are_not_computed():
 def test_lowers_for_cuda():
     """head_dim 128; for 64 see tests/kernels/test_segments.py."""
     kernel = MosaicGpuKernel()
-    blocks = jax.eval_shape(lambda: random_blocks(0, 2, 300, 500, 128))
+    blocks, _ = jax.eval_shape(lambda: random_blocks(2, 300, 500, 128, "bfloat16"))
     lse = jax.ShapeDtypeStruct(blocks.q.shape[:2], jnp.float32)
     forward = export.export(jax.jit(kernel.forward), platforms=["cuda"])(blocks)
     backward = export.export(jax.jit(kernel.backward), platforms=["cuda"])(blocks, blocks.q, lse, blocks.q)
@@ -152,7 +134,7 @@ def test_unsupported_dtypes_and_head_dims_raise(dtype, head_dim, reason):
     if reason is None:
         assert why_not_blocks("mosaic_gpu", dtype, head_dim) is None
         return
-    blocks = random_blocks(0, 1, 64, 80, head_dim, dtype)
+    blocks, _ = random_blocks(1, 64, 80, head_dim, jnp.dtype(dtype).name)
     with pytest.raises(ValueError, match=reason):
         MosaicGpuKernel().forward(blocks)
 
@@ -174,7 +156,7 @@ def test_tile_sizes_have_upper_limits(name: str, limit: int):
 
 
 def test_mixed_dtypes_and_x64_raise():
-    blocks = random_blocks(0, 1, 64, 80, 64)
+    blocks, _ = random_blocks(1, 64, 80, 64, "bfloat16")
     with pytest.raises(ValueError, match="expected q, k and v of one dtype; got bfloat16, bfloat16, float16"):
         MosaicGpuKernel().forward(blocks._replace(v=blocks.v.astype(jnp.float16)))
     with jax.enable_x64(True), pytest.raises(ValueError, match="expected jax_enable_x64 False"):

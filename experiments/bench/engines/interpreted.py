@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smd_kernels import decode_codes_gpu, decode_gpu
 from smd_kernels.hardware import DecodeSizes
-from tests.interpreted_gpu import Transposed, teach
+from tests.interpreted_gpu import teach
 
 
 def decode_parameters(slots: int) -> InterpretGPUParams:
@@ -25,6 +23,4 @@ def decode_parameters(slots: int) -> InterpretGPUParams:
 
 def patch_kernels() -> None:
     """Patches what the interpreter lacks, for the rest of this process: layout casts and transposed operands."""
-    teach(pytest.MonkeyPatch(), decode_gpu)
-    decode_codes_gpu._transposed = Transposed
-    plgpu.load = lambda ref, index, optimized: ref[...]
+    teach(pytest.MonkeyPatch())
