@@ -19,11 +19,10 @@ from smd_jax.learner.update import make_update
 from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS, STEP_WEIGHTS
-from smd_jax.testing import count_compilations
+from tests import tiny_update
 from tests.tiny_update import (
     MODEL,
     PARAMS,
-    RECORD,
     REFERENCE,
     WIDTH,
     copied,
@@ -51,17 +50,8 @@ def config_of(**options: Any) -> UpdateConfig:
 SHADOW = config_of()
 
 
-@functools.cache
-def recording_update(config: UpdateConfig):
-    return make_update(MODEL, RECORD, config)
-
-
 def metrics_and_gradients(config=SHADOW, data=None, reference=REFERENCE):
-    """One update of copies of the parameters (it donates them)."""
-    params, reference = copied((PARAMS, reference))
-    state = init_state(params, RECORD, jax.random.key(3), reference)
-    state, metrics = recording_update(config)(state, batch() if data is None else data)
-    return jax.device_get(metrics), state.opt_state
+    return tiny_update.metrics_and_gradients(config, batch() if data is None else data, reference=reference)
 
 
 # --- against an explicit loss
@@ -202,31 +192,29 @@ def test_fields_of_a_policy_loss_raise():
         config_of(visibility="dense", loss=LossConfig(beta=0.1), correction=TIS())
 
 
-# --- compilation, donation and reference sync
+# --- training and reference sync
 
 
-def test_update_compiles_once_and_donates_the_old_state():
+def trained(config: UpdateConfig, steps: int):
+    """The state and the losses."""
     optimizer = optax.adam(1e-2)
-    update = make_update(MODEL, optimizer, SHADOW)
-    first = state = init_state(jax.tree.map(jnp.copy, PARAMS), optimizer, jax.random.key(3), REFERENCE)
+    params, reference = copied((PARAMS, REFERENCE))
+    state, update = init_state(params, optimizer, jax.random.key(3), reference), make_update(MODEL, optimizer, config)
     losses = []
-    with count_compilations() as counts:
-        for _ in range(4):
-            state, metrics = update(state, batch())
-            losses.append(float(metrics["loss"]))
-    assert counts["update"] == 1
-    assert int(state.step) == 4
+    for _ in range(steps):
+        state, metrics = update(state, batch())
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def test_the_loss_falls_and_the_reference_stays():
+    state, losses = trained(SHADOW, 3)
     assert all(after < before for before, after in itertools.pairwise(losses)), losses
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first.params, first.opt_state)))
     jax.tree.map(np.testing.assert_array_equal, state.reference, REFERENCE)
 
 
 def test_reference_sync_mixes_in_the_policy():
     """TR-DPO with alpha 0.5: halfway to the policy after the step."""
-    optimizer = optax.adam(1e-2)
-    params, reference = copied((PARAMS, REFERENCE))
-    state = init_state(params, optimizer, jax.random.key(3), reference)
-    update = make_update(MODEL, optimizer, config_of(reference_sync=ReferenceSync(0.5, 1)))
-    state, _ = update(state, batch())
+    state, _ = trained(config_of(reference_sync=ReferenceSync(0.5, 1)), 1)
     halfway = jax.tree.map(lambda new, old: 0.5 * (np.asarray(new) + old), state.params, REFERENCE)
     assert distance(state.reference, halfway) < 1e-6 < distance(REFERENCE, halfway)
