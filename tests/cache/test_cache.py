@@ -12,18 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from smd_jax.cache.slots import (
-    EMPTY,
-    LayerCache,
-    gather,
-    observe,
-    pad,
-    select,
-    settle,
-    shift,
-    visible,
-    write,
-)
+from smd_jax.cache.slots import EMPTY, LayerCache, gather, observe, pad, select, settle, shift, visible, write
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.statistics import NewestQueries, Observation, ReceivedAttention
 from smd_jax.message.masks import NEVER, record_evictions

@@ -335,7 +335,7 @@ def check_error_names_a_field(error: Exception, values: Mapping[str, Any]) -> No
         (
             "grpo",
             {"rollout.quant": QuantConfig(bits=4, group=2, value_group=3)},
-            "expected a value_group that divides head_dim .*; got 3",
+            "value_group that divides head_dim .*; got 3",
         ),
         ("grpo", {"stop_strings": ("",)}, "expected stop strings of at least one character; got ''"),
         ("grpo", {"update.eviction_coef": 1.0}, r"expected an eviction policy that records its draws.*; got H2O\("),

@@ -140,11 +140,7 @@ def phi(tmp_path: Path) -> Path:
 
 
 def test_exported_adapters_have_the_module_names_of_the_hub_model(
-    phi: Path,
-    train_argv: MakeArgv,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    phi: Path, train_argv: MakeArgv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("smd_jax.commands.model_source.snapshot_download", lambda *_, **__: str(phi))
     algorithm, args = parse(train_argv("--model", "owner/phi", "--lora-r", "2"))

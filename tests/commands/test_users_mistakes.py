@@ -81,10 +81,7 @@ class Count:
         ("--rollouts-ahead 1 --correction tis", "visibility is --correction"),
         ("--microbatch 2 --pack-columns 600 --min-completion-length 2", "min_new_tokens is --"),
         ("--microbatch 2 --pack-columns 600 --memory 1GiB", "expected no --memory with --pack-columns; set"),
-        (
-            "--loss-type cispo --epsilon 0.1",
-            "expected bounds of the loss 'cispo', among ['epsilon_high']; got ['epsilon']",
-        ),
+        ("--loss-type cispo --epsilon 0.1", "bounds of the loss 'cispo', among ['epsilon_high']; got ['epsilon']"),
         ("--share-prompts --microbatch 3", "a common divisor above 1; got 4 and 3"),
         # policies
         ("--eviction snapkv(window=20)", "sinks is --sinks, window is --eviction 'NAME(window=8)'."),
@@ -315,11 +312,7 @@ def test_mistakes_of_the_other_commands(
         (smd_eval, f"--run {tmp_path}", "expected a run with its config.yaml in"),
         (smd_eval, f"--model {model} --dataset gsm8k --data-parallel 0", "expected --data-parallel from 1 to"),
         (smd_export, f"{tmp_path} --out {tmp_path}/out", "expected a run with its config.yaml in"),
-        (
-            smd_eval,
-            f"--model {model} --dataset gsm8k --eval-seed 3",
-            "expected --eval-seed only with reasoning_gym:NAME",
-        ),
+        (smd_eval, f"--model {model} --dataset gsm8k --eval-seed 3", "--eval-seed only with reasoning_gym:NAME"),
         (smd_export, f"{run} --out {tmp_path}/out --best --step 4", "expected --best or --step; got both"),
         (smd_export, f"{run} --out {model}", "expected --out elsewhere than the base model of the run"),
         (smd_plot, f"{tmp_path} --out page.pdf", "expected --out to end in .html, .png or .svg"),

@@ -157,11 +157,7 @@ SPLIT_CASES = {
     "all late": (DPPOTV(), Naive(), DPPOTV()),
     "both": (Chain((OPSM(), TIS())), TIS(), OPSM()),
     "several": (Chain((Bypass(), OPSM(), Veto(), DPPOTV())), Chain((Bypass(), Veto())), Chain((OPSM(), DPPOTV()))),
-    "nested": (
-        Chain((SparseRL(), Chain((OPSM(), Naive())))),
-        Chain((*SparseRL().parts, Naive())),
-        OPSM(),
-    ),
+    "nested": (Chain((SparseRL(), Chain((OPSM(), Naive())))), Chain((*SparseRL().parts, Naive())), OPSM()),
 }
 
 
@@ -352,11 +348,7 @@ class ByHand(Correction):
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        (
-            "present",
-            ValueError,
-            r"expected CorrectionTraits\(uses_present=True\) as traits of ByHand .*; got unsupported",
-        ),
+        ("present", ValueError, r"CorrectionTraits\(uses_present=True\) as traits of ByHand .*; got unsup"),
         ("rows", ValueError, r"expected the weights of ByHand.terms of shape \[6, 8\]; got \[6\]"),
         ("floats", TypeError, "expected the counted tokens of ByHand.terms as booleans; got float32"),
     ],

@@ -146,13 +146,7 @@ def test_visible_keys_are_those_of_a_mask(prompt: int, new: int, budget: int, bu
 SIZES = (
     MODEL,
     Sizes(
-        hidden_size=96,
-        intermediate_size=160,
-        num_layers=3,
-        num_heads=6,
-        head_dim=16,
-        vocab_size=512,
-        qkv_bias=False,
+        hidden_size=96, intermediate_size=160, num_layers=3, num_heads=6, head_dim=16, vocab_size=512, qkv_bias=False
     ),
 )
 EVERY_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=("small", "other"))

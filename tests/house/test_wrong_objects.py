@@ -72,152 +72,113 @@ def print_error(call):
 
 """
 
-MODEL_ERROR = (
-    "TypeError: expected a model with shape, encode_positions, hidden, logits and compute_params, such as "
-    "smd.Decoder(config)"
-)
-CASES = [
-    ("sample(model=config)", f"{MODEL_ERROR}; got ModelConfig"),
-    ("sample(model=smd.Decoder)", f"{MODEL_ERROR}; got Decoder"),
-    ("smd.replay(params, model, trajectory)", f"{MODEL_ERROR}; got dict"),
-    ("smd.Engine(config, policy, sizes, decode_rows=2)", f"{MODEL_ERROR}; got ModelConfig"),
-    ("smd.make_update(config, adam, smd.UpdateConfig())", f"{MODEL_ERROR}; got ModelConfig"),
+MODEL = "a model with shape, encode_positions, hidden, logits and compute_params, such as smd.Decoder(config)"
+# Calls and messages, without "expected".
+TYPE_ERRORS = [
+    ("sample(model=config)", f"{MODEL}; got ModelConfig"),
+    ("sample(model=smd.Decoder)", f"{MODEL}; got Decoder"),
+    ("smd.replay(params, model, trajectory)", f"{MODEL}; got dict"),
+    ("smd.Engine(config, policy, sizes, decode_rows=2)", f"{MODEL}; got ModelConfig"),
+    ("smd.make_update(config, adam, smd.UpdateConfig())", f"{MODEL}; got ModelConfig"),
     (
         "sample(model=Unhashable())",
-        "TypeError: expected a hashable model, because programs are compiled once per model: unhashable type: "
-        "'Unhashable'. Use a dataclass with frozen=True",
+        "a hashable model, because programs are compiled once per model: unhashable type: 'Unhashable'. Use a "
+        "dataclass with frozen=True",
     ),
-    ("sample(config={'budget': 4})", "TypeError: expected config to be a RolloutConfig; got dict"),
-    (
-        "smd.Engine(model, policy, smd.UpdateConfig(), decode_rows=2)",
-        "TypeError: expected config to be a RolloutConfig; got UpdateConfig",
-    ),
-    (
-        "smd.environments.open_environments(policy)",
-        "ValueError: expected a class or function that makes an environment; got an object of Knorm: give the class, "
-        "not an object",
-    ),
-    (
-        "foreign([[{3: print}, {4: print}]])",
-        "ValueError: expected numbers as log-probabilities of row 0; got vLLM's dicts of tokens: take "
-        "entry[token].logprob of each response token",
-    ),
-    (
-        "foreign([[(-1.0, 3, None), (-2.0, 4, None)]])",
-        "ValueError: expected numbers as log-probabilities of row 0; got tuples such as SGLang's (logprob, token, "
-        "text): take the first number of each",
-    ),
-    (
-        "foreign([[print, print]])",
-        "ValueError: expected numbers as log-probabilities of row 0; got objects of builtin_function_or_method",
-    ),
-    (
-        "foreign([[-1.0, -2.0]], dropped=None)",
-        "ValueError: expected exactly one of kept, dropped, evicted_at; got none. For an engine without evictions give "
-        "dropped=[[]] * rows",
-    ),
-    ("smd.replay(model, params, batch)", "TypeError: expected trajectory to be a Trajectory; got TrainBatch"),
-    (
-        "sample(params=random_params(tiny_model_config(num_layers=2)))",
-        "ValueError: expected parameters of 1 layers with tied embeddings, as the config says; got layers_1, too",
-    ),
-    (
-        "sample(params=stack_params(random_params(tiny_model_config(num_layers=4)), [range(4)]))",
-        "ValueError: expected parameters of 1 layers with tied embeddings, as the config says; got layers_0_to_3, too",
-    ),
-    (
-        "sample(params=random_params(replace(config, tie_embeddings=False)))",
-        "ValueError: expected parameters of 1 layers with tied embeddings, as the config says; got lm_head, too",
-    ),
+    ("sample(config={'budget': 4})", "config to be a RolloutConfig; got dict"),
+    ("smd.Engine(model, policy, smd.UpdateConfig(), decode_rows=2)", "config to be a RolloutConfig; got UpdateConfig"),
+    ("smd.replay(model, params, batch)", "trajectory to be a Trajectory; got TrainBatch"),
     (
         "smd.encode_prompts(byte_tokenizer(), ['a', [{'role': 'user', 'content': 'b'}]])",
-        "TypeError: expected texts; got list as prompt 1. Chat messages become text by "
-        "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)",
+        "texts; got list as prompt 1. Chat messages become text by tokenizer.apply_chat_template(messages, "
+        "tokenize=False, add_generation_prompt=True)",
     ),
-    ("dense_mask(trajectory)", "TypeError: expected valid as an array, as jnp.asarray gives; got Trajectory"),
-    ("dense_mask(jnp.ones(3, bool))", "ValueError: expected valid of shape [batch, keys]; got [3]"),
-    (
-        "smd.init_state(adam, params, key)",
-        "TypeError: expected optimizer to be a GradientTransformation; got dict",
-    ),
-    ("smd.init_state(params, adam, 0)", "TypeError: expected a key of jax.random.key(seed); got 0"),
-    (
-        "smd.make_update(model, 1e-3, smd.UpdateConfig())",
-        "TypeError: expected optimizer to be a GradientTransformation; got float",
-    ),
-    (
-        "smd.learner.make_packed_update(model, adam, smd.losses.grpo())",
-        "TypeError: expected config to be a UpdateConfig; got LossConfig",
-    ),
-    ("step(advantages=[1.0, 1.0])", "TypeError: expected advantages as an array, as jnp.asarray gives; got list"),
-    ("step(advantages=jnp.ones((2, 1)))", "ValueError: expected advantages of shape [2] or [2, 4]; got [2, 1]"),
-    ("step(old_logprobs=jnp.ones((2, 3)))", "ValueError: expected old_logprobs of shape [2, 4]; got [2, 3]"),
-    ("step(counted_rows=jnp.ones(2, int))", "TypeError: expected counted_rows as booleans; got int32"),
-    ("step(counted_rows=jnp.ones((2, 4), bool))", "ValueError: expected counted_rows of shape [2]; got [2, 4]"),
-    (
-        "smd.learner.Needs(logprobs={'full'})",
-        "ValueError: expected the masks in logprobs of Needs to be one of shadow, dense; got 'full'",
-    ),
-    (
-        "smd.learner.Needs(reference_logprobs={'full'})",
-        "ValueError: expected the masks in reference_logprobs of Needs to be one of shadow, dense; got 'full'",
-    ),
-    (
-        "smd.learner.make_replay(model, 'dens')",
-        "ValueError: expected visibility to be one of shadow, dense; got 'dens'",
-    ),
-    (
-        "smd.learner.make_replay(model, 'shadow', 0)(params, trajectory)",
-        "ValueError: expected a microbatch_size that divides 2 rows; got 0",
-    ),
-    (
-        "step(smd.UpdateConfig(terms=(Term(False),)))",
-        "KeyError: \"expected a term that reads 'dense' to declare it: needs = Needs(logprobs={'dense'})\"",
-    ),
-    (
-        "step(smd.UpdateConfig(terms=(Term(True),)))",
-        "ValueError: expected a number as metric 'm' of Term; got shape [2, 4]",
-    ),
+    ("dense_mask(trajectory)", "valid as an array, as jnp.asarray gives; got Trajectory"),
+    ("smd.init_state(adam, params, key)", "optimizer to be a GradientTransformation; got dict"),
+    ("smd.init_state(params, adam, 0)", "a key of jax.random.key(seed); got 0"),
+    ("smd.make_update(model, 1e-3, smd.UpdateConfig())", "optimizer to be a GradientTransformation; got float"),
+    ("smd.learner.make_packed_update(model, adam, smd.losses.grpo())", "config to be a UpdateConfig; got LossConfig"),
+    ("step(advantages=[1.0, 1.0])", "advantages as an array, as jnp.asarray gives; got list"),
+    ("step(counted_rows=jnp.ones(2, int))", "counted_rows as booleans; got int32"),
     (
         "step(smd.UpdateConfig(loss=smd.LossConfig(surrogate=Surrogate())))",
-        "TypeError: expected the result of Surrogate.terms to be a SurrogateTerms; got an array",
+        "the result of Surrogate.terms to be a SurrogateTerms; got an array",
     ),
-    (
-        "step(corrected(Correction()))",
-        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got an array",
-    ),
+    ("step(corrected(Correction()))", "the result of Correction.terms to be a CorrectionTerms; got an array"),
     (
         "step(corrected(smd.corrections.Chain((smd.corrections.Naive(), Correction()))))",
-        "TypeError: expected the result of Correction.terms to be a CorrectionTerms; got an array",
+        "the result of Correction.terms to be a CorrectionTerms; got an array",
     ),
     (
         "trajectory.mask.with_segments(smd.Segments(3, 2, 4))",
-        "TypeError: expected a tuple of Segments, one for all layers or one for each; got Segments(first=3, length=2, "
-        "budget=4)",
+        "a tuple of Segments, one for all layers or one for each; got Segments(first=3, length=2, budget=4)",
+    ),
+    ("smd.save_checkpoint('unwritten', params, model.shape)", "config to be a ModelConfig; got ModelShape"),
+]
+VALUE_ERRORS = [
+    (
+        "smd.environments.open_environments(policy)",
+        "a class or function that makes an environment; got an object of Knorm: give the class, not an object",
     ),
     (
-        "smd.save_checkpoint('unwritten', params, model.shape)",
-        "TypeError: expected config to be a ModelConfig; got ModelShape",
+        "foreign([[{3: print}, {4: print}]])",
+        "numbers as log-probabilities of row 0; got vLLM's dicts of tokens: take entry[token].logprob of each "
+        "response token",
     ),
-    ("smd.losses.group_relative(row[:, None], 2)", "ValueError: expected rewards of shape [batch]; got [4, 1]"),
-    ("smd.losses.leave_one_out(row[0], 2)", "ValueError: expected rewards of shape [batch]; got []"),
-    ("smd.losses.groups_with_signal(square, 2)", "ValueError: expected rewards of shape [batch]; got [4, 6]"),
-    ("smd.losses.best_worst(square, 2)", "ValueError: expected rewards of shape [batch]; got [4, 6]"),
-    ("terminal_rewards(row[:, None], mask)", "ValueError: expected rewards of shape [4]; got [4, 1]"),
-    ("whiten(row, mask)", "ValueError: expected advantages of shape [4, 6]; got [4]"),
-    ("smd.losses.gae(square, row[:, None], mask)", "ValueError: expected values of shape [4, 6]; got [4, 1]"),
-    ("smd.losses.gae(square[0], square, mask)", "ValueError: expected rewards of shape [4, 6]; got [6]"),
+    (
+        "foreign([[(-1.0, 3, None), (-2.0, 4, None)]])",
+        "numbers as log-probabilities of row 0; got tuples such as SGLang's (logprob, token, text): take the "
+        "first number of each",
+    ),
+    ("foreign([[print, print]])", "numbers as log-probabilities of row 0; got objects of builtin_function_or_method"),
+    (
+        "foreign([[-1.0, -2.0]], dropped=None)",
+        "exactly one of kept, dropped, evicted_at; got none. For an engine without evictions give dropped=[[]] * rows",
+    ),
+    (
+        "sample(params=random_params(tiny_model_config(num_layers=2)))",
+        "parameters of 1 layers with tied embeddings, as the config says; got layers_1, too",
+    ),
+    (
+        "sample(params=stack_params(random_params(tiny_model_config(num_layers=4)), [range(4)]))",
+        "parameters of 1 layers with tied embeddings, as the config says; got layers_0_to_3, too",
+    ),
+    (
+        "sample(params=random_params(replace(config, tie_embeddings=False)))",
+        "parameters of 1 layers with tied embeddings, as the config says; got lm_head, too",
+    ),
+    ("dense_mask(jnp.ones(3, bool))", "valid of shape [batch, keys]; got [3]"),
+    ("step(advantages=jnp.ones((2, 1)))", "advantages of shape [2] or [2, 4]; got [2, 1]"),
+    ("step(old_logprobs=jnp.ones((2, 3)))", "old_logprobs of shape [2, 4]; got [2, 3]"),
+    ("step(counted_rows=jnp.ones((2, 4), bool))", "counted_rows of shape [2]; got [2, 4]"),
+    ("smd.learner.Needs(logprobs={'full'})", "the masks in logprobs of Needs to be one of shadow, dense; got 'full'"),
+    (
+        "smd.learner.Needs(reference_logprobs={'full'})",
+        "the masks in reference_logprobs of Needs to be one of shadow, dense; got 'full'",
+    ),
+    ("smd.learner.make_replay(model, 'dens')", "visibility to be one of shadow, dense; got 'dens'"),
+    ("smd.learner.make_replay(model, 'shadow', 0)(params, trajectory)", "a microbatch_size that divides 2 rows; got 0"),
+    ("step(smd.UpdateConfig(terms=(Term(True),)))", "a number as metric 'm' of Term; got shape [2, 4]"),
+    ("smd.losses.group_relative(row[:, None], 2)", "rewards of shape [batch]; got [4, 1]"),
+    ("smd.losses.leave_one_out(row[0], 2)", "rewards of shape [batch]; got []"),
+    ("smd.losses.groups_with_signal(square, 2)", "rewards of shape [batch]; got [4, 6]"),
+    ("smd.losses.best_worst(square, 2)", "rewards of shape [batch]; got [4, 6]"),
+    ("terminal_rewards(row[:, None], mask)", "rewards of shape [4]; got [4, 1]"),
+    ("whiten(row, mask)", "advantages of shape [4, 6]; got [4]"),
+    ("smd.losses.gae(square, row[:, None], mask)", "values of shape [4, 6]; got [4, 1]"),
+    ("smd.losses.gae(square[0], square, mask)", "rewards of shape [4, 6]; got [6]"),
     (
         "smd.losses.value_loss(square, square, square[0], square, smd.losses.ValueConfig())",
-        "ValueError: expected returns of shape [4, 6]; got [6]",
+        "returns of shape [4, 6]; got [6]",
     ),
-    ("smd.losses.SequenceMean().weights(row > 0)", "ValueError: expected mask of shape [batch, R]; got [4]"),
-    ("smd.losses.TokenMean().weights(mask, mask[0])", "ValueError: expected counted_rows of shape [4]; got [6]"),
-    (
-        "eviction_loss(*[jnp.zeros((4, 1, 1, 2))] * 2, square, jnp.zeros((4, 2)))",
-        "ValueError: expected advantages of shape [4]; got [4, 6]",
-    ),
+    ("smd.losses.SequenceMean().weights(row > 0)", "mask of shape [batch, R]; got [4]"),
+    ("smd.losses.TokenMean().weights(mask, mask[0])", "counted_rows of shape [4]; got [6]"),
+    ("eviction_loss(*[jnp.zeros((4, 1, 1, 2))] * 2, square, jnp.zeros((4, 2)))", "advantages of shape [4]; got [4, 6]"),
 ]
+CASES = [(call, f"TypeError: expected {message}") for call, message in TYPE_ERRORS]
+CASES += [(call, f"ValueError: expected {message}") for call, message in VALUE_ERRORS]
+NEEDS = "KeyError: \"expected a term that reads 'dense' to declare it: needs = Needs(logprobs={'dense'})\""
+CASES.append(("step(smd.UpdateConfig(terms=(Term(False),)))", NEEDS))
 
 
 def test_advantages_of_numpy_rewards():

@@ -20,14 +20,7 @@ from smd_jax.losses.policy import LossConfig
 from smd_jax.model.decoder import Decoder
 from smd_jax.testing import tiny_model_config
 from tests.learner.test_sequence import compiled_program
-from tests.tiny_update import (
-    MODEL,
-    REFERENCE,
-    ROWS,
-    distance,
-    metrics_and_gradients,
-    recording_update,
-)
+from tests.tiny_update import MODEL, REFERENCE, ROWS, distance, metrics_and_gradients, recording_update
 
 COLUMN = ROWS * MODEL.config.vocab_size * 4  # bytes of the logits of one column
 
@@ -83,10 +76,7 @@ ALL_TERMS = UpdateConfig(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    [
-        ALL_TERMS,
-        UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.3)),
-    ],
+    [ALL_TERMS, UpdateConfig(distill=DistillConfig(direction="anchor", coef=0.3))],
     ids=["policy and published", "anchor"],
 )
 def test_blockwise_update_matches_full_update(config: UpdateConfig, monkeypatch: pytest.MonkeyPatch):

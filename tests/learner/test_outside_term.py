@@ -74,11 +74,7 @@ def test_terms_add_up():
     """The scheduled coefficient is 0 at step 0."""
     alone, with_term, without = (
         metrics_and_gradients(smd.UpdateConfig(policy_coef=coef, terms=terms))
-        for coef, terms in (
-            (0.0, (Imitation(),)),
-            (1.0, (Imitation(),)),
-            (1.0, (Imitation(scheduled=True),)),
-        )
+        for coef, terms in ((0.0, (Imitation(),)), (1.0, (Imitation(),)), (1.0, (Imitation(scheduled=True),)))
     )
     plain = metrics_and_gradients(smd.UpdateConfig())
     total = jax.tree.map(jnp.add, alone[1], plain[1])

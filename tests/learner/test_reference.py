@@ -119,10 +119,7 @@ def test_sync_keeps_the_sharding_of_the_reference():
             lambda: UpdateConfig(distill=DistillConfig(direction="anchor"), reference_sync=ReferenceSync()),
             "expected reference_sync None with distillation from the 'anchor', which is frozen",
         ),
-        (
-            lambda: UpdateConfig(distill=DistillConfig(direction="ema")),
-            "expected a reference_sync with direction 'ema'.*got None",
-        ),
+        (lambda: UpdateConfig(distill=DistillConfig(direction="ema")), "reference_sync with direction 'ema'.*got None"),
     ],
 )
 def test_invalid_options_raise(make, message):

@@ -150,10 +150,7 @@ def test_ppo_subtracts_the_kl_at_every_token():
     ("make", "message"),
     [
         (lambda: LossConfig(kl_estimator="k1"), "expected beta > 0 with a KL estimator"),
-        (
-            lambda: LossConfig(use_bias_correction_kl=True),
-            "expected beta > 0 with a KL estimator.*use_bias_correction_kl True",
-        ),
+        (lambda: LossConfig(use_bias_correction_kl=True), "beta > 0 with a KL estimator.*use_bias_correction_kl True"),
         (
             lambda: LossConfig(beta=0.1, kl_estimator="k2", use_bias_correction_kl=True),
             "expected kl_estimator 'k3' with use_bias_correction_kl.*; got 'k2'",
@@ -161,7 +158,7 @@ def test_ppo_subtracts_the_kl_at_every_token():
         (lambda: UpdateConfig(kl_in_reward=True), "expected beta > 0 with kl_in_reward; got 0"),
         (
             lambda: UpdateConfig(loss=bnpo(beta=0.1), kl_in_reward=True),
-            "expected kl_estimator 'k1' with kl_in_reward, because.*; got 'k3'",
+            "kl_estimator 'k1' with kl_in_reward.*; got 'k3'",
         ),
     ],
 )

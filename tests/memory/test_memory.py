@@ -32,12 +32,7 @@ LARGER_CONFIG = replace(CONFIG, prompts_per_step=8)  # 32 rows
 
 def pair_loop(minibatches: int = 1) -> OnlineDPOLoop:
     config = OnlineDPOConfig(
-        prompts_per_step=2,
-        group_size=4,
-        prompt_width=9,
-        policy=CONFIG.policy,
-        rollout=ROLLOUT,
-        minibatches=minibatches,
+        prompts_per_step=2, group_size=4, prompt_width=9, policy=CONFIG.policy, rollout=ROLLOUT, minibatches=minibatches
     )
     return OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
 

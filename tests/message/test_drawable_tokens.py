@@ -240,10 +240,7 @@ def test_csr_support_round_trips(sets, as_bits):
         ([([1, 2], [0, 1])], "expected 3 rising offsets from 0 to 2 in the sampling support of row 0"),
         ([([1, 2], [0, 2, 2])], "rising offsets"),
         ([([1, 101], [0, 1, 2])], "expected ids from 0 to 99 in the sampling support of row 0; got 101"),
-        (
-            [([1, 4], [0, 1, 2])],
-            r"sampled token 2 in its sampling support of row 0; it is missing \(response token 1\)",
-        ),
+        ([([1, 4], [0, 1, 2])], r"token 2 in its sampling support of row 0; it is missing \(response token 1\)"),
         ([(np.array([1.5, 2.0]), [0, 1, 2])], "expected whole numbers"),
     ],
 )

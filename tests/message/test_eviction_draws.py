@@ -48,10 +48,7 @@ BOUND = 3e-5
 
 CASES: dict[str, tuple[ModelConfig, RolloutConfig]] = {
     "GQA": (dataclasses.replace(SHAPES["GQA"], sliding_windows=(9, None)), CONFIG),  # a window in the first layer
-    "MHA": (
-        dataclasses.replace(SHAPES["MHA"], num_layers=1),
-        dataclasses.replace(CONFIG, budget=6, buffer=4),
-    ),
+    "MHA": (dataclasses.replace(SHAPES["MHA"], num_layers=1), dataclasses.replace(CONFIG, budget=6, buffer=4)),
 }
 
 # The temperature is low enough that queries of random parameters prefer some keys.

@@ -240,10 +240,7 @@ INVALID_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
         {"evicted_at": [EVICTED_AT[..., 1:]]},
         r"row 0 to be \(1, 2, 9\) .*; got \(1, 2, 8\)",
     ),
-    "fractional evicted_at": (
-        {"evicted_at": [EVICTED_AT / 2]},
-        r"whole numbers in evicted_at; got float64 \(row 0\)",
-    ),
+    "fractional evicted_at": ({"evicted_at": [EVICTED_AT / 2]}, r"whole numbers in evicted_at; got float64 \(row 0\)"),
     "a key that its own query doesn't see": (
         {"evicted_at": [changed(EVICTED_AT, (0, 1, 4), 4)]},
         r"evicted_at of at least 5, .*; got 4 \(row 0, layer 0, kv head 1, key 4\)",

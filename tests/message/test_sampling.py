@@ -14,15 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from smd_jax.devices.sharding import make_mesh, shard_batch
-from smd_jax.message.sampling import (
-    BLOCK,
-    Sampled,
-    SamplingConfig,
-    _first_beyond,
-    drawable_form,
-    inverse_cdf,
-    sample,
-)
+from smd_jax.message.sampling import BLOCK, Sampled, SamplingConfig, _first_beyond, drawable_form, inverse_cdf, sample
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
 LOGITS = np.log(PROBABILITIES).astype(np.float32) + np.float32(3.0)  # logits are free up to a constant

@@ -227,11 +227,7 @@ def test_meshes_with_other_axes_are_left_to_the_compiler():
 @pytest.mark.parametrize(
     ("impl", "mask", "reason"),
     [
-        (
-            "interval",
-            jnp.ones((1, 1, 9, 9), bool),
-            "expected a mask in interval form (ShadowMask, KeyInterval); got bool",
-        ),
+        ("interval", jnp.ones((1, 1, 9, 9), bool), "a mask in interval form (ShadowMask, KeyInterval); got bool"),
         ("segments", interval(9), "expected a mask that says where its segments are; got none"),
         ("segments", interval(7), "9 queries, 9 keys and a mask of 7"),
         ("flash", interval(9), "got impl='flash': expected one of reference, xla"),

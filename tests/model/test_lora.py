@@ -36,17 +36,7 @@ from smd_jax.testing import random_params, tiny_model_config
 from tests import bigram_update
 from tests.adapted import SMALL, adapted, merged_in_float64, scale_of
 from tests.bitwise import assert_bitwise_equal
-from tests.tiny_update import (
-    LENGTH,
-    MODEL,
-    PARAMS,
-    RECORD,
-    ROWS,
-    batch,
-    distance,
-    metrics_and_gradients,
-    trajectory,
-)
+from tests.tiny_update import LENGTH, MODEL, PARAMS, RECORD, ROWS, batch, distance, metrics_and_gradients, trajectory
 from tests.under_test import gap, left_padded, replay_jitted
 
 ADAPTED = adapted(add_value_head(PARAMS, MODEL.config))

@@ -112,10 +112,7 @@ def test_a_model_that_calls_attend_with_other_sizes_is_refused(chunk):
     ("sizes", "message"),
     [
         ({"num_heads": 2}, r"expected q of shape \[batch, tokens, 2, 2\] in attend, with num_heads .*; got \[1, "),
-        (
-            {"num_kv_heads": 4},
-            r"expected k of shape \[batch, tokens, 4, 2\] in attend, with num_kv_heads .*; got \[1, ",
-        ),
+        ({"num_kv_heads": 4}, r"k of shape \[batch, tokens, 4, 2\] in attend, with num_kv_heads .*; got \[1, "),
         ({"head_dim": 4}, r"expected q of shape \[batch, tokens, 4, 4\] in attend"),
         ({"vocab_size": 3}, r"expected logits of width 3, the vocab_size of ModelShape; got \[1, 5\]"),
     ],

@@ -73,7 +73,7 @@ def test_completions_are_saved_as_parquet(tmp_path):
     for step in (0, 5):
         log(step, samples(["yes", "none"]))
     assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == [
-        *("completions_00000.parquet", "completions_00005.parquet", "masks_00000.npz", "masks_00005.npz"),
+        *("completions_00000.parquet", "completions_00005.parquet", "masks_00000.npz", "masks_00005.npz")
     ]
     table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00005.parquet").to_pydict()
     assert table == {

@@ -187,8 +187,7 @@ def evict_late(evicted_at: np.ndarray, layer: int, head: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "layer", "head"),
-    [({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2, "sequence": 2}, 1, 1)],
+    ("axes", "layer", "head"), [({}, 0, 1), ({}, 1, 0), ({"fsdp": 2, "tensor": 2, "sequence": 2}, 1, 1)]
 )
 def test_the_first_difference_and_the_wrong_head_are_found(sampled, axes, layer, head):
     """The mask evicts one query late in one head of all rows but the first. Also with sharded weights and columns."""

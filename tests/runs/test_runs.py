@@ -48,8 +48,7 @@ def test_start_interval_and_end_are_evaluated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"evaluate": never}, "0 with evaluate"), ({"evaluate_every": 2}, "2 without evaluate")],
+    ("options", "message"), [({"evaluate": never}, "0 with evaluate"), ({"evaluate_every": 2}, "2 without evaluate")]
 )
 def test_evaluate_and_evaluate_every_need_each_other(tmp_path, options, message):
     with pytest.raises(ValueError, match=f"expected both evaluate and .* or neither; got .*{message}$"):

@@ -18,13 +18,7 @@ from smd_jax.learner.update import make_update
 from smd_jax.message import tree
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
-from smd_jax.sampler.compaction import (
-    COMPACTED,
-    Compacted,
-    CompactingRespondent,
-    CompactionConfig,
-    converse_compacting,
-)
+from smd_jax.sampler.compaction import COMPACTED, Compacted, CompactingRespondent, CompactionConfig, converse_compacting
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import ABSENT, LENGTH, ROOM, TURNS, ConversationConfig, Reply, converse
 from tests.sampler.test_conversation import CONFIG, MODEL, SHAPE, Scripted

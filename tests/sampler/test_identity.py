@@ -23,16 +23,7 @@ from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
-from tests.under_test import (
-    POLICIES,
-    POLISHED,
-    SHAPES,
-    gap,
-    left_padded,
-    make_params,
-    polished_rollout,
-    replay_jitted,
-)
+from tests.under_test import POLICIES, POLISHED, SHAPES, gap, left_padded, make_params, polished_rollout, replay_jitted
 
 WIDTH, RESPONSE = 12, 256
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12, 2, 12, 4, 11]

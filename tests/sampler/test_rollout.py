@@ -301,11 +301,7 @@ def with_token(row: int, column: int, token: int) -> PromptBatch:
         (left_padded([5, 0, 3], WIDTH, 64), {}, "at least one token in every prompt; prompt 1 is all padding"),
         (left_padded([], WIDTH, 64), {}, "at least one prompt"),
         *(
-            (
-                PromptBatch(jnp.ones((1, 3), jnp.int32), jnp.array([valid])),
-                {},
-                "padded only on the left.*got prompt 0",
-            )
+            (PromptBatch(jnp.ones((1, 3), jnp.int32), jnp.array([valid])), {}, "padded only on the left.*got prompt 0")
             for valid in ([True, True, False], [True, False, True])
         ),
         (with_token(1, -2, -1), {}, f"vocabulary; got token -1 in prompt 1, column {WIDTH - 2}"),

@@ -10,24 +10,10 @@ import datasets
 import numpy as np
 import pytest
 
-from smd_jax.tasks.dataset_task import (
-    DatasetTask,
-    SelectedRows,
-    first_rows,
-    own_reward,
-    select_prompts,
-    usable_lengths,
-)
+from smd_jax.tasks.dataset_task import DatasetTask, SelectedRows, first_rows, own_reward, select_prompts, usable_lengths
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.tasks.sources import DataSource, load_rows
-from smd_jax.tasks.task import (
-    Row,
-    Task,
-    batch_columns,
-    batch_indices,
-    prompt_text,
-    rows_of_step,
-)
+from smd_jax.tasks.task import Row, Task, batch_columns, batch_indices, prompt_text, rows_of_step
 from smd_jax.testing import byte_tokenizer
 from tests.hub_files import no_hub
 
@@ -139,11 +125,7 @@ def test_a_map_function_may_change_what_it_gets():
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "expected text, or chat messages .* of text"),
         ([USER, {"role": "assistant", "content": "2"}], {}, "expected messages that the model is to answer; .*'2'"),
         ([SYSTEM, USER], {"system_prompt": "Add."}, "expected messages without their own system prompt"),
-        (
-            "?",
-            {"map_row": lambda row: {"prompt": row["question"]}},
-            "it raised KeyError: 'question'.*columns .*'prompt'",
-        ),
+        ("?", {"map_row": lambda row: {"prompt": row["question"]}}, "raised KeyError: 'question'.*columns .*'prompt'"),
         ("?", {"map_row": lambda row: None}, "expected the map function to give a dict; got None"),
         ("?", {"prompt_column": "q"}, r"expected a column 'q' with the prompt; got the columns \['prompt'\]"),
     ],

@@ -45,11 +45,7 @@ def test_functions_of_files_and_modules(project: Path):
 @pytest.mark.parametrize(
     ("where", "error", "message"),
     [
-        (
-            "brevity",
-            ValueError,
-            "expected a function as 'package.module:name' or 'path/to/file.py:name'; got 'brevity'",
-        ),
+        ("brevity", ValueError, "a function as 'package.module:name' or 'path/to/file.py:name'; got 'brevity'"),
         ("my_own_rewards.py", ValueError, "expected a function as .* got 'my_own_rewards.py'"),
         (":brevity", ValueError, "expected a function as"),
         ("my_own_rewards.py:a b", ValueError, "expected a function as"),
@@ -60,17 +56,9 @@ def test_functions_of_files_and_modules(project: Path):
             r"expected a function 'bonus' in my_own_rewards.py; got \['Bonus', 'brevity'\].*Did you mean Bonus",
         ),
         ("my_own_rewards.py:number", ValueError, "expected a function as 'number' in .*; got int 3"),
-        (
-            "rewards.py:brevity",
-            FileNotFoundError,
-            "expected a file of Python code at .*; got none .*'my_own_rewards.py'",
-        ),
+        ("rewards.py:brevity", FileNotFoundError, "a file of Python code at .*; got none .*'my_own_rewards.py'"),
         ("no_such.module:brevity", ValueError, "expected to import no_such.module; .* No module named 'no_such'"),
-        (
-            "broken_rewards.py:f",
-            ValueError,
-            "expected to import .*broken_rewards.py; it raised NameError in line 2: name",
-        ),
+        ("broken_rewards.py:f", ValueError, "to import .*broken_rewards.py; it raised NameError in line 2: name"),
         ("needy_rewards.py:f", ValueError, "it raised ModuleNotFoundError in line 1: No module named 'not_installed'"),
         ("needy_rewards:f", ValueError, "expected to import needy_rewards; it raised ModuleNotFoundError: No module"),
         ("wrong_rewards.py:f", ValueError, "it raised SyntaxError"),

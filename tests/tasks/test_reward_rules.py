@@ -143,10 +143,7 @@ def test_async_functions():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (
-            reward_cases.as_number,
-            r"ValueError: could not convert string to float: 'bad' \(.*reward_cases.py, line \d+\)",
-        ),
+        (reward_cases.as_number, r"ValueError: could not convert string to float: 'bad' \(.*cases.py, line \d+\)"),
         (reward_cases.not_finite, "expected a finite float32 or None; got nan"),
         (reward_cases.as_text, "expected a number or None; got '1.0'"),
     ],

@@ -205,14 +205,8 @@ def test_every_data_set_of_reasoning_gym():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (
-            TaskChoice("owner/name", source="x", reward=brevity),
-            "expected no source with anything but the presets .*; got 'x'",
-        ),
-        (
-            TaskChoice("owner/name", parameters=(("a", 1),), reward=brevity),
-            "expected no parameters with anything but reasoning_gym:NAME",
-        ),
+        (TaskChoice("owner/name", source="x", reward=brevity), "source with anything but the presets .*; got 'x'"),
+        (TaskChoice("owner/name", parameters=(("a", 1),), reward=brevity), "with anything but reasoning_gym:NAME"),
         (TaskChoice("gsm8k", prompt_column="question"), "expected no prompt_column with a preset; got 'question'"),
         (TaskChoice("reasoning_gym:gcd", split="train"), "expected no split with a procedural data set"),
         (TaskChoice("reasoning_gym:gdc"), r"got 'gdc'\. Did you mean gcd\?"),

@@ -152,10 +152,7 @@ def test_a_single_text_raises():
     [
         ([[1, 2]], "expected prompts as a PromptBatch, as encode_prompts gives; got list"),
         (PromptBatch(jnp.ones((1, 2)), jnp.ones((1, 2), bool)), "got float32 and bool"),
-        (
-            PromptBatch(jnp.ones((1, 2), int), jnp.ones((1, 2), int)),
-            r"got int32 and int32.*attention_mask.astype\(bool",
-        ),
+        (PromptBatch(jnp.ones((1, 2), int), jnp.ones((1, 2), int)), r"int32 and int32.*attention_mask.astype\(bool"),
     ],
 )
 def test_wrong_prompt_batches_raise(prompts: Any, message: str):

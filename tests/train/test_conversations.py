@@ -286,12 +286,7 @@ def test_the_guard_refuses_a_mismatch_in_a_conversation(compaction: TextCompacti
         (TextCompaction(after_tokens=47), {}, {}, "below max_new_tokens 48 together"),
         (COMPACTION, {}, {"credit": "turn"}, "expected credit 'trajectory' with compaction"),
         (COMPACTION, {"update": UpdateConfig(rows_per_prompt=2)}, {}, "expected pack_columns with rows_per_prompt"),
-        (
-            None,
-            {"update": UpdateConfig(loss=gspo())},
-            {"credit": "turn"},
-            "expected ratio_level .* 'geometric'",
-        ),
+        (None, {"update": UpdateConfig(loss=gspo())}, {"credit": "turn"}, "expected ratio_level .* 'geometric'"),
         (None, {"update": UpdateConfig(correction=OPSM())}, {"credit": "turn"}, "a correction of tokens .*OPSM"),
         (
             None,

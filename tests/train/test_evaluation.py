@@ -24,14 +24,7 @@ from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
 from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
-from smd_jax.train.evaluation import (
-    Decode,
-    Evaluated,
-    EvaluationConfig,
-    Evaluator,
-    as_trained,
-    every_evaluation,
-)
+from smd_jax.train.evaluation import Decode, Evaluated, EvaluationConfig, Evaluator, as_trained, every_evaluation
 from smd_jax.train.rollouts import encode_rows
 from tests.toy_loop import MODEL, PAD, TOKENIZER, new_loop
 

@@ -421,32 +421,17 @@ def test_an_easy_reward_rises():
     ("options", "message"),
     [
         ({"group_size": 1}, "expected groups of at least 2 completions.*; got group_size 1"),
-        (
-            {"update": UpdateConfig(value=ValueConfig())},
-            r"update.value None, because .* no critic.*; got ValueConfig\(",
-        ),
-        (
-            {"update": UpdateConfig(pairs=DPOConfig())},
-            r"expected update.pairs None, or OnlineDPOConfig; got DPOConfig\(",
-        ),
+        ({"update": UpdateConfig(value=ValueConfig())}, r"update.value None.* no critic.*; got ValueConfig\("),
+        ({"update": UpdateConfig(pairs=DPOConfig())}, r"update.pairs None, or OnlineDPOConfig; got DPOConfig\("),
         ({"minibatches": 0}, "expected minibatches >= 1; got 0"),
         ({"prompts_per_step": 0}, "expected prompts_per_step >= 1; got 0"),
         ({"prompt_width": -1}, "expected prompt_width >= 1; got -1"),
-        (
-            {"minibatches": 3},
-            "prompts_per_step that divide into 3 minibatches, because a group is never split; got 2",
-        ),
+        ({"minibatches": 3}, "that divide into 3 minibatches, because a group is never split; got 2"),
         ({"num_iterations": 0}, "expected num_iterations >= 1; got 0"),
         ({"dynamic_sampling": -1}, "expected dynamic_sampling >= 0 further rollouts, or None; got -1"),
-        (
-            {"dynamic_sampling": 1, "scale_rewards": "batch"},
-            "expected scale_rewards 'group' or 'none' with dynamic_sam",
-        ),
+        ({"dynamic_sampling": 1, "scale_rewards": "batch"}, "scale_rewards 'group' or 'none' with dynamic_sam"),
         ({"advantages": "leave_one_out"}, "expected scale_rewards 'none' with advantages 'leave_one_out'.*got 'group'"),
-        (
-            {"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(temperature=0.0))},
-            "temperature > 0.*temperature=0.0",
-        ),
+        ({"rollout": dataclasses.replace(ROLLOUT, sampling=SamplingConfig(temperature=0.0))}, "> 0.*temperature=0.0"),
     ],
 )
 def test_bad_configurations(options, message):

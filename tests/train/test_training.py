@@ -39,7 +39,7 @@ def test_completions_masks_and_times_of_a_run(tmp_path):
         groups = samples.advantages.reshape(-1, CONFIG.group_size)
         np.testing.assert_allclose(groups.mean(1), 0, atol=1e-6)
     assert sorted(path.name for path in (tmp_path / "completions").glob("*.parquet")) == [
-        *("completions_00000.parquet", "completions_00002.parquet", "completions_00003.parquet"),
+        *("completions_00000.parquet", "completions_00002.parquet", "completions_00003.parquet")
     ]
     trajectory = seen[2][1].trajectory
     for row, mask in enumerate(load_masks(tmp_path / "completions" / "masks_00003.npz")):
