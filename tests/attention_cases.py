@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from smd_jax.message.masks import NEVER
+from smd_jax.model.attention import attend
 from smd_jax.testing import random_evictions
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, Blocks
@@ -91,9 +92,15 @@ def masks_of_few_sizes(draw: Any) -> Drawn:
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(f: Any, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, given: Any) -> Any:
+def out_and_gradients(f: Any, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, given: Any = ()) -> Any:
     out, pull = jax.vjp(lambda q, k, v: f(q, k, v, *given), q, k, v)
     return out, *pull(d_out)
+
+
+@partial(jax.jit, static_argnums=4)
+@partial(jax.value_and_grad, argnums=(0, 1, 2))
+def sum_of_squares(q: Any, k: Any, v: Any, mask: Any, impl: Any) -> Any:
+    return jnp.sum(attend(q, k, v, mask, impl) ** 2)
 
 
 def with_gradients(
@@ -105,8 +112,8 @@ def with_gradients(
       f: `f(q, k, v, *given)`, compiled once per function object.
     """
     arrays = case.arrays(dtype)
-    first = [np.asarray(x) for x in _run(f, *arrays, given)]
-    for x, y in zip(first, _run(f, *arrays, given) if twice else first, strict=True):
+    first = [np.asarray(x) for x in out_and_gradients(f, *arrays, given)]
+    for x, y in zip(first, out_and_gradients(f, *arrays, given) if twice else first, strict=True):
         np.testing.assert_array_equal(x, np.asarray(y))
     return [x.astype(np.float64) for x in first]
 

@@ -64,7 +64,8 @@ MODEL = Decoder(tiny_model_config(max_positions=32, num_layers=1))
 # The fewest layers that are looped over. Their stacked parameters are sharded over both devices.
 LOOPED = Decoder(dataclasses.replace(MODEL.config, num_layers=layer_runs.LEAST), scan_layers=True)
 ROLLOUT = RolloutConfig(max_new_tokens=6, budget=5, buffer=2, eos_token_id=EOS, pad_token_id=PAD)
-CONFIG = GRPOConfig(prompts_per_step=4, group_size=2, prompt_width=8, policy=H2O(), rollout=ROLLOUT)
+SIZES: Any = {"prompts_per_step": 4, "group_size": 2, "prompt_width": 8, "policy": H2O(), "rollout": ROLLOUT}
+CONFIG = GRPOConfig(**SIZES)
 STEPS = 2
 
 
@@ -157,18 +158,7 @@ def ppo_with_adapters() -> dict[str, np.ndarray]:
     """PPO with half of the completions decoded at a time, two minibatches, two passes, and a KL penalty in the rewards
     to the base model without adapters."""
     update = UpdateConfig(value=ValueConfig(), loss=LossConfig(beta=0.1, kl_estimator="k1"), kl_in_reward=True)
-    config = PPOConfig(
-        prompts_per_step=4,
-        group_size=2,
-        prompt_width=8,
-        policy=H2O(),
-        rollout=ROLLOUT,
-        decode_rows=4,
-        prefill_rows=4,
-        minibatches=2,
-        num_iterations=2,
-        update=update,
-    )
+    config = PPOConfig(**SIZES, decode_rows=4, prefill_rows=4, minibatches=2, num_iterations=2, update=update)
     loop = PPOLoop(MODEL, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=rewards())
     return steps_of(
         loop, add_value_head(add_lora(params(), LoraConfig(rank=2), jax.random.key(5)), MODEL.config), steps=1
@@ -177,7 +167,7 @@ def ppo_with_adapters() -> dict[str, np.ndarray]:
 
 def pairs() -> dict[str, np.ndarray]:
     """Online DPO with a loop over layers, and completions without a reward."""
-    config = OnlineDPOConfig(prompts_per_step=4, group_size=2, prompt_width=8, policy=H2O(), rollout=ROLLOUT)
+    config = OnlineDPOConfig(**SIZES)
     loop = OnlineDPOLoop(LOOPED, Words(), TOKENIZER, optimizer(), config, mesh(), rewards=all_but_one_prompt())
     return steps_of(loop, stacked_params(), steps=1, reference=stacked_params())
 

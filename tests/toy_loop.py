@@ -54,7 +54,8 @@ class Sevens:
 
 SEVENS = Sevens()
 ROLLOUT = RolloutConfig(max_new_tokens=5, budget=5, buffer=2, eos_token_id=EOS, pad_token_id=PAD)
-CONFIG = GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O(), rollout=ROLLOUT)
+SIZES: Any = {"prompts_per_step": 2, "group_size": 4, "prompt_width": 9, "policy": H2O(), "rollout": ROLLOUT}
+CONFIG = GRPOConfig(**SIZES)
 DISTILLED = dataclasses.replace(CONFIG, update=UpdateConfig(distill=DistillConfig(), microbatch_size=4))
 
 

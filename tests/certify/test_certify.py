@@ -16,7 +16,7 @@ import pytest
 
 import smd_jax as smd
 from smd_jax.certify import report, verdict
-from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts
 from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
 from smd_jax.certify.replay import Replayed, replay
 from smd_jax.certify.verdict import Models, certify
@@ -26,7 +26,7 @@ from smd_jax.learner import blocks
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
-from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config, write_random_checkpoint
+from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
 
 CONFIG = tiny_model_config(num_layers=3)
 MODEL = smd.Decoder(CONFIG)
@@ -69,8 +69,16 @@ def arrays(params):
     return arrays_of(sample_rollout(params))
 
 
+SIZES = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+
+
 def record_of(arrays) -> Record:
-    return check_record(arrays, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+    return check_record(arrays, *SIZES)
+
+
+def altered(arrays, **changed):
+    """The arrays with other ones; None leaves one out."""
+    return {name: x for name, x in {**arrays, **changed}.items() if x is not None}
 
 
 def cause_of(params, record, **more):
@@ -104,8 +112,7 @@ def test_a_rollout_is_one_policy(params, arrays):
 def test_top_k_is_one_policy_with_recorded_support_only(params):
     fields = arrays_of(sample_rollout(params, smd.SamplingConfig(top_k=6)))
     assert cause_of(params, record_of(fields))[1].is_one_policy
-    without = {name: array for name, array in fields.items() if not name.startswith("support")}
-    cause, verdict = cause_of(params, record_of(without))
+    cause, verdict = cause_of(params, record_of(altered(fields, support_ids=None, support_offsets=None)))
     assert cause == "sampling support" and not verdict.is_one_policy
 
 
@@ -204,7 +211,7 @@ def test_top_logprobs_separate_causes(params, arrays):
     older = jax.tree.map(lambda x: 0.95 * x, params)
     stale = {**arrays, "logprobs": record_under(older, arrays, Conditions.of(record_of(arrays))).logprobs}
     fields = with_top_logprobs(older, stale, rows=1)
-    without = {name: array for name, array in fields.items() if not name.startswith("top")}
+    without = altered(fields, top_ids=None, top_logprobs=None)
     assert cause_of(params, record_of(without))[0] in ("temperature", "sampling support")
     assert cause_of(params, record_of(fields))[0] == "stale weights"
     assert cause_of(older, record_of(fields))[1].is_one_policy
@@ -223,7 +230,7 @@ def test_expert_routing_is_replayed(arrays):
     assert experts is not None and experts.layers == (0, 2)
     shape = arrays["tokens"].shape
     routing = np.argsort(np.random.default_rng(0).random((*shape, 2, 4)), axis=-1)[..., :2]
-    sizes = (MOE.num_layers, MOE.num_kv_heads, MOE.vocab_size, experts)
+    sizes = (*SIZES, experts)
     record = check_record({**arrays, "routing": routing}, *sizes)
     routed_logprobs = record_under(params, arrays, Conditions.of(record), model=model).logprobs
     recorded = check_record({**arrays, "logprobs": routed_logprobs, "routing": routing}, *sizes)
@@ -245,7 +252,7 @@ def test_the_arrays_of_a_rollout_include_its_routing():
     valid = np.arange(10) >= np.array([[0], [3]])
     trajectory = sample(model, params, jnp.arange(20).reshape(2, 10), valid, max_new_tokens=12, budget=12)
     fields = arrays_of(trajectory)
-    record = check_record(fields, MOE.num_layers, MOE.num_kv_heads, MOE.vocab_size, model.shape.routing)
+    record = check_record(fields, *SIZES, model.shape.routing)
     assert record.routing is not None and (record.routing[1, 0] == np.asarray(trajectory.routing)[1, 3]).all()
     assert certify(Models(model, params), record).is_one_policy
 
@@ -262,7 +269,7 @@ def test_rollouts_that_no_record_can_hold_are_refused(params):
 
 
 def test_bad_routing_is_refused(arrays):
-    sizes = (MOE.num_layers, MOE.num_kv_heads, MOE.vocab_size, smd.Decoder(MOE).shape.routing)
+    sizes = (*SIZES, smd.Decoder(MOE).shape.routing)
     routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
     for experts, message in (
         (routing + 3, "expected experts from 0 to 3, or -1; got 4 in row 0, token 0, layer 0"),
@@ -422,25 +429,26 @@ def test_evicted_at_and_kept_give_the_same_record(arrays):
 def test_record_files_round_trip(arrays, tmp_path: Path, suffix):
     path = tmp_path / f"rollout{suffix}"
     save_record(path, arrays)
-    record = load_record(path, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
-    for field in dataclasses.fields(Record):
-        np.testing.assert_array_equal(getattr(record, field.name), getattr(record_of(arrays), field.name))
+    record = load_record(path, *SIZES)
+    jax.tree.map(np.testing.assert_array_equal, *map(dataclasses.asdict, (record, record_of(arrays))))
     with pytest.raises(FileExistsError, match="expected no file at"):
         save_record(path, arrays)
+    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
+    save_record(str(tmp_path / f"routed{suffix}"), {**arrays, "routing": routing})
 
 
 def test_a_file_that_is_no_record(arrays, tmp_path: Path):
-    path, sizes = tmp_path / "rollout.npz", (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
+    path = tmp_path / "rollout.npz"
     with path.open("wb") as file:
         np.save(file, arrays["tokens"])
     with pytest.raises(ValueError, match="expected a readable record; got .*: one array, as np.save writes it"):
-        load_record(path, *sizes)
+        load_record(path, *SIZES)
     path.write_bytes(b"abc")
     with pytest.raises(ValueError, match="got .*: no archive, as np.savez writes it$"):
-        load_record(str(path), *sizes)
+        load_record(str(path), *SIZES)
     np.savez(path, **{**arrays, "tokens": np.array([[1, 2], [3]], object)})
     with pytest.raises(ValueError, match="got .*: an array of Python objects$"):
-        load_record(path, *sizes)
+        load_record(path, *SIZES)
     np.savez_compressed(path, **arrays)
     content = path.read_bytes()
     # The name of the first array, 20 bytes of sizes, its compressed bytes. No block of deflate begins with 0xFF.
@@ -449,7 +457,7 @@ def test_a_file_that_is_no_record(arrays, tmp_path: Path):
     for at, value in ((block, 0xFF), (compression, 99)):
         path.write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
         with pytest.raises(ValueError, match="expected a readable record; got"):
-            load_record(path, *sizes)
+            load_record(path, *SIZES)
 
 
 @pytest.mark.parametrize(
@@ -465,16 +473,10 @@ def test_a_file_that_is_no_record(arrays, tmp_path: Path):
     ],
 )
 def test_a_bad_record_is_not_written(arrays, tmp_path: Path, changed, message):
-    fields = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
     path = tmp_path / "rollout.npz"
     with pytest.raises(ValueError, match=message):
-        save_record(path, fields)
+        save_record(path, altered(arrays, **changed))
     assert not path.exists()
-
-
-def test_routing_is_written(arrays, tmp_path: Path):
-    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
-    save_record(str(tmp_path / "rollout.npz"), {**arrays, "routing": routing})
 
 
 def top_arrays(ids, logprob):
@@ -512,9 +514,8 @@ def top_arrays(ids, logprob):
     ],
 )
 def test_a_bad_record_is_refused(arrays, changed, message):
-    fields = {name: array for name, array in {**arrays, **changed}.items() if array is not None}
     with pytest.raises(ValueError, match=message):
-        record_of(fields)
+        record_of(altered(arrays, **changed))
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.uint32, np.int64, np.uint64])
@@ -522,7 +523,7 @@ def test_integers_of_any_dtype(arrays, dtype):
     """Unsigned dtypes cannot hold -1, which marks padding."""
     largest = min(np.iinfo(dtype).max, int(NEVER))
     fields = {**arrays, "evicted_at": np.minimum(arrays["evicted_at"], largest), **top_arrays([5, 6], -1.0)}
-    fields = {name: x if x.dtype.kind == "f" else x.astype(dtype) for name, x in fields.items() if x is not None}
+    fields = {name: x if x.dtype.kind == "f" else x.astype(dtype) for name, x in fields.items()}
     expected, converted = (record_of(each) for each in ({**arrays, **top_arrays([5, 6], -1.0)}, fields))
     jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(converted), dataclasses.asdict(expected))
 
@@ -536,28 +537,11 @@ def test_positions_beyond_the_context_are_refused(params, arrays):
 def test_a_key_that_comes_back_is_refused(arrays):
     kept = np.tile(np.arange(3), (4, 2, 3, 2, 1))
     kept[:, 0] += 1  # keys 1, 2, 3 first, then 0, 1, 2
-    fields = {name: array for name, array in arrays.items() if name != "evicted_at"}
+    fields = altered(arrays, evicted_at=None)
     with pytest.raises(ValueError, match="row 0, compression 1"):
         record_of({**fields, "kept": kept, "kept_after": np.tile([5, 9], (4, 1))})
     with pytest.raises(ValueError, match=r"kept: expected the shape \(4, 3, 'layers', .*; got \(4, 2, 3, 2, 3\)"):
         record_of({**fields, "kept": kept, "kept_after": np.tile([5, 9, 9], (4, 1))})
-
-
-def test_prompt_facts_of_tokenizers():
-    facts = prompt_facts(byte_tokenizer())
-    assert len(facts.generation) > 0
-    assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
-    failing: Any = byte_tokenizer()
-    failing.chat_template = "{{ raise_exception('no') }}"
-    assert prompt_facts(failing) == PromptFacts(bos=failing.bos_token_id)
-
-
-def test_a_chat_template_is_rendered_in_a_limited_process(monkeypatch: pytest.MonkeyPatch):
-    """A record may come with an untrusted tokenizer."""
-    tokenizer = byte_tokenizer()
-    expected = prompt_facts(tokenizer)
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", None)
-    assert prompt_facts(tokenizer) == expected
 
 
 # --- the command

@@ -56,3 +56,20 @@ def test_a_system_message_follows_bos():
     assert "no system message" in detail
     np.testing.assert_array_equal(tokens[:, :4], prompts)
     np.testing.assert_array_equal(positions[:, :4], np.tile(np.arange(4), (2, 1)))
+
+
+def test_prompt_facts_of_tokenizers():
+    facts = prompt_facts(byte_tokenizer())
+    assert len(facts.generation) > 0
+    assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
+    failing: Any = byte_tokenizer()
+    failing.chat_template = "{{ raise_exception('no') }}"
+    assert prompt_facts(failing) == PromptFacts(bos=failing.bos_token_id)
+
+
+def test_a_chat_template_is_rendered_in_a_limited_process(monkeypatch: pytest.MonkeyPatch):
+    """A record may come with an untrusted tokenizer."""
+    tokenizer = byte_tokenizer()
+    expected = prompt_facts(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", None)
+    assert prompt_facts(tokenizer) == expected

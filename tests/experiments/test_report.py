@@ -96,10 +96,13 @@ def test_unreportable_rows_are_refused(commit: str, start: str, tmp_path: Path, 
 
 def test_differences_are_paired_by_seed():
     ours = [{"seed": seed, "sparse": 0.70 + 0.01 * seed} for seed in (0, 1)]
-    theirs = [{"seed": 1, "sparse": 0.55}, {"seed": 0, "sparse": 0.52}]
+    # In another order, and one without a partner.
+    theirs = [{"seed": 1, "sparse": 0.55}, {"seed": 0, "sparse": 0.52}, {"seed": 2, "sparse": 9.0}]
     lead = difference(ours, theirs, "sparse")
     # Differences 0.18 and 0.16: mean 0.17, s = 0.0141, t(0.975, 1) = 12.706, half = 12.706 * 0.01.
-    assert lead.mean == pytest.approx(0.17) and lead.half == pytest.approx(0.12706, rel=1e-3)
+    assert tuple(lead) == pytest.approx((0.17, 0.12706, 2), rel=1e-3)
+    with pytest.raises(ValueError, match="expected a seed in common"):
+        difference(ours, theirs[2:], "sparse")
     assert signed(lead) == "+0.170 ± 0.127"
     assert signed(Estimate(0.1, 0.05, 3)) == "**+0.100 ± 0.050**"
     assert signed(Estimate(-0.1, 0.2, 3)) == "−0.100 ± 0.200"

@@ -18,7 +18,7 @@ from lib.arms import Arm, arms_of
 from lib.command import QUICK, StudyArgs, grid_of, narrowed
 from lib.files import RESULTS, read_rows, write_rows
 from lib.grid import Cell, Grid, best_rate, searched_rate
-from lib.intervals import estimate, paired
+from lib.intervals import estimate
 from lib.lookup import Lookup
 from lib.problems import PROBLEMS, WALK_EDGES, WALK_ENDS, CopySums, Sorting, Walk, problem_of, tokenizer
 from lib.runs import DECODINGS, Job
@@ -294,14 +294,6 @@ def test_one_value_has_no_interval():
     assert math.isnan(estimate([0.5]).half) and not estimate([0.5]).established
     with pytest.raises(ValueError, match="got none"):
         estimate([])
-
-
-def test_differences_are_paired_by_seed():
-    # Seeds far apart, in another order, and one without a partner: 0.125 and 0.375, half the interval 12.706 / 8.
-    interval = paired({0: 0.625, 1: 0.875, 2: 9.0}, {1: 0.5, 0: 0.5})
-    assert (interval.mean, interval.half, interval.count) == pytest.approx((0.25, 12.7062 / 8, 2), rel=1e-5)
-    with pytest.raises(ValueError, match="expected a seed in common"):
-        paired({0: 1.0}, {1: 1.0})
 
 
 # --- problems

@@ -60,23 +60,13 @@ from tests.drawn_cases import cases, without_jaxtyping  # noqa: F401 - a fixture
 
 H2O = policies.H2O()
 ROLLOUT = RolloutConfig(8, 6, 2)
+LOOP: Any = {"prompts_per_step": 2, "group_size": 4, "prompt_width": 9, "policy": H2O, "rollout": ROLLOUT}
 CONFIGS: list[Any] = [
     *(tiny_model_config(), ROLLOUT, SamplingConfig(), QuantConfig(bits=8), LoraConfig()),
     *(UpdateConfig(), UpdateConfig(pairs=DPOConfig()), LossConfig(), ValueConfig(), DPOConfig(), DistillConfig()),
     *(MismatchGuard(), ReferenceSync(0.5, 2), OptimizerConfig(), RunConfig(steps=3), Objective("x"), Decode("x", H2O)),
-    *(
-        LoopConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O, rollout=ROLLOUT),
-        GRPOConfig(prompts_per_step=2, group_size=4, prompt_width=9, policy=H2O, rollout=ROLLOUT),
-        OnlineDPOConfig(prompts_per_step=2, group_size=2, prompt_width=9, policy=H2O, rollout=ROLLOUT),
-    ),
-    PPOConfig(
-        prompts_per_step=2,
-        group_size=4,
-        prompt_width=9,
-        policy=H2O,
-        rollout=ROLLOUT,
-        update=UpdateConfig(value=ValueConfig()),
-    ),
+    *(LoopConfig(**LOOP), GRPOConfig(**LOOP), OnlineDPOConfig(**LOOP)),
+    PPOConfig(**LOOP, update=UpdateConfig(value=ValueConfig())),
     *(policies.StreamingLLM(), policies.SnapKV(), policies.RKV(), policies.TOVA(), H2O),
     *(Protect(H2O, sinks=2, recent=2), Pyramid(H2O), LearnedGate(), LinearGate()),
     *(TokenSpans(open=3, close=4), OnTokens(TokenSpans(open=3, close=4), inner=H2O)),

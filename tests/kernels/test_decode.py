@@ -342,10 +342,9 @@ def test_why_not_decode_codes(hardware: Any, change: dict[str, int], dtype: Any,
 
 
 def test_named_implementation_that_cannot_run_raises():
-    for f, (*args, v, valid) in (
-        (decode_attention, inputs(GQA, jnp.float32)),
-        (decode_codes_attention, coded_inputs(CODED, 4, jnp.float32)),
-    ):
+    calls: list[tuple[Any, Any]] = [(decode_attention, inputs(GQA, jnp.float32))]
+    calls.append((decode_codes_attention, coded_inputs(CODED, 4, jnp.float32)))
+    for f, (*args, v, valid) in calls:
         with pytest.raises(ValueError, match=r"impl='mosaic_gpu' cannot run: expected bfloat16; got float32"):
             f(*args, v, valid, impl="mosaic_gpu")
         message = "cannot run: expected q, k and v of one dtype; got float32, float32, bfloat16"

@@ -17,7 +17,7 @@ from smd_jax.losses.value import ValueConfig
 from smd_jax.model.value_head import add_value_head
 from smd_jax.train.ppo import PPOConfig, make_train_batch
 from tests import bigram_update, tiny_update
-from tests.toy_loop import CONFIG, MODEL, ROLLOUT, new_loop, new_state, warm_params
+from tests.toy_loop import CONFIG, MODEL, SIZES, new_loop, new_state, warm_params
 
 IN_REWARD = UpdateConfig(loss=LossConfig(beta=0.5, kl_estimator="k1"), kl_in_reward=True)
 
@@ -121,16 +121,7 @@ def test_step_with_kl_in_reward():
 def test_ppo_subtracts_the_kl_at_every_token():
     """Without discounting and with values of 0, an advantage is the sum of the remaining rewards."""
     update = dataclasses.replace(IN_REWARD, value=ValueConfig())
-    config = PPOConfig(
-        prompts_per_step=2,
-        group_size=4,
-        prompt_width=9,
-        policy=CONFIG.policy,
-        rollout=ROLLOUT,
-        update=update,
-        lam=1.0,
-        whiten_advantages=False,
-    )
+    config = PPOConfig(**SIZES, update=update, lam=1.0, whiten_advantages=False)
     state = new_state()
     trajectory = new_loop().collect(state, 0).trajectory
     rng = np.random.default_rng(0)

@@ -25,16 +25,13 @@ from smd_jax.train.async_rollout import with_sampler_params
 from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
-from tests.toy_loop import CONFIG, MODEL, ROLLOUT, TASK, TOKENIZER, new_loop, new_state, optimizer, own_loop
+from tests.toy_loop import CONFIG, MODEL, ROLLOUT, SIZES, TASK, TOKENIZER, new_loop, new_state, optimizer, own_loop
 
 LARGER_CONFIG = replace(CONFIG, prompts_per_step=8)  # 32 rows
 
 
 def pair_loop(minibatches: int = 1) -> OnlineDPOLoop:
-    config = OnlineDPOConfig(
-        prompts_per_step=2, group_size=4, prompt_width=9, policy=CONFIG.policy, rollout=ROLLOUT, minibatches=minibatches
-    )
-    return OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
+    return OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), OnlineDPOConfig(**SIZES, minibatches=minibatches))
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +69,8 @@ def test_rollouts_ahead_and_the_update_add_up():
     assert LoopMemory.of(ahead, 10, 13, 17) == LoopMemory(10, 20, 20)
     memory = LoopMemory.of(new_loop(), 10, 13, 2**20)
     assert memory == LoopMemory(10, 13, 2**20)
-    assert memory.rows()[-1] == ("sum", "13 B", "1.00 MiB") and memory.rows()[1] == (
-        "everything else",
-        "3 B",
-        "1023.99 KiB",
-    )
+    assert memory.rows()[1] == ("everything else", "3 B", "1023.99 KiB")
+    assert memory.rows()[-1] == ("sum", "13 B", "1.00 MiB")
 
 
 def test_minibatches_keep_the_whole_batch(shapes: TrainState, monkeypatch: pytest.MonkeyPatch):

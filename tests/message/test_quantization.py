@@ -33,6 +33,7 @@ from smd_jax.message.quantization import (
 )
 from smd_jax.message.quantization import quantize as to_codes
 from smd_jax.model.attention import attend
+from tests.attention_cases import out_and_gradients, sum_of_squares
 
 EVERY_BITS = pytest.mark.parametrize("bits", [8, 4, 2])
 
@@ -293,14 +294,6 @@ def by_query(q: Any, k: Any, v: Any, visible: np.ndarray, rounded: tuple[np.ndar
     return jnp.einsum("bhgts,bhtsd->bhgtd", weights, v).reshape(q.shape)
 
 
-def with_gradients(f: Any, q: Any, k: Any, v: Any, d_out: Any) -> list[np.ndarray]:
-    def run(*arrays: Any) -> Any:
-        out, pull = jax.vjp(f, *arrays)
-        return out, *pull(d_out)
-
-    return [np.asarray(x) for x in jax.jit(run).lower(q, k, v).compile()(q, k, v)]
-
-
 @cache
 def expected_attention() -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Output and gradients of `by_query`, and those without quantisation."""
@@ -312,9 +305,9 @@ def expected_attention() -> tuple[list[np.ndarray], list[np.ndarray]]:
         rounded[0][b, h] = keys_reference(k[b, h], valid[b, h], FIRST, QUANT).numbers
         rounded[1][b, h] = values_reference(v[b, h], QUANT).numbers
     numbers = rounded[0].astype(np.float32), rounded[1].astype(np.float32)
-    expected = with_gradients(lambda q, k, v: by_query(q, k, v, visible, numbers), *arrays)
+    expected = out_and_gradients(lambda q, k, v: by_query(q, k, v, visible, numbers), *arrays)
     full = mask.replace(quantized=None)
-    return expected, with_gradients(lambda q, k, v: attend(q, k, v, full, "reference"), *arrays)
+    return expected, out_and_gradients(lambda q, k, v: attend(q, k, v, full, "reference"), *arrays)
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla", "interval", "segments", "portable"])
@@ -322,17 +315,11 @@ def test_attention_uses_the_samplers_rounded_keys(impl: Any):
     """Output and straight-through gradients; queries that see no key give zeros."""
     arrays, _, mask = problem()
     expected, precise = expected_attention()
-    got = with_gradients(lambda q, k, v: attend(q, k, v, mask, impl), *arrays)
+    got = out_and_gradients(lambda q, k, v: attend(q, k, v, mask, impl), *arrays)
     for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, expected, precise, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6, err_msg=name)
         assert np.abs(z - y).max() > 1e-2, f"{name} would be the same without quantisation"
     assert not got[0][0, :, :2].any()
-
-
-@partial(jax.jit, static_argnums=4)
-@partial(jax.value_and_grad, argnums=(0, 1, 2))
-def sum_of_squares(q: Any, k: Any, v: Any, mask: Any, impl: Any) -> Any:
-    return jnp.sum(attend(q, k, v, mask, impl) ** 2)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from smd_jax.model.attention import attend, best, decode, pays, why_not
 from smd_jax.testing import random_evictions
 from smd_kernels.observed import attend_and_observe
 from tests import numpy_decoder
+from tests.attention_cases import sum_of_squares
 
 BATCH, T, D = 2, 7, 4
 HEADS = {"MHA": (2, 2), "GQA": (4, 2), "one kv head": (4, 1)}
@@ -342,12 +343,6 @@ def test_an_empty_batch(impl: Any):
     mask = interval(T, Segments(2, 2, T))
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, impl), q, k, v)
     assert [x.shape for x in (out, *pull(out))] == [q.shape, q.shape, k.shape, v.shape]
-
-
-@partial(jax.jit, static_argnums=4)
-@partial(jax.value_and_grad, argnums=(0, 1, 2))
-def sum_of_squares(q: Any, k: Any, v: Any, mask: Any, impl: Any) -> Any:
-    return jnp.sum(attend(q, k, v, mask, impl) ** 2)
 
 
 ON_MESHES = [("interval", (2, 2, 2)), ("interval", (1, 1, 4)), ("segments", (2, 2, 2)), ("segments", (3, 1, 2))]

@@ -159,46 +159,40 @@ def test_the_row_that_failed_is_found(function, message):
     assert [(failure.row, failure.function) for failure in got.failures] == [(1, function.__name__)]
 
 
-def test_an_infinite_sum():
-    with pytest.warns(RewardWarning, match="the sum of the rewards failed on completion 0: .*no finite float32"):
-        got = graded(here(lambda completions: [3e38, 1.0], weights=(10.0,)), ["a", "b"])
-    assert numbers(got.rewards) == [None, 10]
+def returns(value, alone=None):
+    """A reward function that returns `value`, for a completion by itself `alone`."""
+    return lambda completions: alone if alone and len(completions) == 1 else value
 
 
-def test_no_opinion_from_anyone():
-    with pytest.warns(
-        RewardWarning, match="failed on completion 1: expected a number from at least one; got None from"
-    ):
-        got = graded(here(reward_cases.only_digits, reward_cases.never_an_opinion), ["7", "x"])
-    assert numbers(got.rewards) == [7, None]
+NO_OPINION = here(reward_cases.only_digits, reward_cases.never_an_opinion)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("rewards", "message", "expected"),
     [
-        *((value, "expected a number or None") for value in ["1", 1j, np.timedelta64(1, "s"), [1.0], np.ones(1)]),
-        *((value, "expected a finite float32 or None") for value in (1e39, -1e39, float("inf"), 10**400)),
+        (here(returns([3e38, 1.0]), weights=(10.0,)), "sum .* failed on completion 0: .*no finite float32", [None, 10]),
+        (NO_OPINION, "on completion 1: expected a number from at least one; got None from", [7, None]),
+        *(
+            (here(returns([value, 1.0])), "expected a number or None; got", [None, 1])
+            for value in ["1", 1j, np.timedelta64(1, "s"), [1.0], np.ones(1)]
+        ),
+        *(
+            (here(returns([value, 1.0])), "expected a finite float32 or None; got", [None, 1])
+            for value in (1e39, -1e39, float("inf"), 10**400)
+        ),
+        # Such as one mean of all in a list: of each completion alone it would look like a reward.
+        (here(returns([1.0], [1.0])), "expected 2 rewards, one per completion; got 1", [None, None]),
+        (here(returns([1.0] * 3, [1.0])), "expected 2 rewards, one per completion; got 3", [None, None]),
+        *(
+            (here(returns(value)), "expected a list of [12] rewards, one per completion; got", [None, None])
+            for value in (2.0, "12", b"12", {0: 1.0, 1: 2.0}, {1.0, 2.0})
+        ),
     ],
 )
-def test_values_that_are_no_reward(value, message):
-    with pytest.warns(RewardWarning, match=f"{message}; got"):
-        assert numbers(graded(here(lambda completions: [value, 1.0]), ["a", "b"]).rewards) == [None, 1]
-
-
-@pytest.mark.parametrize("returned", [[1.0], [1.0] * 3])
-def test_another_number_that_no_row_explains_is_no_reward_of_any(returned):
-    """Such as one mean of all in a list: of each completion alone it would look like a reward."""
-    rewards = here(lambda completions: [1.0] if len(completions) == 1 else returned)
-    with pytest.warns(RewardWarning, match=f"expected 2 rewards, one per completion; got {len(returned)}"):
-        got = graded(rewards, ["a", "b"])
-    assert numbers(got.rewards) == [None, None]
-
-
-@pytest.mark.parametrize("returned", [2.0, "12", b"12", {0: 1.0, 1: 2.0}, {1.0, 2.0}])
-def test_what_is_no_list(returned):
-    with pytest.warns(RewardWarning, match="expected a list of [12] rewards, one per completion; got"):
-        got = graded(here(lambda completions: returned), ["a", "b"])
-    assert numbers(got.rewards) == [None, None]
+def test_what_is_no_reward(rewards, message, expected):
+    with pytest.warns(RewardWarning, match=message):
+        got = graded(rewards, ["7", "x"])
+    assert numbers(got.rewards) == expected
 
 
 def test_a_function_that_fails_on_all_together_only():

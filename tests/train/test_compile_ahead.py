@@ -56,10 +56,7 @@ def test_steps_reuse_the_update_compiled_ahead(changes: dict):
 
 @pytest.mark.slow
 def test_online_dpo_reuses_the_update_compiled_ahead():
-    config = OnlineDPOConfig(
-        prompts_per_step=2, group_size=4, prompt_width=9, policy=CONFIG.policy, rollout=toy_loop.ROLLOUT
-    )
-    loop = OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), config)
+    loop = OnlineDPOLoop(MODEL, TASK, TOKENIZER, optimizer(), OnlineDPOConfig(**toy_loop.SIZES))
     state = init_state(jax.tree.map(jnp.copy, warm_params()), optimizer(), jax.random.key(0), warm_params())
     with jax.set_mesh(loop.mesh):
         loop.lower_update(state).compile()

@@ -308,20 +308,6 @@ def test_a_step_without_signal_changes_no_parameter():
     assert int(learned.step) == 4 and metrics == {}
 
 
-def test_distillation_needs_no_signal():
-    """Distillation has a gradient even if no group has reward signal."""
-    teacher = UpdateConfig(distill=DistillConfig(coef=1.0))
-    loop = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0, update=teacher))
-    samples = loop.collect(new_state(), 0)
-    nothing = samples._replace(rewards=np.zeros(8, np.float32), counted_rows=np.zeros(8, bool))
-    before = jax.device_get(new_state().params)
-    state, metrics = loop.learn(new_state(), nothing)
-    assert metrics["distill"] > 0 and metrics["grad_norm"] > 0 and np.isfinite(metrics["loss"])
-    assert metrics["loss"] == pytest.approx(float(metrics["distill"]), rel=1e-5)
-    moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), before, jax.device_get(state.params))
-    assert max(jax.tree.leaves(moved)) > 1e-4
-
-
 @dataclasses.dataclass(frozen=True)
 class Likelihood(Term):
     """A custom term without rewards: the mean log-probability of all response tokens."""
@@ -336,12 +322,20 @@ class Likelihood(Term):
         return (results.prepared > 0).any()
 
 
-@pytest.mark.slow
-def test_a_custom_term_can_learn_without_signal():
-    loop = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0, update=UpdateConfig(terms=(Likelihood(),))))
+TEACHER, CUSTOM = UpdateConfig(distill=DistillConfig(coef=1.0)), UpdateConfig(terms=(Likelihood(),))
+
+
+@pytest.mark.parametrize("update", [TEACHER, pytest.param(CUSTOM, marks=pytest.mark.slow)], ids=["distill", "custom"])
+def test_distillation_and_custom_terms_need_no_signal(update: UpdateConfig):
+    """They have a gradient even if no group has reward signal."""
+    loop = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0, update=update))
     samples = loop.collect(new_state(), 0)
+    nothing = samples._replace(rewards=np.zeros(8, np.float32), counted_rows=np.zeros(8, bool))
     before = jax.device_get(new_state().params)
-    state, _ = loop.learn(new_state(), samples._replace(counted_rows=np.zeros(8, bool)))
+    state, metrics = loop.learn(new_state(), nothing)
+    assert metrics["grad_norm"] > 0 and np.isfinite(metrics["loss"])
+    if update is TEACHER:
+        assert metrics["loss"] == pytest.approx(float(metrics["distill"]), rel=1e-5) and metrics["distill"] > 0
     moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), before, jax.device_get(state.params))
     assert max(jax.tree.leaves(moved)) > 1e-4
 

@@ -18,17 +18,9 @@ from smd_jax.tasks.task import Task
 from smd_jax.train import online_dpo
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.samples import Samples
-from tests.toy_loop import CONFIG as GRPO
-from tests.toy_loop import MODEL, SEVENS, TASK, TOKENIZER, optimizer, run, share_programs, warm_params
+from tests.toy_loop import MODEL, SEVENS, SIZES, TASK, TOKENIZER, optimizer, run, share_programs, warm_params
 
-CONFIG = OnlineDPOConfig(
-    prompts_per_step=4,
-    group_size=4,
-    prompt_width=GRPO.prompt_width,
-    policy=GRPO.policy,
-    rollout=GRPO.rollout,
-    update=UpdateConfig(pairs=DPOConfig(beta=0.5)),
-)
+CONFIG = OnlineDPOConfig(**SIZES | {"prompts_per_step": 4}, update=UpdateConfig(pairs=DPOConfig(beta=0.5)))
 
 
 @functools.cache

@@ -286,13 +286,7 @@ def update_row(
     yield row | {"planned_bytes": program_bytes(update.lower(state, batch))}
 
 
-STAGES: dict[str, Callable[[bool], Iterator[Job]]] = {
-    "machine": machine,
-    "correctness": correctness,
-    "attention": attention,
-    "decode": decode,
-    "whole": whole,
-}
+STAGES = {stage.__name__: stage for stage in (machine, correctness, attention, decode, whole)}
 
 
 def main() -> None:

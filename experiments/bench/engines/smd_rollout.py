@@ -19,11 +19,7 @@ from smd_common import max_difference, model_config  # noqa: E402
 import smd_jax as smd  # noqa: E402
 from smd_jax.testing import random_params  # noqa: E402
 
-POLICIES = {
-    "knorm": smd.eviction.Knorm(),
-    "h2o": smd.eviction.H2O(),
-    "dense": smd.eviction.Dense(),
-}
+POLICIES = {"knorm": smd.eviction.Knorm(), "h2o": smd.eviction.H2O(), "dense": smd.eviction.Dense()}
 CHECKED = 4  # rows whose log-probabilities the learner computes again
 
 

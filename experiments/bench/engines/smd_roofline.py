@@ -29,10 +29,7 @@ CHECKED = 2  # rows whose log-probabilities the learner computes again
 PREFILLED = 1  # prompts read at once; their caches need memory, too
 # Kernels of decode attention, and how a lowered program names their calls.
 DECODE_CALLS = {"mosaic_gpu": "@mosaic_gpu", "mosaic_tpu": "@tpu_custom_call"}
-POLICIES = {
-    "ours": smd.eviction.Knorm(),
-    "ours-dense": smd.eviction.Dense(),
-}
+POLICIES = {"ours": smd.eviction.Knorm(), "ours-dense": smd.eviction.Dense()}
 
 
 @dataclass(frozen=True)
