@@ -27,6 +27,13 @@ class Transposed:
         self.ref[...] = value.T
 
 
+def load(ref: Any, *index: Any, optimized: bool) -> jax.Array:
+    """Like `plgpu.load`, which the interpreter lacks."""
+    loaded = ref[...]
+    plgpu.commit_smem()  # on the device a copy of TMA waits for all reads of the warpgroup
+    return loaded
+
+
 def teach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignores layouts, and supports `wgmma` of operands that are not plain references."""
     multiply = plgpu.wgmma
@@ -43,4 +50,4 @@ def teach(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in (decode_gpu, decode_codes_gpu):
         monkeypatch.setattr(kernel, "_transposed", Transposed)
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
-    monkeypatch.setattr(plgpu, "load", lambda ref, *index, optimized: ref[...])
+    monkeypatch.setattr(plgpu, "load", load)
