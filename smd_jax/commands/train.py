@@ -239,10 +239,10 @@ def print_plan(algorithm: str, ready: Prepared) -> None:
     if ready.memory is not None:
         summary_table(ready.memory.title, ("", "rollout", "update"), ready.memory.rows())
         rows = "all" if config.decode_rows is None else f"{config.decode_rows}, prefill rows {config.prefill_rows}"
-        # --microbatch of online DPO counts pairs.
-        microbatch, unit = update.microbatch_size, "" if update.pairs is None else " pairs"
-        shown = "all" if microbatch is None else f"{microbatch // (2 if unit else 1)}{unit}"
-        print(f"sizes that fit: microbatch {shown}, decode rows {rows}")
+        microbatch = "all" if update.microbatch_size is None else update.microbatch_size
+        if update.pairs is not None and update.microbatch_size is not None:  # --microbatch counts pairs
+            microbatch = f"{update.microbatch_size // update.rows_together} pairs"
+        print(f"sizes that fit: microbatch {microbatch}, decode rows {rows}")
     kept = f" --sinks {sampler.sinks}{' --pyramid' if sampler.pyramid else ''}"
     kept += f", {sampler.budget} + {sampler.buffer} keys per layer and KV head"
     print(f"eviction: {sampler.eviction}{kept if config.policy.evicts else ''}")

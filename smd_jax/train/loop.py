@@ -10,13 +10,11 @@ continues bitwise.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -58,6 +56,7 @@ from smd_jax.tasks.task import Task, rows_of_step
 from smd_jax.text.prompts import Tokenizer, check_vocabulary, repeat_each
 from smd_jax.text.stop_strings import stop_table
 from smd_jax.train.async_rollout import RolloutAhead, staleness_metrics
+from smd_jax.train.compile_ahead import compiling
 from smd_jax.train.conversations import ConversationRollouts, EnvironmentConfig
 from smd_jax.train.grading import grade, reward_columns, rollout_metrics
 from smd_jax.train.loop_config import LoopConfig, check_sizes
@@ -556,34 +555,3 @@ def compare(update: UpdateConfig, batch: TrainBatch, logprobs: Float[Array, "bat
     """SAMPLER_LEARNER_METRICS of a rollout, from the learner's log-probabilities before any step."""
     mask = counted_tokens(update, batch.trajectory, batch.counted_rows)
     return sampler_learner_metrics(batch.trajectory.logprobs, logprobs, mask)
-
-
-@contextmanager
-def compiling(lowered: jax.stages.Lowered, mesh: Mesh) -> Iterator[None]:
-    """Compiles a program in a thread during the body, and waits for it at the end.
-
-    Later calls under `jax.set_mesh(mesh)` find it compiled. Errors of the compiler are raised at the end. A rollout and
-    an update take about as long to compile, and a compiler seldom uses all cores of a machine:
-
-        main thread     trace update ─► trace rollout ─► compile rollout ─► run rollout ─► update
-        a thread             └────────► compile update ────────────────────────────────────┘
-    """
-
-    def compile() -> None:
-        # The mesh is part of the key under which JAX caches a program, and a new thread has none.
-        with jax.set_mesh(mesh):
-            lowered.compile()
-        return_freed_memory()
-
-    # A thread is enough, because the compiler releases the lock of Python; tracing does not, and is over.
-    with ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(compile)
-        yield
-    compiled.result()
-
-
-def return_freed_memory() -> None:
-    """Returns freed memory to the system: a compiler frees hundreds of megabytes, which glibc keeps."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)

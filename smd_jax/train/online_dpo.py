@@ -51,12 +51,12 @@ class OnlineDPOConfig(LoopConfig):
 
     @property
     def learner_rows(self) -> int:
-        return 2 * self.prompts_per_step
+        return self.update.rows_together * self.prompts_per_step
 
     @property
     def rows_of_a_pass(self) -> int:
         # As many as an update has pairs: this number also divides a rollout of an odd group size.
-        return super().rows_of_a_pass // 2
+        return super().rows_of_a_pass // self.update.rows_together
 
 
 @dataclass(frozen=True)

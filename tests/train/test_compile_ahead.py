@@ -9,7 +9,7 @@ import pytest
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.learner.state import init_state
 from smd_jax.testing import count_compilations
-from smd_jax.train.loop import compiling
+from smd_jax.train.compile_ahead import compiling
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from tests import toy_loop
 from tests.toy_loop import CONFIG, MODEL, TASK, TOKENIZER, new_state, optimizer, own_loop, warm_params

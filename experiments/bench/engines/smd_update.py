@@ -20,7 +20,7 @@ from smd_jax.learner.config import UpdateConfig  # noqa: E402
 from smd_jax.learner.state import init_state  # noqa: E402
 from smd_jax.learner.update import make_update  # noqa: E402
 from smd_jax.testing import random_params  # noqa: E402
-from smd_jax.train.loop import return_freed_memory  # noqa: E402
+from smd_jax.train.compile_ahead import return_freed_memory  # noqa: E402
 
 
 def random_tokens(args: SimpleNamespace) -> np.ndarray:
