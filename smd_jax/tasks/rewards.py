@@ -78,10 +78,9 @@ class Graded(NamedTuple):
     failures: tuple[Failure, ...]
 
     @property
-    def rewarded_rows(self) -> Bool[np.ndarray, " batch"] | None:
-        """Mask of the completions with a reward; None if all have one."""
-        failed = np.isnan(self.rewards)
-        return ~failed if failed.any() else None
+    def rewarded_rows(self) -> Bool[np.ndarray, " batch"]:
+        """Mask of the completions with a reward."""
+        return ~np.isnan(self.rewards)
 
 
 @dataclass(frozen=True)

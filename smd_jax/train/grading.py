@@ -150,8 +150,8 @@ def rollout_metrics(trajectory: Trajectory, batch: GradedBatch, group_size: int,
     rewards = jnp.asarray(batch.graded.rewards)
     metrics: Metrics = {name: jnp.float32(number) for name, number in batch.measured.items()}
     metrics["rollout/tokens"] = jnp.sum(trajectory.response_mask)
-    metrics |= reward_metrics(rewards, group_size, None if rewarded is None else jnp.asarray(rewarded))
-    metrics["rewards/failed"] = jnp.float32(0 if rewarded is None else (~rewarded).sum())
+    metrics |= reward_metrics(rewards, group_size, jnp.asarray(rewarded))
+    metrics["rewards/failed"] = jnp.float32((~rewarded).sum())
     for name, part in batch.graded.parts.items() if log_parts else ():
         metrics |= part_metrics(name, part)
     completions = len(rewards)  # with several rows each, if their contexts are compacted

@@ -150,17 +150,13 @@ class GRPOLoop(Loop):
             row_advantages = jnp.repeat(advantages(config, rewards, rewarded_rows), samples.contexts)
         return self._batch(params, samples.trajectory, row_advantages, counted_rows), {}
 
-    def learner_batch(
-        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
-    ) -> TrainBatch:
+    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array) -> TrainBatch:
         row_advantages = jnp.repeat(advantages(self.config, rewards), self.rollouts.contexts)
         if self.credits_turns:
             row_advantages = tokens_of_turns(row_advantages[:, None], trajectory)
         return self._batch(params, trajectory, row_advantages, counted_rows)
 
-    def _batch(
-        self, params: Params, trajectory: Trajectory, advantages: Array, counted_rows: Array | None
-    ) -> TrainBatch:
+    def _batch(self, params: Params, trajectory: Trajectory, advantages: Array, counted_rows: Array) -> TrainBatch:
         has_dense = self.config.update.dense_learner is not None and not self.config.first_pass_sees_all
         dense_old = self.dense_replay(params, trajectory) if has_dense else None
         old = self.old_logprobs(params, trajectory)
@@ -169,8 +165,7 @@ class GRPOLoop(Loop):
     def known_advantages(self, samples: Samples) -> np.ndarray | None:
         if self.config.update.kl_in_reward or self.credits_turns:
             return None
-        rewarded_rows = jax.tree.map(jnp.asarray, samples.rewarded_rows)
-        return np.asarray(advantages(self.config, samples.rewards, rewarded_rows))
+        return np.asarray(advantages(self.config, samples.rewards, jnp.asarray(samples.rewarded_rows)))
 
 
 def advantages(config: GRPOConfig, rewards: Array | np.ndarray, rewarded_rows: Array | None = None) -> Array:

@@ -138,9 +138,7 @@ class Loop:
         """
         raise NotImplementedError(f"{type(self).__name__} must define rollout_batch")
 
-    def learner_batch(
-        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
-    ) -> TrainBatch:
+    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array) -> TrainBatch:
         """`rollout_batch` from arrays, of which `lower_update` takes the shapes.
 
         Args:
@@ -315,7 +313,7 @@ class Loop:
         trajectory = self.placement.whole(sampled.trajectory)
         counted_rows = batch.graded.rewarded_rows
         if sampled.present is not None:
-            counted_rows = sampled.present & np.repeat(~np.isnan(batch.graded.rewards), self.rollouts.contexts)
+            counted_rows = sampled.present & np.repeat(counted_rows, self.rollouts.contexts)
         return Samples(
             trajectory,
             batch.graded.rewards,
@@ -338,7 +336,7 @@ class Loop:
         index = int(state.step) // config.steps_per_rollout
         needs_rows = update.distill is None and not update.terms
         with jax.set_mesh(self.mesh):
-            penalty, kl = self.kl_penalty(state, samples.trajectory, jax.tree.map(jnp.asarray, samples.counted_rows))
+            penalty, kl = self.kl_penalty(state, samples.trajectory, jnp.asarray(samples.counted_rows))
             batch, of_batch = self.rollout_batch(state.params, samples, penalty)
             before: Metrics = {}  # where the only step sees the whole rollout, it has these metrics itself
             if not config.first_pass_sees_all:
@@ -354,9 +352,9 @@ class Loop:
             steps = []
             # A batch that counts all of its rows, as one of pairs, may have others than the rollout.
             counted_rows = None if batch.counted_rows is None else samples.counted_rows
-            for part in minibatches(batch, state, config, self.mesh, counted_rows):
+            for part, counts in minibatches(batch, state, config, self.mesh, counted_rows):
                 # The update itself finds minibatches that are empty for other reasons.
-                if needs_rows and part.counted_rows is not None and not bool(part.counted_rows.any()):
+                if needs_rows and not counts:
                     state = self.skip(state)
                     continue
                 state, metrics = self.update(state, part)
@@ -379,7 +377,7 @@ class Loop:
         return None if self.config.first_pass_sees_all else self.replay(params, trajectory)
 
     def kl_penalty(
-        self, state: TrainState, trajectory: Trajectory, counted_rows: Array | None
+        self, state: TrainState, trajectory: Trajectory, counted_rows: Array
     ) -> tuple[Float[Array, "batch R"] | None, Metrics]:
         """The KL to the reference that is subtracted from the reward of every token, and `kl`, its mean over counted
         tokens without the coefficient; (None, {}) where the KL is in the loss or absent.
@@ -524,9 +522,8 @@ class Loop:
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
         def minibatch(params: Params, trajectory: Trajectory) -> Any:
-            rows, contexts = trajectory.terminated, self.rollouts.contexts
-            counted_rows = None if config.extra_rollouts is None and contexts == 1 else rows
-            whole = self.learner_batch(params, trajectory, rows[::contexts].astype(jnp.float32), counted_rows)
+            rows = trajectory.terminated
+            whole = self.learner_batch(params, trajectory, rows[:: self.rollouts.contexts].astype(jnp.float32), rows)
             return jax.tree.map(lambda x: x[: x.shape[0] // config.minibatches], whole)
 
         with jax.set_mesh(self.mesh):

@@ -66,8 +66,9 @@ _first_columns = jax.jit(Trajectory.first_columns, static_argnums=1)
 
 def minibatches(
     batch: Any, state: TrainState, config: LoopConfig, mesh: Mesh, counted_rows: np.ndarray | None = None
-) -> Iterator[Any]:
-    """The minibatches of one rollout, in `num_iterations` passes; each has whole groups.
+) -> Iterator[tuple[Any, bool]]:
+    """The minibatches of one rollout, in `num_iterations` passes, each with whether any of its rows counts. Groups stay
+    whole.
 
     Args:
       batch: a pytree with equally many contiguous rows of every group: all its completions, or one pair.
@@ -90,9 +91,11 @@ def minibatches(
                 # and a stable sort keeps the random order among them.
                 order = order[np.argsort(~counted_groups[order], kind="stable")]
         for first in range(config.minibatches):
-            rows = groups[order[first :: config.minibatches]].reshape(-1)
+            chosen = order[first :: config.minibatches]
+            rows = jnp.asarray(groups[chosen].reshape(-1))
             # A single minibatch keeps its order: another one would only change rounding.
-            yield shard_batch(batch if config.minibatches == 1 else _take_rows(batch, jnp.asarray(rows)), mesh)
+            part = shard_batch(batch if config.minibatches == 1 else _take_rows(batch, rows), mesh)
+            yield part, counted_groups is None or bool(counted_groups[chosen].any())
 
 
 # One program per shape instead of one per field: a small model would wait for dispatch longer than for its update.

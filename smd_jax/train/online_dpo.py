@@ -82,9 +82,7 @@ class OnlineDPOLoop(Loop):
     def rollout_batch(self, params: Params, samples: Samples, penalty: Array | None) -> tuple[TrainBatch, Metrics]:
         return pair_batch(samples.trajectory, self.pairs(samples)), {}
 
-    def learner_batch(
-        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
-    ) -> TrainBatch:
+    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array) -> TrainBatch:
         return pair_batch(trajectory, best_worst(rewards, self.config.group_size))
 
     def pairs(self, samples: Samples) -> Pairs:
@@ -95,7 +93,7 @@ class OnlineDPOLoop(Loop):
             truncated = ~on_host(samples.trajectory.terminated)
             # A copy: the metrics keep the task's rewards.
             rewards = rewards - np.float32(self.config.missing_eos_penalty) * truncated
-        return best_worst(jnp.asarray(rewards), size, jax.tree.map(jnp.asarray, samples.rewarded_rows))
+        return best_worst(jnp.asarray(rewards), size, jnp.asarray(samples.rewarded_rows))
 
 
 def pair_batch(trajectory: Trajectory, pairs: Pairs) -> TrainBatch:

@@ -113,7 +113,7 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
         params: Params,
         trajectory: Trajectory,
         rewards: Array,
-        counted_rows: Array | None,
+        counted_rows: Array,
         penalty: Array | None = None,
     ) -> tuple[TrainBatch, Metrics]:
         check_replayable(trajectory)
@@ -172,9 +172,7 @@ class PPOLoop(Loop):
         """The parameters without the critic's head, which is not part of the model."""
         return drop_value_head(params)
 
-    def learner_batch(
-        self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array | None
-    ) -> TrainBatch:
+    def learner_batch(self, params: Params, trajectory: Trajectory, rewards: Array, counted_rows: Array) -> TrainBatch:
         return self.train_batch(params, trajectory, rewards, counted_rows)[0]
 
     def rollout_batch(self, params: Params, samples: Samples, penalty: Array | None) -> tuple[TrainBatch, Metrics]:

@@ -5,7 +5,7 @@
     logprobs             [rows, R]       the sampler's
     sampled              [rows, R]       which tokens the policy sampled, if some were given
     rewards              [batch]         a completion has several rows if its contexts are compacted
-    terminated           [rows]          counted_rows [rows], if some were left out
+    terminated           [rows]          counted_rows [rows]
     evicted_at           [rows, layers, kv_heads, T]
 
 The file's metadata hold the reason (`why`), the rollout's metrics, and its completions as JSON.
@@ -43,7 +43,7 @@ class Samples(NamedTuple):
       task_rows: the task row of each completion.
       completions: their texts.
       counted_rows: `[rows]`, false for rows that the update leaves out: completions without a reward or a signal, and
-        rows without a context; None: all count.
+        rows without a context. Without such rows it is an array too: None would need a second program of the update.
       metrics: metrics of all sampled completions, including those that are left out.
       reward_parts: float32 `[batch]` for each function of `Loop.rewards`, NaN where it failed or does not apply; empty
         where the task's own reward grades.
@@ -56,17 +56,16 @@ class Samples(NamedTuple):
     rewards: np.ndarray
     task_rows: list[Row]
     completions: list[str]
-    counted_rows: np.ndarray | None
+    counted_rows: np.ndarray
     metrics: dict[str, Any]
     reward_parts: Mapping[str, np.ndarray] = MappingProxyType({})
     advantages: np.ndarray | None = None
     conversations: tuple[Conversation, ...] = ()
 
     @property
-    def rewarded_rows(self) -> np.ndarray | None:
-        """`[batch]`, true for completions with a reward; None: all."""
-        missing = np.isnan(self.rewards)
-        return ~missing if missing.any() else None
+    def rewarded_rows(self) -> np.ndarray:
+        """`[batch]`, true for completions with a reward."""
+        return ~np.isnan(self.rewards)
 
     @property
     def contexts(self) -> int:
@@ -75,8 +74,7 @@ class Samples(NamedTuple):
 
     def has_signal(self, group_size: int) -> np.ndarray:
         """`[groups]`, true for groups with unequal rewards; NaN is ignored."""
-        there = jnp.asarray(~np.isnan(self.rewards))
-        return np.asarray(groups_with_signal(jnp.asarray(self.rewards), group_size, there))
+        return np.asarray(groups_with_signal(jnp.asarray(self.rewards), group_size, jnp.asarray(self.rewarded_rows)))
 
 
 def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> Samples:
@@ -91,10 +89,8 @@ def select_groups(rollouts: Sequence[Samples], group_size: int, groups: int) -> 
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
     contexts = rollouts[0].contexts
     of_trajectory = (rows[:, None] * contexts + np.arange(contexts)).reshape(-1)
-    counted_rows = np.repeat(np.repeat(signal[chosen], group_size) & ~np.isnan(rewards[rows]), contexts)
-    if contexts > 1:  # rows without a context
-        counted = [samples.counted_rows for samples in rollouts if samples.counted_rows is not None]
-        counted_rows &= np.concatenate(counted)[of_trajectory]
+    counted_rows = np.concatenate([samples.counted_rows for samples in rollouts])[of_trajectory]
+    counted_rows &= np.repeat(signal[chosen], group_size * contexts)
     trajectories = [samples.trajectory for samples in rollouts]
     task_rows = [row for samples in rollouts for row in samples.task_rows]
     completions = [text for samples in rollouts for text in samples.completions]

@@ -62,7 +62,7 @@ def samples(texts: list[str], advantages: bool = True) -> Samples:
         rewards,
         [{"prompt": "AB"}] * len(texts),
         texts,
-        None,
+        np.ones(len(texts), bool),
         {},
         advantages=rewards - 1 if advantages else None,
     )

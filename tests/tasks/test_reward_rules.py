@@ -40,7 +40,7 @@ def test_a_weighted_sum():
     got = graded(rewards, ["abcd", "ab"], answer=["abcd", "x"])
     assert {name: part.tolist() for name, part in got.parts.items()} == {"length": [4, 2], "matches": [1, 0]}
     assert got.rewards.tolist() == [0.5 * 4 + 2.0 * 1, 0.5 * 2]
-    assert got.rewards.dtype == np.float32 and got.failures == () and got.rewarded_rows is None
+    assert got.rewards.dtype == np.float32 and got.failures == () and got.rewarded_rows.all()
 
 
 def test_none_is_no_part_of_the_sum():
@@ -155,7 +155,7 @@ def test_the_row_that_failed_is_found(function, message):
     assert numbers(got.parts[function.__name__]) == [1, None, 1]
     assert numbers(got.parts["length"]) == [1, 3, 1], "what another function says of that row is kept"
     assert numbers(got.rewards) == [2, None, 2], "and still the row has no reward"
-    assert got.rewarded_rows is not None and got.rewarded_rows.tolist() == [True, False, True]
+    assert got.rewarded_rows.tolist() == [True, False, True]
     assert [(failure.row, failure.function) for failure in got.failures] == [(1, function.__name__)]
 
 

@@ -1,6 +1,7 @@
 """First calls reuse programs that were compiled ahead."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.learner.state import init_state
+from smd_jax.tasks.rewards import Rewards, RewardWarning
 from smd_jax.testing import count_compilations
 from smd_jax.train.compile_ahead import compiling
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
@@ -52,6 +54,21 @@ def test_steps_reuse_the_update_compiled_ahead(changes: dict):
     with count_compilations() as counts:
         toy_loop.run(loop, state, 2)
     assert counts["update"] == 0 and counts["rollout_program"] == 1
+
+
+@pytest.mark.slow
+def test_the_first_completion_without_a_reward_compiles_no_second_update():
+    calls = itertools.count()
+
+    def fails_later(prompts, completions, **columns):
+        rewards = TASK.reward(prompts, completions, **columns)
+        return [None, *rewards[1:]] if next(calls) else rewards
+
+    loop = dataclasses.replace(own_loop(), rewards=Rewards((fails_later,), seconds=None))
+    state = new_state()
+    with count_compilations() as counts, pytest.warns(RewardWarning, match="got None from all"):
+        _, metrics = toy_loop.run(loop, state, 2)
+    assert [each["rewards/failed"] for each in metrics] == [0, 1] and counts["update"] == 1
 
 
 @pytest.mark.slow

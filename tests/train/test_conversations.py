@@ -247,7 +247,7 @@ def test_too_many_failed_environments_end_the_run():
     assert metrics["rewards/failed"] == 8 and int(state.step) == 1
     with pytest.warns(UserWarning, match="no disk"):
         samples = first_rollout(new_loop(COMPACTION, "fails", max_failed=1.0))
-    assert samples.counted_rows is not None and not samples.counted_rows.any() and np.isnan(samples.rewards).all()
+    assert not samples.counted_rows.any() and np.isnan(samples.rewards).all()
 
 
 @pytest.mark.slow
@@ -321,7 +321,7 @@ def test_compaction_needs_contexts_and_a_request(wrong: dict[str, Any], message:
 
 def test_each_context_begins_with_the_prompt_and_the_last_summary():
     samples = sampled(COMPACTION)
-    assert samples.contexts == 3 and len(samples.rewards) == 8 and samples.counted_rows is not None
+    assert samples.contexts == 3 and len(samples.rewards) == 8
     present = np.asarray(samples.trajectory.lengths()) > 0
     np.testing.assert_array_equal(samples.counted_rows, present)
     assert 8 < present.sum() < 24

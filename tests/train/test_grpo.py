@@ -157,7 +157,7 @@ def test_rewards_match_their_completions():
     expected = [n / max(len(x.strip()), 3) for n, x in zip(share, texts, strict=True)]
     np.testing.assert_allclose(rewards, expected, rtol=1e-6)
     assert rewards.dtype == np.float32 and len(set(expected)) > 1
-    assert samples.counted_rows is None and samples.rewarded_rows is None and samples.reward_parts == {}
+    assert samples.counted_rows.all() and samples.rewarded_rows.all() and samples.reward_parts == {}
     assert [name for name in samples.metrics if name.startswith("rewards/")] == ["rewards/failed"]
     assert samples.metrics["rewards/failed"] == 0
 
@@ -279,7 +279,7 @@ class Uneven:
 def test_dynamic_sampling_samples_until_the_batch_is_full():
     config = dataclasses.replace(CONFIG, dynamic_sampling=20)
     samples = new_loop(config, Uneven()).collect(new_state(), 0)
-    assert samples.counted_rows is not None and samples.counted_rows.all() and samples.counted_rows.shape == (8,)
+    assert samples.counted_rows.all() and samples.counted_rows.shape == (8,)
     assert samples.rewards.tolist() == [0, 1, 0, 1] * 2
     indices = [row["index"] for row in samples.task_rows]
     assert all(index % 3 == 0 for index in indices) and indices[0] != indices[4]
@@ -293,7 +293,7 @@ def test_dynamic_sampling_samples_until_the_batch_is_full():
 def test_groups_without_signal_do_not_count():
     samples = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0), Uneven()).collect(new_state(), 0)
     has_signal = [row["index"] % 3 == 0 for row in samples.task_rows]
-    assert samples.counted_rows is not None and samples.counted_rows.tolist() == has_signal
+    assert samples.counted_rows.tolist() == has_signal
     assert any(has_signal) and not all(has_signal)
 
 

@@ -53,7 +53,7 @@ def sampled(config: RolloutConfig) -> Trajectory:
 def loop_with_rollout(trajectory: Trajectory, rewards: np.ndarray, config: GRPOConfig) -> GRPOLoop:
     class OneRollout(GRPOLoop):
         def collect(self, state: TrainState, index: int) -> Samples:
-            return Samples(trajectory, rewards, [], [], None, {})
+            return Samples(trajectory, rewards, [], [], np.ones(4, bool), {})
 
     # OPTIMIZER is plain SGD: steps differ by no more than gradients do.
     return OneRollout(MODEL_LONG, TASK, TOKENIZER, OPTIMIZER, config)
@@ -131,9 +131,11 @@ def groups_of_steps(
     batch = {"group": jnp.repeat(jnp.arange(8), rows_per_group)}
     state = TrainState(jnp.int32(12 * rollouts_before), {}, (), None, jax.random.key(seed))
     counted_rows = None if counted is None else np.repeat(counted, rows_per_group)
-    parts = [np.asarray(part["group"]) for part in minibatches(batch, state, config, make_mesh(), counted_rows)]
-    groups = [part.reshape(-1, rows_per_group) for part in parts]
+    parts = list(minibatches(batch, state, config, make_mesh(), counted_rows))
+    groups = [np.asarray(part["group"]).reshape(-1, rows_per_group) for part, _ in parts]
     assert all((part == part[:, :1]).all() for part in groups), "a group was split"
+    for part, (_, counts) in zip(groups, parts, strict=True):
+        assert counts == (counted is None or any(counted[group] for group in part[:, 0]))
     return [part[:, 0].tolist() for part in groups]
 
 
