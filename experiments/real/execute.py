@@ -100,7 +100,8 @@ def make_loop(job: Job, base: Base) -> smd.GRPOLoop:
     optimizer = OptimizerConfig(learning_rate=sizes.learning_rate, warmup_steps=sizes.warmup)
     # Microbatches are small enough to keep all activations.
     model = smd.Decoder(base.config)
-    return smd.GRPOLoop(model, task, base.tokenizer, make_optimizer(optimizer, max(job.rollouts, 1)), config)
+    steps = max(job.rollouts, sizes.warmup + 1)  # a constant rate depends on no number of steps
+    return smd.GRPOLoop(model, task, base.tokenizer, make_optimizer(optimizer, steps), config)
 
 
 def initial_state(job: Job, base: Base, loop: smd.GRPOLoop) -> smd.TrainState:

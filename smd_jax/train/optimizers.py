@@ -17,6 +17,7 @@ batch without signal moves every weight as far as any other, and it needs other 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,6 +110,8 @@ class OptimizerConfig:
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of each of `steps` optimizer steps, as transformers' schedulers; a warm-up begins at 0.
 
+    A warm-up that a run with a constant rate does not finish gives a warning, because more steps can follow.
+
     Raises:
       ValueError: without steps, or if the warm-up leaves no steps for a falling rate.
     """
@@ -116,13 +119,13 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         raise ValueError(f"expected at least one optimizer step; got {steps}")
     share = config.warmup_steps < 1
     warmup = min(math.ceil(config.warmup_steps * steps), steps - 1) if share else int(config.warmup_steps)
-    falls = config.lr_scheduler_type != "constant"
-    if falls and warmup >= steps:
-        raise ValueError(
-            f"expected fewer warmup_steps than the {steps} optimizer steps of the run, so that the learning rate can "
-            f"fall; got {warmup}"
-        )
     peak = config.learning_rate
+    if warmup >= steps:
+        problem = f"expected fewer warmup_steps than the {steps} optimizer steps of the run; got {warmup}"
+        if config.lr_scheduler_type != "constant":
+            raise ValueError(f"{problem}, so that the learning rate never falls")
+        last = peak * (steps - 1) / warmup
+        warnings.warn(f"{problem}, so that the last learning rate is {last:.3g}, not {peak:g}", stacklevel=2)
     if config.lr_scheduler_type == "linear":
         after = optax.linear_schedule(peak, config.min_lr_rate * peak, steps - warmup)
     elif config.lr_scheduler_type == "cosine":

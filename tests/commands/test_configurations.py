@@ -348,6 +348,7 @@ def test_invalid_configs_raise_before_compilation(name: str, values: dict[str, A
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:expected fewer warmup_steps")
 @settings(cases(100), derandomize=True, suppress_health_check=[*SLOW, HealthCheck.filter_too_much])
 @given(runs())
 @example(("grpo", {}))

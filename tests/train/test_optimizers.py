@@ -161,8 +161,13 @@ def test_bad_configurations(options, message):
 
 
 def test_schedules_that_do_not_fit_the_run_are_refused():
-    with pytest.raises(ValueError, match="expected fewer warmup_steps than the 6 optimizer steps of the run.*; got 6"):
-        make_optimizer(OptimizerConfig(lr_scheduler_type="linear", warmup_steps=6), STEPS)
+    message = "expected fewer warmup_steps than the 6 optimizer steps of the run; got {}, so that the"
+    for falling in ("linear", "cosine"):
+        with pytest.raises(ValueError, match=message.format(6) + " learning rate never falls"):
+            make_optimizer(OptimizerConfig(lr_scheduler_type=falling, warmup_steps=6), STEPS)
+    with pytest.warns(UserWarning, match=message.format(10) + " last learning rate is 0.5, not 1"):
+        rates = learning_rate_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=10), STEPS)
+    assert rates(STEPS - 1) == 0.5
     # A share of a short run rounds up, but not to the whole run.
     short = OptimizerConfig(lr_scheduler_type="linear", warmup_steps=0.5, learning_rate=1.0)
     assert learning_rate_schedule(short, 1)(0) == 1
