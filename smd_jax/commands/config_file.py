@@ -15,7 +15,6 @@ import json
 import os
 import re
 import typing
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -127,9 +126,6 @@ def read_options(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise UserError(f"{path}: expected options, one `name: value` a line; got {str(options)[:80]!r}")
-    for name, number in Counter(name.value for name, _ in yaml.compose(text).value).items():
-        if number > 1:  # YAML would take the last value
-            raise UserError(f"{path}: expected each option once; got {name!r} {number} times")
     return options
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import yaml
@@ -16,20 +17,32 @@ def load_yaml(text: str, characters: int = MAX_CHARACTERS, depth: int = MAX_DEPT
     """The value of a YAML text.
 
     Raises:
-      ValueError: no YAML, or a value that Python cannot hold; too many characters; too deep; aliases, of which 400
-        bytes can fill the memory, or with `allow_aliases` more than `MAX_VALUES` values when they are written out.
+      ValueError: no YAML, or a value that Python cannot hold; too many characters; too deep; a name twice in a mapping;
+        aliases, of which 400 bytes can fill the memory. With `allow_aliases`, which other programs' files need, the
+        last of equal names counts, and at most `MAX_VALUES` values are allowed when aliases are written out.
     """
     if len(text) > characters:
         raise ValueError(f"expected YAML of at most {characters:,} characters; got {len(text):,}")
     try:
         _check_events(text, depth, allow_aliases)
-        value = yaml.safe_load(text)
+        value = yaml.load(text, yaml.SafeLoader if allow_aliases else _UniqueNames)  # noqa: S506
     # A tag of another program; a key that is a list, a date that does not exist, a number of too many digits.
     except (yaml.YAMLError, TypeError, OverflowError) as error:
         raise ValueError(f"expected YAML; got {str(error):.300}") from error
     if allow_aliases:
         _check_values(value)
     return value
+
+
+class _UniqueNames(yaml.SafeLoader):
+    """Refuses a mapping in which a name occurs twice: YAML would take the last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        for name, number in Counter(name.value for name, _ in node.value if isinstance(name.value, str)).items():
+            if number > 1:
+                raise ValueError(f"expected {name!r:.80} once in a mapping; got it {number} times")
+        return node
 
 
 def _check_events(text: str, most: int, allow_aliases: bool) -> None:
