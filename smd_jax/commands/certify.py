@@ -93,3 +93,7 @@ def run(args: Args) -> bool:
         args.out.write_text(text, encoding="utf-8")
         print(f"report      {args.out}")
     return verdict.is_one_policy
+
+
+if __name__ == "__main__":
+    main()

@@ -291,3 +291,7 @@ def with_trained(policy: EvictionPolicy, gate: LinearGate | None) -> EvictionPol
     if gate is None:
         raise UserError("expected --gate, a directory with a trained gate, with --eviction gate; got none")
     return replace(policy, weights=gate)
+
+
+if __name__ == "__main__":
+    main()

@@ -123,3 +123,7 @@ def trained_model(args: Args, trained: Common, directory: Path, config: ModelCon
     whole = with_parts(trained, base, config, jax.random.key(0))
     saved = restore_part(place, {"params": params_without_base(whole)}, step)["params"]
     return drop_value_head(params_with_base(saved, whole))
+
+
+if __name__ == "__main__":
+    main()

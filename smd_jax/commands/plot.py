@@ -54,3 +54,7 @@ def run(args: Args) -> None:
         else:
             plot_runs(args.runs, out)
     print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -361,3 +361,7 @@ def export(ready: Prepared, params: Params, directory: Path) -> None:
         )
         print(f"adapters: {directory / 'adapter'}")
     print(f"evaluate it with: {shlex.join(['smd-eval', '--run', str(directory)])}")
+
+
+if __name__ == "__main__":
+    main()
