@@ -35,7 +35,7 @@ class DistillTerm(Term):
         if setup.visibility == "dense" and config.direction not in REFERENCE_TEACHERS:
             raise ValueError(
                 "expected visibility 'shadow' with distillation whose teacher is the dense policy itself, or a "
-                f"direction of {REFERENCE_TEACHERS}; got 'dense' with {config}"
+                f"direction of {REFERENCE_TEACHERS}; got {setup.shown_visibility} with {config}"
             )
         if setup.reference_sync is not None and config.direction == "anchor":
             raise ValueError(

@@ -238,7 +238,7 @@ class DensePolicyTerm(PolicyTerm):
         if setup.visibility == "dense" or self.coef == 0 or critic:
             raise ValueError(
                 "expected visibility 'shadow', a policy_coef > 0 and no critic with a dense_learner, which shares the "
-                f"policy loss; got {setup.visibility!r}, {self.coef} and {'a' if critic else 'no'} critic"
+                f"policy loss; got {setup.shown_visibility}, {self.coef} and {'a' if critic else 'no'} critic"
             )
 
     def coefficient(self, step: Array) -> float:

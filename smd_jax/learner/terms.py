@@ -185,6 +185,7 @@ class LearnerSetup:
     Attributes:
       terms: all terms.
       visibility, reference_sync, pack_columns, rows_per_prompt: as in `UpdateConfig`.
+      shown_visibility: for errors, with the correction that implies it where none was set.
     """
 
     terms: tuple[Term, ...]
@@ -192,6 +193,7 @@ class LearnerSetup:
     reference_sync: ReferenceSync | None
     pack_columns: int | None
     rows_per_prompt: int
+    shown_visibility: str
 
 
 @dataclass(frozen=True)

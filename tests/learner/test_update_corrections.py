@@ -312,7 +312,16 @@ def test_sampler_logprobs_as_old_logprobs_raise():
         ({"correction": DPPOTV(), "loss": cispo()}, "expected the plain token ratio.*DPPOTV"),
         ({"correction": DPPOTV(), "loss": LossConfig(ratio_level="geometric")}, "plain token ratio"),
         ({"correction": DPPOTV(), "loss": LossConfig(surrogate=HalfClip())}, "plain token ratio.*HalfClip"),
-        ({"correction": Naive(), "visibility": "dense", "distill": DistillConfig()}, "expected visibility 'shadow'"),
+        (
+            {"correction": Naive(), "visibility": "dense", "distill": DistillConfig()},
+            "expected visibility 'shadow' with distillation.*got 'dense' with",
+        ),
+        ({"correction": Naive(), "distill": DistillConfig()}, r"got 'dense' \(implied by Naive\(\)\) with"),
+        ({"correction": Bypass(), "eviction_coef": 1.0}, r"got 'dense' \(implied by Bypass\(\)\) and None"),
+        (
+            {"correction": Naive(), "dense_learner": DenseLearner(0.5)},
+            r"got 'dense' \(implied by Naive\(\)\), 1.0",
+        ),
     ],
 )
 def test_invalid_options_raise(options, message):
