@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from smd_jax.message.drawable_tokens import checked_support
-from smd_jax.message.foreign import MOST_IDS, ROUNDING, ExpertSizes, check_experts, evicted_by_row, pad_tokens
+from smd_jax.message.foreign import MOST_IDS, ROUNDING, ExpertSizes, as_int64, check_experts, evicted_by_row, pad_tokens
 from smd_jax.message.masks import NEVER
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import RoutingShape
@@ -334,7 +334,7 @@ def _top(arrays: Mapping[str, np.ndarray], response: np.ndarray, vocab_size: int
     """The likeliest tokens of the sampler, checked."""
     if "top_ids" not in arrays:
         return None
-    ids = np.where(response[..., None], arrays["top_ids"].astype(np.int64), -1)
+    ids = np.where(response[..., None], as_int64(arrays["top_ids"], "top_ids"), -1)
     logprobs, there = arrays["top_logprobs"].astype(np.float32), ids != -1
     wrong = there & ((ids < 0) | (ids >= vocab_size))
     _refuse(wrong, ids, f"top_ids: expected ids below {vocab_size}, or -1 for none; got {{}} in {{}}")

@@ -353,8 +353,9 @@ def _by_elimination(
     evicted = np.where(record.evicted_at > 0, record.evicted_at, NEVER).min(axis=(1, 2, 3))
     columns = record.prompt_lengths[:, None] + np.arange(replays.responses)
     # The token of column t is predicted by query t - 1.
-    early = replays.inside & (columns - 1 < evicted[:, None])
-    before, after = _mean_abs(difference[early]), _mean_abs(difference[replays.inside & ~early])
+    first = replays.inside & (columns - 1 < evicted[:, None])
+    early = first & (replays.sampled[..., 0] < CERTAIN)
+    before, after = _mean_abs(difference[early]), _mean_abs(difference[replays.inside & ~first])
     if early.sum() >= FEWEST_FIRST and before > EARLY * after:
         said = "no tested condition explains the difference, and tokens without evictions have it, too"
         return Finding("stale weights", said, base), ()
@@ -362,8 +363,8 @@ def _by_elimination(
     if swapped is not None and swapped.difference <= allowed:
         return swapped, layers
     if early.sum() < FEWEST_FIRST:
-        said = "stale weights or other evictions than recorded; too few tokens before any eviction to tell which"
-        return Finding("undecided", said, base) if early.any() else None, layers
+        said = "stale weights or other evictions than recorded; too few uncertain tokens before any eviction tell which"
+        return Finding("undecided", said, base) if first.any() else None, layers
     said = "only tokens after the first eviction differ, and no tested condition explains how"
     return Finding("evictions", said, base), layers
 

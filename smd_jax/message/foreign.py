@@ -212,7 +212,14 @@ def whole_numbers(numbers: Ints, where: str) -> np.ndarray:
         raise ValueError(
             f"expected whole numbers in a list; got an array of shape {found.shape} and {found.dtype} ({where})"
         )
-    return found.astype(np.int64)
+    return as_int64(found, where)
+
+
+def as_int64(numbers: np.ndarray, where: str) -> np.ndarray:
+    """The numbers as int64. Raises ValueError for those of uint64 that would become negative."""
+    for number in numbers[numbers > np.iinfo(np.int64).max][:1]:
+        raise ValueError(f"expected whole numbers below 2^63; got {number} ({where})")
+    return numbers.astype(np.int64)
 
 
 # --- evictions: `evicted_at [layers, kv_heads, tokens]` of each row, by positions
@@ -401,7 +408,7 @@ def check_experts(given: np.ndarray, row: int, tokens: int, sizes: ExpertSizes) 
             f"expected routed_experts [tokens, layers, experts of a token] of {each[0]} layers and {each[1]} experts; "
             f"got {given.shape} in row {row}"
         )
-    given = given.astype(np.int64)
+    given = as_int64(given, f"routed_experts of row {row}")
     # An engine's padding after the row's last token.
     if (given[tokens:] != NO_EXPERT).any() or len(given) < tokens - 1:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 import smd_jax as smd
+from smd_jax.certify import verdict
 from smd_jax.certify.causes import PromptFacts
 from smd_jax.certify.record import arrays_of, check_record
 from smd_jax.certify.verdict import Models, certify
+from smd_jax.message.masks import NEVER
 from smd_jax.testing import random_params, tiny_model_config
 
 CONFIG = tiny_model_config(num_layers=2, num_heads=4, num_kv_heads=2)
@@ -53,6 +56,33 @@ def test_three_rows_do_not_tell_unrecorded_evictions_from_stale_weights():
     arrays = arrays_of(rolled_out(model, params, max_new_tokens=32))
     unrecorded = {name: array for name, array in arrays.items() if name != "evicted_at"}
     assert cause_of(Models(model, params), unrecorded, rows=3) == "undecided"
+
+
+def test_too_few_uncertain_first_tokens_leave_the_cause_undecided():
+    """Nearly certain tokens agree under other weights too, and a single token may agree by chance."""
+    base, changed = np.log(np.array([[0.5, 0.5]] * 4)), np.log(np.array([[1.0, 2.0]] * 4))
+
+    def cause(difference, first):
+        return verdict._without_evictions(difference, np.asarray(first), verdict.TOLERANCE)
+
+    assert cause(changed, base[:, 0]).cause == "evictions not recorded"
+    certain = cause(changed, np.full(4, -0.01))
+    assert certain.cause == "undecided" and "too few uncertain first tokens" in certain.detail
+    assert cause(changed[:3], base[:3, 0]).cause == "undecided"
+    differ = cause(changed + 0.1, base[:, 0])
+    assert differ.cause == "stale weights" and "the first tokens have it, too" in differ.detail
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0.5, "evictions"), (0.99, "undecided")])
+def test_nearly_certain_tokens_before_an_eviction_do_not_count(first, expected, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verdict, "_swap", lambda replays: (None, ()))
+    evicted_at = np.where(np.arange(5) == 0, 3, NEVER) * np.ones((4, 1, 1, 1), int)  # query 3 samples the last token
+    record = SimpleNamespace(has_evictions=True, evicted_at=evicted_at, prompt_lengths=np.full(4, 2))
+    sampled = np.log([[[first], [first], [0.5]]] * 4)
+    replays = object.__new__(verdict._Replays)
+    vars(replays).update(record=record, inside=np.ones((4, 3), bool), responses=3, sampled=sampled)
+    cause, _ = verdict._by_elimination(replays, np.array([[[0.0], [0.0], [1.0]]] * 4), None, 0.1, 1e-4)
+    assert cause is not None and cause.cause == expected
 
 
 @pytest.mark.slow
