@@ -69,7 +69,7 @@ def checked_content(content: Any, *, opening: bool) -> Any:
         return content
     if not isinstance(messages, list | tuple) or not all(isinstance(x, dict) and "role" in x for x in messages):
         raise AnswerError(f"expected {expected}; got {reprlib.repr(content)}")
-    size = len(json.dumps(content))
+    size = len(json.dumps(content, ensure_ascii=False))
     if size > LONGEST:
         raise AnswerError(f"expected messages of at most {LONGEST:,} characters; got {size:,}")
     return content

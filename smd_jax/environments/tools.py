@@ -16,6 +16,7 @@ from smd_jax.tasks.task import Row
 # As Hermes, Qwen2.5 and Qwen3 write calls: {"name": …, "arguments": {…}}.
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 LONGEST_RESULT = 2**16  # characters of a tool's result
+LONGEST_RESULTS = 2**17  # of all results of a turn, shared equally; JSON writes one as six, and an answer has 2^20
 Step = tuple[str | list[Message], float, bool | str]  # result of Environment.step
 
 
@@ -114,7 +115,8 @@ class ToolEnvironment:
             return "", 0.0, str(error)
         if not calls:
             return when_ready(self.reward(text, self._row), _graded)
-        results = [_called(tool, arguments) for tool, arguments in calls]
+        longest = min(LONGEST_RESULT, LONGEST_RESULTS // len(calls))
+        results = [_called(tool, arguments, longest) for tool, arguments in calls]
         messages = [result for result in results if not inspect.isawaitable(result)]
         return (messages, 0.0, False) if len(messages) == len(results) else _finished(results)
 
@@ -136,33 +138,33 @@ def _graded(reward: Any) -> Step:
     return "", float(reward), True
 
 
-def _called(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Message | Awaitable[Message]:
-    """Calls a tool; an exception becomes its result, also one of `str`."""
+def _called(tool: Callable[..., Any], arguments: Mapping[str, Any], longest: int) -> Message | Awaitable[Message]:
+    """Calls a tool; an exception becomes its result, also one of `str`. `longest`: characters of the result."""
     result = ""
     with Caught() as caught:
         returned = tool(**arguments)
         if inspect.isawaitable(returned):
-            return _awaited(tool, returned)
+            return _awaited(tool, returned, longest)
         result = str(returned)
-    return _message(tool, result, caught.error)
+    return _message(tool, result, caught.error, longest)
 
 
-async def _awaited(tool: Callable[..., Any], running: Awaitable[Any]) -> Message:
+async def _awaited(tool: Callable[..., Any], running: Awaitable[Any], longest: int) -> Message:
     result = ""
     with Caught() as caught:
         result = str(await running)
-    return _message(tool, result, caught.error)
+    return _message(tool, result, caught.error, longest)
 
 
 async def _finished(results: Sequence[Message | Awaitable[Message]]) -> Step:
     return [await result if inspect.isawaitable(result) else result for result in results], 0.0, False
 
 
-def _message(tool: Callable[..., Any], result: str, error: BaseException | None) -> Message:
+def _message(tool: Callable[..., Any], result: str, error: BaseException | None, longest: int) -> Message:
     if error is not None:
         said = ""
         with Caught():
             said = str(error)[:200]
         result = f"{type(error).__name__}: {said}"
     # Python writes bytes that are not UTF-8 as lone surrogates, which no tokenizer accepts.
-    return {"role": "tool", "name": tool.__name__, "content": result[:LONGEST_RESULT].encode(errors="replace").decode()}
+    return {"role": "tool", "name": tool.__name__, "content": result[:longest].encode(errors="replace").decode()}

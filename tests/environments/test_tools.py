@@ -118,6 +118,28 @@ def test_results_that_utf8_cannot_encode_are_written_with_question_marks():
     assert [each["content"] for each in results] == ["a?", "OSError: a?"] and done is False
 
 
+def page(text: str) -> str:
+    """Writes a long page.
+
+    Args:
+        text: its only character
+    """
+    return text * 10**6
+
+
+def test_the_results_of_many_calls_fit_into_one_answer():
+    environments = open_environments(functools.partial(ToolEnvironment, (page,), exact_match), seconds=None)
+    environments.reset([{"prompt": "?", "answer": "4"}])
+    lengths = []
+    for text, calls in (("a", 2), ("\1", 17), ("字", 17)):
+        environments.step(0, calls * call("page", text=text))
+        ((_, answer),) = environments.receive(wait=True)
+        assert answer.failure is None
+        lengths.append({len(message["content"]) for message in answer.content})
+    environments.close()
+    assert lengths == [{2**16}, {2**17 // 17}, {2**17 // 17}]
+
+
 class NoText:
     def __str__(self) -> str:
         raise ValueError("no text")
