@@ -214,10 +214,12 @@ def rollout_with(rewards, part):
     """The first rollout with these rewards, and with those of a reward function `f`."""
     rewards, part = np.array(rewards, np.float32), np.array(part, np.float32)
     failed = {"rewards/failed": jnp.float32(np.isnan(rewards).sum())}
-    metrics = reward_metrics(jnp.asarray(rewards), 4, jnp.asarray(~np.isnan(rewards)))
+    rewarded = ~np.isnan(rewards)
+    metrics = reward_metrics(jnp.asarray(rewards), 4, jnp.asarray(rewarded))
     metrics |= part_metrics("f", part) | failed
     samples = first_rollout()[0]
-    return samples._replace(rewards=rewards, reward_parts={"f": part}, metrics=samples.metrics | metrics)
+    changed = {"rewards": rewards, "counted_rows": rewarded, "reward_parts": {"f": part}}
+    return samples._replace(**changed, metrics=samples.metrics | metrics)
 
 
 def test_dynamic_sampling_selects_groups_by_their_rewards():
