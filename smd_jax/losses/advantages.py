@@ -56,7 +56,7 @@ def leave_one_out(
     """
     groups = grouped(rewards, group_size)
     rewarded = grouped_rows(rewarded_rows, groups)
-    number = group_size if rewarded is None else rewarded.sum(1, keepdims=True)
+    number = rewarded.sum(1, keepdims=True)
     centred = _centred(groups, rewarded)
     return _among_others(centred * jnp.asarray(number / (number - 1), centred.dtype), rewarded).reshape(-1)
 
@@ -83,9 +83,7 @@ def turn_relative(
     check_choice("scale_rewards", scale, get_args(Scale))
     first = grouped(rewards[:, 0], group_size)  # checks the batch
     rewarded = grouped_rows(rewarded_rows, first)
-    counted = answered.reshape(*first.shape, -1)
-    if rewarded is not None:
-        counted = counted & rewarded[..., None]
+    counted = answered.reshape(*first.shape, -1) & rewarded[..., None]
     groups = _floating(rewards).reshape(counted.shape)
     scaled = _scaled(_centred(groups, counted), groups, scale, counted)
     # A group with one reward has no deviation, and nothing to compare with.
@@ -107,8 +105,6 @@ def groups_with_signal(
     groups = grouped(rewards, group_size)
     rewarded = grouped_rows(rewarded_rows, groups)
     # Compares rewards instead of a standard deviation with 0: the mean of equal floats may differ from them.
-    if rewarded is None:
-        return groups.max(1) > groups.min(1)
     return jnp.where(rewarded, groups, -jnp.inf).max(1) > jnp.where(rewarded, groups, jnp.inf).min(1)
 
 
@@ -130,11 +126,9 @@ def grouped(rewards: Rewards, group_size: int) -> Float[Array, "groups group_siz
 
 def grouped_rows(
     rewarded_rows: Bool[Array, " batch"] | None, groups: Float[Array, "groups group_size"]
-) -> Bool[Array, "groups group_size"] | None:
-    if rewarded_rows is None:
-        return None
+) -> Bool[Array, "groups group_size"]:
     check_shape("rewarded_rows", rewarded_rows, (groups.size,))
-    return rewarded_rows.reshape(groups.shape)
+    return jnp.ones(groups.shape, bool) if rewarded_rows is None else rewarded_rows.reshape(groups.shape)
 
 
 def _floating(rewards: Array) -> Float[Array, ...]:
@@ -143,12 +137,12 @@ def _floating(rewards: Array) -> Float[Array, ...]:
 
 
 def _centred(
-    rewards: Float[Array, "groups group_size *turns"], counted: Bool[Array, "groups group_size *turns"] | None
+    rewards: Float[Array, "groups group_size *turns"], counted: Bool[Array, "groups group_size *turns"]
 ) -> Float[Array, "groups group_size *turns"]:
     """Rewards minus the mean of the counted ones of their group, exactly 0 if these are equal."""
     axes = tuple(range(1, rewards.ndim))
     # The mean of equal floats may differ from them; the mean of zeros does not.
-    above = rewards - rewards.max(axes, keepdims=True, where=counted, initial=None if counted is None else -jnp.inf)
+    above = rewards - rewards.max(axes, keepdims=True, where=counted, initial=-jnp.inf)
     return above - above.mean(axes, keepdims=True, where=counted)
 
 
@@ -156,7 +150,7 @@ def _scaled(
     centred: Float[Array, "groups group_size *turns"],
     rewards: Float[Array, "groups group_size *turns"],
     scale: Scale,
-    counted: Bool[Array, "groups group_size *turns"] | None,
+    counted: Bool[Array, "groups group_size *turns"],
 ) -> Float[Array, "groups group_size *turns"]:
     """Divides by the deviation of the counted rewards of a group, or of all groups."""
     if scale == "none":
@@ -168,9 +162,7 @@ def _scaled(
 
 
 def _among_others(
-    advantages: Float[Array, "groups group_size"], rewarded: Bool[Array, "groups group_size"] | None
+    advantages: Float[Array, "groups group_size"], rewarded: Bool[Array, "groups group_size"]
 ) -> Float[Array, "groups group_size"]:
     """Sets advantages to 0 for completions without a reward, and for the only completion with one in its group."""
-    if rewarded is None:
-        return advantages
     return jnp.where(rewarded & (rewarded.sum(1, keepdims=True) > 1), advantages, 0.0)

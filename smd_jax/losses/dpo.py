@@ -164,10 +164,9 @@ def best_worst(
     Raises:
       ValueError: if the batch does not divide into groups of at least two.
     """
-    best = worst = grouped(rewards, group_size)
-    rewarded = grouped_rows(rewarded_rows, best)
-    if rewarded is not None:
-        best, worst = jnp.where(rewarded, best, -jnp.inf), jnp.where(rewarded, worst, jnp.inf)
+    groups = grouped(rewards, group_size)
+    rewarded = grouped_rows(rewarded_rows, groups)
+    best, worst = jnp.where(rewarded, groups, -jnp.inf), jnp.where(rewarded, groups, jnp.inf)
     # The first row of each group, to which indices within the group are added.
     first = group_size * jnp.arange(best.shape[0], dtype=jnp.int32)
     chosen = first + jnp.argmax(best, axis=1).astype(jnp.int32)
