@@ -167,7 +167,9 @@ class Loop:
             # The longest allowed response instead of a batch's columns.
             longest = FixedLength(self.config.rollout.max_new_tokens)
             update = replace(update, loss=replace(update.loss, weighting=longest))
-        return make(self.model, self.optimizer, update, self.max_difference_of_update)
+        # Later steps of a rollout may differ: the learner has moved on.
+        bound = self.max_difference if self.config.first_pass_sees_all else None
+        return make(self.model, self.optimizer, update, bound)
 
     @cached_property
     def replay(self) -> ReplayFunction:
@@ -427,11 +429,6 @@ class Loop:
         if self.guard is None or not self.config.is_exact:
             return None
         return self.guard.bound_for(self.model.shape)
-
-    @property
-    def max_difference_of_update(self) -> float | None:
-        """`max_difference` for `update`. Later steps of a rollout may differ: the learner has moved on."""
-        return self.max_difference if self.config.first_pass_sees_all else None
 
     @property
     def response_widths(self) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ def make_train_batch(model: LanguageModel, config: PPOConfig) -> MakeTrainBatch:
         params: Params,
         trajectory: Trajectory,
         rewards: Array,
-        counted_rows: Array,
+        counted_rows: Array | None,
         penalty: Array | None = None,
     ) -> tuple[TrainBatch, Metrics]:
         check_replayable(trajectory)

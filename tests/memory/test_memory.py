@@ -77,7 +77,7 @@ def test_minibatches_keep_the_whole_batch(shapes: TrainState, monkeypatch: pytes
     monkeypatch.setattr(compiled, "program_bytes", lambda lowered: 0)
     loop = new_loop(replace(CONFIG, minibatches=2))
     trajectory = new_loop().collect(new_state(), 0).trajectory
-    batch = loop.learner_batch(new_state().params, trajectory, jnp.zeros(8), None)
+    batch = loop.learner_batch(new_state().params, trajectory, jnp.zeros(8), jnp.ones(8, bool))
     assert compiled.update_memory(new_loop(), shapes) == 0, "the arguments of the program"
     assert compiled.update_memory(loop, shapes) == tree_bytes(batch) > 0
     assert compiled.update_memory(replace(loop, mesh=make_mesh(2)), shapes) == tree_bytes(batch) // 2
