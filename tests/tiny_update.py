@@ -14,7 +14,6 @@ import pytest
 from smd_jax.config import ModelConfig
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.sampling import SamplingConfig
@@ -77,11 +76,9 @@ def without_advantages() -> TrainBatch:
 
 
 @functools.cache
-def recording_update(config: UpdateConfig, model: LanguageModel = MODEL, share_beginnings: bool = False):
+def recording_update(config: UpdateConfig, model: LanguageModel = MODEL):
     """Compiled once for all batches of a shape."""
-    if config.pack_columns is None:
-        return make_update(model, RECORD, config)
-    return make_packed_update(model, RECORD, config, share_beginnings=share_beginnings)
+    return make_update(model, RECORD, config)
 
 
 def metrics_and_gradients(
@@ -91,12 +88,11 @@ def metrics_and_gradients(
     reference=None,
     model: LanguageModel = MODEL,
     params=PARAMS,
-    share_beginnings: bool = False,
 ):
     """One update of copies of the parameters (it donates them)."""
     params, reference = copied((params, reference))
     state = init_state(params, RECORD, jax.random.key(3), reference).replace(step=jnp.int32(step))
-    state, metrics = recording_update(config, model, share_beginnings)(state, batch() if data is None else data)
+    state, metrics = recording_update(config, model)(state, batch() if data is None else data)
     return jax.device_get((metrics, state.opt_state))
 
 

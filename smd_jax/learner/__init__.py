@@ -30,4 +30,3 @@ from smd_jax.learner.state import init_state as init_state
 from smd_jax.learner.storage import stored as stored
 from smd_jax.learner.forward import make_replay as make_replay
 from smd_jax.learner.update import make_update as make_update
-from smd_jax.learner.packed import make_packed_update as make_packed_update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import jax
@@ -69,8 +69,8 @@ class UpdateConfig:
       pack_columns: columns of a row that sequences share, see `smd_jax.learner.packed`; it must hold the longest one,
         and a microbatch then has `microbatch_size` such rows. None: one sequence a row, the rest of it padding.
       rows_per_prompt: consecutive rows that have the same prompt, which the model then reads once for all of them, see
-        `smd_jax.model.shared_prompt`; it must divide microbatch and group. With `pack_columns`, sequences share equal
-        beginnings wherever their masks allow it, see `smd_jax.learner.packs`. 1: no sharing.
+        `smd_jax.model.shared_prompt`; it must divide microbatch and group. With `pack_columns`, every number above 1
+        shares equal beginnings wherever masks allow it, see `smd_jax.message.packing`. 1: no sharing.
       terms: additional terms of the objective, see `smd_jax.learner.terms`.
       pairs: the preference loss of online DPO in place of the policy loss, or None. Rows of a batch are then pairs, see
         `smd_jax.learner.pair_term`, and only `visibility`, `reference_sync` and `microbatch_size` may be set with it.
@@ -206,6 +206,16 @@ class UpdateConfig:
     def needs_reference(self) -> bool:
         """Whether the train state must have reference parameters."""
         return self.needs.reference or bool(self.needs.reference_logprobs)
+
+
+def without_packing(config: UpdateConfig, rows: int) -> UpdateConfig:
+    """The configuration with one sequence a row. A microbatch then has at most as many rows as one of packed rows, a
+    number that divides `rows`."""
+    if config.pack_columns is None:
+        return config
+    assert config.microbatch_size is not None
+    size = next(part for part in range(min(config.microbatch_size, rows), 0, -1) if rows % part == 0)
+    return replace(config, microbatch_size=size, pack_columns=None, rows_per_prompt=1)
 
 
 def check_reference(config: UpdateConfig, state: TrainState) -> None:

@@ -189,19 +189,21 @@ def make_replay(
         once = shared_prompt(model, rows_per_prompt, trajectory.prompt_width)
         return learner_replay(once, params, trajectory, visibility, microbatch_size, rows_per_prompt).logprobs
 
-    return checked_before(
-        jax.jit(logprobs), lambda params, trajectory: check_shared_prompts(rows_per_prompt, trajectory)
-    )
+    def check(params: Params, trajectory: Trajectory) -> tuple[()]:
+        check_shared_prompts(rows_per_prompt, trajectory)
+        return ()
+
+    return checked_before(jax.jit(logprobs), check)
 
 
-def checked_before(program: Any, check: Callable[..., None]) -> Any:
-    """The jitted program with a check of its arguments before each call, outside of jit."""
+def checked_before(program: Any, check: Callable[..., tuple[Any, ...]]) -> Any:
+    """The jitted program with a check of its arguments before each call, outside of jit. The check returns further
+    arguments."""
     of_program = ("lower", "trace", "eval_shape", "clear_cache")
 
     @functools.wraps(program, (*functools.WRAPPER_ASSIGNMENTS, *of_program), ())
     def checked(*args: Any) -> Any:
-        check(*args)
-        return program(*args)
+        return program(*args, *check(*args))
 
     return checked
 

@@ -1,148 +1,88 @@
-"""The train step with packed rows: the same loss, gradients and metrics, with little padding.
+"""Packed rows of the update: the same loss, gradients and metrics, with little padding.
 
 once per step:        weights and corrections of the whole batch, one sequence a row         `prepare`
-on the host:          which sequences share a row                                            `packs.pack`
+on the host:          which sequences share a row                                            `packs_of`
 for every microbatch: its tokens, consecutive ─► loss ─► gradients, added up               `packed_part`
-                      terms of every token ─► back into their place in the batch
+                      terms of every token ─► back into their place in the batch             `accumulate_packed`
 once per step:        optimizer, metrics
 
 The model can read equal beginnings once, such as the completions of a prompt or the branches of a tree. The loss is
 prepared, and its terms come back, with one sequence per row, so it equals that of separate rows.
 
-The number of microbatches depends on the lengths, so the host loops over them; each program is compiled once.
+The number of microbatches depends on the lengths, so the program has room for the most, and loops over those with
+tokens.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from smd_jax.devices.processes import on_host
-from smd_jax.devices.sharding import constrain, constrain_tree
-from smd_jax.learner.config import UpdateConfig, check_old_logprobs, check_reference
+from smd_jax.devices.sharding import constrain
+from smd_jax.learner.accumulation import Objective
+from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import check_replayable
-from smd_jax.learner.objective import Prepared, make_objective, prepare
-from smd_jax.learner.packs import (
-    ABSENT,
-    Packs,
-    PackSizes,
-    Sequences,
-    chains,
-    pack,
-    rows_at_once,
-    with_distinct,
-)
-from smd_jax.learner.state import Metrics, TrainBatch, TrainState, check_batch, check_parts, of_trained, trained_params
-from smd_jax.learner.update import Update, apply_gradients
+from smd_jax.learner.objective import Prepared
+from smd_jax.learner.packs import ABSENT, Packs, PackSizes, Sequences, chains, pack, with_distinct
+from smd_jax.learner.state import Metrics
 from smd_jax.message.masks import EVICTED_AT, Segments, ShadowMask
 from smd_jax.message.packing import Packing
 from smd_jax.message.trajectory import Trajectory
-from smd_jax.model.protocol import LanguageModel, ModelShape
+from smd_jax.model.protocol import ModelShape, Params
 from smd_jax.model.routing import NOT_RECORDED
 from smd_jax.shapes import check_shape
 
 
-def make_packed_update(
-    model: LanguageModel,
-    optimizer: optax.GradientTransformation,
-    config: UpdateConfig,
-    max_difference: float | None = None,
-    *,
-    share_beginnings: bool = False,
-) -> Update:
-    """The step `(state, batch) -> (state, metrics)` of `make_update`, over packed rows of `config.pack_columns`
-    columns; `config.microbatch_size` counts such rows. `update/padding` is the share of their columns without a token.
-    The old state's buffers are donated.
+def accumulate_packed(
+    objective: Objective, params: Params, prepared: Prepared, packs: Packs
+) -> tuple[Float[Array, ""], Params, Any, Any]:
+    """`smd_jax.learner.accumulation.accumulate` over packed microbatches; terms are `[batch, R]`, without packing."""
+    first = jax.tree.map(lambda x: x[0], packs)
+    loss, (sums, terms) = jax.eval_shape(lambda: objective(params, packed_part(prepared, first)))
 
-    Args:
-      share_beginnings: share equal beginnings as far as `smd_jax.message.packing` allows; `config.rows_per_prompt`
-        above 1 also enables it. `update/shared` is the share of the batch's tokens that were not read again.
+    def add(index: Int[Array, ""], so_far: Any) -> Any:
+        places = jax.tree.map(lambda x: x[index], packs)
+        part = packed_part(prepared, places)
+        (loss, (sums, terms)), grads = jax.value_and_grad(objective, has_aux=True)(params, part)
+        numbers, all_terms = so_far
+        return (
+            jax.tree.map(jnp.add, numbers, (loss, grads, sums)),
+            jax.tree.map(lambda whole, x: _put_back(whole, x, places), all_terms, terms),
+        )
 
-    The returned function raises ValueError as that of `make_update`, and for boolean masks, quantised caches, sampled
-    evictions and a minimum length, which cannot be packed.
-
-    Raises:
-      TypeError: as `make_update`.
-      ValueError: for a config without `pack_columns`, and shared beginnings with sliding windows shorter than a row.
-    """
-    check_parts(model, optimizer, config, UpdateConfig)
-    if config.pack_columns is None:
-        raise ValueError("expected pack_columns, or make_update; got None")
-    share = share_beginnings or config.rows_per_prompt > 1
-    if share:
-        check_windows(model.shape, config)
-
-    @jax.jit
-    def prepared_batch(state: TrainState, batch: TrainBatch) -> Prepared:
-        check_batch(batch)
-        rows = rows_at_once(batch.advantages.shape[0], config)
-        of_rows = replace(config, microbatch_size=rows, pack_columns=None, rows_per_prompt=1)
-        return prepare(model, of_rows, state.params, batch)
-
-    def of_part(state: TrainState, prepared: Prepared, places: Packs) -> Any:
-        gradient = jax.value_and_grad(of_trained(make_objective(model, config, state), state.params), has_aux=True)
-        (loss, (sums, terms)), grads = gradient(trained_params(state.params), packed_part(prepared, places))
-        return loss, sums, grads, terms
-
-    @jax.jit
-    def nothing(state: TrainState, prepared: Prepared, places: Packs) -> Any:
-        """Zeros of the sums' shapes."""
-        loss, sums, grads, terms = jax.eval_shape(of_part, state, prepared, places)
-        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, sums, grads))
-        shape = prepared.mask.shape
-        return *wide[:2], constrain_tree(wide[2]), jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), terms)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def add(so_far: Any, state: TrainState, prepared: Prepared, places: Packs) -> Any:
-        loss, sums, grads, terms = of_part(state, prepared, places)
-        *numbers, all_grads, all_terms = so_far
-        numbers = jax.tree.map(jnp.add, tuple(numbers), (loss, sums))
-        # In 16 bits, sums would lose small addends.
-        all_grads = constrain_tree(jax.tree.map(jnp.add, all_grads, grads))
-        return *numbers, all_grads, jax.tree.map(lambda whole, x: _put_back(whole, x, places), all_terms, terms)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def finish(state: TrainState, prepared: Prepared, so_far: Any) -> tuple[TrainState, Metrics]:
-        return apply_gradients(state, optimizer, config, prepared, so_far, max_difference)
-
-    def update(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
-        check_packable(batch.trajectory)
-        check_reference(config, state)
-        check_old_logprobs(config, batch)
-        packs = packs_of(batch.trajectory, config, share)
-        prepared = prepared_batch(state, batch)
-        parts = [jax.tree.map(lambda x, i=i: x[i], packs) for i in range(len(packs.tokens))]
-        so_far = nothing(state, prepared, parts[0])
-        for places in parts:
-            so_far = add(so_far, state, prepared, places)
-        state, metrics = finish(state, prepared, so_far)
-        metrics |= {"update/padding": jnp.float32(packs.padding)}
-        if share:
-            metrics |= {"update/shared": 1 - (packs.tokens != ABSENT).sum() / jnp.sum(batch.trajectory.valid)}
-        return state, metrics
-
-    return update
+    # In 16 bits, sums would lose small addends.
+    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (loss, params, sums))
+    whole = jax.tree.map(lambda x: jnp.zeros(prepared.mask.shape, x.dtype), terms)
+    numbers, terms = jax.lax.fori_loop(0, _used_parts(packs), add, (wide, whole))
+    return *numbers, terms
 
 
-def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: bool = False) -> Packs:
-    """Packs a trajectory. Reads its lengths, so it cannot run under jit; all processes must call it.
+def packing_metrics(trajectory: Trajectory, packs: Packs, config: UpdateConfig) -> Metrics:
+    """`update/padding`, the share of columns without a token; with shared beginnings `update/shared`, the share of the
+    batch's tokens that were not read again."""
+    tokens = (packs.tokens != ABSENT).sum()
+    metrics = {"update/padding": 1 - tokens / _used_parts(packs) / packs.tokens[0].size}
+    return metrics | ({"update/shared": 1 - tokens / trajectory.valid.sum()} if config.rows_per_prompt > 1 else {})
 
-    Args:
-      share_beginnings: as in `make_packed_update`; reads tokens and masks.
-    """
+
+def _used_parts(packs: Packs) -> Int[Array, ""]:
+    return (packs.tokens != ABSENT).any((1, 2)).sum()
+
+
+def packs_of(trajectory: Trajectory, config: UpdateConfig) -> Packs:
+    """Packs a trajectory. Reads its lengths, and tokens and masks to share beginnings, so it cannot run under jit; all
+    processes must call it."""
     assert config.pack_columns is not None and config.microbatch_size is not None
     valid = on_host(trajectory.valid)
     prompt, response = trajectory.prompt_width, trajectory.logprobs.shape[1]
     counted = on_host(trajectory.response_mask)
     sequences = Sequences(valid[:, :prompt].sum(1), valid[:, prompt:], counted, prompt)
-    if share_beginnings:
+    if config.rows_per_prompt > 1:
         # A shared token has an entry per branch, so a row may have more entries than columns.
         # All of the batch's tokens, a limit that does not depend on the data, so that programs are found again.
         sizes = PackSizes(config.microbatch_size, config.pack_columns, counted.size)
@@ -157,12 +97,14 @@ def packs_of(trajectory: Trajectory, config: UpdateConfig, share_beginnings: boo
 
 
 def check_windows(shape: ModelShape, config: UpdateConfig) -> None:
-    """Raises ValueError if a window could hide a shared beginning.
+    """Raises ValueError if a window could hide a shared beginning of packed rows.
 
     A key leaves the window of one branch, and is in that of the next one again. That is no interval of columns.
     """
+    if config.pack_columns is None or config.rows_per_prompt == 1:
+        return
     windows = [shape.window(layer) for layer in range(shape.num_layers)]
-    short = [window for window in windows if window is not None and window < (config.pack_columns or 0)]
+    short = [window for window in windows if window is not None and window < config.pack_columns]
     if short:
         raise ValueError(
             f"expected sliding windows of at least pack_columns {config.pack_columns} for sequences that share their "

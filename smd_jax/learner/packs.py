@@ -18,7 +18,6 @@ import numpy as np
 from flax import struct
 from jaxtyping import Bool, Int
 
-from smd_jax.learner.config import UpdateConfig
 from smd_jax.message.packing import shared_beginning
 from smd_jax.pytrees import any_leaves
 
@@ -40,18 +39,9 @@ class PackSizes:
     responses: int
 
 
-def rows_at_once(rows: int, config: UpdateConfig) -> int:
-    """Rows per forward pass over `rows` unpacked rows: a microbatch, or with packing the largest divisor of `rows` up
-    to a microbatch."""
-    size = config.microbatch_size or rows
-    if config.pack_columns is None:
-        return size
-    return next(part for part in range(min(size, rows), 0, -1) if rows % part == 0)
-
-
 @any_leaves
 class Packs(struct.PyTreeNode):
-    """Index of every token, for one microbatch or for all with a leading axis.
+    """Index of every token, for one microbatch or for all with a leading axis. The last ones may be empty.
 
     Attributes:
       tokens: int32 `[…, rows, T]` index of each token in the flattened `[batch * T_of_rollout]`, or ABSENT.
@@ -72,11 +62,6 @@ class Packs(struct.PyTreeNode):
     sources: Int[np.ndarray, "*parts rows K"]
     distinct: Int[np.ndarray, "*parts rows U"] | None = None
     same: Int[np.ndarray, "*parts rows K"] | None = None
-
-    @property
-    def padding(self) -> float:
-        """Share of columns without a token."""
-        return float((self.tokens == ABSENT).mean())
 
 
 def first_fit(lengths: Sequence[int], responses: Sequence[int], sizes: PackSizes) -> list[list[int]]:
@@ -218,7 +203,8 @@ def pack(sequences: Sequences, sizes: PackSizes, together: Sequence[Sequence[Mem
     width_of_answers = sizes.responses
     if together is not None:
         width_of_answers = few_widths(max(sum(drawn_of[chain] for chain in row) for row in rows), sizes.responses)
-    parts = -(-len(rows) // sizes.rows)
+    # As many as one sequence a row would need, because every number of microbatches would be compiled.
+    parts = -(-len(lengths) // sizes.rows)
     tokens = np.full((parts * sizes.rows, sizes.columns), ABSENT, np.int32)
     positions, ends, stops = (np.zeros_like(tokens) for _ in range(3))
     answers = np.full((parts * sizes.rows, width_of_answers), ABSENT, np.int32)

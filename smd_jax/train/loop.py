@@ -39,7 +39,6 @@ from smd_jax.learner.config import UpdateConfig, check_reference
 from smd_jax.learner.forward import ReplayFunction, make_replay
 from smd_jax.learner.mismatch_guard import DIFFERENCE, MismatchGuard, find_wrong_head, first_difference, is_beyond
 from smd_jax.learner.objective import counted_tokens
-from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import Metrics, TrainBatch, TrainState, reference_params
 from smd_jax.learner.step import check_sync, skip_step
 from smd_jax.learner.update import Update, make_update
@@ -161,15 +160,15 @@ class Loop:
 
     @cached_property
     def update(self) -> Update:
-        """The optimizer step; with `pack_columns` over packed rows, else jitted."""
-        make, update = make_packed_update if self.packs_rows else make_update, self.config.update
+        """The jitted optimizer step."""
+        update = self.config.update
         if update.loss.weighting == FixedLength(None):
             # The longest allowed response instead of a batch's columns.
             longest = FixedLength(self.config.rollout.max_new_tokens)
             update = replace(update, loss=replace(update.loss, weighting=longest))
         # Later steps of a rollout may differ: the learner has moved on.
         bound = self.max_difference if self.config.first_pass_sees_all else None
-        return make(self.model, self.optimizer, update, bound)
+        return make_update(self.model, self.optimizer, update, bound)
 
     @cached_property
     def replay(self) -> ReplayFunction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
@@ -10,9 +10,8 @@ from smd_jax.config import check_seed
 from smd_jax.devices.sharding import check_rows, check_sequence
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.learner.accumulation import count_parts
-from smd_jax.learner.config import UpdateConfig
+from smd_jax.learner.config import UpdateConfig, without_packing
 from smd_jax.learner.packed import check_windows
-from smd_jax.learner.packs import rows_at_once
 from smd_jax.model.protocol import ModelShape
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.typed_fields import check_types
@@ -95,14 +94,12 @@ class LoopConfig:
     @property
     def rows_of_a_pass(self) -> int:
         """Rows of one forward pass without packing; they divide a rollout."""
-        return rows_at_once(self.learner_rows // self.minibatches, self.update)
+        return self.unpacked_update.microbatch_size or self.learner_rows // self.minibatches
 
     @property
     def unpacked_update(self) -> UpdateConfig:
         """The update's configuration without packing, with `rows_of_a_pass` rows per microbatch."""
-        if self.update.pack_columns is None:
-            return self.update
-        return replace(self.update, pack_columns=None, microbatch_size=self.rows_of_a_pass, rows_per_prompt=1)
+        return without_packing(self.update, self.learner_rows // self.minibatches)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -158,8 +155,7 @@ def check_sizes(config: LoopConfig, shape: ModelShape, mesh: Mesh) -> None:
                 f"packing would move; got {columns}"
             )
         check_sequence(columns, shape.num_heads, mesh)
-        if update.rows_per_prompt > 1:
-            check_windows(shape, update)
+        check_windows(shape, update)
     if update.needs.evictions and config.policy.gate is None:
         raise ValueError(
             "expected an eviction policy that records its draws, such as LearnedGate(), with an eviction_coef or "

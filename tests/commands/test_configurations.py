@@ -24,11 +24,9 @@ from smd_jax.eviction import policies
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.eviction.wrappers import Protect, Pyramid
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.objective import make_objective, prepare
-from smd_jax.learner.packed import packed_part
-from smd_jax.learner.packs import Packs, rows_at_once
+from smd_jax.learner.packs import Packs
 from smd_jax.learner.policy_term import DenseLearner
-from smd_jax.learner.state import init_state, of_trained, reference_params, trained_params
+from smd_jax.learner.state import init_state, reference_params
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.distillation import Direction, DistillConfig
 from smd_jax.losses.dpo import DPOConfig
@@ -285,28 +283,17 @@ def trace(loop: Loop, state: Any) -> None:
         counted = None if loop.config.extra_rollouts is None else array_shape(rows, dtype=bool)
         batch = jax.eval_shape(loop.learner_batch, state.params, trajectory, array_shape(rows), counted)
         minibatch = minibatch_of(batch, config.minibatches)
-        jax.eval_shape(loop.update, state, minibatch)
+        packs = () if config.update.pack_columns is None else (pack_shapes(config.update),)
+        loop.update.eval_shape(state, minibatch, *packs)
         if config.update.kl_in_reward:
             jax.eval_shape(loop.replay, reference_params(state), trajectory)
-        if config.update.pack_columns is not None:
-            trace_packed(loop, state, minibatch)
 
 
-def trace_packed(loop: Loop, state: Any, batch: Any) -> None:
-    """Traces the gradient of one packed microbatch, whose shapes do not depend on the packing."""
-    update = loop.config.update
-    rows, columns = update.microbatch_size, update.pack_columns
-    assert rows is not None and columns is not None
-    size = rows_at_once(len(batch.advantages), update)
-    unpacked = dataclasses.replace(update, microbatch_size=size, pack_columns=None, rows_per_prompt=1)
-    tokens, responses = array_shape(rows, columns, dtype=jnp.int32), array_shape(rows, columns, dtype=jnp.int32)
-
-    def gradient(state: Any, batch: Any, packs: Packs) -> Any:
-        prepared = prepare(loop.model, unpacked, state.params, batch)
-        objective = of_trained(make_objective(loop.model, update, state), state.params)
-        return jax.grad(objective, has_aux=True)(trained_params(state.params), packed_part(prepared, packs))
-
-    jax.eval_shape(gradient, state, batch, Packs(*(tokens,) * 4, *(responses,) * 3))
+def pack_shapes(config: UpdateConfig) -> Packs:
+    """Two microbatches of packed rows; their shapes do not depend on the packing."""
+    assert config.pack_columns is not None and config.microbatch_size is not None
+    places = array_shape(2, config.microbatch_size, config.pack_columns, dtype=jnp.int32)
+    return Packs(*(places,) * 7)
 
 
 def names_of(path: str, value: Any) -> set[str]:

@@ -97,7 +97,7 @@ TYPE_ERRORS = [
     ("smd.init_state(adam, params, key)", "optimizer to be a GradientTransformation; got dict"),
     ("smd.init_state(params, adam, 0)", "a key of jax.random.key(seed); got 0"),
     ("smd.make_update(model, 1e-3, smd.UpdateConfig())", "optimizer to be a GradientTransformation; got float"),
-    ("smd.learner.make_packed_update(model, adam, smd.losses.grpo())", "config to be a UpdateConfig; got LossConfig"),
+    ("smd.make_update(model, adam, smd.losses.grpo())", "config to be a UpdateConfig; got LossConfig"),
     ("step(advantages=[1.0, 1.0])", "advantages as an array, as jnp.asarray gives; got list"),
     ("step(counted_rows=jnp.ones(2, int))", "counted_rows as booleans; got int32"),
     (

@@ -6,16 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from smd_jax.corrections.mismatch import TIS
 from smd_jax.corrections.trust_region import OPSM
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.packed import make_packed_update, packed_segments, packed_trajectory, packs_of
+from smd_jax.learner.packed import packed_segments, packed_trajectory, packs_of
 from smd_jax.learner.packs import ABSENT, Member, PackSizes, Sequences, first_fit, pack
-from smd_jax.learner.update import make_update
+from smd_jax.learner.state import init_state
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.losses.policy import LossConfig
 from smd_jax.message.masks import Segments
@@ -25,12 +24,15 @@ from tests import toy_loop
 from tests.tiny_update import (
     LENGTH,
     MODEL,
+    PARAMS,
+    RECORD,
     REFERENCE,
     ROWS,
     WIDTH,
     assert_equal_steps,
     batch,
     metrics_and_gradients,
+    recording_update,
     trajectory,
 )
 from tests.train import test_ppo
@@ -64,11 +66,11 @@ def test_response_columns_follow_the_longest_row():
 
 def test_one_more_token_does_not_change_the_packed_width():
     one = jax.tree.map(lambda x: x[:1] if x.ndim else x, trajectory())
-    config = UpdateConfig(microbatch_size=1, pack_columns=32)
+    config = UpdateConfig(microbatch_size=1, pack_columns=32, rows_per_prompt=2)
 
     def width(tokens: int) -> int:
         valid = one.valid.at[:, WIDTH:].set(np.arange(LENGTH) < tokens)
-        return packs_of(one.replace(valid=valid), config, share_beginnings=True).responses.shape[-1]
+        return packs_of(one.replace(valid=valid), config).responses.shape[-1]
 
     assert width(9) == width(10) == 10
 
@@ -184,9 +186,7 @@ def test_incompatible_options_raise(options, message):
         UpdateConfig(**options)
 
 
-def test_update_constructors_check_pack_columns():
-    packed = UpdateConfig(microbatch_size=2, pack_columns=24)
-    with pytest.raises(ValueError, match="expected pack_columns None, or make_packed_update; got 24"):
-        make_update(MODEL, optax.sgd(0.1), packed)
-    with pytest.raises(ValueError, match="expected pack_columns, or make_update; got None"):
-        make_packed_update(MODEL, optax.sgd(0.1), UpdateConfig())
+def test_program_without_packs_raises():
+    update = recording_update(UpdateConfig(microbatch_size=2, pack_columns=28))
+    with pytest.raises(ValueError, match="expected packs with pack_columns, and none without; got 28"):
+        update.lower(init_state(PARAMS, RECORD, jax.random.key(3)), batch())

@@ -23,7 +23,7 @@ from tests.tiny_update import assert_equal_steps, metrics_and_gradients
 MODEL = Decoder(CONFIG)
 ROWS, WIDTH, LENGTH = 6, 12, 20
 PACKED = UpdateConfig(microbatch_size=1, pack_columns=64)
-BRANCHES = UpdateConfig(microbatch_size=1, pack_columns=24)
+BRANCHES = UpdateConfig(microbatch_size=1, pack_columns=24, rows_per_prompt=2)
 EXPERTS = ExpertSizes(layers=2, count=6, per_token=2)
 
 
@@ -43,8 +43,7 @@ def batch() -> TrainBatch:
 
 
 def run_update(config: UpdateConfig, data: TrainBatch) -> Any:
-    arguments: Any = {"model": MODEL, "params": params_of(CONFIG), "share_beginnings": config == BRANCHES}
-    return metrics_and_gradients(config, data, **arguments)
+    return metrics_and_gradients(config, data, model=MODEL, params=params_of(CONFIG))
 
 
 @pytest.mark.parametrize("rows_per_prompt", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -71,7 +70,7 @@ def branches(rerouted: int | None) -> list[Branch]:
 @pytest.mark.parametrize(("rerouted", "shared"), [(None, 8), (6, 6), (0, 0)])
 def test_branches_share_tokens_up_to_a_difference_of_experts(rerouted: int | None, shared: int):
     rows = to_trajectory(branches(rerouted), experts=EXPERTS, layers=1, kv_heads=1)
-    packs = packs_of(rows, BRANCHES, share_beginnings=True)
+    packs = packs_of(rows, BRANCHES)
     assert (packs.tokens != ABSENT).sum() == 24 - shared
     data = TrainBatch(rows, jnp.asarray([1.0, -1.0]), None)
     assert_equal_steps(run_update(BRANCHES, data), run_update(UpdateConfig(), data), 6e-6)

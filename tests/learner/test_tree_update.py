@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.packed import make_packed_update, packs_of
+from smd_jax.learner.packed import packs_of
 from smd_jax.learner.state import TrainBatch
+from smd_jax.learner.update import make_update
 from smd_jax.losses.policy import LossConfig
 from smd_jax.losses.weighting import SequenceMean
 from smd_jax.message.masks import NEVER
@@ -51,13 +52,11 @@ def logits(rows):
 
 
 def run_update(config: UpdateConfig, batch: TrainBatch):
-    return metrics_and_gradients(
-        config, batch, reference=REFERENCE, model=MODEL, params=PARAMS, share_beginnings=config.pack_columns is not None
-    )
+    return metrics_and_gradients(config, batch, reference=REFERENCE, model=MODEL, params=PARAMS)
 
 
 def run_tree_update(config: UpdateConfig, batch: TrainBatch):
-    return run_update(replace(config, microbatch_size=1, pack_columns=COLUMNS), batch)
+    return run_update(replace(config, microbatch_size=1, pack_columns=COLUMNS, rows_per_prompt=2), batch)
 
 
 MANY_TERMS = UpdateConfig(
@@ -78,7 +77,7 @@ def test_logits_of_shared_tokens_are_computed_once():
     """By hand: two branches share two sampled tokens and add one each."""
     nodes = (Node([1, 2]), Node([3, 4], 0, [True, True]), Node([5], 1, [True]), Node([6], 1, [True]))
     rows = to_trajectory(Tree(nodes).branches())
-    packs = packs_of(rows, UpdateConfig(microbatch_size=1, pack_columns=6), share_beginnings=True)
+    packs = packs_of(rows, UpdateConfig(microbatch_size=1, pack_columns=6, rows_per_prompt=2))
     assert packs.columns[0, 0].tolist() == [2, 3, 4, 2, 3, 5] and packs.sources[0, 0].tolist() == [1, 2, 3, 1, 2, 3]
     assert packs.distinct is not None and packs.same is not None
     assert packs.columns[0, 0][packs.distinct[0, 0]].tolist() == [2, 3, 4, 5]
@@ -113,4 +112,4 @@ def test_windows_shorter_than_the_row_raise():
     model = Decoder(replace(CONFIG, sliding_windows=(16, None)))
     config = UpdateConfig(microbatch_size=1, pack_columns=COLUMNS, rows_per_prompt=2)
     with pytest.raises(ValueError, match="at least pack_columns 48 .* come back in the next; got .* a window of 16"):
-        make_packed_update(model, RECORD, config)
+        make_update(model, RECORD, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ import pytest
 from smd_jax.config import Experts
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.forward import response_hidden_and_router
-from smd_jax.learner.packed import make_packed_update
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.message.trajectory import Trajectory
@@ -72,12 +71,12 @@ def compacted(policy: str) -> Compacted:
     return compact(MODEL, make_params(MIXTURE), policy, SIZES, seed=7)
 
 
-def gradients_and_metrics(policy: str, make: Any, config: UpdateConfig) -> tuple[Any, dict[str, Any]]:
+def gradients_and_metrics(policy: str, config: UpdateConfig) -> tuple[Any, dict[str, Any]]:
     result = compacted(policy)
     state = init_state(jax.tree.map(jnp.copy, make_params(MIXTURE)), RECORD, jax.random.key(0))
     advantages = jnp.linspace(-1, 1, len(result.present))
     batch = TrainBatch(result.trajectory, advantages, None, jnp.asarray(result.present))
-    state, metrics = make(MODEL, RECORD, config)(state, batch)
+    state, metrics = make_update(MODEL, RECORD, config)(state, batch)
     return jax.device_get(state.opt_state), metrics
 
 
@@ -86,9 +85,9 @@ def gradients_and_metrics(policy: str, make: Any, config: UpdateConfig) -> tuple
 def test_contexts_share_their_beginnings_in_packed_updates(policy: str):
     """Contexts replay exactly, and the packed update has the gradients of separate rows."""
     assert compacted(policy).present.sum() > 3 and gap(MODEL, compacted(policy).trajectory).max() <= 2e-5
-    rows, metrics = gradients_and_metrics(policy, make_update, UpdateConfig())
-    packed = UpdateConfig(microbatch_size=2, pack_columns=160)
-    packed_rows, shared = gradients_and_metrics(policy, partial(make_packed_update, share_beginnings=True), packed)
+    rows, metrics = gradients_and_metrics(policy, UpdateConfig())
+    packed = UpdateConfig(microbatch_size=2, pack_columns=160, rows_per_prompt=2)
+    packed_rows, shared = gradients_and_metrics(policy, packed)
     assert (shared["update/shared"] > 0) == (policy == "Dense"), "contexts with different evictions share no beginning"
     assert float(shared["loss"]) == pytest.approx(float(metrics["loss"]), abs=2e-5)
     scale = max(np.abs(x).max() for x in jax.tree.leaves(rows))
