@@ -73,15 +73,25 @@ def test_too_few_uncertain_first_tokens_leave_the_cause_undecided():
     assert differ.cause == "stale weights" and "the first tokens have it, too" in differ.detail
 
 
-@pytest.mark.parametrize(("first", "expected"), [(0.5, "evictions"), (0.99, "undecided")])
-def test_nearly_certain_tokens_before_an_eviction_do_not_count(first, expected, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("sampled", "differences", "expected"),
+    [
+        ([0.5, 0.5], [0.0, 0.0], "evictions"),
+        ([0.99, 0.99], [0.0, 0.0], "undecided"),
+        ([0.5, 0.5], [0.0, 1.0], "stale weights"),  # the second token is also before the eviction
+        ([0.5, 0.99], [0.75 * verdict.EARLY, 0.0], "evictions"),  # and is not after it, if it is nearly certain
+    ],
+)
+def test_nearly_certain_tokens_before_an_eviction_do_not_count(
+    sampled, differences, expected, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(verdict, "_swap", lambda replays: (None, ()))
     evicted_at = np.where(np.arange(5) == 0, 3, NEVER) * np.ones((4, 1, 1, 1), int)  # query 3 samples the last token
     record = SimpleNamespace(has_evictions=True, evicted_at=evicted_at, prompt_lengths=np.full(4, 2))
-    sampled = np.log([[[first], [first], [0.5]]] * 4)
+    logprobs = np.log([*sampled, 0.5]) * np.ones((4, 1))
     replays = object.__new__(verdict._Replays)
-    vars(replays).update(record=record, inside=np.ones((4, 3), bool), responses=3, sampled=sampled)
-    cause, _ = verdict._by_elimination(replays, np.array([[[0.0], [0.0], [1.0]]] * 4), None, 0.1, 1e-4)
+    vars(replays).update(record=record, inside=np.ones((4, 3), bool), responses=3, sampled=logprobs[..., None])
+    cause, _ = verdict._by_elimination(replays, np.array([[*differences, 1.0]] * 4)[..., None], None, 0.1, 1e-4)
     assert cause is not None and cause.cause == expected
 
 

@@ -53,8 +53,8 @@ GPU_SHAPES = {
 }
 CODED = Shape(heads=4, kv_heads=2, slots=24, head_dim=64, precise=8, groups=3, parts=2)
 CODED_SHAPES = {
-    8: Shape(heads=4, kv_heads=2, slots=77, head_dim=64, precise=16, groups=9, parts=2),
-    4: Shape(heads=2, kv_heads=2, slots=128, head_dim=128, precise=32, groups=5, parts=4),
+    8: Shape(heads=2, kv_heads=2, slots=128, head_dim=128, precise=32, groups=5, parts=4),  # whole tiles of the TPU
+    4: Shape(heads=4, kv_heads=2, slots=77, head_dim=64, precise=16, groups=9, parts=2),
     2: Shape(heads=3, kv_heads=1, slots=9, head_dim=64, precise=4, groups=1, parts=1),
 }
 # More tiles of codes than stages, so that the ring buffer wraps; a ragged tile; more groups than a product takes.
@@ -181,7 +181,7 @@ def test_decode_matches_numpy(f: Any, shape: str, dtype: str):
 
 @pytest.mark.parametrize("f", [decode_codes_attention, on_tpu], ids=["xla", "tpu"])
 @pytest.mark.parametrize(
-    ("bits", "dtype"), [*(pytest.param(bits, "float32", marks=pytest.mark.slow) for bits in (8, 4, 2)), (8, "bfloat16")]
+    ("bits", "dtype"), [*(pytest.param(bits, "float32", marks=pytest.mark.slow) for bits in (8, 4, 2)), (4, "bfloat16")]
 )
 def test_decode_of_codes_matches_numpy(f: Any, bits: int, dtype: str):
     check(f, coded_inputs(CODED_SHAPES[bits], bits, jnp.dtype(dtype)))
@@ -260,7 +260,7 @@ EIGHTH = Shape(heads=8, kv_heads=2, slots=1000, head_dim=64)
 LOWERED = {
     "head_dim 64": (decode_attention, inputs(EIGHTH, jnp.bfloat16)),
     "head_dim 128": (decode_attention, inputs(EIGHTH._replace(head_dim=128), jnp.bfloat16)),
-    "codes": (decode_codes_attention, coded_inputs(CODED._replace(slots=256, precise=32), 4, jnp.bfloat16)),
+    "codes": (decode_codes_attention, coded_inputs(CODED._replace(slots=256, head_dim=128), 4, jnp.bfloat16)),
 }
 
 
@@ -286,7 +286,7 @@ def test_tpu_kernel_sets_its_own_precision(dtype: str):
         ):
             program = str(jax.make_jaxpr(partial(f, impl="mosaic_tpu"))(*args))
             assert program.count("dot_general") == products
-            assert bool(program.count("HIGHEST")) == (dtype == "float32")
+            assert program.count("HIGHEST") == (2 * products if dtype == "float32" else 0)
 
 
 @pytest.mark.parametrize(("hardware", "arguments", "reason"), [

@@ -1,6 +1,7 @@
 """Packed rows: the update matches one sequence per row, with less padding."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from smd_jax.corrections.mismatch import TIS
 from smd_jax.corrections.trust_region import OPSM
 from smd_jax.eviction.policies import LearnedGate
 from smd_jax.learner.config import UpdateConfig
-from smd_jax.learner.packed import packed_segments, packed_trajectory, packs_of
+from smd_jax.learner.objective import Prepared
+from smd_jax.learner.packed import accumulate_packed, packed_segments, packed_trajectory, packs_of
 from smd_jax.learner.packs import ABSENT, Member, PackSizes, Sequences, first_fit, pack
 from smd_jax.learner.state import init_state
 from smd_jax.losses.distillation import DistillConfig
@@ -98,6 +100,15 @@ def test_update_matches_unpacked_rows(name: str):
     assert got[0]["update/padding"] < 0.15
     assert got[0].keys() - expected[0].keys() == {"update/padding"}
     assert_equal_steps(got, expected, 2.5e-6)
+
+
+def test_empty_microbatches_are_not_computed():
+    packs = packs_of(trajectory(), UpdateConfig(microbatch_size=2, pack_columns=28))
+    assert (packs.tokens != ABSENT).any((1, 2)).tolist() == [True, True, False, False]
+    prepared = Prepared(batch(), trajectory().response_mask, ())
+    accumulate = jax.jit(partial(accumulate_packed, lambda x, part: (x, ({}, ()))))
+    loss, gradient, *_ = accumulate(jnp.float32(3), prepared, packs)
+    assert (loss, gradient) == (6, 2)
 
 
 def test_segments_are_used_where_they_save_work():

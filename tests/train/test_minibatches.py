@@ -157,6 +157,7 @@ def test_the_order_of_minibatches_depends_on_key_step_and_pass():
 def test_counted_groups_are_spread_over_the_minibatches_of_every_pass():
     counted = [True] * 4 + [False] * 4
     assert all(sum(counted[group] for group in groups) == 1 for groups in groups_of_steps(counted=counted))
+    assert groups_of_steps(counted=[False] * 7 + [True])[0] == [0, 4], "some minibatches have no group that counts"
 
 
 # --- metrics of several steps
