@@ -207,6 +207,13 @@ def test_an_opening_with_a_lone_surrogate_is_a_failure(content: Any):
         environment_process.checked_opening(content)
 
 
+def test_long_messages_are_counted_by_characters():
+    half, whole = ([{"role": "tool", "content": size * "字"}] for size in (2**19, 2**20))
+    assert environment_process.checked_content(half, opening=False) is half
+    with pytest.raises(environment_process.AnswerError, match="expected messages of at most 1,048,576 characters; got"):
+        environment_process.checked_content(whole, opening=False)
+
+
 def test_a_last_answer_that_no_tokenizer_accepts_keeps_its_reward(echoes: Environments):
     """The policy does not read it."""
     echoes.reset(ROWS)

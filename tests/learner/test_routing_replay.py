@@ -194,6 +194,10 @@ def with_entry(routed: np.ndarray, place: Any, value: Any) -> np.ndarray:
         (lambda x: x[:, :1], r"of 2 layers and 2 experts; got \(32, 1, 2\) in row 0"),
         (lambda x: x[..., :1], r"of 2 layers and 2 experts; got \(32, 2, 1\) in row 0"),
         (lambda x: x.astype(np.float32), "as integers; got float32 in row 0"),
+        (
+            lambda x: with_entry(x.astype(np.uint64), (3, 1), 2**64 - 1),
+            r"below 2\^63; got 18446744073709551615 \(routed_experts of row 0\)",
+        ),
         (lambda x: with_entry(x, (3, 1, 0), 6), "from 0 to 5, or -1; got 6 in row 0, token 3, layer 1"),
         (lambda x: with_entry(x, (3, 1), (4, 4)), r"2 different experts.*got \[4, 4\] in row 0, token 3, layer 1"),
         (lambda x: with_entry(x, (3, 1), (4, -1)), r"2 different experts.*got \[4, -1\] in row 0, token 3, layer 1"),
