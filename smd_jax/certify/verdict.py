@@ -363,7 +363,9 @@ def _by_elimination(
     if swapped is not None and swapped.difference <= allowed:
         return swapped, layers
     if early.sum() < FEWEST_FIRST:
-        said = "stale weights or other evictions than recorded; too few uncertain tokens before any eviction tell which"
+        said = (
+            "stale weights or other evictions than recorded; too few uncertain tokens before an eviction to tell which"
+        )
         return Finding("undecided", said, base) if first.any() else None, layers
     said = "only tokens after the first eviction differ, and no tested condition explains how"
     return Finding("evictions", said, base), layers

@@ -27,6 +27,7 @@ from smd_jax.certify.record import load_record
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
+from smd_jax.commands.console_scripts import smd_certify
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import has_tokenizer, load_tokenizer, model_directory
 from smd_jax.model.decoder import Decoder
@@ -96,4 +97,4 @@ def run(args: Args) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    smd_certify()

@@ -41,6 +41,7 @@ from smd_jax.commands.arguments import (
 from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import arguments_of_run, asks_for_help, parse_options
 from smd_jax.commands.compilation_cache import cache_programs
+from smd_jax.commands.console_scripts import smd_eval
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
 from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
@@ -294,4 +295,4 @@ def with_trained(policy: EvictionPolicy, gate: LinearGate | None) -> EvictionPol
 
 
 if __name__ == "__main__":
-    main()
+    smd_eval()

@@ -23,6 +23,7 @@ from smd_jax.commands.arguments import Common
 from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
+from smd_jax.commands.console_scripts import smd_export
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import model_directory, open_model, save_model
 from smd_jax.commands.places import full_path
@@ -126,4 +127,4 @@ def trained_model(args: Args, trained: Common, directory: Path, config: ModelCon
 
 
 if __name__ == "__main__":
-    main()
+    smd_export()

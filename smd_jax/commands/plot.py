@@ -18,6 +18,7 @@ import tyro
 
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
+from smd_jax.commands.console_scripts import smd_plot
 from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.places import full_path
 from smd_jax.monitor.page import write_page
@@ -57,4 +58,4 @@ def run(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    smd_plot()

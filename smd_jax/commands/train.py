@@ -27,6 +27,7 @@ from smd_jax.commands import config_file
 from smd_jax.commands.arguments import Common, Grpo, LaunchArgs, OnlineDpo, Ppo, Rloo
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
+from smd_jax.commands.console_scripts import smd_train
 from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
@@ -364,4 +365,4 @@ def export(ready: Prepared, params: Params, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    smd_train()

@@ -136,10 +136,16 @@ def observed(statistics: Sequence[Statistic[Any]], states: Sequence[Any], seen: 
     """
     after = tuple(x.observe(state, seen) for x, state in zip(statistics, states, strict=True))
     for statistic, old, new in zip(statistics, states, after, strict=True):
-        want, got = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", state) for state in (old, new))
-        if want != got:
-            raise TypeError(f"expected {type(statistic).__name__}.observe to return a state as {want}; got {got}")
+        (want, structure), (got, other) = _described(old), _described(new)
+        if want != got or structure != other:
+            name = type(statistic).__name__
+            raise TypeError(f"expected {name}.observe to return a state as {want} in {structure}; got {got} in {other}")
     return after
+
+
+def _described(state: Any) -> tuple[list[str], Any]:
+    leaves, structure = jax.tree.flatten(state)
+    return [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in leaves], structure
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,9 @@ class UpdateConfig:
       pack_columns: columns of a row that sequences share, see `smd_jax.learner.packed`; it must hold the longest one,
         and a microbatch then has `microbatch_size` such rows. None: one sequence a row, the rest of it padding.
       rows_per_prompt: consecutive rows that have the same prompt, which the model then reads once for all of them, see
-        `smd_jax.model.shared_prompt`; it must divide microbatch and group. With `pack_columns`, every number above 1
-        shares equal beginnings wherever masks allow it, see `smd_jax.message.packing`. 1: no sharing.
+        `smd_jax.model.shared_prompt`; it must divide the group and, without `pack_columns`, the microbatch. With
+        `pack_columns`, every number above 1 shares equal beginnings wherever masks allow it, see
+        `smd_jax.message.packing`. 1: no sharing.
       terms: additional terms of the objective, see `smd_jax.learner.terms`.
       pairs: the preference loss of online DPO in place of the policy loss, or None. Rows of a batch are then pairs, see
         `smd_jax.learner.pair_term`, and only `visibility`, `reference_sync` and `microbatch_size` may be set with it.

@@ -48,7 +48,9 @@ def accumulate_packed(
     def add(index: Int[Array, ""], so_far: Any) -> Any:
         places = jax.tree.map(lambda x: x[index], packs)
         part = packed_part(prepared, places)
-        (loss, (sums, terms)), grads = jax.value_and_grad(objective, has_aux=True)(params, part)
+        # Otherwise the compiler gathers sharded weights once before the loop, and they take memory until its end.
+        own, _ = jax.lax.optimization_barrier((params, index))
+        (loss, (sums, terms)), grads = jax.value_and_grad(objective, has_aux=True)(own, part)
         numbers, all_terms = so_far
         return (
             jax.tree.map(jnp.add, numbers, (loss, grads, sums)),

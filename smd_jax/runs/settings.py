@@ -78,8 +78,10 @@ def split_settings(config: LoopConfig) -> tuple[dict[str, Any], dict[str, Json]]
     of_loop = ("decode_rows", "prefill_rows", "update_widths")
     of_update = ("update.microbatch_size", "update.pack_columns", "update.rows_per_prompt")
     # None and the visibility that it stands for are the same setting.
-    update = dataclasses.replace(config.update, visibility=config.update.learner_visibility)
-    return split_fields(to_jsonable(dataclasses.replace(config, update=update), "loop"), of_loop + of_update)
+    implied = dataclasses.replace(config.update, visibility=None)
+    if implied.learner_visibility == config.update.visibility:
+        config = dataclasses.replace(config, update=implied)
+    return split_fields(to_jsonable(config, "loop"), of_loop + of_update)
 
 
 def split_fields(settings: Any, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Json]]:

@@ -39,7 +39,8 @@ class _UniqueNames(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        for name, number in Counter(name.value for name, _ in node.value if isinstance(name.value, str)).items():
+        names = Counter((name.tag, name.value) for name, _ in node.value if isinstance(name.value, str))
+        for (_, name), number in names.items():
             if number > 1:
                 raise ValueError(f"expected {name!r:.80} once in a mapping; got it {number} times")
         return node

@@ -508,12 +508,10 @@ class Loop:
           state: as `step` takes it, or its shapes.
 
         Raises:
-          ValueError: for an update that packs rows, whose programs depend on the rollout.
+          ValueError: for an update that packs rows, which needs a rollout's packs.
         """
         if self.packs_rows:
-            raise ValueError(
-                "expected an update without pack_columns, whose programs depend on the rollout; got one with"
-            )
+            raise ValueError("expected an update without pack_columns, which needs a rollout's packs; got one with")
         config, shardings = self.config, tree_shardings(state, self.mesh)
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 

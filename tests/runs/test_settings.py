@@ -68,6 +68,7 @@ def test_memory_settings_are_noted_and_not_compared():
     planned = replace(GRPO, decode_rows=4, update_widths=1, update=replace(GRPO.update, microbatch_size=2))
     assert split_settings(planned)[0] == compared
     assert split_settings(replace(GRPO, update=replace(GRPO.update, visibility="shadow")))[0] == compared
+    assert cast(dict[str, Any], compared["update"])["visibility"] is None
     for other in (replace(GRPO, seed=1), replace(GRPO, rollout=replace(GRPO.rollout, budget=5))):
         assert split_settings(other)[0] != compared
     assert split_fields({"a": {"b": 1, "c": 2}}, ["a.b"]) == ({"a": {"c": 2}}, {"a.b": 1})
