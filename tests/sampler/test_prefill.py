@@ -217,8 +217,8 @@ def test_invalid_chunks_are_refused():
 )
 def test_wrong_results_of_a_models_hidden_are_refused(broken: Any, message: str):
     class Broken(Decoder):
-        def hidden(self, params: Any, tokens: Any, places: Any, attend: Any, layers: Any) -> Any:
-            hidden, new = super().hidden(params, tokens, places, attend, layers)
+        def hidden(self, params: Any, tokens: Any, positions: Any, attend: Any, layers: Any) -> Any:
+            hidden, new = super().hidden(params, tokens, positions, attend, layers)
             return broken(hidden, layers, new)
 
     model = Broken(MODELS[2].config)
