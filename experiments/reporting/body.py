@@ -84,7 +84,8 @@ def other_cells(cells: Sequence[room.RoomCell]) -> str:
     return f"""## Other cells
 
 The first page's study on other tasks, policies and budgets, by the same rules. *copy-8*: eight digits, each copied
-and followed by the running sum modulo 10. *tova-heads*: TOVA with a choice of each KV head, in commands
+and followed by the running sum modulo 10. *walk-64*: 64 steps along the edges of a graph in the prompt, 78 tokens in
+all. *tova-heads*: TOVA with a choice of each KV head, in commands
 `--eviction 'tova(shared=False)' --sinks 0`. *snapkv*: the four newest queries, without pooling:
 `'snapkv(window=4,kernel=1)'`. A task's rates were chosen in its first cell. Differences are greedy under the budget,
 except in the last column.
