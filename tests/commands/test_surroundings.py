@@ -32,11 +32,11 @@ def test_commands_print_their_version(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "export", "plot", "certify"])
 def test_command_modules_run(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.setattr(sys, "argv", [name, "--version"])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # the command replaces it
     monkeypatch.delitem(sys.modules, f"smd_jax.commands.{name}", raising=False)  # else runpy warns
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"smd_jax.commands.{name}", run_name="__main__", alter_sys=True)
-    assert ended.value.code in (0, None) and capfd.readouterr().out.startswith("usage: smd-")
+    runpy.run_module(f"smd_jax.commands.{name}", run_name="__main__", alter_sys=True)
+    assert capfd.readouterr().out.startswith("smd_jax 0.")
 
 
 @pytest.mark.slow
