@@ -35,6 +35,8 @@ def test_command_modules_run(name: str, monkeypatch: pytest.MonkeyPatch, capfd: 
     monkeypatch.setattr(sys, "argv", [name, "--version"])
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # the command replaces it
     monkeypatch.delitem(sys.modules, f"smd_jax.commands.{name}", raising=False)  # else runpy warns
+    # runpy would keep the code with jaxtyping's checks as the module's, and commands could not load it later.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     runpy.run_module(f"smd_jax.commands.{name}", run_name="__main__", alter_sys=True)
     assert capfd.readouterr().out.startswith("smd_jax 0.")
 
