@@ -128,9 +128,8 @@ def fetch(walk: Walk, length: int, rings: Sequence[tuple[Ring, Sequence[Any]]]) 
 
 def release(barrier: Any, *, interpret: bool) -> None:
     """Signals that this warpgroup has read a stage of a ring."""
-    if (
-        interpret
-    ):  # on the device the barrier orders all reads before the next copy; JAX 0.12's interpreter asks for more
+    # On the device the barrier orders all reads before the next copy. JAX 0.12's interpreter asks for a commit, too.
+    if interpret:
         plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
 

@@ -5,7 +5,8 @@ with the summary.
     context 2   prompt + summary + answer ─► turn ─► …                     the summary is read, in a new cache
 
 A context is a row of the trajectory. All contexts of a conversation begin with its prompt, so they are branches of one
-tree (`smd_jax.message.tree`): `UpdateConfig(pack_columns=…, rows_per_prompt=2)` reads the shared beginning once.
+tree (`smd_jax.message.tree`): an update with `pack_columns` and `rows_per_prompt` above 1 reads the shared beginning
+once.
 
 Two simpler layouts are wrong: with all contexts in one row, the second would see the first; with only the last context,
 the sampled summary would not be trained.

@@ -123,7 +123,8 @@ def whole_segments(config: RolloutConfig) -> int:
 def cache_bytes(
     model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
 ) -> int:
-    """Bytes of keys and values that a rollout of `rows` prompts holds; `statistics_bytes` are added to them.
+    """Bytes of keys and values that a rollout of `rows` prompts holds, without the policy's statistics; see
+    `statistics_bytes`.
 
     Raises:
       TypeError: a model in place of its `shape`.
