@@ -76,9 +76,9 @@ def start(problem: Problem, seed: int, level: StartLevel, made: Path) -> Any:
     if path is None:
         params = _trained(problem, seed, level, made / f"{name}.unfinished")
         path = made / name
-        write_start(path, params)
+        write_start(path, params, level)
         shutil.rmtree(made / f"{name}.unfinished", ignore_errors=True)
-    return read_start(path, random_params(problem.model_config(), seed))
+    return read_start(path, random_params(problem.model_config(), seed), level)
 
 
 def start_hash(params: Any) -> str:
@@ -89,23 +89,27 @@ def start_hash(params: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_start(path: Path, params: Any) -> None:
-    """Writes the file in one move, with its hash."""
+def write_start(path: Path, params: Any, level: StartLevel) -> None:
+    """Writes the file in one move, with its hash and its level."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    save_file(dict(_named(params)), temporary, {"hash": start_hash(params)})
+    save_file(dict(_named(params)), temporary, {"hash": start_hash(params), "level": repr(level)})
     os.replace(temporary, path)
 
 
-def read_start(path: Path, template: Any) -> Any:
+def read_start(path: Path, template: Any, level: StartLevel) -> Any:
     """Parameters with the names and shapes of `template`.
 
     Raises:
-      ValueError: if names or shapes are others, or the values do not have the hash that the file records.
+      ValueError: if names or shapes are others, the values do not have the hash that the file records, or the file
+        records another level; older files record none.
     """
     with safe_open(path, "numpy") as file:
         found = {name: file.get_tensor(name) for name in list(file.keys())}
-        recorded = (file.metadata() or {}).get("hash")
+        metadata = file.metadata() or {}
+    recorded, trained_to = metadata.get("hash"), metadata.get("level", repr(level))
+    if trained_to != repr(level):
+        raise ValueError(f"expected in {path.name} a start trained to {level}; got one trained to {trained_to}")
     shapes = {name: value.shape for name, value in found.items()}
     expected = {name: value.shape for name, value in _named(template)}
     if shapes != expected:

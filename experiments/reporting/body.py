@@ -92,8 +92,8 @@ except in the last column.
 
 {room.cells_table(cells)}
 
-The intervals are not corrected for several cells. Where the mixture is not above the start, the reward taught it
-nothing. Rewards of [all arms](docs/report_appendix.md#other-cells).
+The intervals are not corrected for several cells. {room.flat_cells(cells)}
+{room.at_other_rate(cells)} Rewards of [all arms](docs/report_appendix.md#other-cells).
 """
 
 
@@ -115,7 +115,8 @@ def commands(rows: Rows) -> str:
     ]
     return f"""## Commands and rows
 
-Every row has its command, commit, CPU and date. The starts are stored. Those of older studies are
+Every row has its command, commit, CPU and date. The starts of sorting, copied sums, walks of 1,024 steps and
+the tool are stored; the others are trained where a study runs. Those of older studies are
 [on their page](docs/older_studies.md#rows).
 
 {table(["study", "script", "rows", "cost"], lines)}

@@ -9,7 +9,7 @@ from lib.files import Row
 from lib.intervals import paired
 from reporting import collapse, dose, real_model, wall
 from reporting.contrasts import Contrast, paired_contrast
-from reporting.page import LAST, plain, rate_words
+from reporting.page import LAST, mean_of, plain, rate_words
 from reporting.room import FRONT, OURS, SHARES, RoomCell, against_all, arms_table, leads_sentence, level, seconds
 
 FIGURE = "report.png"
@@ -106,7 +106,10 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
     teacher = cell.contrast("shadow-anchor", OURS, "sparse_greedy")
     sharp = cell.contrast("shadow-anchor", OURS, "sparse")
     naive = [cell.contrast("naive", "untrained", kind) for kind in ("dense", "dense_greedy")]
-    of_naive = mean(row["mismatch_kl"] for row in cell.rows("naive", "budget"))
+    of_naive = " and ".join(
+        f"{mean_of(cell.rows('naive', column), 'mismatch_kl').mean:.2g} at {rate_words(cell.rate('naive', column))}"
+        for column in ("full cache", "budget")
+    )
     on_smollm2 = " and ".join(
         f"{nats.mean:.2g} under {rule}" for rule, nats in real_model.mismatches(rows["smollm2.json"]).items()
     )
@@ -127,14 +130,14 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
 {other_shares(cell)}
 * *The rival.* The pilot chose {cell.best_rival("budget")}. In the reported seeds another dense learner is better; the
   smallest lead above is over that one.
-* *No plateau.* Of {len(learners)} learners {len(rising)} still rise in one of the greedy columns: their last three
+* *No plateau.* Of {len(learners)} learners {len(rising)} still rise: in at least one greedy column their last three
   evaluations are above the three before, established.
 * *Equal rollouts are not equal time.* CPU seconds of a run: {seconds(cell)} (two kinds of CPU). The mixture has a
   second forward and backward pass.
 * {wall.bullet(rows["wall.json"])}
 * *External validity.* The [mismatch](#lead-by-mismatch), mean over the runs of TIS (cut at 2, rate 3e-4),
   is {dose.mismatch_of(rows["dose.json"], cell.label):.2g} nats per token here, and on SmolLM2
-  {on_smollm2}. It grows with the rate: naive's runs of this page, at 1e-3, have {of_naive:.2g}.
+  {on_smollm2}. It grows with the rate: naive has {of_naive}.
 * *Other cells.* {largest(cell, others)}The [others](#other-cells), greedily under the budget: {leads_sentence(others)}.
 * *Older cells.* In the [older map](docs/older_studies.md#the-map) of 28 cells, with starts at 97 %, 60 rollouts and two
   to five seeds, the median lead of shadow masks over TIS under the budget is +0.022."""
@@ -179,7 +182,7 @@ def naive_elsewhere(rows: Sequence[Row]) -> str:
         if cell.arm == "naive"
     }
     (rate, policy), loss = min(losses.items(), key=lambda found: found[1].mean)
-    where = f"{rate_words(rate)} under {policy}"
+    where = f"{rate_words(rate)} under {policy}, the worst of {len({of for of, _ in losses})} rates,"
     return f" After 500 rollouts at {where} it ends {plain(loss)} ([collapse](#collapse))."
 
 

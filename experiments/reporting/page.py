@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -109,10 +110,11 @@ def difference(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Estimat
 
 
 def p_value(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> float:
-    """Two-sided p of the paired t test over the common seeds."""
+    """Two-sided p of the paired t test over the common seeds; 1 without a difference in any seed."""
     mine, others = by_seed(ours, kind), by_seed(theirs, kind)
     seeds = sorted(mine.keys() & others.keys())
-    return float(ttest_rel([mine[seed] for seed in seeds], [others[seed] for seed in seeds]).pvalue)
+    found = float(ttest_rel([mine[seed] for seed in seeds], [others[seed] for seed in seeds]).pvalue)
+    return 1.0 if math.isnan(found) else found
 
 
 def number(value: float, digits: int = 3) -> str:

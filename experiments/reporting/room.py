@@ -165,6 +165,27 @@ def cells_table(cells: Sequence[RoomCell]) -> str:
     return table([*columns, f"full cache: {OURS} minus the rival"], lines)
 
 
+def flat_cells(cells: Sequence[RoomCell]) -> str:
+    """Cells whose greedy lead over the start is not established, with their lead at temperature 1."""
+    flat = [cell for cell in cells if not cell.contrast(OURS, "untrained", "sparse_greedy").established]
+    found = "; ".join(f"{cell.label}: {plain(cell.contrast(OURS, 'untrained', 'sparse'))}" for cell in flat)
+    return f"Where {OURS} is not above the start greedily, its lead over it at temperature 1 is: {found}."
+
+
+def at_other_rate(cells: Sequence[RoomCell]) -> str:
+    """The smallest and the largest lead over TIS in copy-8 at its other rate, the one chosen for the full cache."""
+    copies = [cell for cell in cells if cell.label.startswith("copy-8")]
+
+    def leads(kind: str) -> str:
+        found = [difference(cell.rows(OURS, "budget"), cell.rows("tis", "full cache"), kind) for cell in copies]
+        return " to ".join(plain(choose(found, key=lambda lead: lead.mean)) for choose in (min, max))
+
+    rates = [rate_words(copies[0].rate("tis", column)) for column in COLUMNS]
+    return f"""In copy-8 the lead over TIS depends on its rate. {rates[0]} has the best pilots under the budget, the
+mean of temperature 1 and greedy. At {rates[1]}, its rate for the full cache, {OURS} minus TIS is
+{leads("sparse_greedy")} greedily and {leads("sparse")} at temperature 1."""
+
+
 def leads_sentence(cells: Sequence[RoomCell]) -> str:
     """The least and largest lead of the mixture over all cells, greedily under the budget."""
 

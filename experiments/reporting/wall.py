@@ -67,11 +67,11 @@ def bullet(rows: Sequence[Row]) -> str:
     established = [gain.mean for gain in found if gain.established]
     below, higher = (sum(sign * gain > 0 for gain in established) for sign in (-1, 1))
     short = LENGTHS[0]
-    return f"""*Equal bytes and equal time.* On a CPU no gain of a budget is established: in walks of {PRIMARY:,} steps
-  {OURS} ends {primary(rows).found} relative to {best_full(rows, PRIMARY)}, the full-cache way that the pilot
-  chose; in walks of {short} steps {primary(rows, short).found} relative to {best_full(rows, short)}. Greedily, in
-  {below} of {len(found)} cases (six ways, two lengths) a way ends below its start, established, and in
-  {higher or "none"} above. [The memory wall](#the-memory-wall)"""
+    return f"""*Equal bytes and equal time.* On a CPU no gain of the budget over the pilot's full-cache way is
+  established: in walks of {PRIMARY:,} steps {OURS} ends {primary(rows).found} relative to
+  {best_full(rows, PRIMARY)}; in walks of {short} steps {primary(rows, short).found} relative to
+  {best_full(rows, short)}. Greedily, in {below} of {len(found)} cases (six ways, two lengths) a way ends below its
+  start, established, and in {higher or "none"} above. [The memory wall](#the-memory-wall)"""
 
 
 def above(rows: Sequence[Row], length: int) -> str:

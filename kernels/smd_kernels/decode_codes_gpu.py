@@ -291,9 +291,8 @@ def _codes_scores(ring: _Ring, smem: _Scratch, bits: int, tile: Array, highest: 
 
         wide = pick(smem.low) + _unpacked(packed, plane, bits) * pick(smem.scale)
         smem.wide.at[:, columns][...] = wide.astype(jnp.bfloat16)
-    # wgmma sees the threads' writes to shared memory only after a commit.
+    # wgmma sees the threads' writes to shared memory only after a commit, and the next copy waits for their reads.
     plgpu.commit_smem()
-    # Only now: the commit waits for all threads, so every thread has read its bytes.
     ring.release(tile)
     return _keep_scores(smem, smem.wide, smem.queries, tile, highest)
 
@@ -353,6 +352,8 @@ def _codes_outputs(
         for plane in range(BYTE // bits):
             # Codes are integers below 256, which bfloat16 represents exactly.
             smem.wide.at[:, pl.ds(plane * width, width)][...] = _unpacked(packed, plane, bits).astype(jnp.bfloat16)
+        # Threads have read the bytes; only a commit orders this before TMA's next copy.
+        plgpu.commit_smem()
         ring.release(tile + tiles)
         plgpu.barrier_wait(smem.ranged)
         sums = []

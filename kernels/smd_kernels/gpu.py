@@ -168,7 +168,6 @@ def _forward_kernel(
     # exp(x) = exp2(x log2(e)): one factor scales the scores and changes the base.
     base2 = head_dim**-0.5 * math.log2(math.e)
     product = partial(tiles.products, interpret=interpret)
-    release = partial(tiles.release, interpret=interpret)
 
     def fetch() -> None:
         k, v, born, evicted_at = (x.at[block] for x in (blocks.k, blocks.v, blocks.born, blocks.evicted_at))
@@ -191,7 +190,7 @@ def _forward_kernel(
                 visible = (across(born[...], shape) <= rows) & (rows < across(evicted_at[...], shape))
                 scores = jnp.where(visible, scores, -jnp.inf)
             # k and its interval have been read: their buffers can be refilled during the softmax.
-            release(s.keys.done.at[slot])
+            tiles.release(s.keys.done.at[slot], by_threads=masked or interpret)
             new = jnp.maximum(highest, scores.max(axis=1) * base2)
             # `new` is finite (`LOWEST`) even before the first visible key: -inf - new is -inf, a weight of 0.
             weights = jnp.exp2(scores * base2 - down(new, shape))
@@ -200,7 +199,7 @@ def _forward_kernel(
             acc = acc * down(decay, acc.shape)
             plgpu.barrier_wait(s.values.ready.at[slot])
             (acc,) = product(Product(weights.astype(narrow), s.values.buffers[0].at[slot]), onto=(acc,))
-            release(s.values.done.at[slot])
+            tiles.release(s.values.done.at[slot], by_threads=interpret)
             return new, total, acc
 
         nothing = jnp.full((LANES,), LOWEST, jnp.float32), jnp.zeros((LANES,), jnp.float32)
@@ -208,7 +207,7 @@ def _forward_kernel(
         sees_none = total == 0
         total = jnp.where(sees_none, 1.0, total)
         # The buffer of the queries is reused for the output, which TMA stores from there.
-        q[...] = (acc / down(total, acc.shape)).astype(narrow)
+        q[...] = (acc * down(1.0 / total, acc.shape)).astype(narrow)
         # `highest` is in base 2, lse is the natural log.
         s.lse[number] = jnp.where(sees_none, jnp.inf, highest * math.log(2) + jnp.log(total))
         tiles.store((q, out.at[own]), (s.lse.at[number], lse.at[own]))

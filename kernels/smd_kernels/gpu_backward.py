@@ -107,7 +107,6 @@ def _query_kernel(
     narrow = blocks.q.dtype
     shape = (LANES, sizes.keys_dq)
     product = partial(tiles.products, interpret=interpret)
-    release = partial(tiles.release, interpret=interpret)
 
     def fetch() -> None:
         k, v, born, evicted_at = (x.at[block] for x in (blocks.k, blocks.v, blocks.born, blocks.evicted_at))
@@ -128,7 +127,7 @@ def _query_kernel(
             plgpu.barrier_wait(s.values.ready.at[slot])
             scores, d_weights = product(Product(q, k, transposed=True), Product(d_out, v, transposed=True))
             # The last read of v; k is still needed for dq.
-            release(s.values.done.at[slot])
+            tiles.release(s.values.done.at[slot], by_threads=interpret)
             if masked:
                 rows = down(column[...], shape)
                 visible = (across(born[...], shape) <= rows) & (rows < across(evicted_at[...], shape))
@@ -136,7 +135,7 @@ def _query_kernel(
             weights = jnp.exp2(scores * (head_dim**-0.5 * math.log2(math.e)) - down(lse2[...], shape))
             d_scores = weights * (d_weights - down(delta[...], shape))
             (total,) = product(Product(d_scores.astype(narrow), k), onto=(total,))
-            release(s.keys.done.at[slot])
+            tiles.release(s.keys.done.at[slot], by_threads=masked or interpret)
             return total
 
         total = walk.run(step, jnp.zeros((LANES, head_dim), jnp.float32))
@@ -184,7 +183,6 @@ def _key_kernel(
     narrow = blocks.q.dtype
     shape = (LANES, sizes.rows_dkv)
     product = partial(tiles.products, interpret=interpret)
-    release = partial(tiles.release, interpret=interpret)
 
     def fetch() -> None:
         q, column, lse2 = (x.at[block] for x in (blocks.q, blocks.column, inputs.lse2))
@@ -213,8 +211,9 @@ def _key_kernel(
             d_scores = weights * (d_weights - across(delta[...], shape))
             factors = Product(d_scores.astype(narrow), q), Product(weights.astype(narrow), d_out)
             totals = product(*factors, onto=totals)
-            release(s.queries.done.at[slot])
-            release(s.gradients.done.at[slot])
+            # Threads have read column, lse2 and delta; one commit is for both stages.
+            tiles.release(s.queries.done.at[slot], by_threads=True)
+            tiles.release(s.gradients.done.at[slot], by_threads=False)
             return totals
 
         nothing = jnp.zeros((LANES, head_dim), jnp.float32)

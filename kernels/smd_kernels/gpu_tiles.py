@@ -126,10 +126,14 @@ def fetch(walk: Walk, length: int, rings: Sequence[tuple[Ring, Sequence[Any]]]) 
             plgpu.barrier_wait(ring.done.at[lax.rem(step, stages)])
 
 
-def release(barrier: Any, *, interpret: bool) -> None:
-    """Signals that this warpgroup has read a stage of a ring."""
-    # On the device the barrier orders all reads before the next copy. JAX 0.12's interpreter asks for a commit, too.
-    if interpret:
+def release(barrier: Any, *, by_threads: bool) -> None:
+    """Signals that this warpgroup has read a stage of a ring.
+
+    Args:
+      by_threads: whether threads have read it, and not only wgmma. A barrier alone does not order their reads before
+        TMA's next copy (`commit_smem` in JAX's reference of Pallas for GPUs).
+    """
+    if by_threads:
         plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
 
@@ -142,11 +146,12 @@ def load(barrier: Any, *copies: tuple[Any, Any]) -> None:
 
 
 def store(*copies: tuple[Any, Any]) -> None:
-    """Copies (buffer, destination) pairs that this warpgroup wrote from shared to main memory, and waits."""
+    """Copies (buffer, destination) pairs that this warpgroup wrote from shared to main memory, and waits until the
+    buffers have been read."""
     plgpu.commit_smem()
     for buffer, destination in copies:
         plgpu.copy_smem_to_gmem(buffer, destination)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffer may go once it is read
 
 
 class Product(NamedTuple):

@@ -26,7 +26,7 @@ def interval_attention(
 ) -> Float[Array, "batch heads tokens head_dim"]:
     """Attention in which query t sees key s iff `s <= t < evicted_at[s]`, with its own backward pass.
 
-    Memory is O(tokens); tiles without a visible pair are skipped.
+    Tiles without a visible pair are skipped. Memory is O(tokens); on a GPU also an int32 for every tile of scores.
 
     Args:
       q, k, v: one dtype; `heads` is a multiple of `kv_heads`.

@@ -1,7 +1,7 @@
 """A rollout on disk in a form that any sampler can write: tokens, log-probabilities, and the conditions of sampling.
 
 One file, `.npz` or `.safetensors`, with the arrays of `REQUIRED` and any others of `SHAPES`. Rows are padded on the
-right; column t has the t-th token. docs/certify.md lists shapes, dtypes and meanings. Numpy only.
+right; column t has the t-th token. docs/certify.md lists shapes, dtypes and meanings.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def lines(verdict: Verdict) -> list[str]:
         f"|learner - sampler|   mean {verdict.mean_abs:.2e}, largest {verdict.max_abs:.2e} nats",
         f"signed      mean {mean:+.2e} ± {error:.1e} nats",
         f"by length   first third {first:.2e}, last third {last:.2e} nats",
-        f"kind        {verdict.kind} (one policy: mean <= {verdict.tolerance:.1e})",
+        f"kind        {verdict.kind} (one policy: mean <= {verdict.tolerance:.1e}, largest <= {verdict.largest:.1e})",
     ]
     if verdict.is_one_policy:
         return [*found, "verdict     one policy"]
@@ -38,6 +38,8 @@ def lines(verdict: Verdict) -> list[str]:
         found.append(f"tested      {finding.difference:.2e} left if {finding.detail}")
     for layer, difference in verdict.sensitive_layers[:3]:
         found.append(f"layer       {difference:.2e} left with layer {layer} dense")
+    if verdict.kind == "single tokens":
+        return [*found, "verdict     not one policy: single tokens differ; their rows may show why"]
     if verdict.cause is None:
         return [*found, "verdict     not one policy; no tested cause explains it"]
     cause = verdict.cause
@@ -63,6 +65,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
         "mean_abs": verdict.mean_abs,
         "max_abs": verdict.max_abs,
         "tolerance": verdict.tolerance,
+        "largest": verdict.largest,
         "mean": mean,
         "standard_error": error,
         "first_third": first,

@@ -12,6 +12,7 @@ import numpy as np
 from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts
 from smd_jax.certify.record import Record
 from smd_jax.certify.replay import Replayed, replay
+from smd_jax.learner.mismatch_guard import default_bound
 from smd_jax.message.masks import NEVER
 from smd_jax.model.protocol import LanguageModel, Params
 
@@ -85,7 +86,7 @@ class Verdict:
 
     Attributes:
       difference: `[rows, responses]` learner minus sampler in nats, NaN outside of responses.
-      tolerance: mean |difference| up to which the two are one policy.
+      tolerance, largest: mean and largest |difference| up to which the two are one policy.
       cause: the named cause, "undecided" where too few rows tell; None for one policy, and where no tested explanation
         holds.
       findings: the tested explanations, the best first. One that leaves only rounding ends the search.
@@ -94,6 +95,7 @@ class Verdict:
 
     difference: np.ndarray
     tolerance: float
+    largest: float
     cause: Finding | None
     findings: tuple[Finding, ...]
     sensitive_layers: tuple[tuple[int, float], ...] = ()
@@ -108,7 +110,7 @@ class Verdict:
 
     @property
     def is_one_policy(self) -> bool:
-        return self.mean_abs <= self.tolerance
+        return self.mean_abs <= self.tolerance and self.max_abs <= self.largest
 
     @property
     def bias(self) -> tuple[float, float]:
@@ -124,9 +126,10 @@ class Verdict:
 
     @property
     def kind(self) -> str:
-        """`rounding`; `bias`, whose mean is not zero or which grows with the length; or `noise`."""
-        if self.is_one_policy:
-            return "rounding"
+        """`rounding`; `single tokens`, if only the largest difference is too large; `bias`, whose mean is not zero or
+        which grows with the length; or `noise`."""
+        if self.mean_abs <= self.tolerance:
+            return "rounding" if self.is_one_policy else "single tokens"
         mean, error = self.bias
         first, last = self.growth
         return "bias" if abs(mean) > 3 * error or last > 2 * first else "noise"
@@ -229,9 +232,9 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     replayed = replays.under(replays.stated)
     differences = replays.differences(replayed, "the learner")
     difference, base = differences[..., 0], _mean_abs(differences[..., 0])
-    low = models.model.shape.dtype == "bfloat16"
+    low, largest = models.model.shape.dtype == "bfloat16", default_bound(models.model.shape)
     if not low and base <= TOLERANCE:
-        return Verdict(difference, TOLERANCE, None, ())
+        return Verdict(difference, TOLERANCE, largest, None, ())
     rounding = None
     if models.other is not None:
         replayed_by_other = replay(*models.other, replays.stated, replays.responses)
@@ -241,7 +244,7 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
         # Measured by our own replay in the other dtype; without it, a typical value for bfloat16.
         tolerance = ROUNDING * (_mean_abs(rounding[..., 0]) if rounding is not None else 0.02)
         if base <= tolerance:
-            return Verdict(difference, tolerance, None, ())
+            return Verdict(difference, tolerance, largest, None, ())
     findings = []
     for finding in _explanations(replays, replayed, differences):
         findings.append(finding)
@@ -251,9 +254,9 @@ def certify(models: Models, record: Record, facts: PromptFacts | None = None) ->
     findings.sort(key=lambda finding: finding.difference)
     allowed = max(EXPLAINED * _mean_abs(differences), tolerance)
     if findings and findings[0].difference <= allowed:
-        return Verdict(difference, tolerance, findings[0], tuple(findings))
+        return Verdict(difference, tolerance, largest, findings[0], tuple(findings))
     cause, layers = _by_elimination(replays, differences, rounding, allowed, tolerance)
-    return Verdict(difference, tolerance, cause, tuple(findings), layers)
+    return Verdict(difference, tolerance, largest, cause, tuple(findings), layers)
 
 
 def _explanations(replays: _Replays, replayed: Replayed, differences: np.ndarray) -> Iterator[Finding]:

@@ -89,7 +89,7 @@ def run(args: Args) -> None:
     try:
         params = trained_model(args, trained, directory, config)
     except DamagedCheckpointError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{error}. --step names another checkpoint") from error
     if args.format == "peft":
         if not has_lora(params):
             raise UserError(f"expected a run with --lora-r for --format peft; got {args.run}, which has no adapters")

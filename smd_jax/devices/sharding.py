@@ -1,12 +1,10 @@
 """Sharding: a mesh with axes data, fsdp, sequence and tensor, and the table of parameters by axis.
 
-    data       rows of the batch
-    fsdp       rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
-    sequence   columns of the learner's rows; in attention, heads instead (DeepSpeed-Ulysses, arXiv:2309.14509), so that
-               every device has all keys of its heads
-    tensor     attention heads, the width of the MLP, experts, the vocabulary
-
-Nothing else in the library names a mesh axis.
+data       rows of the batch
+fsdp       rows of the batch, and one axis of every matrix (parameters are gathered where they are used)
+sequence   columns of the learner's rows; in attention, heads instead (DeepSpeed-Ulysses, arXiv:2309.14509), so that
+           every device has all keys of its heads
+tensor     attention heads, the width of the MLP, experts, the vocabulary
 """
 
 from __future__ import annotations

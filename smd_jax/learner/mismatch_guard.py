@@ -68,7 +68,7 @@ def is_beyond(difference: float, bound: float | None) -> bool:
 
 
 def default_bound(shape: ModelShape) -> float:
-    """Ten times the largest difference caused by rounding, in nats."""
+    """The bound in nats: 7 to 18 times the largest rounding that was measured, see docs/runs.md."""
     dtype = shape.dtype
     # GPUs and TPUs multiply float32 in 10 or 8 bits unless the model or the process asks for more.
     if dtype == "float32" and not shape.full_float32 and jax.default_backend() != "cpu":

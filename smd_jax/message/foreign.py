@@ -16,7 +16,7 @@ Expert routing has the form in which engines report it:
     sglang    the same numbers, flat
     Tunix     [width, layers, k], -1 where there is no token
 
-NumPy only. `Trajectory.from_records` documents the accepted records.
+`Trajectory.from_records` documents the accepted records.
 """
 
 from __future__ import annotations

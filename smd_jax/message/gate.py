@@ -11,7 +11,6 @@ is a policy over keys and tokens, and the learner can recompute both probabiliti
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,7 +59,6 @@ class Gate:
         """Initial parameters of one layer, a mapping of arrays."""
         raise TypeError(f"{type(self).__name__} has no init: its class must define one, or set has_parameters = False")
 
-    @abstractmethod
     def logits(
         self, parameters: Any, keys: Keys, values: Keys, positions: Positions, newest: Newest, queries: Queries
     ) -> Logits:
@@ -77,6 +75,7 @@ class Gate:
           newest: `[batch, compressions]` position of the newest query at each compression.
           queries: `[batch, heads, compressions, head_dim]` the newest query at each compression, after RoPE.
         """
+        raise TypeError(f"{type(self).__name__} has no logits: its class must define them")
 
     def keep_sinks(self, logits: Logits, positions: Positions) -> Logits:
         """The logits from which evictions are drawn: `KEPT` for the sinks."""

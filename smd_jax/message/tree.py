@@ -295,8 +295,8 @@ def to_trajectory(
 def _set_tokens(part: Branch | Node, what: str, default: Callable[[int], np.ndarray]) -> None:
     """Checks the arrays of a frozen `part`, and sets them. `default`: `sampled` of so many tokens, if it is empty."""
     tokens = whole_numbers(part.tokens, what)
-    for token in tokens[tokens > MOST_IDS][:1]:
-        raise ValueError(f"expected token ids of {what} below 2**31; got {token}")
+    for token in tokens[(tokens < 0) | (tokens > MOST_IDS)][:1]:
+        raise ValueError(f"expected token ids of {what} from 0 to 2**31 - 1; got {token}")
     tokens = tokens.astype(np.int32)
     sampled = np.asarray(part.sampled) if len(part.sampled) else default(len(tokens))
     logprobs = np.asarray(part.logprobs, np.float32) if len(part.logprobs) else np.zeros(len(tokens), np.float32)

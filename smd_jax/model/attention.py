@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import metadata
 from typing import Any, Literal, get_args
 
 import jax
@@ -47,6 +48,7 @@ from smd_kernels.xla import ACCELERATOR_SIZES, CPU_SIZES, XlaKernel
 # Cost of a score of gathered keys relative to one of the causal triangle, from the break-even in
 # experiments/results/attention_cpu_budgets.json; not measured on GPU and TPU.
 GATHERED_SCORE = 1.6
+PTXAS = "nvidia-cuda-nvcc-cu12"  # the package with CUDA 12's assembler
 
 Implementation = Literal["reference", "xla", "interval", "segments", "portable", "mosaic_gpu", "mosaic_tpu"]
 
@@ -246,7 +248,22 @@ def wrong_device(impl: Literal["mosaic_gpu", "mosaic_tpu"]) -> str | None:
     if impl == "mosaic_tpu":
         return None
     capability = jax.devices()[0].compute_capability
-    return None if capability == "9.0" else f"expected a Hopper GPU (compute capability 9.0); got {capability}"
+    if capability != "9.0":
+        return f"expected a Hopper GPU (compute capability 9.0); got {capability}"
+    return _wrong_assembler()
+
+
+@cache
+def _wrong_assembler() -> str | None:
+    """The reason why the installed ptxas may miscompile masked loops, or None. JAX's own Hopper attention refuses them
+    with CUDA 12.8.0 to 12.9.0 (`jax/experimental/pallas/ops/gpu/attention_mgpu.py`)."""
+    try:
+        found = metadata.version(PTXAS)
+    except metadata.PackageNotFoundError:
+        return None  # of CUDA 13, or of the system
+    if (12, 8) <= tuple(map(int, found.split(".")[:3])) < (12, 9, 86):
+        return f"expected {PTXAS} before 12.8 or from 12.9.86: others may miscompile the kernel; got {found}"
+    return None
 
 
 def why_not_here(impl: Literal["mosaic_gpu", "mosaic_tpu"], q: Array, k: Array, v: Array | None) -> str | None:

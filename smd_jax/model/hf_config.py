@@ -109,7 +109,7 @@ def model_config_from_hf(config: Mapping[str, Any], dtype: FloatName = "float32"
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         hint = ". docs/models.md says how to save its text model" if "text_config" in config else ""
         raise ValueError(
-            f"model_type must be one of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}{hint}"
+            f"expected model_type of {', '.join(FAMILIES)} (models of text); got {shown(model_type)}{hint}"
         )
     _refuse_unsupported(config, FAMILIES[model_type])
     try:
@@ -293,7 +293,7 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | 
     if kind == "default":
         return None
     if kind not in _ROPES:
-        raise ValueError(f"rope type must be one of default, {', '.join(_ROPES)}; got {kind!r}")
+        raise ValueError(f"expected rope_type of default, {', '.join(_ROPES)}; got {kind!r}")
     given = {field.name: rope.get(_key(field)) for field in dataclasses.fields(_ROPES[kind])}
     fields = {name: _of_json(value) for name, value in given.items() if value is not None}
     if "original_max_positions" in fields:
@@ -337,7 +337,7 @@ def _read_windows(hf: Any, content: Mapping[str, Any], family: Family) -> tuple[
             f"use_sliding_window={shown(content.get('use_sliding_window'))}"
         )
     if unknown := set(kinds) - {FULL, SLIDING}:
-        raise ValueError(f"layer_types of {hf.model_type} must be {FULL} or {SLIDING}; got {shown(sorted(unknown))}")
+        raise ValueError(f"expected layer_types of {hf.model_type} of {FULL}, {SLIDING}; got {shown(sorted(unknown))}")
     return tuple(window if kind == SLIDING else None for kind in kinds) if SLIDING in kinds else ()
 
 

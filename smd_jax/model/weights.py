@@ -153,7 +153,7 @@ def save_checkpoint(
       OSError: the disk is full or fails.
     """
     if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes must be positive; got {max_shard_bytes}")
+        raise ValueError(f"expected max_shard_bytes > 0; got {max_shard_bytes}")
     dtype = float_name(dtype)
     source = None if tokenizer_from is None else Path(tokenizer_from)
     hf_config = hf_config_from_model(config, dtype, _model_type_of(source))

@@ -135,7 +135,6 @@ def write_parquet(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> Non
     import pyarrow
     import pyarrow.parquet
 
-    # Lone surrogates, which JSON files can hold, are not valid UTF-8.
     # Named, because a file may have only empty lists, as of conversations of one turn.
     types = {"answers": pyarrow.list_(pyarrow.string()), "turn_rewards": pyarrow.list_(pyarrow.float64())}
     table = pyarrow.table(

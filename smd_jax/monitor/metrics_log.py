@@ -182,10 +182,10 @@ class MetricsWriter:
         row: dict[str, float | int | None] = {"step": step}
         for name, value in jax.device_get(dict(metrics)).items():
             if np.shape(value) != ():
-                raise ValueError(f"metric {name!r} must be a scalar; got shape {np.shape(value)}")
+                raise ValueError(f"expected a scalar as metric {name!r}; got shape {np.shape(value)}")
             number = np.asarray(value).item()
             if not isinstance(number, bool | int | float):
-                raise ValueError(f"metric {name!r} must be a real number; got {type(number).__name__} {number!r}")
+                raise ValueError(f"expected a real number as metric {name!r}; got {type(number).__name__} {number!r}")
             row[name] = number if math.isfinite(number) else None  # JSON has neither NaN nor infinity
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()

@@ -19,6 +19,8 @@ from typing import Any
 from reasoning_gym import register_dataset
 from reasoning_gym.dataset import ProceduralDataset
 
+from smd_jax.config import check_whole
+
 DATASET_NAME = "distractor_sort"
 
 
@@ -43,14 +45,11 @@ class DistractorSortConfig:
 
     def validate(self) -> None:
         """Raises ValueError for a dataset that cannot be made; reasoning_gym calls this."""
-        if self.num_digits < 1:
-            raise ValueError(f"num_digits must be at least 1; got {self.num_digits}")
-        if self.num_distractors < 0:
-            raise ValueError(f"num_distractors must be at least 0; got {self.num_distractors}")
+        check_whole("num_digits", self.num_digits, 1)
+        check_whole("num_distractors", self.num_distractors, 0)
+        check_whole("size", self.size, 1)
         if not self.letters or set(self.letters) & set(string.digits + "="):
-            raise ValueError(f"letters must be at least one character, no digits and no '='; got {self.letters!r}")
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1; got {self.size}")
+            raise ValueError(f"expected letters: at least one character, no digits, no '='; got {self.letters!r}")
 
 
 class DistractorSortDataset(ProceduralDataset):

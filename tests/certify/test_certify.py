@@ -387,10 +387,19 @@ def test_logits_are_computed_in_blocks(params, arrays, monkeypatch: pytest.Monke
 
 def test_statistics_of_a_verdict_by_hand():
     difference = np.array([[0.1, -0.1, 0.4], [0.2, 0.2, np.nan]])
-    result = verdict.Verdict(difference, 1e-4, None, ())
+    result = verdict.Verdict(difference, 1e-4, 1e-3, None, ())
     assert result.mean_abs == pytest.approx(0.2) and result.max_abs == pytest.approx(0.4)
     assert result.bias == pytest.approx((0.16, np.std([0.1, -0.1, 0.4, 0.2, 0.2]) / 5**0.5))
     assert result.growth == pytest.approx((0.15, 0.4)) and result.kind == "bias"
+
+
+def test_one_wrong_token_among_many_is_not_one_policy():
+    difference = np.full((4, 2_000), 1e-6)
+    difference[2, 7] = 0.7  # moves the mean by less than 1e-4
+    result = verdict.Verdict(difference, 1e-4, 1e-3, None, ())
+    assert result.mean_abs < 1e-4 and not result.is_one_policy and result.kind == "single tokens"
+    assert "not one policy: single tokens differ" in report.lines(result)[-1]
+    assert "row 2, response token 7: +0.700" in "\n".join(report.lines(result))
 
 
 # --- the record

@@ -12,7 +12,7 @@ SAME = "log-probabilities belong to the token of a turn that is "  # over 60 cha
 
 def test_every_tested_cause_has_a_bar_and_its_own_name():
     findings = tuple(Finding("tokens misaligned", SAME + end, 0.1) for end in ("one before", "one after"))
-    figure = picture(Verdict(np.full((3, 4), 0.2), 1e-4, None, findings))
+    figure = picture(Verdict(np.full((3, 4), 0.2), 1e-4, 1e-3, None, findings))
     left, right = figure.axes[:2]
     assert len({bar.get_extents().y0 for bar in right.patches}) == 3, "two causes and the record"
     names = [label.get_text().replace("\n", " ") for label in right.get_yticklabels()]

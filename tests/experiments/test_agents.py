@@ -56,7 +56,7 @@ def test_a_run_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runs, "decodings", lambda policy: tuple(Decode(name, policy) for name in DECODINGS))
     problem, sizes = Lookup(2), replace(QUICK, rollouts=1)
     name = f"{problem.label}-{sizes.start.label}-seed-3.safetensors"
-    write_start(tmp_path / "starts" / name, random_params(problem.model_config()))
+    write_start(tmp_path / "starts" / name, random_params(problem.model_config()), sizes.start)
     job = Job(problem, sampler_of("snapkv:8+4"), arms_of(("shadow",))[0], 1e-3, 3, False, sizes)
     row = runs.execute(job, tmp_path / "runs")
     assert 0 <= row["sparse"] <= 1 and row["mismatch_kl"] <= runs.MAX_MISMATCH_KL and row["task"] == "lookup-2"

@@ -78,7 +78,7 @@ def test_exit_status(tmp_path: Path, jobs: tuple[str, ...], status: int):
 def test_a_check_fails_on_wrong_numbers_nan_and_unequal_runs(error: float, again: float, ok: bool):
     true = np.linspace(-1, 1, 11, dtype=np.float32)
     case = kernel_checks.Case("", "", "", {"out": 1e-2}, tuple, tuple, tuple)
-    row = kernel_checks.compare(case, (true + np.float32(error),), (true + np.float32(again),), (true,))
+    row = kernel_checks.compare(case, (true + np.float32(error),), [(true + np.float32(again),)], (true,))
     assert row["ok"] is ok
     assert json.loads(json.dumps(row, allow_nan=False)) == row
 

@@ -205,8 +205,8 @@ def test_the_report_needs_all_seeds():
             part(rows[:-1])
     section = reporting.section(rows)
     assert "| shadow | 0.750 |" in section and "at temperature 1: +0.375 (" in section and "is refuted." not in section
-    assert "minus\n  naive +0.375 (" in reporting.bullet(rows)
-    assert "naive 30, tis 30, shadow 30, mixed-50 30." in section and "16 of 20 leads survive" in section
+    assert "SnapKV, is +0.375 (" in reporting.bullet(rows)
+    assert "naive 30, tis 30, shadow 30, mixed-50 30." in section and "32 of 40 leads survive" in section
     assert "SnapKV (mismatch 0.140 ± 0.000 nats per token)" in section, "of the TIS runs"
     assert f"| shadow minus naive | {' | '.join(4 * ['+0.50', '+0.25'])} |" in reporting.by_seeds(rows)
 

@@ -22,25 +22,33 @@ from smd_jax.testing import random_params
 
 PROBLEM = problem_of("sorting-4")
 CONFIG = PROBLEM.model_config()
+LEVEL = StartLevel()
 
 
 def test_a_start_is_read_back_with_its_hash(tmp_path: Path):
     params = random_params(CONFIG, 3)
     path = tmp_path / "start.safetensors"
-    write_start(path, params)
-    restored = read_start(path, random_params(CONFIG, 0))
+    write_start(path, params, LEVEL)
+    restored = read_start(path, random_params(CONFIG, 0), LEVEL)
     assert start_hash(restored) == start_hash(params) != start_hash(random_params(CONFIG, 0))
     np.testing.assert_array_equal(restored["embed"]["embedding"], params["embed"]["embedding"])
 
 
 def test_a_changed_start_is_refused(tmp_path: Path):
     path = tmp_path / "start.safetensors"
-    write_start(path, random_params(CONFIG, 3))
+    write_start(path, random_params(CONFIG, 3), LEVEL)
     tensors = load_file(path)
     name = next(iter(tensors))
     save_file(tensors | {name: tensors[name] + 1}, path, {"hash": start_hash(random_params(CONFIG, 3))})
     with pytest.raises(ValueError, match="expected in start.safetensors parameters with the hash"):
-        read_start(path, random_params(CONFIG, 0))
+        read_start(path, random_params(CONFIG, 0), LEVEL)
+
+
+def test_a_start_of_another_level_is_refused(tmp_path: Path):
+    path = tmp_path / "start.safetensors"
+    write_start(path, random_params(CONFIG, 3), StartLevel(rows=64))
+    with pytest.raises(ValueError, match=r"a start trained to .*rows=512.*; got one trained to .*rows=64"):
+        read_start(path, random_params(CONFIG, 0), LEVEL)
 
 
 def row(**changes: object) -> dict[str, object]:

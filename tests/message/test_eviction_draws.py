@@ -24,7 +24,7 @@ from smd_jax.learner.evictions import recorded_draws, replay_evictions
 from smd_jax.learner.state import TrainBatch
 from smd_jax.losses.policy import eviction_loss, eviction_weights
 from smd_jax.message.draws import STAYED, ordered_logprob
-from smd_jax.message.gate import EVICTION_GATE, KEPT, AttentionGate, LinearGate, add_gate
+from smd_jax.message.gate import EVICTION_GATE, KEPT, AttentionGate, Gate, LinearGate, add_gate
 from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.trajectory import Trajectory
@@ -361,6 +361,12 @@ def test_fresh_gate_has_zero_logits():
     positions = jnp.arange(3).reshape(1, 1, 3)
     queries = jnp.ones((1, 2, 1, 8))
     assert not gate.logits(gate.init(2, 8, jnp.float32), keys, keys, positions, jnp.asarray([[2]]), queries).any()
+
+
+def test_a_gate_without_logits_is_named():
+    one = jnp.ones((1, 1, 1, 1))
+    with pytest.raises(TypeError, match="Gate has no logits: its class must define them"):
+        Gate().logits((), one, one, jnp.zeros((1, 1, 1), int), jnp.zeros((1, 1), int), one)
 
 
 def test_sinks_of_a_gate_without_parameters():

@@ -122,9 +122,10 @@ def test_invalid_trees_are_refused(nodes, message):
         Tree(nodes)
 
 
-def test_ids_beyond_32_bits_are_not_wrapped():
-    with pytest.raises(ValueError, match=r"expected token ids of a branch below 2\*\*31; got 4294967301"):
-        Branch([2**32 + 5, 7])
+@pytest.mark.parametrize("wrong", [-1, 2**32 + 5])  # -1 would read the last row of the embedding
+def test_ids_outside_of_31_bits_are_refused(wrong):
+    with pytest.raises(ValueError, match=rf"expected token ids of a branch from 0 to 2\*\*31 - 1; got {wrong}"):
+        Branch([wrong, 7])
 
 
 def test_wrong_shapes_and_sizes_are_refused():

@@ -166,6 +166,20 @@ def test_best_implementation(has_kernel: bool, monkeypatch: pytest.MonkeyPatch):
     assert best(*shaped(64), mask) == portable
 
 
+@pytest.mark.parametrize(
+    ("installed", "usable"), [("12.6.85", True), ("12.8.93", False), ("12.9.41", False), ("12.9.86", True)]
+)
+def test_an_assembler_that_may_miscompile_is_refused(installed: str, usable: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Accelerator()])
+    monkeypatch.setattr(attention.metadata, "version", lambda package: installed)
+    monkeypatch.setattr(attention, "_wrong_assembler", attention._wrong_assembler.__wrapped__)  # without its cache
+    reason = (
+        f"expected {attention.PTXAS} before 12.8 or from 12.9.86: others may miscompile the kernel; got {installed}"
+    )
+    assert attention.wrong_device("mosaic_gpu") == (None if usable else reason)
+
+
 def test_segments_are_gathered_where_cheaper(monkeypatch: pytest.MonkeyPatch):
     """732 of 2,048 keys are too many: the causal triangle has 1,024 on average."""
     assert pays(Segments(64, 32, 128), 2048) and not pays(Segments(64, 32, 700), 2048)

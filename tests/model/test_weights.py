@@ -364,5 +364,5 @@ def test_a_missing_tokenizer_is_refused(tmp_path: Path):
 
 def test_shards_of_size_zero_are_refused(tmp_path: Path):
     config = CONFIGS["qwen2"]
-    with pytest.raises(ValueError, match="max_shard_bytes must be positive; got 0"):
+    with pytest.raises(ValueError, match="expected max_shard_bytes > 0; got 0"):
         save_checkpoint(tmp_path, random_leaves(config), config, max_shard_bytes=0)

@@ -120,8 +120,8 @@ def test_each_row_takes_one_transfer(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"loss": np.zeros(2)}, r"metric 'loss' must be a scalar; got shape \(2,\)"),
-        ({"loss": np.complex64(1)}, "metric 'loss' must be a real number; got complex"),
+        ({"loss": np.zeros(2)}, r"expected a scalar as metric 'loss'; got shape \(2,\)"),
+        ({"loss": np.complex64(1)}, "expected a real number as metric 'loss'; got complex"),
         ({"step": 1}, "without the reserved name 'step'"),
     ],
 )

@@ -139,7 +139,7 @@ def test_only_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [6, 10, 12]
     with pytest.raises(FileNotFoundError, match="expected a checkpoint in .*nowhere; found none"):
         read(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="max_to_keep must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="expected max_to_keep >= 1; got 0"):
         save(tmp_path, 14, max_to_keep=0)
 
 
@@ -258,9 +258,9 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
-        ({"step": 3}, TypeError, "'step' must be an array; got int 3"),
-        ({"a": [jnp.zeros(2), None, "text"]}, TypeError, "'a/2' must be an array; got str"),
-        ({"a": jnp.zeros((0, 3))}, ValueError, r"'a' must have at least one element; got shape \(0, 3\)"),
+        ({"step": 3}, TypeError, "expected an array as state leaf 'step'; got int 3"),
+        ({"a": [jnp.zeros(2), None, "text"]}, TypeError, "expected an array as state leaf 'a/2'; got str"),
+        ({"a": jnp.zeros((0, 3))}, ValueError, r"at least one element in state leaf 'a'; got shape \(0, 3\)"),
     ],
 )
 def test_unsupported_leaves_are_refused(tmp_path, state, error, message):

@@ -170,8 +170,8 @@ def test_a_failed_save_names_the_lost_rollouts(tmp_path, last, every, error, mes
     [
         ((), {"config": {"tags": {"a"}}}, TypeError, r"config\.tags: expected .*; got set"),
         ((), {"noted": {"tags": {"a"}}}, TypeError, r"noted\.tags: expected .*; got set"),
-        ((np.zeros(0),), {}, ValueError, "'opt_state/0' must have at least one element"),
-        ((0.5,), {}, TypeError, "'opt_state/0' must be an array; got float"),
+        ((np.zeros(0),), {}, ValueError, "at least one element in state leaf 'opt_state/0'"),
+        ((0.5,), {}, TypeError, "expected an array as state leaf 'opt_state/0'; got float"),
     ],
 )
 def test_unsupported_values_are_refused_before_the_first_rollout(tmp_path, opt_state, options, error, message):

@@ -128,16 +128,16 @@ def test_scores_of_answers(completion, exact, partial):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"num_digits": 0}, "num_digits must be at least 1; got 0"),
-        ({"num_distractors": -1}, "num_distractors must be at least 0; got -1"),
-        ({"letters": "ab7"}, "letters must be .* got 'ab7'"),
-        ({"letters": ""}, "letters must be .* got ''"),
+        ({"num_digits": 0}, "expected num_digits >= 1, a whole number; got 0"),
+        ({"num_distractors": -1}, "expected num_distractors >= 0, a whole number; got -1"),
+        ({"letters": "ab7"}, "expected letters: .* got 'ab7'"),
+        ({"letters": ""}, "expected letters: .* got ''"),
     ],
 )
 def test_bad_sorting_tasks(parameters, message):
     with pytest.raises(ValueError, match=message):
         sort_task(**parameters)
-    with pytest.raises(ValueError, match="size must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="expected size >= 1, a whole number; got 0"):
         ReasoningGymTask("distractor_sort", seed=0, size=0)
 
 

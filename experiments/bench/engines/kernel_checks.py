@@ -1,15 +1,17 @@
 """Compares every GPU kernel with the float32 reference. Run by `bench/accelerator.py`.
 
 Each case generates inputs in the kernel's dtype and passes them as float32 to `smd_kernels.reference`. The largest
-difference, relative to the largest expected number, has a tolerance; NaN fails. A second run must be
-bitwise equal. Needs jax, numpy and jaxtyping, and of this repository only `smd_kernels`.
+difference, relative to the largest expected number, has a tolerance; NaN fails. More runs must be bitwise
+equal: reads of shared memory that are ordered wrongly show now and then. Needs jax, numpy and jaxtyping, and of
+this repository only `smd_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 import jax
@@ -47,27 +49,26 @@ class Case:
     run: Callable[..., Any]  # of `inputs()`
     expected: Callable[..., Any]  # of `inputs()` in float32
 
-    def row(self) -> Row:
+    def row(self, repeats: int) -> Row:
         given = self.inputs()
         program = jax.jit(self.run)
         got = jax.block_until_ready(program(*given))
-        again = jax.block_until_ready(program(*given))
+        again = [jax.block_until_ready(program(*given)) for _ in range(repeats)]
         wide = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, given)
         return compare(self, got, again, jax.jit(self.expected)(*wide))
 
 
-def compare(case: Case, got: Any, again: Any, expected: Any) -> Row:
+def compare(case: Case, got: Any, again: Sequence[Any], expected: Any) -> Row:
     off = {}
-    same_bits = True
-    for name, x, y, z in zip(case.tolerances, got, again, expected, strict=True):
-        x, y, z = (np.asarray(a, np.float32) for a in (x, y, z))
+    same_bits = all(map(np.array_equal, chain(*again), cycle(got)))
+    for name, x, z in zip(case.tolerances, got, expected, strict=True):
+        x, z = (np.asarray(a, np.float32) for a in (x, z))
         # Rows that see no key have an infinite log-denominator, which must be in both.
         finite = np.isfinite(z)
         unlike = not np.array_equal(x[~finite], z[~finite])
         scale = np.abs(z[finite]).max(initial=0.0) or 1.0
         # NumPy's maximum propagates NaN; XLA's on CPU does not.
         off[name] = float("inf") if unlike else float(np.abs(x[finite] - z[finite]).max(initial=0.0) / scale)
-        same_bits &= np.array_equal(x, y)
     ok = same_bits and all(off[name] <= limit for name, limit in case.tolerances.items())
     row: Row = {"check": case.name, "kernel": case.kernel, "dtype": case.dtype, "ok": ok}
     # JSON has no infinities and NaN.

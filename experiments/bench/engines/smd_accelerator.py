@@ -90,7 +90,7 @@ def correctness(rehearse: bool) -> Iterator[Job]:
 
         interpreted.patch_kernels()
     for case in kernel_checks.rehearsed() if rehearse else kernel_checks.cases():
-        yield case.name, lambda case=case: [case.row()]
+        yield case.name, lambda case=case: [case.row(1 if rehearse else 20)]
 
 
 # ---------------------------------------------------------------- attention

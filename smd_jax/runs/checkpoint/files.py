@@ -98,9 +98,9 @@ def leaf_table(tree: Any) -> dict[str, str]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            raise TypeError(f"state leaf {name!r} must be an array; got {type(leaf).__name__} {leaf!r}")
+            raise TypeError(f"expected an array as state leaf {name!r}; got {type(leaf).__name__} {leaf!r}")
         if math.prod(leaf.shape) == 0:
-            raise ValueError(f"state leaf {name!r} must have at least one element; got shape {leaf.shape}")
+            raise ValueError(f"expected at least one element in state leaf {name!r}; got shape {leaf.shape}")
         table[name] = f"{leaf.dtype}{list(leaf.shape)}"
     return table
 

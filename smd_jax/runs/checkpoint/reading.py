@@ -113,10 +113,11 @@ def restore_part(directory: str | Path, like: dict[str, Any], step: int | None =
 
     Args:
       like: for each field a pytree as `restore` takes it: `{"params": ...}`.
-      step: None: the newest.
+      step: None: the newest, also if it is damaged.
 
     Raises:
-      FileNotFoundError, DamagedCheckpointError: as `restore`.
+      FileNotFoundError: there is no such checkpoint.
+      DamagedCheckpointError: it is damaged.
       OtherStateError: these fields have another structure in the checkpoint.
     """
     step = existing_step(directory, step)

@@ -49,7 +49,7 @@ class Writer:
 
     def __init__(self, directory: str | Path, max_to_keep: int = 3) -> None:
         if max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be at least 1; got {max_to_keep}")
+            raise ValueError(f"expected max_to_keep >= 1; got {max_to_keep}")
         check_path(directory)
         self.directory = Path(directory)
         self._max_to_keep = max_to_keep
