@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -18,7 +19,6 @@ from reporting.page import by_seed, check_complete, grouped, rate_words, reporte
 SEEDS = tuple(range(10, 20))
 PRIMARY = ("snapkv", 3e-4)  # policy and rate of the primary contrast
 IN_A_ROW = 3  # evaluations below half of the start's reward
-PLANNED = 40  # cells: two policies, four learners, five rates
 THRESHOLD = 0.86  # Sparrow's, of the 5th percentile of the agreement
 
 
@@ -112,21 +112,20 @@ start, greedily.
 not. *Agreement* is the ratio of a token's probabilities under learner and sampler, the smaller to the larger. Sparrow
 predicts a collapse where its 5th percentile over tokens falls below {THRESHOLD}. {below} of {len(dense)} runs of dense
 learners cross it, {collapsed} collapse, {sum(cell.predicted for cell in others)} of them at least one evaluation later.
-The table has {len(cells)} of {PLANNED} planned lines.
 
-*Learning rates*, exploratory: {rates_above_start(cells)}.
+*Learning rates*, exploratory. Established above the start in both columns, of five rates: {rates_above_start(cells)}.
 """
 
 
 def rates_above_start(cells: Sequence[CollapseCell]) -> str:
-    """At how many rates each learner ends above its start under SnapKV, established in both columns."""
-    gains: dict[str, list[bool]] = {}
-    for cell in cells:
-        if cell.policy == PRIMARY[0]:
-            gains.setdefault(cell.arm, []).append(gains_in_both(cell))
-    arms = sorted(gains, key=lambda arm: -sum(gains[arm]))
-    words = [f"{arm} at {sum(gains[arm])} of {len(gains[arm])} rates" for arm in arms]
-    return f"established above the start in both columns are {', '.join(words)}"
+    """At how many rates each learner ends above its start, established in both columns."""
+    found = {}
+    for policy in dict.fromkeys(cell.policy for cell in cells):
+        counts = Counter(cell.arm for cell in cells if cell.policy == policy and gains_in_both(cell))
+        found[policy] = ", ".join(
+            f"{arm} {counts[arm]}" for arm in sorted({cell.arm for cell in cells}, key=lambda arm: (-counts[arm], arm))
+        )
+    return "; ".join(f"under {policy} {arms}" for policy, arms in found.items())
 
 
 def gains_in_both(cell: CollapseCell) -> bool:

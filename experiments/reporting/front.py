@@ -53,7 +53,7 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 {real_model.bullet(smollm2)}
 
 **Not measured yet**, all [planned](experiments/PLAN.md): walks of 64 steps under two further samplers, the lead by
-mismatch in walks, collapse under Random. Not planned: public benchmarks, a GPU. No run had a full cache that did not
+mismatch in walks. Not planned: public benchmarks, a GPU. No run had a full cache that did not
 fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
