@@ -16,44 +16,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside, lower_percentile, masked_mean
 
-# Metrics that compare the sampler with the learner at the rollout's parameters, before any correction.
-SAMPLER_LEARNER_METRICS: dict[str, str] = {
-    "sampling/sampling_logp_difference/mean": "mean of |log p_learner - log p_sampler| over response tokens, nats",
-    "sampling/sampling_logp_difference/max": "maximum of the same, nats",
-    "sampling/token_ratio/min": "minimum over response tokens of p_learner / p_sampler, before any correction",
-    "sampling/token_ratio/mean": "mean of the same",
-    "sampling/token_ratio/max": "maximum of the same",
-    "mismatch_kl": "k3 estimate of KL(sampler || learner) per token, nats",
-    "rollout_corr/chi2_token": "mean over tokens of xi^2, minus 1; xi = p_learner / p_sampler",
-    "rollout_corr/chi2_seq": "mean over responses of (product of xi)^2, minus 1",
-    "rollout_corr/eff_sample_size": "(mean xi)^2 / mean xi^2 over tokens: 1 without mismatch, towards 0 with outliers",
-    "rollout_corr/agreement_p5": "5th percentile over tokens of min(1, xi), one sample's estimate of 1 - TV",
-}
-
-CORRECTION_METRICS: dict[str, str] = {
-    "rollout_corr/rollout_is_mean": "mean over tokens of the weights that the correction applies",
-    "rollout_corr/rollout_is_min": "smallest weight of a token that the correction applies",
-    "rollout_corr/rollout_is_max": "largest weight of a token that the correction applies",
-    "rollout_corr/rollout_is_eff_sample_size": "effective sample size of the weights that the correction applies",
-    "rollout_corr/rollout_rs_masked_fraction": "share of response tokens that are rejected or weigh 0",
-    "rollout_corr/rollout_rs_seq_masked_fraction": "share of responses that lose at least one token",
-    "rollout_corr/rollout_rs_seq_dropped_fraction": "share of responses that lose all their tokens",
-}
-
+# Names; docs/monitoring.md has their meanings. Sampler and learner are compared before any correction.
+SAMPLER_LEARNER_METRICS = (
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "mismatch_kl"),
+    *("sampling/token_ratio/min", "sampling/token_ratio/mean", "sampling/token_ratio/max"),
+    *("rollout_corr/chi2_token", "rollout_corr/chi2_seq"),
+    *("rollout_corr/eff_sample_size", "rollout_corr/agreement_p5"),
+)
+CORRECTION_METRICS = (
+    *("rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_min", "rollout_corr/rollout_is_max"),
+    *("rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction"),
+    *("rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/rollout_rs_seq_dropped_fraction"),
+)
 # Of one optimizer step; `smd_jax.train.minibatches.over_steps` weights the other metrics by them. Not logged.
-STEP_WEIGHTS: dict[str, str] = {
-    "update/tokens": "counted tokens, 0 without any",
-    "update/learns": "0 if the step had nothing to learn from, otherwise 1, in DPO its pairs",
-}
-
-# Metrics of an evaluation for each way of decoding, logged as `eval/{name}/{metric}`.
-EVALUATION_METRICS: dict[str, str] = {
-    "reward": "mean reward of the completions; pass@1 where a reward is 0 or 1",
-    "reward_low": "lower end of its 95 % interval, over prompts",
-    "reward_high": "upper end of the same",
-    "mean_length": "mean length of a completion, tokens",
-    "clipped_ratio": "share of completions that hit the length limit before EOS",
-}
+STEP_WEIGHTS = ("update/tokens", "update/learns")
 
 
 def sampler_learner_metrics(

@@ -42,7 +42,6 @@ from smd_jax.model.decoder import Decoder
 from smd_jax.model.lora import LoraConfig, add_lora
 from smd_jax.model.stacked_params import stack_params
 from smd_jax.model.value_head import add_value_head
-from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.runs import checkpoint, run
 from smd_jax.runs.checkpoint import reading, writing
 from smd_jax.runs.run_config import RunConfig
@@ -57,6 +56,7 @@ from smd_jax.train.loop import Loop
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
 from smd_jax.train.samples import RefusedRolloutError, Samples
+from tests.documented_metrics import MACHINE_METRICS
 
 EOS, PAD = 258, 256
 TOKENIZER = byte_tokenizer(chat=False)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
+from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
+from tests.documented_metrics import MACHINE_METRICS
 from tests.plain_loop import CONFIG, PlainLoop, new_state
 
 DENSE = "eval/dense/reward"

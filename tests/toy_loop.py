@@ -20,7 +20,6 @@ from smd_jax.learner.state import TrainState, init_state
 from smd_jax.learner.update import make_update
 from smd_jax.losses.distillation import DistillConfig
 from smd_jax.model.decoder import Decoder
-from smd_jax.monitor.metrics_log import MACHINE_METRICS
 from smd_jax.sampler.fixed_batch import RolloutConfig
 from smd_jax.tasks.reasoning_gym import ReasoningGymTask
 from smd_jax.tasks.task import Prompt, Row, Task
@@ -30,6 +29,7 @@ from smd_jax.train import loop as loop_module
 from smd_jax.train.grpo import GRPOConfig, GRPOLoop
 from smd_jax.train.loop import Loop
 from smd_jax.train.supervised import encode_examples, make_supervised_update
+from tests.documented_metrics import MACHINE_METRICS
 
 TOKENIZER = byte_tokenizer(chat=False)
 EOS, PAD = 258, 256

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from smd_jax.learner.state import TrainState
-from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
+from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
 from smd_jax.runs.frozen_base import without_base
 from smd_jax.runs.run import train
@@ -83,7 +83,12 @@ def left_by(directory: Path, like: TrainState, config: object) -> Left:
             unreadable += 1
     metrics = directory / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
-    return Left([{k: v for k, v in row.items() if k not in MACHINE_METRICS} for row in rows], newest, steps, unreadable)
+    return Left([{k: v for k, v in row.items() if is_repeatable(k)} for row in rows], newest, steps, unreadable)
+
+
+def is_repeatable(metric: str) -> bool:
+    """Whether a resumed run repeats this metric bitwise; times and memory differ."""
+    return not (metric.startswith(("step_time", "time/", "memory/")) or metric.endswith("/tokens_per_second"))
 
 
 def as_bytes(leaf: jax.Array) -> bytes:

@@ -42,7 +42,7 @@ RowOutputs = tuple[Replay, tuple[Any, ...]]  # per row, for the metrics
 # Metrics of every update, whose names no term may use.
 UPDATE_METRICS = frozenset(
     {"loss", "grad_norm", "learning_rate", "entropy", "update/skipped", "update/padding", "update/shared"}
-) | frozenset(SAMPLER_LEARNER_METRICS | STEP_WEIGHTS)
+).union(SAMPLER_LEARNER_METRICS, STEP_WEIGHTS)
 
 
 @any_leaves

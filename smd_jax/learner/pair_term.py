@@ -61,7 +61,7 @@ class PairTerm(Term):
         return TermOutputs(loss, rows=(k3(inputs.logprobs, reference), jax.tree.map(_of_rows, pairs)))
 
     def metrics(self, results: TermResults) -> Metrics:
-        """`DPO_METRICS`, and the KL to the reference over the tokens of all responses."""
+        """Those of `dpo_metrics`, and the KL to the reference over the tokens of all responses."""
         kl, pairs = results.rows
         metrics = dpo_metrics(jax.tree.map(_of_pairs, pairs), _of_pairs(results.prepared))
         return metrics | {"kl": token_mean(kl, results.mask)}

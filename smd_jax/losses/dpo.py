@@ -30,15 +30,6 @@ from smd_jax.typed_fields import check_types
 
 DPOLossType = Literal["sigmoid", "ipo"]
 
-DPO_METRICS: dict[str, str] = {
-    "rewards/chosen": "mean implicit reward, beta * log (policy / reference), of the chosen; over the pairs that count",
-    "rewards/rejected": "the same of the rejected",
-    "rewards/margins": "rewards/chosen minus rewards/rejected",
-    "rewards/accuracies": "share of the pairs whose margin is above 0",
-    "logps/chosen": "mean log-probability of a chosen response, nats, summed over its tokens",
-    "logps/rejected": "the same of the rejected",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig:
@@ -98,7 +89,7 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], di
     ipo       l = (h - 1 / (2 beta))^2      (arXiv:2310.12036 eq. 17), of sums over tokens, as in TRL's online trainer
 
     Returns:
-      The loss; and `DPO_METRICS` of each pair, `[pairs]`, 0 where a pair weighs nothing.
+      The loss; and the metrics of each pair, `[pairs]`, 0 where a pair weighs nothing.
 
     Raises:
       ValueError: if the arrays are not all `[pairs]`.
@@ -131,7 +122,7 @@ def dpo_loss(inputs: DPOInputs, config: DPOConfig) -> tuple[Float[Array, ""], di
 
 
 def dpo_metrics(terms: dict[str, Array], weights: Float[Array, " pairs"]) -> dict[str, Float[Array, ""]]:
-    """`DPO_METRICS`, with TRL's names and definitions, over pairs of non-zero weight; 0 without any."""
+    """Metrics with TRL's names and definitions, over pairs of non-zero weight; 0 without any."""
     return {name: masked_mean(x, weights > 0, empty=0.0) for name, x in terms.items()}
 
 

@@ -20,14 +20,6 @@ from smd_jax.ratios import masked_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
 
-VALUE_METRICS: dict[str, str] = {
-    "loss/value_avg": "value loss, before its coefficient",
-    "val/clipfrac_avg": "share of tokens whose value has left its range towards the return: no gradient",
-    "critic/values/mean": "mean over tokens of the critic's values, before the update",
-    "critic/returns/mean": "mean over tokens of the returns, the critic's targets",
-    "critic/vf_explained_var": "1 - var(returns - values) / var(returns) over tokens, before the update",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from smd_jax.devices.processes import all_or_none, is_first
 from smd_jax.disk import disk_errors_named
-from smd_jax.losses.value import VALUE_METRICS
 from smd_jax.monitor.metrics_log import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter, read_metrics
 from smd_jax.runs.checkpoint.files import all_steps
 from smd_jax.runs.run_config import Objective
@@ -170,7 +169,7 @@ def _value(row: Metrics, name: str) -> float:
 
 def _has_no_signal(row: Metrics) -> bool:
     # A critic compares rewards over the whole batch, and its groups may have one completion.
-    has_critic = any(name in row for name in VALUE_METRICS)
+    has_critic = "critic/values/mean" in row
     flat = _value(row, "reward_std") == 0 if has_critic else _value(row, "frac_reward_zero_std") == 1
     return flat or _value(row, "grad_norm") == 0
 

@@ -196,7 +196,7 @@ class Evaluated:
 
     @property
     def _numbers(self) -> dict[str, float]:
-        """The numbers of `EVALUATION_METRICS`."""
+        """`metrics` without their prefix."""
         low, high = self.interval
         return {
             "reward": self.reward,
@@ -208,7 +208,7 @@ class Evaluated:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics that a run logs: `EVALUATION_METRICS`."""
+        """The metrics that a run logs, as `eval/{name}/{metric}`."""
         return {f"eval/{self.name}/{name}": value for name, value in self._numbers.items()}
 
     @property

@@ -8,12 +8,13 @@ from smd_jax.corrections import TIS, CorrectionInputs
 from smd_jax.metrics import CORRECTION_METRICS, SAMPLER_LEARNER_METRICS, correction_metrics, sampler_learner_metrics
 from smd_jax.ratios import lower_percentile, overlap
 from tests.correction_cases import GOLDEN, golden_inputs, inputs_of
+from tests.documented_metrics import documented
 
 
 def statistics(inputs: CorrectionInputs):
     assert inputs.sampler_logprobs is not None
     metrics = sampler_learner_metrics(inputs.sampler_logprobs, inputs.old_logprobs, inputs.mask)
-    assert metrics.keys() == SAMPLER_LEARNER_METRICS.keys(), "each has a description"
+    assert metrics.keys() == set(SAMPLER_LEARNER_METRICS) == documented("Sampler and learner")
     return {name: value for name, value in metrics.items() if name.startswith("rollout_corr/")}
 
 
@@ -63,10 +64,11 @@ def test_weights_by_hand():
         np.testing.assert_allclose(metrics[f"rollout_corr/rollout_is_{name}"], value, rtol=1e-6)
 
 
-def test_every_statistic_has_a_description():
+def test_every_statistic_is_documented():
     inputs = golden_inputs()
     terms = TIS().terms(inputs)
-    assert correction_metrics(terms.weights, terms.counted, inputs.mask).keys() == CORRECTION_METRICS.keys()
+    metrics = correction_metrics(terms.weights, terms.counted, inputs.mask)
+    assert metrics.keys() == set(CORRECTION_METRICS) == documented("Corrections")
 
 
 def test_statistics_without_tokens_and_without_mismatch():

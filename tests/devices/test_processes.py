@@ -25,7 +25,7 @@ from smd_jax.commands.train import config_text
 from smd_jax.devices import processes
 from smd_jax.devices.process_rows import DataShards, SamplerPlacement
 from smd_jax.devices.sharding import make_mesh
-from smd_jax.monitor.metrics_log import MACHINE_METRICS, read_metrics
+from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs import checkpoint
 from smd_jax.runs.settings import machine
 from smd_jax.tasks.rewards import Graded
@@ -33,6 +33,7 @@ from smd_jax.testing import random_params, tiny_model_config, write_random_check
 from smd_jax.train import grading
 from smd_jax.train.grading import GradedBatch, gather_graded
 from tests import joined
+from tests.documented_metrics import MACHINE_METRICS
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.multiprocess

@@ -16,10 +16,11 @@ from smd_jax.learner.pair_term import PairTerm
 from smd_jax.learner.state import TrainBatch, init_state
 from smd_jax.learner.step import ReferenceSync
 from smd_jax.learner.update import make_update
-from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
+from smd_jax.losses.dpo import DPOConfig
 from smd_jax.losses.policy import LossConfig
-from smd_jax.metrics import SAMPLER_LEARNER_METRICS, STEP_WEIGHTS
+from smd_jax.metrics import STEP_WEIGHTS
 from tests import tiny_update
+from tests.documented_metrics import documented
 from tests.tiny_update import (
     MODEL,
     PARAMS,
@@ -108,7 +109,7 @@ def test_loss_and_gradient_against_the_definition(visibility, loss_type):
 def test_metrics_match_their_definitions():
     metrics, _ = metrics_and_gradients()
     others = {"loss", "grad_norm", "update/skipped", "entropy", "kl"}
-    assert metrics.keys() == DPO_METRICS.keys() | SAMPLER_LEARNER_METRICS.keys() | STEP_WEIGHTS.keys() | others
+    assert metrics.keys() == documented("Online DPO", "Sampler and learner") | others.union(STEP_WEIGHTS)
     assert metrics["update/learns"] == 3, "pairs with signal"
     assert metrics["update/tokens"] == trajectory().response_mask[np.concatenate([CHOSEN, REJECTED])].sum()
     chosen, rejected = (np.asarray(x, np.float64)[SIGNAL] for x in implicit_rewards(PARAMS, "shadow"))

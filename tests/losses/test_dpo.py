@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from smd_jax.losses.dpo import (
-    DPO_METRICS,
     DPOConfig,
     DPOInputs,
     Pairs,
@@ -16,6 +15,7 @@ from smd_jax.losses.dpo import (
     pair_weights,
     sequence_logprobs,
 )
+from tests.documented_metrics import documented
 
 LOSSES = pytest.mark.parametrize(
     "config", [DPOConfig(beta=0.5), DPOConfig(beta=0.5, loss_type="ipo")], ids=lambda c: c.loss_type
@@ -44,7 +44,7 @@ def random_inputs(seed: int, pairs: int = 5) -> DPOInputs:
 
 def test_metrics_without_counted_pairs_are_zero():
     found = dpo_metrics(dpo_loss(random_inputs(0), DPOConfig())[1], jnp.zeros(5))
-    assert found == dict.fromkeys(DPO_METRICS, 0.0)
+    assert found == dict.fromkeys(documented("Online DPO"), 0.0)
 
 
 @LOSSES

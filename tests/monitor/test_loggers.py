@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from smd_jax.monitor.loggers import Loggers, TensorBoardLogger, WandbLogger, dashboard_name, messages
-from smd_jax.monitor.metrics_log import MEMORY_METRICS, memory_in_use
+from smd_jax.monitor.metrics_log import memory_in_use
+from tests.documented_metrics import documented
 from tests.plain_runs import Recorder
 
 
@@ -195,6 +196,6 @@ def test_weights_and_biases_without_an_account_raises_one_error(tmp_path, monkey
 
 def test_memory_of_this_process(tmp_path):
     found = memory_in_use()
-    assert found.keys() <= MEMORY_METRICS.keys()
+    assert found.keys() <= documented("Memory")
     assert 10e6 < found["memory/host_bytes"] < 1e12
     assert "memory/host_bytes" not in memory_in_use(tmp_path / "absent"), "a system without /proc"

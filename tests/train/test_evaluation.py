@@ -17,8 +17,6 @@ from smd_jax.eviction.policies import H2O, SnapKV
 from smd_jax.learner.state import TrainState
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
-from smd_jax.metrics import EVALUATION_METRICS
-from smd_jax.monitor.metrics_log import METRICS, meaning
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.fixed_batch import rollout
 from smd_jax.tasks.rewards import Rewards, RewardWarning, TooManyFailures
@@ -26,6 +24,7 @@ from smd_jax.testing import count_compilations, random_params
 from smd_jax.text.prompts import decode_completions
 from smd_jax.train.evaluation import Decode, Evaluated, EvaluationConfig, Evaluator, as_trained, every_evaluation
 from smd_jax.train.rollouts import encode_rows
+from tests.documented_metrics import documented
 from tests.toy_loop import MODEL, PAD, TOKENIZER, new_loop
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -131,11 +130,7 @@ def test_metrics_of_an_evaluation_in_a_run(params):
     seen = []
     state = TrainState(jnp.int32(0), params, (), None, jax.random.key(0))
     metrics = every_evaluation(new_loop(), evaluator(decodes=DECODES))(state)
-    assert set(metrics) == {f"eval/{name}/{metric}" for name in ("dense", "short") for metric in EVALUATION_METRICS}
-    for name in metrics:
-        assert meaning(name) == METRICS["eval/{name}/" + name.rpartition("/")[2]] != ""
-    assert meaning("reward") == METRICS["reward"] and meaning("eval/dense/unknown") == meaning("mine") == ""
-    assert meaning("rewards/format/std") == METRICS["rewards/{name}/std"]
+    assert set(metrics) == {path.format(name=name) for path in documented("Evaluations") for name in ("dense", "short")}
     evaluator(decodes=DECODES[:1]).run(params, report=lambda *x: seen.append(x))
     assert seen == [("dense", 4, 7), ("dense", 7, 7)]
 
@@ -220,7 +215,7 @@ def test_a_reward_without_its_column_is_refused():
 
 def test_rows_and_metrics():
     result = replace(evaluated([[1], [0]]), lengths=np.array([[3], [6]]), clipped=np.array([[False], [True]]))
-    assert result.metrics.keys() == {f"eval/dense/{name}" for name in EVALUATION_METRICS}
+    assert result.metrics.keys() == {path.format(name="dense") for path in documented("Evaluations")}
     assert result.metrics["eval/dense/mean_length"] == 4.5 and result.metrics["eval/dense/clipped_ratio"] == 0.5
     assert (result.row["prompts"], result.row["completions_per_prompt"], result.row["reward"]) == (2, 1, 0.5)
 

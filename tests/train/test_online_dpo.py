@@ -12,12 +12,12 @@ import pytest
 from smd_jax.devices.sharding import make_mesh, shard_tree
 from smd_jax.learner.config import UpdateConfig
 from smd_jax.learner.state import TrainState, init_state
-from smd_jax.losses.dpo import DPO_METRICS, DPOConfig
-from smd_jax.monitor.metrics_log import METRICS
+from smd_jax.losses.dpo import DPOConfig
 from smd_jax.tasks.task import Task
 from smd_jax.train import online_dpo
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.samples import Samples
+from tests.documented_metrics import METRICS, documented
 from tests.toy_loop import MODEL, SEVENS, SIZES, TASK, TOKENIZER, optimizer, run, share_programs, warm_params
 
 CONFIG = OnlineDPOConfig(**SIZES | {"prompts_per_step": 4}, update=UpdateConfig(pairs=DPOConfig(beta=0.5)))
@@ -48,8 +48,8 @@ def samples() -> Samples:
 @pytest.mark.slow
 def test_a_step_with_shadow_masks():
     state, metrics = new_loop().step(new_state())
-    assert DPO_METRICS.keys() | {"mismatch_kl", "kl", "entropy", "grad_norm", "loss", "reward"} <= metrics.keys()
-    assert metrics.keys() <= METRICS.keys()
+    assert documented("Online DPO") | {"mismatch_kl", "kl", "entropy", "grad_norm", "loss", "reward"} <= metrics.keys()
+    assert metrics.keys() <= METRICS
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
     assert int(state.step) == 1 and metrics["grad_norm"] > 0
     assert metrics["mismatch_kl"] <= 1e-6
@@ -78,7 +78,7 @@ def test_a_mesh_gives_the_same_step():
 
     one, many = metrics(new_loop()), metrics(new_loop(sizes=(2, 1, 1, 2)))
     assert abs(one["rewards/margins"]) > 1e-3
-    for name in ("loss", "reward", "entropy", "grad_norm", *DPO_METRICS):
+    for name in ("loss", "reward", "entropy", "grad_norm", *documented("Online DPO")):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 

@@ -17,10 +17,9 @@ from smd_jax.learner.config import UpdateConfig, Visibility
 from smd_jax.learner.evictions import EvictionTerm
 from smd_jax.learner.state import TrainState, init_state
 from smd_jax.losses.named import gspo
-from smd_jax.losses.value import VALUE_METRICS, ValueConfig
+from smd_jax.losses.value import ValueConfig
 from smd_jax.model.teacher_forced import apply_model, hidden_states
 from smd_jax.model.value_head import VALUE_HEAD, add_value_head
-from smd_jax.monitor.metrics_log import METRICS
 from smd_jax.tasks.task import Task
 from smd_jax.testing import count_compilations
 from smd_jax.text.prompts import Tokenizer
@@ -28,6 +27,7 @@ from smd_jax.train.ppo import PPOConfig, PPOLoop, make_train_batch
 from tests import tiny_update
 from tests.bitwise import assert_bitwise_equal
 from tests.corrections.test_corrections import CORRECTIONS
+from tests.documented_metrics import METRICS, documented
 from tests.tiny_update import LENGTH, MODEL, PARAMS, ROWS, TEMPERATURE, WIDTH, distance, trajectory
 from tests.toy_loop import MODEL as LOOP_MODEL
 from tests.toy_loop import ROLLOUT, SEVENS, TASK, TOKENIZER, Sevens, optimizer, run, share_programs, warm_params
@@ -220,7 +220,7 @@ DENSE = dataclasses.replace(LOOP, update=config_of("dense", microbatch_size=4).u
 @pytest.mark.parametrize(("visibility", "config"), [("shadow", TWICE), ("dense", DENSE)], ids=["shadow", "dense"])
 def test_a_step_of_the_loop(visibility, config):
     state, metrics = new_loop(config).step(new_state())
-    assert set(metrics) >= VALUE_METRICS.keys() and set(metrics) <= METRICS.keys()
+    assert documented("Critic") <= set(metrics) <= METRICS
     assert all(np.shape(value) == () and math.isfinite(value) for value in metrics.values())
     assert int(state.step) == config.minibatches * config.num_iterations
     assert (metrics["mismatch_kl"] <= 1e-6) == (visibility == "shadow")

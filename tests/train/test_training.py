@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from smd_jax.monitor.completions import CompletionsLog, load_masks
-from smd_jax.monitor.metrics_log import TIME_METRICS, read_metrics
+from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs.run import train
 from smd_jax.runs.run_config import RunConfig
 from smd_jax.train.samples import Samples
+from tests.documented_metrics import documented
 from tests.toy_loop import CONFIG, new_loop, new_state, share_programs
 
 
@@ -30,7 +31,7 @@ def test_completions_masks_and_times_of_a_run(tmp_path):
     assert [step for step, _ in seen] == [0, 2, 3], "every second, and the last"
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     for row in metrics:
-        assert TIME_METRICS.keys() - {"time/environment"} <= row.keys()
+        assert documented("Times") - {"time/environment"} <= row.keys()
         assert 0 < row["time/rollout"] + row["time/grading"] + row["time/update"] <= row["step_time"] + 1e-3
         assert row["rollout/tokens"] == 8 * row["completions/mean_length"]
         assert row["rollout/tokens_per_second"] == pytest.approx(row["rollout/tokens"] / row["time/rollout"])
