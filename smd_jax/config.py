@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from smd_jax.typed_fields import WrittenRepr, added, check_choice, check_types
+from smd_jax.typed_fields import check_choice, check_types
 
 FloatName = Literal["float32", "bfloat16", "float16", "float64"]
 Activation = Literal["silu", "gelu_tanh", "relu2"]
@@ -108,8 +108,8 @@ class Llama3Rope:
             )
 
 
-@dataclass(frozen=True, repr=False)
-class YarnRope(WrittenRepr):
+@dataclass(frozen=True)
+class YarnRope:
     """YaRN (arXiv:2309.00071) as in transformers `_compute_yarn_parameters`, used by long-context Qwen2.5 and Qwen3.
 
     `attention_factor` multiplies cos and sin; None means `0.1 ln(factor) + 1`. `truncate` rounds the ends of the range
@@ -126,8 +126,8 @@ class YarnRope(WrittenRepr):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    truncate: bool = added(True)
-    query_beta: float = added(0.0)
+    truncate: bool = True
+    query_beta: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -237,8 +237,8 @@ class Experts:
             raise ValueError(f"expected a finite balance_coef >= 0; got {self.balance_coef}")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ModelConfig(WrittenRepr):
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
     """Shape of a decoder of one of the families in `smd_jax.model.families`: a field for each difference.
 
     Attributes:
@@ -304,20 +304,20 @@ class ModelConfig(WrittenRepr):
     tie_embeddings: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     dtype: FloatName = "float32"
-    pre_norms: bool = added(True)
-    qk_norm_over: QKNormOver = added("head")
-    rope_layers: tuple[bool, ...] = added(())
-    rotary_dim: int | None = added(None)
-    rope_interleaved: bool = added(False)
-    attention_multiplier: float | None = added(None)
-    embedding_multiplier: float = added(1.0)
-    residual_multiplier: float = added(1.0)
-    logits_divisor: float = added(1.0)
-    gated_mlp: bool = added(True)
-    attention_softcap: float | None = added(None)
-    logit_softcap: float | None = added(None)
-    attention_sinks: bool = added(False)
-    experts: Experts | None = added(None)
+    pre_norms: bool = True
+    qk_norm_over: QKNormOver = "head"
+    rope_layers: tuple[bool, ...] = ()
+    rotary_dim: int | None = None
+    rope_interleaved: bool = False
+    attention_multiplier: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    gated_mlp: bool = True
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    attention_sinks: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""Fields of configurations: checks of their types, and fields that were added later.
+"""Checks the types of a configuration's fields.
 
 Without the checks a text in place of a number fails later: `'<' not supported between instances of 'str' and 'int'`.
 """
@@ -115,32 +115,3 @@ def _written(hint: Any) -> str:
     if hint is type(None):
         return "None"
     return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")
-
-
-# --- fields that were added later
-
-_ADDED = "added"
-
-
-def added(default: Any) -> Any:
-    """A dataclass field that was added with a default under which nothing changes. At its default it is left out of the
-    configuration's repr and of saved settings, which stay equal to those written before the field existed."""
-    return dataclasses.field(default=default, metadata={_ADDED: True})
-
-
-def written_fields(config: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass, without added ones that have their default, and without those that do not compare,
-    such as arrays that a digest represents."""
-    return [
-        field
-        for field in dataclasses.fields(config)
-        if field.compare and (_ADDED not in field.metadata or getattr(config, field.name) != field.default)
-    ]
-
-
-class WrittenRepr:
-    """Base of dataclasses with added fields, which are declared with `repr=False`."""
-
-    def __repr__(self) -> str:
-        values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in written_fields(self))
-        return f"{type(self).__qualname__}({values})"

@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 
 from smd_jax.devices.processes import versions
 from smd_jax.train.loop_config import LoopConfig
-from smd_jax.typed_fields import written_fields
 
 # Lists and objects hold Json, too. jaxtyping's checks could not resolve a recursive name here.
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
@@ -49,8 +48,9 @@ def to_jsonable(value: object, path: str = "config") -> Json:
     if isinstance(value, list | tuple):
         return [to_jsonable(item, f"{path}.{i}") for i, item in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Fields that do not compare are arrays, which a digest represents.
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
         # The class counts in a comparison: two policies may have the same fields.
-        fields = {field.name: getattr(value, field.name) for field in written_fields(value)}
         value = {"_class": type(value).__name__, **fields}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): to_jsonable(item, f"{path}.{key}") for key, item in value.items()}
