@@ -52,7 +52,7 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 {lost(cell, others, rows)}
 {real_model.bullet(smollm2)}
 
-**Not measured yet**, all [planned](experiments/PLAN.md): walks of 64 steps under two further samplers, the lead by
+**Not measured yet**, all [planned](experiments/PLAN.md): walks of 64 steps under H2O with 20 keys, the lead by
 mismatch in walks. Not planned: public benchmarks, a GPU. No run had a full cache that did not
 fit.
 
