@@ -18,15 +18,25 @@ from smd_jax.ratios import bounded_exp, effective_sample_size, log_ratio_inside,
 
 # Names; docs/monitoring.md has their meanings. Sampler and learner are compared before any correction.
 SAMPLER_LEARNER_METRICS = (
-    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max", "mismatch_kl"),
-    *("sampling/token_ratio/min", "sampling/token_ratio/mean", "sampling/token_ratio/max"),
-    *("rollout_corr/chi2_token", "rollout_corr/chi2_seq"),
-    *("rollout_corr/eff_sample_size", "rollout_corr/agreement_p5"),
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/token_ratio/min",
+    "sampling/token_ratio/mean",
+    "sampling/token_ratio/max",
+    "mismatch_kl",
+    "rollout_corr/chi2_token",
+    "rollout_corr/chi2_seq",
+    "rollout_corr/eff_sample_size",
+    "rollout_corr/agreement_p5",
 )
 CORRECTION_METRICS = (
-    *("rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_min", "rollout_corr/rollout_is_max"),
-    *("rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction"),
-    *("rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/rollout_rs_seq_dropped_fraction"),
+    "rollout_corr/rollout_is_mean",
+    "rollout_corr/rollout_is_min",
+    "rollout_corr/rollout_is_max",
+    "rollout_corr/rollout_is_eff_sample_size",
+    "rollout_corr/rollout_rs_masked_fraction",
+    "rollout_corr/rollout_rs_seq_masked_fraction",
+    "rollout_corr/rollout_rs_seq_dropped_fraction",
 )
 # Of one optimizer step; `smd_jax.train.minibatches.over_steps` weights the other metrics by them. Not logged.
 STEP_WEIGHTS = ("update/tokens", "update/learns")

@@ -85,10 +85,9 @@ def other_cells(cells: Sequence[room.RoomCell]) -> str:
 
 The first page's study on other tasks, policies and budgets, by the same rules. *copy-8*: eight digits, each copied
 and followed by the running sum modulo 10. *walk-64*: 64 steps along the edges of a graph in the prompt, 78 tokens in
-all. *tova-heads*: TOVA with a choice of each KV head, in commands
-`--eviction 'tova(shared=False)' --sinks 0`. *snapkv*: the four newest queries, without pooling:
-`'snapkv(window=4,kernel=1)'`. A task's rates were chosen in its first cell. Differences are greedy under the budget,
-except in the last column.
+all. *tova-heads*: TOVA with a choice of each KV head, in commands `--eviction 'tova(shared=False)' --sinks 0`.
+*snapkv*: the four newest queries, without pooling: `'snapkv(window=4,kernel=1)'`. A task's rates were chosen in its
+first cell. Differences are greedy under the budget, except in the last column.
 
 {room.cells_table(cells)}
 
@@ -115,9 +114,9 @@ def commands(rows: Rows) -> str:
     ]
     return f"""## Commands and rows
 
-Every row has its command, commit, CPU and date. The starts of sorting, copied sums, walks of 1,024 steps and
-the tool are stored; the others are trained where a study runs. Those of older studies are
-[on their page](docs/older_studies.md#rows).
+Every row has its command, commit, CPU and date. The starts of sorting, copied sums, walks of 1,024 steps and the tool
+are stored; the others are trained where a study runs. Those of older studies are [on their
+page](docs/older_studies.md#rows).
 
 {table(["study", "script", "rows", "cost"], lines)}
 """

@@ -119,13 +119,12 @@ learners cross it, {collapsed} collapse, {sum(cell.predicted for cell in others)
 
 def rates_above_start(cells: Sequence[CollapseCell]) -> str:
     """At how many rates each learner ends above its start, established in both columns."""
-    found = {}
+    found = []
     for policy in dict.fromkeys(cell.policy for cell in cells):
         counts = Counter(cell.arm for cell in cells if cell.policy == policy and gains_in_both(cell))
-        found[policy] = ", ".join(
-            f"{arm} {counts[arm]}" for arm in sorted({cell.arm for cell in cells}, key=lambda arm: (-counts[arm], arm))
-        )
-    return "; ".join(f"under {policy} {arms}" for policy, arms in found.items())
+        arms = sorted({cell.arm for cell in cells}, key=lambda arm: (-counts[arm], arm))
+        found.append(f"under {policy} {', '.join(f'{arm} {counts[arm]}' for arm in arms)}")
+    return "; ".join(found)
 
 
 def gains_in_both(cell: CollapseCell) -> bool:

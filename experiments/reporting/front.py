@@ -53,8 +53,7 @@ differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md)
 {real_model.bullet(smollm2)}
 
 **Not measured yet**, all [planned](experiments/PLAN.md): walks of 64 steps under H2O with 20 keys, the lead by
-mismatch in walks. Not planned: public benchmarks, a GPU. No run had a full cache that did not
-fit.
+mismatch in walks. Not planned: public benchmarks, a GPU. No run had a full cache that did not fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and

@@ -16,8 +16,8 @@ from reporting.page import by_seed, mean_of, mean_words, number, of_arms, p_valu
 
 SEEDS = tuple(range(10, 18))
 ARMS = ("untrained", "naive", "tis", "shadow", "mixed-50")
-_NAMES = ("budget", "budget, greedy", "full cache", "full cache, greedy")
-KINDS = dict(zip(("sparse", "sparse_greedy", "dense", "dense_greedy"), _NAMES, strict=True))
+KINDS = {"sparse": "budget", "sparse_greedy": "budget, greedy"}  # kind of reward -> its column
+KINDS |= {"dense": "full cache", "dense_greedy": "full cache, greedy"}
 LEARNERS = ARMS[1:]
 PAIRS = (("shadow", "naive"), ("shadow", "tis"), ("mixed-50", "naive"), ("mixed-50", "tis"), ("mixed-50", "shadow"))
 DRAWS = 10_000  # of the bootstrap
@@ -140,13 +140,14 @@ def by_seeds(rows: Sequence[Row]) -> str:
 
 def corrected(rows: Sequence[Row]) -> str:
     """What Holm's correction over all leads under both rules leaves."""
-    found = {}
-    for rule, arms in of_rules(rows).items():
-        for (arm, rival), kind in itertools.product(PAIRS, KINDS):
-            pair = arms[arm], arms[rival]
-            what = f"{arm} minus {rival} under {NAMES[rule]}, {KINDS[kind]}, {lead(*pair, kind)}"
-            found[what] = p_value(*pair, kind)
-    kept = [f"{what}, p {p:.1g}" for what, p in zip(found, holm([*found.values()]), strict=True) if p < 0.05]
+    rules = of_rules(rows)
+    leads = [(rule, *pair, kind) for rule, pair, kind in itertools.product(rules, PAIRS, KINDS)]
+    p_values = holm([p_value(rules[rule][arm], rules[rule][rival], kind) for rule, arm, rival, kind in leads])
+    kept = []
+    for (rule, arm, rival, kind), p in zip(leads, p_values, strict=True):
+        if p < 0.05:
+            found = lead(rules[rule][arm], rules[rule][rival], kind)
+            kept.append(f"{arm} minus {rival} under {NAMES[rule]}, {KINDS[kind]}, {found}, p {p:.1g}")
     named = f": {'; '.join(kept)} after correction (paired t over seeds)" if kept else ""
     verb = "survive" if len(kept) > 1 else "survives"
-    return f"{len(kept) or 'None'} of {len(found)} leads {verb} Holm's correction{named}."
+    return f"{len(kept) or 'None'} of {len(leads)} leads {verb} Holm's correction{named}."

@@ -72,9 +72,9 @@ start. The rule for rates favours an arm that changes little. It gave naive the 
 masks a smaller one than TIS and `mixed-50`. Shadow masks minus {other}: {lead}. `mixed-50` minus {other}: {mixed},
 minus shadow masks: {above_shadow}, at ten times their rate. At 1e-3 the pilots reach {fast["shadow"]:.2f} under the
 budget with shadow masks and {fast["tis"]:.2f} with TIS. *What lost*: with the full cache, greedily, shadow masks end
-{full} relative to their start. Seeds {seeds[0]} to {seeds[-1]} of some arms ran at 1e-4 before
-the pilots had reached the edge of the grid. There {rival} has {again[0]:.2f} under the budget at temperature 1; on the
-same seeds it has {again[1]:.2f} at its chosen rate, and shadow masks {again[2]:.2f} at theirs.
+{full} relative to their start. Seeds {seeds[0]} to {seeds[-1]} of some arms ran at 1e-4 before the pilots had reached
+the edge of the grid. There {rival} has {again[0]:.2f} under the budget at temperature 1; on the same seeds it has
+{again[1]:.2f} at its chosen rate, and shadow masks {again[2]:.2f} at theirs.
 """
 
 

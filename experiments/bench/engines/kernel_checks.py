@@ -1,14 +1,13 @@
 """Compares every GPU kernel with the float32 reference. Run by `bench/accelerator.py`.
 
 Each case generates inputs in the kernel's dtype and passes them as float32 to `smd_kernels.reference`. The largest
-difference, relative to the largest expected number, has a tolerance; NaN fails. More runs must be bitwise
-equal: reads of shared memory that are ordered wrongly show now and then. Needs jax, numpy and jaxtyping, and of
-this repository only `smd_kernels`.
+difference, relative to the largest expected number, has a tolerance; NaN fails. More runs must be bitwise equal, since
+wrongly ordered reads of shared memory show now and then. Needs jax, numpy, jaxtyping and `smd_kernels` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
@@ -53,14 +52,14 @@ class Case:
         given = self.inputs()
         program = jax.jit(self.run)
         got = jax.block_until_ready(program(*given))
-        again = [jax.block_until_ready(program(*given)) for _ in range(repeats)]
+        again = (program(*given) for _ in range(repeats))  # one at a time: the results may be large
         wide = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, given)
         return compare(self, got, again, jax.jit(self.expected)(*wide))
 
 
-def compare(case: Case, got: Any, again: Sequence[Any], expected: Any) -> Row:
+def compare(case: Case, got: Any, again: Iterable[Any], expected: Any) -> Row:
     off = {}
-    same_bits = all(map(np.array_equal, chain(*again), cycle(got)))
+    same_bits = all(map(np.array_equal, chain.from_iterable(again), cycle(got)))
     for name, x, z in zip(case.tolerances, got, expected, strict=True):
         x, z = (np.asarray(a, np.float32) for a in (x, z))
         # Rows that see no key have an infinite log-denominator, which must be in both.
