@@ -1,12 +1,9 @@
-"""smd-certify reads, checks and replays records of samplers, and names the cause of a mismatch."""
+"""smd-certify replays the records of samplers and names the cause of a mismatch."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,68 +14,25 @@ import pytest
 import smd_jax as smd
 from smd_jax.certify import report, verdict
 from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts
-from smd_jax.certify.record import Record, arrays_of, check_record, load_record, save_record
+from smd_jax.certify.record import arrays_of, check_record
 from smd_jax.certify.replay import Replayed, replay
 from smd_jax.certify.verdict import Models, certify
-from smd_jax.commands.certify import main
 from smd_jax.config import Experts
 from smd_jax.learner import blocks
 from smd_jax.message.drawable_tokens import DrawableTokens
-from smd_jax.message.masks import NEVER
 from smd_jax.message.quantization import QuantConfig
-from smd_jax.testing import random_params, tiny_model_config, write_random_checkpoint
-
-CONFIG = tiny_model_config(num_layers=3)
-MODEL = smd.Decoder(CONFIG)
-FACTS = PromptFacts(bos=1, system=(7, 8, 9), generation=(5, 6))
-LENGTHS = (12, 9, 7, 6)
-
-
-def wide_params(config, seed=0):
-    """Random parameters, large enough for attention to matter."""
-    return jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, random_params(config, seed))
-
-
-@pytest.fixture(scope="module")
-def params():
-    return wide_params(CONFIG)
-
-
-def sample(model, params, tokens, valid=None, *, key=0, policy: Any = smd.eviction.H2O(), **sizes):  # noqa: B008
-    """Samples a rollout of these prompts; `valid`: None without padding."""
-    valid = np.ones(tokens.shape, bool) if valid is None else valid
-    prompts = smd.PromptBatch(jnp.asarray(tokens), jnp.asarray(valid))
-    config = smd.RolloutConfig(buffer=4, **sizes)
-    return smd.rollout(model, params, prompts, jax.random.key(key), policy=policy, config=config)
-
-
-def sample_rollout(params, sampling=None):
-    """Four prompts of different lengths that begin with the system message and end with the generation prompt."""
-    width = max(LENGTHS)
-    tokens = np.array(jax.random.randint(jax.random.key(0), (4, width), 10, 250))
-    for row, length in enumerate(LENGTHS):
-        tokens[row, width - length : width - length + 3] = FACTS.system
-        tokens[row, -2:] = FACTS.generation
-    valid = np.arange(width) >= width - np.array(LENGTHS)[:, None]
-    sizes = {"max_new_tokens": 32, "budget": 12, "sampling": sampling or smd.SamplingConfig()}
-    return sample(MODEL, params, tokens, valid, key=1, policy=smd.eviction.TOVA(), **sizes)
-
-
-@pytest.fixture(scope="module")
-def arrays(params):
-    return arrays_of(sample_rollout(params))
-
-
-SIZES = (CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.vocab_size)
-
-
-def record_of(arrays) -> Record:
-    return check_record(arrays, *SIZES)
-
-
-def altered(arrays, **changed):
-    """The arrays with other ones; None leaves one out."""
-    return {name: x for name, x in {**arrays, **changed}.items() if x is not None}
+from smd_jax.testing import random_params, tiny_model_config
+from tests.certify.rolled_out import (
+    CONFIG,
+    FACTS,
+    MODEL,
+    SIZES,
+    altered,
+    record_of,
+    sample,
+    sample_rollout,
+    wide_params,
+)
 
 
 def cause_of(params, record, **more):
@@ -96,9 +50,6 @@ def record_under(params, arrays, conditions, temperature=1.0, model=MODEL):
     recomputed = replayed.logprobs(response[..., None], [temperature])[..., 0, 0]
     np.put_along_axis(logprobs, columns, np.asarray(recomputed), axis=1)
     return record_of({**arrays, "logprobs": logprobs})
-
-
-# --- verdicts
 
 
 @pytest.mark.slow
@@ -385,6 +336,12 @@ def test_logits_are_computed_in_blocks(params, arrays, monkeypatch: pytest.Monke
         program.clear_cache()
 
 
+def test_positions_beyond_the_context_are_refused(params, arrays):
+    far = np.broadcast_to(np.arange(44) + MODEL.shape.max_positions - 5, (4, 44))
+    with pytest.raises(ValueError, match="positions: expected numbers below .*the model's context"):
+        cause_of(params, record_of({**arrays, "positions": far}))
+
+
 def test_statistics_of_a_verdict_by_hand():
     difference = np.array([[0.1, -0.1, 0.4], [0.2, 0.2, np.nan]])
     result = verdict.Verdict(difference, 1e-4, 1e-3, None, ())
@@ -400,187 +357,3 @@ def test_one_wrong_token_among_many_is_not_one_policy():
     assert result.mean_abs < 1e-4 and not result.is_one_policy and result.kind == "single tokens"
     assert "not one policy: single tokens differ" in report.lines(result)[-1]
     assert "row 2, response token 7: +0.700" in "\n".join(report.lines(result))
-
-
-# --- the record
-
-
-def test_evicted_at_and_kept_give_the_same_record(arrays):
-    """A row of five tokens by hand: after query 2, keys 0 and 2 are left."""
-    tokens = np.array([[5, 6, 7, 8, 9]])
-    fields = {"tokens": tokens, "prompt_lengths": np.array([2]), "lengths": np.array([5])}
-    fields["logprobs"] = np.full((1, 5), -1.0, np.float32)
-    kept = {"kept_after": np.array([[2, -1]]), "kept": np.full((1, 2, 3, 2, 2), -1)}
-    kept["kept"][0, 0] = [0, 2]
-    evicted_at = np.full((1, 1, 1, 5), 99)
-    evicted_at[..., 1] = 3
-    one, other = record_of({**fields, **kept}), record_of({**fields, "evicted_at": evicted_at})
-    expected = [NEVER, 3, NEVER, NEVER, NEVER]
-    assert (one.evicted_at == expected).all() and (other.evicted_at == expected).all()
-
-
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_record_files_round_trip(arrays, tmp_path: Path, suffix):
-    path = tmp_path / f"rollout{suffix}"
-    save_record(path, arrays)
-    record = load_record(path, *SIZES)
-    jax.tree.map(np.testing.assert_array_equal, *map(dataclasses.asdict, (record, record_of(arrays))))
-    with pytest.raises(FileExistsError, match="expected no file at"):
-        save_record(path, arrays)
-    routing = np.tile(np.arange(2), (*arrays["tokens"].shape, 2, 1))
-    save_record(str(tmp_path / f"routed{suffix}"), {**arrays, "routing": routing})
-
-
-def test_a_file_that_is_no_record(arrays, tmp_path: Path):
-    path = tmp_path / "rollout.npz"
-    with path.open("wb") as file:
-        np.save(file, arrays["tokens"])
-    with pytest.raises(ValueError, match="expected a readable record; got .*: one array, as np.save writes it"):
-        load_record(path, *SIZES)
-    path.write_bytes(b"abc")
-    with pytest.raises(ValueError, match="got .*: no archive, as np.savez writes it$"):
-        load_record(str(path), *SIZES)
-    np.savez(path, **{**arrays, "tokens": np.array([[1, 2], [3]], object)})
-    with pytest.raises(ValueError, match="got .*: an array of Python objects$"):
-        load_record(path, *SIZES)
-    np.savez_compressed(path, **arrays)
-    content = path.read_bytes()
-    # The name of the first array, 20 bytes of sizes, its compressed bytes. No block of deflate begins with 0xFF.
-    block = content.index(b".npy") + len(b".npy") + 20
-    compression = content.index(b"PK\x01\x02") + 10  # in the directory at the end
-    for at, value in ((block, 0xFF), (compression, 99)):
-        path.write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
-        with pytest.raises(ValueError, match="expected a readable record; got"):
-            load_record(path, *SIZES)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"lengths": None, "length": np.array([5])}, "lengths missing"),
-        ({"reward": np.zeros(4)}, "got reward"),
-        ({"tokens": np.zeros((4, 44))}, "tokens: expected integers; got float64"),
-        ({"evicted_at": np.full((4, 3, 2, 44), -1)}, "expected evicted_at of at least 1"),
-        ({"evicted_at": np.zeros(4, int)}, "evicted_at: expected the shape"),
-        ({"routing": np.zeros((4, 44, 2, 2), int)}, "expected 2 different experts of a token"),
-        ({"routing": np.zeros((4, 44), int)}, "routing: expected"),
-    ],
-)
-def test_a_bad_record_is_not_written(arrays, tmp_path: Path, changed, message):
-    path = tmp_path / "rollout.npz"
-    with pytest.raises(ValueError, match=message):
-        save_record(path, altered(arrays, **changed))
-    assert not path.exists()
-
-
-def top_arrays(ids, logprob):
-    """The same two likeliest tokens everywhere."""
-    shape = (4, 44, 2)
-    return {"top_ids": np.broadcast_to(ids, shape), "top_logprobs": np.full(shape, logprob, np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"tokens": None}, "tokens missing"),
-        ({"masks": np.zeros(1, int)}, "got masks"),
-        ({"routing": np.zeros(1, int)}, "routing: expected no expert routing, because the model has no experts"),
-        ({"logprobs": np.zeros((4, 44), int)}, "logprobs: expected float32 or float64, .*; got int64"),
-        ({"logprobs": np.zeros((4, 44), np.float16)}, "logprobs: expected float32 or float64, .*; got float16"),
-        ({"positions": np.full((4, 44), 2**33)}, "positions: expected numbers from 0 to .*; got 8589934592 in row 0"),
-        ({"logprobs": np.zeros((4, 3), np.float32)}, r"logprobs: expected the shape \(4, 44\); got \(4, 3\)"),
-        ({"logprobs": np.full((4, 44), np.nan)}, r"finite log-probabilities; got nan \(row 0, response token 0\)"),
-        # `Trajectory.from_records` has the same limit: a certified record can be trained on.
-        ({"logprobs": np.full((4, 44), 5e-4)}, "expected log-probabilities, which are at most 0 .*; got 0.0005"),
-        ({"tokens": np.full((4, 44), 264)}, r"to 263, .*; got 264 \(prompt of row 0, token 0\). Was another"),
-        ({"lengths": np.array([12, 9, 7, 6])}, "expected 1 <= prompt_lengths < lengths <= 44"),
-        ({"temperature": np.float32(0)}, "temperature: expected a number > 0; got 0.0"),
-        ({"evicted_at": np.zeros((4, 3, 5, 44), int)}, r"of row 0 to be \(3, 2, 44\) .*; got \(3, 5, 44\)"),
-        ({"evicted_at": np.zeros((4, 3, 2, 44), int)}, "row 0"),
-        ({"kept": np.zeros((4, 1, 3, 2, 1), int)}, "expected kept and kept_after together"),
-        ({"support_ids": np.zeros(3, int)}, "expected support_ids and support_offsets together"),
-        (top_arrays(-1, 0.0) | {"top_ids": None}, "expected top_ids and top_logprobs together"),
-        (top_arrays(264, -1.0), "top_ids: expected ids below 264, or -1 for none; got 264 in row 0, column 12"),
-        (top_arrays(5, -1.0), "top_ids: expected every id once for a token; got 5 twice in row 0, column 12"),
-        (top_arrays([5, 6], np.nan), "top_logprobs: expected finite numbers <= 0; got nan in row 0, column 12"),
-        (top_arrays([5, 6], -0.1), "top_logprobs: expected probabilities with a sum of at most 1; got 1.81 in row 0"),
-        (
-            {"tokens": np.full((4, 44), 2**63, np.uint64)},
-            r"expected whole numbers below 2\^63; got 9223372036854775808 \(prompt of row 0\)",
-        ),
-        (
-            top_arrays(np.uint64(2**64 - 1), -1.0),
-            r"expected whole numbers below 2\^63; got 18446744073709551615 \(top_ids\)",
-        ),
-        ({"support_ids": np.zeros(3, int), "support_offsets": np.arange(4)}, "expected 129 rising offsets from 0 to 3"),
-    ],
-)
-def test_a_bad_record_is_refused(arrays, changed, message):
-    with pytest.raises(ValueError, match=message):
-        record_of(altered(arrays, **changed))
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.uint32, np.int64, np.uint64])
-def test_integers_of_any_dtype(arrays, dtype):
-    """Unsigned dtypes cannot hold -1, which marks padding."""
-    largest = min(np.iinfo(dtype).max, int(NEVER))
-    fields = {**arrays, "evicted_at": np.minimum(arrays["evicted_at"], largest), **top_arrays([5, 6], -1.0)}
-    fields = {name: x if x.dtype.kind == "f" else x.astype(dtype) for name, x in fields.items()}
-    expected, converted = (record_of(each) for each in ({**arrays, **top_arrays([5, 6], -1.0)}, fields))
-    jax.tree.map(np.testing.assert_array_equal, dataclasses.asdict(converted), dataclasses.asdict(expected))
-
-
-def test_positions_beyond_the_context_are_refused(params, arrays):
-    far = np.broadcast_to(np.arange(44) + MODEL.shape.max_positions - 5, (4, 44))
-    with pytest.raises(ValueError, match="positions: expected numbers below .*the model's context"):
-        cause_of(params, record_of({**arrays, "positions": far}))
-
-
-def test_a_key_that_comes_back_is_refused(arrays):
-    kept = np.tile(np.arange(3), (4, 2, 3, 2, 1))
-    kept[:, 0] += 1  # keys 1, 2, 3 first, then 0, 1, 2
-    fields = altered(arrays, evicted_at=None)
-    with pytest.raises(ValueError, match="row 0, compression 1"):
-        record_of({**fields, "kept": kept, "kept_after": np.tile([5, 9], (4, 1))})
-    with pytest.raises(ValueError, match=r"kept: expected the shape \(4, 3, 'layers', .*; got \(4, 2, 3, 2, 3\)"):
-        record_of({**fields, "kept": kept, "kept_after": np.tile([5, 9, 9], (4, 1))})
-
-
-# --- the command
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("model")
-    write_random_checkpoint(place, config=CONFIG)
-    return place
-
-
-def test_exit_status_and_reports_of_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    params = smd.load_checkpoint(directory)[1]
-    save_record(tmp_path / "good.npz", arrays_of(sample_rollout(params)))
-    main([str(tmp_path / "good.npz"), "--model", str(directory), "--out", str(tmp_path / "good.json")])
-    assert "one policy" in capsys.readouterr().out
-    assert json.loads((tmp_path / "good.json").read_text(encoding="utf-8"))["one_policy"] is True
-    bad = arrays_of(sample_rollout(params))
-    bad["logprobs"] = np.roll(bad["logprobs"], 1, 1)
-    save_record(tmp_path / "bad.npz", bad)
-    with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / "bad.npz"), "--model", str(directory), "--out", str(tmp_path / "bad.html")])
-    assert stopped.value.code == 1 and "tokens misaligned" in capsys.readouterr().out
-    page = (tmp_path / "bad.html").read_text(encoding="utf-8")
-    assert "tokens misaligned" in page and "data:image/png;base64," in page and "http" not in page
-    bare = shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
-    main([str(tmp_path / "good.npz"), "--model", str(bare)])
-    assert "no tokenizer: BOS token and chat template are not tested" in capsys.readouterr().out
-    main([str(tmp_path / "good.npz"), "--model", str(bare), "--tokenizer", str(directory)])
-    assert "no tokenizer" not in capsys.readouterr().out
-    overflowing = {**params, "norm": {"scale": jnp.full(CONFIG.hidden_size, 3e38)}}
-    smd.save_checkpoint(tmp_path / "nan", overflowing, CONFIG)
-    with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / "good.npz"), "--model", str(tmp_path / "nan"), "--out", str(tmp_path / "nan.json")])
-    assert stopped.value.code == 2 and "from the learner; got NaN for" in capsys.readouterr().err
-    assert not (tmp_path / "nan.json").exists()
-    with pytest.raises(SystemExit) as stopped:
-        main([str(tmp_path / "missing.npz"), "--model", str(directory)])
-    assert stopped.value.code == 2 and "expected a readable record" in capsys.readouterr().err
