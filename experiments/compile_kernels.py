@@ -8,13 +8,13 @@ Command    make compile-kernels        (makes an environment with the compilers,
            .venv-compilers/bin/python experiments/compile_kernels.py [--target h100] [--quick]
 Cost       with --quick three minutes on two quiet CPU cores; without it, eight
 Result     one JSON object per line and program. Exit status 1 if a program of ours does not compile; if a kernel
-           spills, has no matrix instruction, or waits for every single one (`serialized`); if the layer takes more
+           spills, has no matrix instruction, or waits after each (`serialized`); if the layer takes more
            than 2.5 GB; or if a loop writes its cache.
 
-Fields     `temp_bytes` is main memory besides arguments and results. `registers`, `spill_bytes`, `serialized`, `wgmma`
+Fields     `temp_bytes`: device memory besides arguments and results. `registers`, `spill_bytes`, `serialized`, `wgmma`
            (tensor core instructions) and `mxu` (the TPU's, by kernel): see `lib/assembler.py`. `flops` is XLA's number:
-           every tile of scores counts as live. Of loops, `cache_bytes` are those of one layer's keys, `cache_writes`
-           the operations of innermost loops that write as much, in-place updates aside: see `lib/hlo.py`.
+           every tile of scores counts as live. For loops, `cache_bytes` is the size of one layer's keys; `cache_writes`
+           lists operations of innermost loops that write as much, not in place: see `lib/hlo.py`.
 
 The description of the H100, experiments/targets/h100.txtpb, is XLA's own, as a machine with one reports it.
 """
@@ -154,7 +154,7 @@ def is_good(program: Program, row: Row) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=tuple(TARGETS), help="one of them; all by default")
+    parser.add_argument("--target", choices=tuple(TARGETS), help="target; all by default")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(QUICK)}; one dtype and head_dim on TPUs")
     args = parser.parse_args()
     names = QUICK if args.quick else tuple(TARGETS)
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def compile_all(names: Sequence[str], quick: bool, dumps: assembler.Dumps) -> bool:
-    """Prints a row for every program of the targets; whether all that must be good are."""
+    """Prints a row per program of the targets. Returns whether all pass their checks."""
     good = True
     # The devices of this machine are not those that it compiles for.
     with mock.patch.object(attention, "wrong_device", lambda impl: None):
@@ -284,7 +284,7 @@ DECODE_SHAPES = (
 )
 CODES_SHAPES = (DECODE_SHAPES[0], DECODE_SHAPES[1])
 CODES_BUFFER = 128  # slots of them in full precision
-# A layer's keys do not fit into the TPU's VMEM: XLA carries smaller ones there and back, and that is no copy of ours.
+# A layer's keys do not fit into the TPU's VMEM: XLA itself copies smaller ones there and back.
 ROLLOUT = CacheShape(batch=128, heads=16, kv_heads=8, slots=1024, head_dim=64)
 LAYERS = 4
 DECODE_BUDGET = 896

@@ -151,9 +151,6 @@ def model_config(reader: GGUFReader) -> smd.ModelConfig:
     )
 
 
-# ---------------------------------------------------------------- weights
-
-
 def hf_name(name: str) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; other names are returned unchanged."""
     if name.startswith("blk."):
@@ -192,9 +189,6 @@ def halves_first(weights: np.ndarray, head_dim: int) -> np.ndarray:
     """
     pairs = weights.reshape(-1, head_dim // 2, 2, weights.shape[1])  # [heads, pair, of a pair, hidden]
     return pairs.swapaxes(1, 2).reshape(weights.shape)
-
-
-# ---------------------------------------------------------------- tokenizer
 
 
 def read_tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:

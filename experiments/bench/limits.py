@@ -49,7 +49,7 @@ def attention_flops(pairs: float, sizes: Sizes) -> float:
 
 
 def with_limits(rows: list[Row], update: bool = False) -> list[Row]:
-    """Adds `limit_share` and the rate of the products to the rows, and drops the row of the yardstick.
+    """Adds `limit_share` and the rate of the products to the rows, and drops the row of `product`.
 
     Args:
       rows: of one run with the model of `engines/common.py` and `engines/product.py`.

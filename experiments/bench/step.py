@@ -10,7 +10,7 @@ Engines    ours          R-KV with 128 + 32 keys in the sampler, shadow masks in
            The header of each file in experiments/bench/engines/ lists its settings.
 Fairness   Every engine is its own process on the same core. All warm up, then take turns, step by step. No completion
            ends early, so all engines train the same tokens; ours-dense reads as many as TRL. Ratios depend on the CPU:
-           torch's products are fast on Intel's.
+           torch's matmuls are fast on Intel.
 Fields     seconds: median of the steps; rollout_seconds: from the start of a step until its reward is asked.
            max_abs_dlogp: ours, learner against sampler, over all tokens.
 Command    make smollm2

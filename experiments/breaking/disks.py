@@ -27,7 +27,7 @@ from smd_jax.runs.run_folder import CHECKPOINTS
 
 
 def damaged(damage: Callable[[Path, random.Random], None], lost: int, says: str, times: int) -> Fault:
-    """Something happens to the files of a run after six rollouts; it goes on with what is left."""
+    """`damage` changes a run's files after six rollouts; the run resumes from the others."""
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         whole = plain_whole(folder)
@@ -65,7 +65,7 @@ def delete_a_file(directory: Path, rng: random.Random) -> None:
 
 
 def empty(directory: Path, rng: random.Random) -> None:
-    """As a process leaves it that is killed while it deletes: nothing is left, or only orbax's own file."""
+    """As left by a process killed during a deletion: an empty folder, or only orbax's own file."""
     left = rng.choice([(), ("_CHECKPOINT_METADATA",)])
     for path in (directory / CHECKPOINTS / "6").iterdir():
         if path.is_dir():
@@ -96,7 +96,7 @@ def tear_the_last_row(directory: Path, rng: random.Random) -> None:
 
 
 def both(folder: Path, rng: random.Random) -> None:
-    """Of the two checkpoints: only one is damaged, so that there is one to go on from; and half a save beside them."""
+    """Damages one of the two checkpoints, so that the other can be resumed, and leaves half a save."""
     flip_a_bit(folder, rng)
     leave_half_a_save(folder, rng)
 

@@ -4,7 +4,7 @@
     arms         the learners that the studies compare
     samplers     eviction policies with a budget and a buffer
     starts       supervised parameters that all arms of a seed share
-    runs         one job: train from the start of a seed, evaluate, keep one row; kept rows are not made again
+    runs         one job: train from the start of a seed, evaluate, save one row; saved rows are reused
     grid         all jobs of a study; chooses a learning rate for every arm on pilot seeds
     command      the command line of a study
     intervals    t intervals of means and of paired differences

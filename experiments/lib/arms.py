@@ -15,7 +15,7 @@ import smd_jax as smd
 from smd_jax.losses.distillation import Direction
 from smd_jax.model.protocol import ModelShape, Params
 
-FIRST_SHARE = 0.25  # of the rollouts, of an arm that trains before another
+FIRST_SHARE = 0.25  # share of the rollouts for `Arm.first`
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Arm:
         )
 
     def with_own_parameters(self, params: Params, shape: ModelShape) -> Params:
-        """Adds the parameters that only this arm has to the start of a seed."""
+        """Adds the parameters of only this arm to a seed's start."""
         del shape
         return params
 

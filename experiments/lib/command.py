@@ -25,7 +25,7 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class StudyArgs:
-    """Runs the study or a part of it. Rows kept under --runs are not made again."""
+    """Runs the study or a part of it. Rows saved under --runs are reused."""
 
     tasks: tuple[str, ...] | None = None  # such as sorting-12; default: the study's
     samplers: tuple[str, ...] | None = None  # such as tova:14+2; default: the study's

@@ -71,7 +71,7 @@ class Grid:
       first_rates: the rates that every pilot begins with. While the best one is the smallest or largest that ran, the
         next one of `rates` runs too. None: all of `rates`.
       pilots_from: results of another study whose pilot rows count here, too.
-      minutes: no job starts later than this; None: no limit.
+      minutes: of `run` after which no job starts; None: no limit.
       clean: refuse to run while tracked files differ from the commit.
     """
 
@@ -107,7 +107,7 @@ class Grid:
         with one_core_each(self.workers) as pool:
             for cell in self.cells:
                 pilots: list[Job] = []
-                # Rows may ask for the next rate beyond the best one, those of another machine as well.
+                # A new row, also from another machine, may require the next rate beyond the best.
                 while pilots != (pilots := list(self.pilot_jobs(cell))):
                     self._run_jobs(pool, pilots, began)
                 self._run_jobs(pool, list(self.reported_jobs(cell)), began)
@@ -177,9 +177,9 @@ class Grid:
             self.collect()
 
     def _keep_results(self, jobs: Sequence[Job]) -> None:
-        """Keeps the rows of these jobs from the files of results, so that another machine can resume.
+        """Copies these jobs' rows from the results files to `runs`, so that another machine can resume.
 
-        Rows of other settings are made again and replaced.
+        Rows with other settings are rerun and replaced.
         """
         shared = [] if self.pilots_from is None else [row for row in read_rows(self.pilots_from) if row["pilot"]]
         there = {(_key(row), row.get("settings")): row for row in (*shared, *read_rows(self.results))}
@@ -195,7 +195,7 @@ def best_rate(rewards: dict[float, float]) -> float:
 
 
 def searched_rate(reward: Callable[[float], float], rates: Sequence[float], first: Sequence[float]) -> float:
-    """The best one of the first rates; while it is at their edge, of one more on that side.
+    """The best of the first rates; tries one more on a side while the best is at its edge.
 
     Args:
       reward: of a rate; called again for the same rates. rates: all that may be tried, ascending.
@@ -210,7 +210,7 @@ def searched_rate(reward: Callable[[float], float], rates: Sequence[float], firs
 def widened(
     rates: Sequence[float], first: Sequence[float], best: Callable[[Sequence[float]], Sequence[float] | None]
 ) -> Sequence[float]:
-    """The rates to run: the first ones, and one more on each side while the outermost one is a best one.
+    """The rates to run: the first ones, and one more on a side while its outermost rate is a best one.
 
     Args:
       best: the best rates among those that ran; None while rows are missing.

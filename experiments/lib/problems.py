@@ -100,7 +100,7 @@ class Problem:
         return f"{self.name}-{self.length}"
 
     def rollout(self, budget: int = 1, buffer: int = 1) -> smd.RolloutConfig:
-        """A rollout of answers; without a budget for a full cache."""
+        """Rollout config; the default budget is for a full cache."""
         return smd.RolloutConfig(
             max_new_tokens=self.response_width,
             budget=budget,
@@ -202,7 +202,7 @@ class Walk(Problem):
         return (self, max(4096 // self.length, 1)) if step >= 100 and step % 4 == 0 else (Walk(32), 96)
 
     def schedule(self) -> optax.Schedule:
-        """Falls, because a constant 1e-2 stays at 94 %."""
+        """Decays: at a constant 1e-2 the reward stays at 94 %."""
         return optax.warmup_exponential_decay_schedule(
             0.0, 1e-2, 30, transition_steps=200, decay_rate=1 / math.e, end_value=1e-3
         )

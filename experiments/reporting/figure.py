@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from lib.intervals import estimate, paired
+from lib.intervals import estimate
 from reporting import dose
 from reporting.page import LAST
 from reporting.room import NAMES, OURS, RIVALS, RoomCell
@@ -82,23 +82,27 @@ def draw_leads(axes: Axes, cell: RoomCell) -> None:
 
 
 def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], path: Path, made_of: str) -> None:
-    """Left the leads over the better of naive and TIS by mismatch, right the rewards of all arms.
+    """A row of panels for each task: leads over the better of naive and TIS by mismatch, and rewards of all arms.
 
     Args:
       smollm2: eviction policy -> the real model's mismatch in nats a token.
     """
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    leads, rewards = figure.subplots(1, 2)
-    draw_dose_leads(leads, cells)
-    for rule, nats in smollm2.items():
-        leads.axvline(nats, color="grey", linewidth=0.8, linestyle=":")
-        place = (nats * 0.98, 0.97)
-        words = f"SmolLM2, {rule}"
-        leads.annotate(words, place, xycoords=("data", "axes fraction"), rotation=90, ha="right", va="top", fontsize=7)
-    draw_dose_rewards(rewards, cells)
-    for axes in (leads, rewards):
-        draw_mismatch_axis(axes)
-        axes.legend(fontsize=8)
+    tasks = sorted({cell.task for cell in cells})
+    figure = Figure(figsize=(12, 4.8 * len(tasks)), layout="constrained")
+    for task, (leads, rewards) in zip(tasks, figure.subplots(len(tasks), 2, squeeze=False), strict=True):
+        of_task = [cell for cell in cells if cell.task == task]
+        draw_dose_leads(leads, of_task)
+        leads.set_title(f"{task}: leads, 95 % intervals; circles TOVA per head, squares H2O", loc="left", fontsize=10)
+        for rule, nats in smollm2.items():
+            leads.axvline(nats, color="grey", linewidth=0.8, linestyle=":")
+            words, place = f"SmolLM2, {rule}", (nats * 0.98, 0.97)
+            across = ("data", "axes fraction")
+            leads.annotate(words, place, xycoords=across, rotation=90, ha="right", va="top", fontsize=7)
+        draw_dose_rewards(rewards, of_task)
+        rewards.set_title(f"{task}: rewards; markers as at the left", loc="left", fontsize=10)
+        for axes in (leads, rewards):
+            draw_mismatch_axis(axes)
+            axes.legend(fontsize=8)
     saved(figure, path, made_of)
 
 
@@ -107,7 +111,7 @@ def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
     for arm, aside in (("mixed-50", 0.98), ("shadow", 1.02)):
         for policy, marker in MARKERS.items():
             inside = [cell for cell in cells if f", {policy}," in cell.label]
-            found = [paired(cell.rewards[arm], cell.rewards[cell.rival(dose.SEEDS)]) for cell in inside]
+            found = [cell.lead(arm) for cell in inside]
             axes.errorbar(
                 [place_of(cell, policy) * aside for cell in inside],
                 [lead.mean for lead in found],
@@ -119,14 +123,9 @@ def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
             )
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.axhline(SMALLEST, color="grey", linewidth=0.8, linestyle="--")
-    place = (0.99, SMALLEST - 0.002)
-    axes.annotate(
-        "smallest effect of interest", place, xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=7
-    )
+    place, across = (0.99, SMALLEST - 0.002), ("axes fraction", "data")
+    axes.annotate("smallest effect of interest", place, xycoords=across, ha="right", va="top", fontsize=7)
     axes.set_ylabel("greedy reward: lead over the better of naive and TIS")
-    axes.set_title(
-        "A. Leads under the budget, 95 % intervals; circles TOVA per head, squares H2O", loc="left", fontsize=10
-    )
 
 
 def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
@@ -141,7 +140,6 @@ def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
             axes.plot(at[first:], means[first:], color=COLOURS[place], linewidth=0.8)
             axes.plot(at, means, marker=marker, color=COLOURS[place], linestyle="", label=label)
     axes.set_ylabel("greedy reward under the budget")
-    axes.set_title("B. Rewards; markers as in A", loc="left", fontsize=10)
 
 
 def place_of(cell: dose.DoseCell, policy: str) -> float:

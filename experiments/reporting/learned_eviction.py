@@ -78,17 +78,19 @@ def section(rows: Sequence[Row]) -> str:
     return f"""## Learned eviction beside the model's own attention
 
 Neural Garbage Collection (arXiv:2604.18002) draws evictions from the model's own attention and trains them by the
-reward. `LinearGate` has parameters of its own for that. Sorting 12 digits, 13 + 2 of 26 keys, starts at 97 % with the
+reward. `LinearGate` has separate parameters for this. Sorting 12 digits, 13 + 2 of 26 keys, starts at 97 % with the
 full cache ({start:.3f} greedily), 240 rollouts, {len(SEEDS)} seeds, one rate per arm, chosen on two pilot seeds.
 *Decided*: greedy tokens, and the keys of the lowest logits are evicted without chance.
 
 {table(["evictions by", "rate", "budget", "greedy", "decided", "full cache, greedy"], lines)}
 
 *Primary contrast*: {contrast.what}: {contrast.found}. The plan predicted more than 0.03; an upper limit below that
-would refute it. The interval is {low} to {high}{undecided}. The lower temperature is the better one, and lower ones
-were not tried; the gate's rate, 30 times that of the tokens, comes from an older study. With draws, at temperature
-1: {drawn}. Without training, {len(rules)} rules have {rules[worst]:.3f} ({worst}) to {rules[best]:.3f} ({best})
-greedily. H2O and seven of these rules ran later, on starts of the same level that were trained again on another CPU;
-those of the contrast share their starts. The paper draws the kept keys and trains models of other sizes on other
-tasks; here evicted keys are drawn.
+would refute it. The interval is {low} to {high}{undecided}. The lower temperature is better, and still lower ones
+were not tried; the gate's rate, 30 times that of the tokens, comes from an older study. With sampled evictions, at
+temperature 1: {drawn}. Without training, {len(rules)} rules have {rules[worst]:.3f} ({worst}) to {rules[best]:.3f}
+({best}) greedily. H2O and seven of these rules ran later, on starts of the same level that were trained again on
+another CPU; those of the contrast share their starts. The best untrained rule of the [older
+study](docs/older_studies.md#learned-eviction) with 14 + 2 keys, which keeps the prompt and evicts the oldest response
+token, did not run here. The paper draws the kept keys and trains models of other sizes on other tasks; here evicted
+keys are drawn.
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import t as student_t
 
 from lib.files import Row
 from lib.intervals import Estimate
@@ -38,15 +40,18 @@ class Lead(NamedTuple):
 
 def lead(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> Lead:
     """Mean difference of the rewards with a two-way bootstrap: seeds and questions are drawn again, each with
-    replacement."""
+    replacement. With n seeds the ends are √(n / (n - 1)) · t / 1.96 as far from the mean, because the spread of n drawn
+    seeds is too small and n are few: of eight seeds alone the plain percentiles cover 89 %."""
     rewards = [{row["seed"]: np.array(row[f"{kind}_rewards"], float) for row in rows} for rows in (ours, theirs)]
     seeds = sorted(rewards[0].keys() & rewards[1].keys())
     differences = np.stack([rewards[0][seed] - rewards[1][seed] for seed in seeds])  # [seeds, questions]
     generator = np.random.default_rng(0)
     shares = [generator.multinomial(size, np.full(size, 1 / size), DRAWS) / size for size in differences.shape]
     drawn = np.einsum("ds,sq,dq->d", shares[0], differences, shares[1], optimize=True)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Lead(float(differences.mean()), float(low), float(high))
+    mean, count = float(differences.mean()), len(seeds)
+    wider = math.sqrt(count / (count - 1)) * student_t.ppf(0.975, count - 1) / 1.96
+    low, high = mean + wider * (np.quantile(drawn, (0.025, 0.975)) - mean)
+    return Lead(mean, float(low), float(high))
 
 
 def of_rules(rows: Sequence[Row]) -> dict[str, Arms]:
@@ -95,7 +100,7 @@ as [above](#lead-by-mismatch): mean over the TIS runs.
 
 {text}
 
-{corrected(rows)} Over eight seeds a percentile bootstrap covers a little less than 95 %.
+{corrected(rows)} The intervals are those of the bootstrap, widened for {len(SEEDS)} seeds; the plan has plain ones.
 """
 
 
@@ -103,12 +108,7 @@ def part(rule: str, arms: Arms, mismatch: Estimate) -> str:
     lines = [[arm, *mean_words(found, KINDS)] for arm, found in arms.items()]
     main = lead(arms["shadow"], arms["naive"], "sparse")
     p = p_value(arms["shadow"], arms["naive"], "sparse")
-    if main.high < 0.03:
-        verdict = "The prediction is refuted: the upper limit is below 0.03."
-    elif main.low > 0:
-        verdict = "The lead is established."
-    else:
-        verdict = "No lead is established, and the prediction is not refuted."
+    verdict = "The lead is" if main.low > 0 else "No lead is"
     leads = [
         [f"{arm} minus {rival}", *(str(lead(arms[arm], arms[rival], kind)) for kind in KINDS)] for arm, rival in PAIRS
     ]
@@ -119,7 +119,8 @@ def part(rule: str, arms: Arms, mismatch: Estimate) -> str:
 {table(["arm", *KINDS.values()], lines)}
 
 *{contrast}*: shadow masks minus naive under the budget at temperature 1: {main} (p = {p:.1g}, paired t over
-seeds). {verdict} The other leads are exploratory. CPU seconds of a run with its evaluation: {seconds}.
+seeds). {verdict} established; an upper limit below 0.03 would refute the prediction. Other leads are exploratory. CPU
+seconds of a run with its evaluation: {seconds}.
 
 {table(["lead", *KINDS.values()], leads)}"""
 

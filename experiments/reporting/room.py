@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import mean
@@ -12,7 +12,19 @@ from lib.files import Row
 from lib.grid import best_rate
 from lib.intervals import Estimate
 from reporting import page
-from reporting.page import check_complete, difference, mean_of, number, of_arms, plain, rate_words, signed, table
+from reporting.contrasts import holm
+from reporting.page import (
+    by_seed,
+    check_complete,
+    difference,
+    mean_of,
+    of_arms,
+    p_value,
+    plain,
+    rate_words,
+    signed,
+    table,
+)
 
 Key = tuple[str, str, int]  # task, policy, budget
 FIRST: Key = ("sorting-12", "tova-heads", 11)  # the cell of the primary contrast
@@ -32,9 +44,9 @@ NAMES = {
     "untrained": "the start",
     "full-cache": "full cache: the sampler evicts nothing",
     "naive": "naive: ignores the eviction",
-    "tis": "TIS, cut at 2",
-    "tis-1.5": "TIS, cut at 1.5",
-    "tis-5": "TIS, cut at 5",
+    "tis": "TIS truncated at 2",
+    "tis-1.5": "TIS truncated at 1.5",
+    "tis-5": "TIS truncated at 5",
     "icepop": "IcePop: accepts or rejects tokens",
     "geometric": "TIS that rejects responses whose mean ratio is outside 0.5 to 2",
     "gspo": "GSPO: one ratio per response, eviction not corrected",
@@ -156,45 +168,57 @@ def cells_table(cells: Sequence[RoomCell]) -> str:
     for cell in cells:
         rival, full_rival = cell.best_rival("budget"), cell.best_rival("full cache")
         start = " / ".join(level(cell, "untrained", kind) for kind in KINDS[1::2])
-        leads = [(OURS, rival), (OURS, "naive"), (OURS, "untrained"), ("shadow", rival)]
+        leads = [*((OURS, arm) for arm in (rival, "naive", "full-cache", "untrained")), ("shadow", rival)]
         numbers = [signed(cell.contrast(ours, theirs, "sparse_greedy")) for ours, theirs in leads]
         full = signed(cell.contrast(OURS, full_rival, "dense_greedy"))
         lines.append([cell.label, start, f"{rival} / {full_rival}", *numbers, full])
-    columns = ["cell", "start, greedy: budget / full", "best rival of the pilot: budget / full"]
-    columns += [f"{OURS} minus it", "minus naive", "minus the start", "shadow minus the rival"]
+    columns = ["cell", "start, greedy: budget / full", "rival: budget / full", f"{OURS} minus the rival"]
+    columns += ["minus naive", "minus full-cache", "minus the start", "shadow minus the rival"]
     return table([*columns, f"full cache: {OURS} minus the rival"], lines)
 
 
-def flat_cells(cells: Sequence[RoomCell]) -> str:
-    """Cells whose greedy lead over the start is not established, with their lead at temperature 1."""
-    flat = [cell for cell in cells if not cell.contrast(OURS, "untrained", "sparse_greedy").established]
-    found = "; ".join(f"{cell.label}: {plain(cell.contrast(OURS, 'untrained', 'sparse'))}" for cell in flat)
-    return f"Where {OURS} is not above the start greedily, its lead over it at temperature 1 is: {found}."
+def spread_of_starts(cells: Sequence[RoomCell]) -> str:
+    """The smallest and the largest greedy full-cache reward of the starts, for each task."""
+    starts = {cell.label.split(",")[0]: by_seed(cell.rows("untrained", "full cache"), "dense_greedy") for cell in cells}
+    return ", ".join(f"{task} {min(of.values()):.2f} to {max(of.values()):.2f}" for task, of in starts.items())
+
+
+def after_holm(cells: Sequence[RoomCell]) -> str:
+    """The cells whose lead over the rival Holm's correction over these cells leaves."""
+    pairs = [[cell.rows(arm, "budget") for arm in (OURS, cell.best_rival("budget"))] for cell in cells]
+    values = holm([p_value(ours, theirs, "sparse_greedy") for ours, theirs in pairs])
+    lost = [f"{cell.label} ({p:.2g})" for cell, p in zip(cells, values, strict=True) if p >= 0.05]
+    kept = len(cells) - len(lost)
+    return (
+        f"Of the {len(cells)} leads over the rival Holm's correction leaves {kept}. p of the others: {'; '.join(lost)}."
+    )
+
+
+def against_full_cache(cells: Sequence[RoomCell]) -> str:
+    """In how many cells a learner whose sampler evicts nothing ends above and below the mixture."""
+
+    def counts(kind: str) -> str:
+        found = [cell.contrast(OURS, "full-cache", kind) for cell in cells]
+        below, above = (sum(one.established and sign * one.mean > 0 for one in found) for sign in (1, -1))
+        return f"established below {OURS} in {below} and above it in {above} of {len(cells)} cells"
+
+    return f"""*full-cache* was trained with a sampler that evicts nothing. Decoded greedily under the budget it is
+{counts("sparse_greedy")}; decoded with the full cache, {counts("dense_greedy")}."""
 
 
 def at_other_rate(cells: Sequence[RoomCell]) -> str:
     """The smallest and the largest lead over TIS in copy-8 at its other rate, the one chosen for the full cache."""
     copies = [cell for cell in cells if cell.label.startswith("copy-8")]
 
-    def leads(kind: str) -> str:
-        found = [difference(cell.rows(OURS, "budget"), cell.rows("tis", "full cache"), kind) for cell in copies]
+    def leads(ours: str, kind: str) -> str:
+        found = [difference(cell.rows(ours, "budget"), cell.rows("tis", "full cache"), kind) for cell in copies]
         return " to ".join(plain(choose(found, key=lambda lead: lead.mean)) for choose in (min, max))
 
     rates = [rate_words(copies[0].rate("tis", column)) for column in COLUMNS]
     return f"""In copy-8 the lead over TIS depends on its rate. {rates[0]} has the best pilots under the budget, the
 mean of temperature 1 and greedy. At {rates[1]}, its rate for the full cache, {OURS} minus TIS is
-{leads("sparse_greedy")} greedily and {leads("sparse")} at temperature 1."""
-
-
-def leads_sentence(cells: Sequence[RoomCell]) -> str:
-    """The least and largest lead of the mixture over all cells, greedily under the budget."""
-
-    def leads(theirs: Callable[[RoomCell], str]) -> str:
-        means = [cell.contrast(OURS, theirs(cell), "sparse_greedy").mean for cell in cells]
-        return " to ".join(dict.fromkeys((number(min(means)), number(max(means)))))
-
-    rival, start = leads(lambda cell: cell.best_rival("budget")), leads(lambda _: "untrained")
-    return f"{OURS} minus the best rival of the pilot {rival}, minus its start {start}"
+{leads(OURS, "sparse_greedy")} greedily and {leads(OURS, "sparse")} at temperature 1; shadow minus TIS is
+{leads("shadow", "sparse_greedy")} greedily."""
 
 
 def against_all(cell: RoomCell, kind: str) -> str:

@@ -9,7 +9,7 @@ from lib.files import Row
 from lib.grid import best_rate
 from reporting import page
 from reporting.contrasts import Contrast, paired_contrast
-from reporting.page import difference, mean_words, of_arms, of_pilot, plain, rate_words, rewards_by_rate, table
+from reporting.page import difference, mean_words, of_arms, of_pilot, p_value, plain, rate_words, rewards_by_rate, table
 from reporting.room import KINDS
 
 CHOICE = ("sparse_greedy", "dense_greedy")  # their mean on the pilot seeds chooses a rate
@@ -57,6 +57,8 @@ def section(rows: Sequence[Row]) -> str:
     seeds = [row["seed"] for row in early]
     compared = early, arms[rival], arms["shadow"]
     again = [mean(row["sparse"] for row in found if row["seed"] in seeds) for found in compared]
+    p_other = p_value(arms["shadow"], arms[other], "sparse")
+    own = max((rival, other), key=lambda arm: rewards_by_rate(pilots[arm], ("sparse",))[arms[arm][0]["learning_rate"]])
     fast = {arm: rewards_by_rate(pilots[arm], ("sparse",))[1e-3] for arm in ("shadow", "tis")}
     return f"""## Several turns with a tool
 
@@ -69,11 +71,12 @@ two pilot seeds.
 
 *Primary contrast*: {contrast.what}: {contrast.found}. That rival hardly trained: it ends {rival_gain} relative to its
 start. The rule for rates favours an arm that changes little. It gave naive the smallest rate of the grid, and shadow
-masks a smaller one than TIS and `mixed-50`. Shadow masks minus {other}: {lead}. `mixed-50` minus {other}: {mixed},
+masks a smaller one than TIS and `mixed-50`. By the pilots of the contrast's own column the rival is {own}. Shadow masks
+minus {other}: {lead}, p {p_other:.2g} before Holm's correction. `mixed-50` minus {other}: {mixed},
 minus shadow masks: {above_shadow}, at ten times their rate. At 1e-3 the pilots reach {fast["shadow"]:.2f} under the
 budget with shadow masks and {fast["tis"]:.2f} with TIS. *What lost*: with the full cache, greedily, shadow masks end
 {full} relative to their start. Seeds {seeds[0]} to {seeds[-1]} of some arms ran at 1e-4 before the pilots had reached
-the edge of the grid. There {rival} has {again[0]:.2f} under the budget at temperature 1; on the same seeds it has
+the edge of the grid. At 1e-4 {rival} has {again[0]:.2f} under the budget at temperature 1; on the same seeds it has
 {again[1]:.2f} at its chosen rate, and shadow masks {again[2]:.2f} at theirs.
 """
 

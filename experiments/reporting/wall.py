@@ -70,8 +70,8 @@ def bullet(rows: Sequence[Row]) -> str:
     return f"""*Equal bytes and equal time.* On a CPU no gain of the budget over the pilot's full-cache way is
   established: in walks of {PRIMARY:,} steps {OURS} ends {primary(rows).found} relative to
   {best_full(rows, PRIMARY)}; in walks of {short} steps {primary(rows, short).found} relative to
-  {best_full(rows, short)}. Greedily, in {below} of {len(found)} cases (six ways, two lengths) a way ends below its
-  start, established, and in {higher or "none"} above. [The memory wall](#the-memory-wall)"""
+  {best_full(rows, short)}. Greedily, in {below} of {len(found)} cases (six ways, two lengths) a way is established
+  below its start, and in {higher or "none"} above. [The memory wall](#the-memory-wall)"""
 
 
 def above(rows: Sequence[Row], length: int) -> str:
@@ -95,8 +95,9 @@ the mean of temperature 1 and greedy; it chose the rate of each way on one pilot
 {tables}
 
 *Primary contrast*: {contrast.what}: {contrast.found}. {" ".join(above(rows, length) for length in LENGTHS)}
-An accelerator was not measured. The [first rows](docs/older_studies.md#the-memory-wall)
-had two rates a way, both at the edge, on a slower CPU: there the same contrast was established above 0.
+These gains are at temperature 1: greedily no way is established above its start. No accelerator was measured. The
+[first rows](docs/older_studies.md#the-memory-wall) had two rates a way, both at the edge of the grid, on a slower CPU:
+there the same contrast was established above 0. The plan was changed after them.
 """
 
 

@@ -137,7 +137,7 @@ def test_a_collapse_is_three_low_evaluations_in_a_row():
     assert after(0.4, 0.1, 0.1, 0.3, 0.1, 0.1) is None
 
 
-def test_only_an_earlier_crossing_predicts_a_collapse():
+def test_a_run_that_recovers_has_collapsed_and_is_not_low_at_the_end():
     def run(rewards: Sequence[float], agreement: Sequence[float]) -> Row:
         points = zip(rewards, (1.0, *agreement), strict=True)
         curve = [{"step": 20 * i, "sparse_greedy": x, "agreement_p5": y} for i, (x, y) in enumerate(points)]
@@ -147,8 +147,9 @@ def test_only_an_earlier_crossing_predicts_a_collapse():
         return collapse.CollapseCell("snapkv", "naive", 1e-3, runs)
 
     low = (0.4, 0.3, 0.1, 0.1, 0.1)  # collapsed after 40
-    assert cell(run(low, (0.8, 0.9, 0.9, 0.9))).predicted == 1
-    assert cell(run(low, (0.9, 0.8, 0.8, 0.8))).predicted == 0  # crosses at the same evaluation
+    early, late = run(low, (0.8, 0.9, 0.9, 0.9)), run(low, (0.9, 0.8, 0.8, 0.8))
+    assert [collapse.crossed_after(each["curve"]) for each in (early, late)] == [20, 40]
+    assert cell(early, late).below_threshold == 2
     back = run((*low, 0.3, 0.3, 0.3), (0.9,) * 7)
     assert cell(back).collapsed == 1 and cell(back).low_at_the_end == 0 and cell(back).below_threshold == 0
     assert cell(run(low, (0.9,) * 4), back).low_at_the_end == 1
@@ -162,11 +163,22 @@ def test_holms_correction():
     assert "| room | a minus b | +0.1 | 0.01 | 0.03 |" in contrasts.section([made, *[made._replace(p=0.9)] * 2])
 
 
-def test_the_lead_at_a_mismatch_is_the_mean_over_seeds():
-    cells = dose.cells_of(report.all_rows()["dose.json"])
-    leads = dose.leads_by_seed(cells, "shadow", 0.2)
-    assert len(leads) == len(dose.SEEDS)
-    assert sum(leads) / len(leads) == pytest.approx(dose.lead_at(cells, "shadow", 0.2))
+def test_the_lead_at_a_mismatch_is_read_off_a_line_over_its_logarithm():
+    def cell(nats: float, lead: float) -> dose.DoseCell:
+        seeds = {seed: 0.01 * seed for seed in dose.SEEDS}
+        rewards = {"naive": seeds, "tis": {seed: x - 0.1 for seed, x in seeds.items()}}
+        rewards["mixed-50"] = {seed: x + lead + 0.001 * seed for seed, x in seeds.items()}
+        return dose.DoseCell("sorting-12, h2o, 1 keys", {}, rewards, dict.fromkeys(dose.SEEDS, nats))
+
+    # On a line over log10: 0.1 at 0.015 nats, 0.2 at 0.15 nats.
+    cells = [cell(0.0015, 0.0), cell(0.015, 0.1), cell(1.5, 0.3)]
+    assert cells[0].rival == "naive" and cells[0].lead("mixed-50").mean == pytest.approx(0.0125)
+    assert dose.at_nats(cells) == pytest.approx([0.2 + 0.001 * seed for seed in dose.SEEDS])
+    assert [one.nats for one in dose.neighbours(cells)] == [0.015, 1.5]
+    assert dose.between(cells).startswith("Interpolated between these, it is +0.21")
+    assert dose.between([*cells[:2], cell(1.5, 0.1), cell(15, 0.9)]).startswith(
+        "The line lies above both cells next to it."
+    )
 
 
 def test_names_in_figures_are_those_of_the_pages():
@@ -214,8 +226,8 @@ def test_every_study_needs_all_seeds_of_its_primary_contrast():
         with pytest.raises(ValueError, match="expected all seeds of"):
             section(fewer)
     doses = files["dose.json"]
-    missing = {"arm": "shadow", "seed": dose.SEEDS[0]}
-    assert len(dose.cells_of(without_one(doses, **missing))) == len(dose.cells_of(doses)) - 1
+    fewer = without_one(doses, task="sorting-12", arm="shadow", seed=dose.SEEDS[0])
+    assert {cell.task for cell in dose.cells_of(doses)} - {cell.task for cell in dose.cells_of(fewer)} == {"sorting-12"}
 
 
 def test_the_rival_at_the_wall_is_the_full_cache_way_of_the_best_pilot():

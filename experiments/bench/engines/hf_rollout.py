@@ -1,13 +1,13 @@
 """Sampling with Hugging Face transformers: `generate` of Qwen2 on torch, eager, with scaled dot product attention.
 
-With `kvpress` under a press that compresses while decoding: `DecodingPress` around `KnormPress`. After every `buffer`
+With `kvpress`, a press compresses while decoding: `DecodingPress` around `KnormPress`. After every `buffer`
 steps each layer and KV head keeps the `budget` keys of smallest norm. No hidden states are buffered, the fastest
 setting; kvpress' documentation allows it for presses that do not need them. `cache_bytes` is measured after the last
 step, within one step of its maximum.
 
 `DynamicCache`, which grows by concatenation, is the default of `generate`.
-Log-probabilities are asked for as documented: `output_scores`, then `compute_transition_scores`, both in the time.
-A logits processor that changes nothing notes when each step came.
+Log-probabilities come, as documented, from `output_scores` and `compute_transition_scores`, both timed.
+A logits processor that changes nothing records the time of each step.
 """
 
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ def sample(model: Qwen2ForCausalLM, ids: torch.Tensor, new_tokens: int, cache: C
 
 
 def press_of(args: SimpleNamespace) -> Any:
-    """Makes a context in which a model evicts."""
+    """Returns a context manager factory: the model evicts inside."""
     if not args.kvpress:
         return nullcontext
     from kvpress import DecodingPress, KnormPress

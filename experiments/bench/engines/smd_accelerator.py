@@ -45,9 +45,6 @@ def seconds(f: Callable[..., Any], *args: Any, repeats: int = 10) -> dict[str, f
     return {"seconds": statistics.median(found), "least_seconds": min(found)}
 
 
-# ---------------------------------------------------------------- machine
-
-
 def copy_rate(rehearse: bool) -> float:
     """Bytes per second, read and written."""
     x = jnp.zeros((2**20 if rehearse else 2**30) // 4, jnp.float32)
@@ -81,9 +78,6 @@ def machine(rehearse: bool) -> Iterator[Job]:
     yield "product", lambda: [{"product_flops_per_second": product_rate(rehearse)}]
 
 
-# ---------------------------------------------------------------- correctness
-
-
 def correctness(rehearse: bool) -> Iterator[Job]:
     if rehearse:
         import interpreted
@@ -91,9 +85,6 @@ def correctness(rehearse: bool) -> Iterator[Job]:
         interpreted.patch_kernels()
     for case in kernel_checks.rehearsed() if rehearse else kernel_checks.cases():
         yield case.name, lambda case=case: [case.row(1 if rehearse else 20)]
-
-
-# ---------------------------------------------------------------- attention
 
 
 def attention(rehearse: bool) -> Iterator[Job]:
@@ -116,9 +107,6 @@ def attention(rehearse: bool) -> Iterator[Job]:
 
     for tokens, budget in sizes:
         yield f"attention, {tokens} tokens, budget {budget}", partial(measure, tokens, budget)
-
-
-# ---------------------------------------------------------------- decode
 
 
 # Qwen2.5-1.5B's heads, an 8B model's; the last has fewer blocks than a GPU has multiprocessors.

@@ -68,7 +68,7 @@ def main() -> None:
     loop = smd.GRPOLoop(smd.Decoder(config), task, tokenizer, optimizer, grpo)
     state = smd.init_state(params, optimizer, jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(params))
-    del params  # only the state's are donated
+    del params  # the first update donates it
     clock = whole_step.StepClock(args, task.graded)
     differences = []
     for _ in range(clock.updates):

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 
 
 class Timer(TrainerCallback):
-    """The clock runs from the start of an optimizer step, generation included, to the end of its update."""
+    """Times each optimizer step from its start to the end of its update, generation included."""
 
     def __init__(self, clock: common.Clock) -> None:
         self.clock = clock
