@@ -3,9 +3,11 @@
 Numbers that TRL logs have TRL's names. All logarithms are natural, and lengths are in tokens.
 
 Definitions of `rollout_corr/*` follow verl (verl/trainer/ppo/rollout_corr_helper.py, compute_offpolicy_metrics and
-compute_is_metrics) with two exceptions. Means over responses leave out responses without tokens, so that padding rows
-change nothing. And rollout_is_* are statistics of the weights that the loss multiplies by; verl's are before batch
-normalisation, and its extremes before truncation at the sequence level.
+compute_is_metrics) with three exceptions. Means over responses leave out responses without tokens, so that padding
+rows change nothing. rollout_is_* are statistics of the weights that the loss multiplies by; verl's are before batch
+normalisation, and its extremes before truncation at the sequence level. rollout_rs_masked_fraction counts tokens of
+weight 0, too; verl has IcePop's in rollout_is_oob_ratio. `eff_sample_size`, `agreement_p5` and
+`rollout_rs_seq_dropped_fraction` are ours.
 """
 
 from __future__ import annotations

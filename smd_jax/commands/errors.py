@@ -58,7 +58,7 @@ FLAGS: Mapping[str, str] = {
     r"sinks(?= \+ window)": "--sinks",
     "window(?= that)": "--eviction 'NAME(window=8)'",
 }
-# Characters of a message and of its lines: they may quote a name of thousands of characters or a page of YAML.
+# Maximum characters of a message and of a line: a message may quote a very long name or a page of YAML.
 LONGEST, LONGEST_LINE = 2000, 700
 
 

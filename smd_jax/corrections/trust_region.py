@@ -59,7 +59,8 @@ class DPPOTV(Correction):
     surrogate. The loss takes its ratio to the sampler and must not clip it.
 
     verl: verl/trainer/ppo/core_algos.py, compute_policy_loss_dppo_tv: clip_ratio_low and _high (0.15 in
-    examples/dppo_trainer), clip_ratio_c 20. prime-rl: dppo_mask_low and _high 0.2.
+    examples/dppo_trainer), clip_ratio_c 20 if it is not configured (3 in actor.yaml, 10,000 in that example). prime-rl:
+    dppo_mask_low and _high 0.2.
     """
 
     low: float = 0.15

@@ -205,7 +205,7 @@ class SnapKV(EvictionPolicy):
 class RKV(EvictionPolicy):
     """R-KV (arXiv:2505.24133, Zefan-Cai/R-KV `r1_kv.py`): importance minus redundancy; keeps the newest `window` keys.
 
-    Z = weight * I - (1 - weight) * R over the keys outside the window.
+    Z = weight * I - (1 - weight) * R over the keys outside the window; `weight` is the paper's, the file's is 0.07.
     I: max-pooled (kernel 7) mean over the window's queries of a softmax over those keys, scores reduced by their
     maximum over the group.
     R: sim[j, s] = cos(k_j, k_s), 0 where j = s. For each j, sim[j, s] = 0 at the newest s with sim[j, s] > threshold.

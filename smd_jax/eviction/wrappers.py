@@ -76,8 +76,8 @@ class Pyramid(_Wrapper):
     With the inner policy's window w: least = (budget - w) / beta, most = 2 (budget - w) - least, and layer l keeps
     w + most - l (most - least) / (L - 1). The mean over layers is `budget`, up to rounding.
 
-    The first layer gets nearly twice the budget for any prompt. kvpress compresses only prompts: it clamps the largest
-    budget to the prompt's length and raises the smallest by as much, so its budgets differ for short prompts.
+    The first layer gets nearly twice the budget for any prompt. kvpress' PyramidKV compresses a prompt: it clamps the
+    largest budget to the prompt's length and raises the smallest by as much, so its budgets differ for short prompts.
 
     Raises:
       TypeError: for a value of the wrong type.

@@ -32,7 +32,7 @@ def reference_kl(
         k3         exp(-r) - 1 + r        1 - exp(-r)                 KL(reference ‖ policy)
 
     The slope of k1 is not that of its value, 1, whose gradient is pure noise, but k2's, as in verl's "k1+". k3 is that
-    of GRPO (arXiv:2402.03300 eq. 4) and TRL; arXiv:2506.09477 derives its gradient. For k1 and k2, r is first cut at
+    of GRPO (arXiv:2402.03300 eq. 4); arXiv:2506.09477 derives its gradient. For k1 and k2, r is first cut at
     -20 and 20; for k3, -r is cut at 20.
     """
     if estimator == "k3":
@@ -46,7 +46,8 @@ def reference_kl(
 def k3(logprobs: Float[Array, ...], reference_logprobs: Float[Array, ...]) -> Float[Array, ...]:
     """Schulman's k3 estimate of KL(policy ‖ reference) from tokens of the policy: never negative, low variance.
 
-    The log ratio is cut at 20 (an estimate of 485 million) to avoid overflow, as in verl; there is no gradient beyond.
+    The log ratio is cut at 20 (an estimate of 485 million) to avoid overflow, as in verl, which also cuts the estimate
+    at 10; there is no gradient beyond.
     """
     # Cut only from above: far below 0 the exponential vanishes and the rest is linear.
     log_ratio = jnp.minimum(reference_logprobs - logprobs, SAFETY_BOUND)

@@ -85,8 +85,8 @@ def value_loss(
 def terminal_rewards(rewards: Float[Array, " batch"], mask: Bool[Array, "batch R"]) -> Float[Array, "batch R"]:
     """The reward of each response at its last token, 0 elsewhere; a response without tokens gets nothing.
 
-    As in verl (token_level_scores). TRL's PPO puts it one column later if there is one, on the state after the last
-    token, whose value its critic also learns.
+    As in verl (token_level_scores). TRL's PPO (1.12) puts it one column later if there is one, on the state after the
+    last token, whose value its critic also learns.
     """
     check_shape("mask", mask, ("batch", "R"))
     check_shape("rewards", rewards, (mask.shape[0],))

@@ -47,7 +47,7 @@ class DrawableTokens(struct.PyTreeNode):
         response_width: int | None = None,
         vocab_size: int | None = None,
     ) -> DrawableTokens:
-        """The sampling support that another engine reports, in compressed rows: vLLM's `SamplingMask`.
+        """The sampling support that another engine reports, in compressed rows.
 
         Args:
           support: `(token_ids, offsets)` of each row; response token t could be any of

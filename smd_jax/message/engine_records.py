@@ -1,13 +1,13 @@
 """Evictions of other engines from their own records, in positions, for `Trajectory.from_records(evicted_at=...)`.
 
 TensorRT-LLM's TriAttention, from the rounds and kept ordinals. Facts of
-`tensorrt_llm/_torch/kv_cache_compression/triattention/{triattention,compaction}.py` at 1.2 (PR #16957):
+`tensorrt_llm/_torch/kv_cache_compression/{compaction,triattention/triattention}.py` at ccfe61bb (1.3.0 candidates):
 
 * Every `beta` generated tokens the cache of a request is compacted in place to the prompt and `top_B` keys of the
   response. Kept keys keep their RoPE positions.
 * Ordinals are indices in the current cache, not positions in the text; after the first round they differ.
 * Under the overlap scheduler the next forward pass is already enqueued when a round runs. Its query still sees every
-  key, and its own key follows the kept ones (`protected_tail`).
+  key, and its own key follows the kept ones (`target_tail_length`).
 
 One KV head with a prompt of 2, two rounds:
 
@@ -49,10 +49,10 @@ class Round:
     """One round of a request.
 
     Attributes:
-      cached: keys in the cache before it, of tokens that the engine has confirmed (`seq_len`).
-      kept: rising ordinals of the kept keys after the prompt (`keep_set_selector.keep` of the request): `[keep]` in
+      cached: keys in the cache before it, of tokens that the engine has confirmed (`source_length`).
+      kept: rising ordinals of the kept keys after the prompt (`_kept_ordinal_rows` of the request): `[keep]` in
         mode "union", `[kv_heads, keep]` in "per_head", `[layers * kv_heads, keep]` in "per_layer_perhead".
-      in_flight: queries after the confirmed ones that still saw every key (`protected_tail`): 1 under the overlap
+      in_flight: queries after the confirmed ones that still saw every key (`target_tail_length`): 1 under the overlap
         scheduler, otherwise 0. Speculative decoding, whose tail has places without queries, is not supported.
     """
 

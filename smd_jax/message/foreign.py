@@ -10,11 +10,8 @@ One layer and KV head of a row with a prompt of 4 and a response of 5, by positi
 
 Token 8 was sampled from the output of query 7. Whether its key entered the cache does not matter: no query follows.
 
-Expert routing has the form in which engines report it:
-
-    vLLM      routed_experts [n or n - 1, layers, k] of a request: prompt and response, the last token often left out
-    sglang    the same numbers, flat
-    Tunix     [width, layers, k], -1 where there is no token
+Expert routing is `[n or n - 1, layers, k]`, or these numbers flat: prompt and response, the last token often left out.
+After the row's last token there may be padding of -1. Layers are those with experts; vLLM and SGLang report all layers.
 
 `Trajectory.from_records` documents the accepted records.
 """
@@ -409,6 +406,8 @@ def check_experts(given: np.ndarray, row: int, tokens: int, sizes: ExpertSizes) 
             f"got {given.shape} in row {row}"
         )
     given = as_int64(given, f"routed_experts of row {row}")
+    if len(given) > tokens and (given[0] == NO_EXPERT).all():
+        raise ValueError(f"expected routed_experts of row {row} from its first token on; got padding before it")
     # An engine's padding after the row's last token.
     if (given[tokens:] != NO_EXPERT).any() or len(given) < tokens - 1:
         raise ValueError(

@@ -272,8 +272,8 @@ def _check_rope_keys(rope: Mapping[str, Any], own: Set[str]) -> None:
         return
     hint = ""
     if "attn_factor" in unknown:
-        hint = ". transformers ignores attn_factor; vLLM multiplies 0.1 ln(factor) + 1 by it. Write that product as "
-        hint += "attention_factor, or 0.1 ln(factor) + 1 to keep the model of transformers"
+        hint = ". transformers ignores attn_factor. To keep its model write 0.1 ln(factor) + 1 as attention_factor, or "
+        hint += "this times attn_factor"
     elif kind == "default":
         hint = f". A scaling has a rope_type: {', '.join(_ROPES)}"
     names = ", ".join(sorted(fields | _ROPE_EXTRA.get(kind, set()))) or "no keys of a scaling"

@@ -76,7 +76,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 # Initialisations that do not change the base model. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract a part of
 # its weights, and PEFT repeats them when it loads an adapter.
-_PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+_PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
 
 
 def save_peft(

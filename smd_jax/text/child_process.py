@@ -36,7 +36,7 @@ class ChildEndedError(RuntimeError):
 
 
 class ChildProcess:
-    """One process that runs a script. The script gets the number of an open socket as its only argument.
+    """One process that runs a script. The script's only argument is the file descriptor of a socket.
 
     Requests are pickled, and answers are bytes: nothing that the process sends is unpickled.
 
@@ -62,7 +62,7 @@ class ChildProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                # A fixed order of sets: a restarted process answers as the one before.
+                # Fixes the order of sets: a restarted process answers the same.
                 env={"PYTHONHASHSEED": "0"} | os.environ | dict(environment),
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
             )
@@ -128,7 +128,7 @@ def _end(owner: int, process: subprocess.Popen[bytes], connection: Connection, g
     connection.close()
     if os.getpid() != owner:
         return
-    # First the groups: while the process lives, the numbers of its children belong to them.
+    # Groups first: while the process lives, the PIDs of its children are not reused.
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

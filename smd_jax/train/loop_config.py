@@ -29,15 +29,15 @@ class LoopConfig:
       rollout: budget, lengths and sampling of the rollout.
       update: the learner's configuration.
       decode_rows: completions that are decoded at the same time; finished ones make room for others, see
-        `smd_jax.sampler.engine`; with an environment a number that divides the conversations into whole groups. None
+        `smd_jax.sampler.engine`; with an environment a multiple of `group_size` that divides the conversations. None
         decodes a whole rollout at once, in one program.
       prefill_rows: with decode_rows, prompts that are read at the same time; with an environment all are.
       stop_strings: texts that end a completion and stay part of it.
       minibatches: optimizer steps per pass over a rollout, each with whole groups; the first step is exactly on-policy.
       num_iterations: passes over a rollout; each further pass has another order of groups.
-      update_widths: number of widths, in columns, that the learner is compiled for: it runs over the smallest that
-        holds the longest response of a rollout. 1: always over `max_new_tokens`.
-      seed: order of the task's rows, from 0 to 2**32 - 1.
+      update_widths: number of widths, in columns, that the learner is compiled for: an update uses the smallest
+        that holds the rollout's longest response. 1: always `max_new_tokens`.
+      seed: 0 to 2**32 - 1, for the order of the rows.
 
     Raises:
       TypeError: for a value of the wrong type.
@@ -143,7 +143,7 @@ def check_sizes(config: LoopConfig, shape: ModelShape, mesh: Mesh) -> None:
     else:
         if columns < config.columns:
             raise ValueError(f"expected pack_columns of at least {config.columns}, the longest sequence; got {columns}")
-        # As `smd_jax.learner.packed` would, but before anything is compiled.
+        # The checks of `smd_jax.learner.packed`, before compilation.
         if rollout.quant is not None or rollout.min_new_tokens:
             raise ValueError(
                 "expected rollouts without quant and min_new_tokens with pack_columns, which moves tokens; got "

@@ -6,7 +6,7 @@
 One forward pass at the rollout's parameters, under the learner's mask, gives the critic's values. GAE turns them into
 advantages and returns. Then the optimizer steps follow. With shadow masks the critic sees the same keys as the sampler.
 A KL to a reference is a term of the loss, or with `UpdateConfig.kl_in_reward` a part of every token's reward, as in
-TRL's PPO.
+TRL's PPO (to 1.12).
 """
 
 from __future__ import annotations

@@ -191,6 +191,7 @@ def with_entry(routed: np.ndarray, place: Any, value: Any) -> np.ndarray:
     [
         (lambda x: x[:-2], "of 32 tokens, or of 31 without the last; got 30 in row 0"),
         (lambda x: np.concatenate([x, x[:1]]), "of 32 tokens, or of 31 without the last; got 33 in row 0"),
+        (lambda x: np.pad(x[:-1], ((1, 1), (0, 0), (0, 0)), constant_values=-1), "of row 0 from its first token on"),
         (lambda x: x[:, :1], r"of 2 layers and 2 experts; got \(32, 1, 2\) in row 0"),
         (lambda x: x[..., :1], r"of 2 layers and 2 experts; got \(32, 2, 1\) in row 0"),
         (lambda x: x.astype(np.float32), "as integers; got float32 in row 0"),

@@ -1,4 +1,4 @@
-"""Sampled evictions: replay, log-probabilities after Plackett and Luce, and gradients of the gate."""
+"""Sampled evictions: replay, Plackett-Luce log-probabilities, and gradients of the gate."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_unsupported_configs_are_refused(tmp_path: Path, change: dict[str, Any],
         load_peft(tmp_path, base_params(PARAMS), CONFIG)
 
 
-@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal"])
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "mica", "orthogonal"])
 def test_options_without_effect_are_accepted(tmp_path: Path, init: object):
     """Every option that PEFT 0.21 writes, at its default."""
     config, _ = saved(tmp_path)

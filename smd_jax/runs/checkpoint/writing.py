@@ -3,8 +3,8 @@
     main thread    rollout 8 ─► update ─► save: arrays to the host ─► rollout 9 ─► update …
     other thread                                  └─► files ─► rename ─► open again ─► checksums ─► delete old
 
-Older checkpoints are deleted after the new one was opened again and has its checksums; orbax's own retention would
-delete them before. A checkpoint without checksums, from a run that was killed after the rename, is complete.
+Older checkpoints are deleted after the new one is reopened and has its checksums; orbax's own retention would
+delete them earlier. A checkpoint without checksums, from a run that was killed after the rename, is complete.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Writer:
     `save` returns when the arrays are on the host, so that an update may donate their buffers.
 
     Args:
-      directory: of the checkpoints of one run; made by the first save.
-      max_to_keep: number of the newest that stay, at least 1.
+      directory: checkpoints of one run; created by the first save.
+      max_to_keep: number of newest checkpoints to keep, >= 1.
 
     Raises:
       ValueError: `max_to_keep` below 1; a path that orbax misreads, see `check_path`.
@@ -64,13 +64,13 @@ class Writer:
           step: number of finished updates; later than every existing step.
           state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
           config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
-          noted: settings that are kept and that a run which continues may change.
+          noted: settings to save that may differ when the run is resumed.
 
         Raises:
           ValueError: `step` is not later than the newest one; an empty array.
-          TypeError: a leaf of `state` is no array, or `config` or `noted` does not fit into JSON.
-          OSError: the disk is full, or fails, or a new checkpoint cannot be opened again; in one line. It may be that
-            of the save before. Earlier checkpoints are unchanged.
+          TypeError: a leaf of `state` is not an array; `config` or `noted` is not JSON.
+          OSError: the disk is full or fails, or this checkpoint or the previous one cannot be reopened. The message is
+            one line. Earlier checkpoints are unchanged.
         """
         # Built first, so that bad input is refused before a file is written.
         meta = {
@@ -113,7 +113,7 @@ class Writer:
             raise
 
     def close(self) -> None:
-        """Waits, and raises, as `wait`."""
+        """Waits and raises like `wait`, then frees its thread."""
         try:
             self.wait()
         finally:
