@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 from smd_jax.cache import row_parts
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, LayerCache
-from smd_jax.eviction.base import CacheView, EvictionPolicy, at_least_float32
+from smd_jax.eviction.base import CacheView, EvictionPolicy, scores_of
 from smd_jax.eviction.policies import gate_logits
 from smd_jax.message.draws import STAYED, ordered_logprob
 from smd_jax.message.quantization import Parity
@@ -172,7 +172,7 @@ class Compression:
         if self.policy.evicts:
             seen = self._within_window(cache, progress)
             view = self._view(seen, progress, number, own)
-            scores = self._scores(view)
+            scores = scores_of(self.policy, view)
             kept, evicted = kv_cache.select(scores, seen.valid, self.budget)
             if (gate := self.policy.gate) is not None:
                 # In sampling order. Empty slots, which are not sampled, come first.
@@ -189,16 +189,6 @@ class Compression:
         # Before eviction: a group's range covers all its columns, evicted or not, as in the learner.
         cache, parity = kv_cache.quantize(cache, progress.segment_start)
         return kv_cache.gather(cache, kept, self.buffer), CompressionRecord(dropped, parity, logprob)
-
-    def _scores(self, view: CacheView) -> Float[Array, "rows kv_heads slots"]:
-        """The policy's scores as floats, one per slot; a user's policy may return whole numbers or booleans."""
-        scores, expected = self.policy.score(view), view.valid.shape
-        if jnp.shape(scores) != expected:
-            raise ValueError(
-                f"expected {type(self.policy).__name__}.score to give [rows, kv_heads, slots] = {list(expected)}; got "
-                f"{list(jnp.shape(scores))}"
-            )
-        return scores if jnp.issubdtype(scores.dtype, jnp.floating) else at_least_float32(scores)
 
     def _within_window(self, cache: LayerCache, progress: RowProgress) -> LayerCache:
         """Marks slots outside the sliding window as empty, so that they are dropped first. They need no record: see

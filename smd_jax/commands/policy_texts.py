@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from contextlib import suppress
 from typing import Any
 
 from smd_jax.eviction import policies, wrappers
@@ -22,6 +23,7 @@ from smd_jax.message.gate import Gate
 from smd_jax.tasks.functions import import_object
 from smd_jax.text.near_names import did_you_mean
 from smd_jax.train.evaluation import Decode
+from smd_jax.typed_fields import check_types
 
 # A folder's name may contain parentheses; then only a colon after ".py" ends the path.
 _PATTERN = r"(?:(?P<place>.+\.py|[^()]+):(?P<object>[^\W\d]\w*)|(?P<name>[^:()]+))\s*(?P<parameters>\(.*\))?"
@@ -60,6 +62,8 @@ def parse_policy(text: str) -> EvictionPolicy:
     try:
         policy = known(**given) if isinstance(known, type) else dataclasses.replace(known, **given)
         hash(policy)  # compiled programs are cached by policy
+        with suppress(NameError):  # an annotation that only type checkers import
+            check_types(policy)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{error}; the eviction policy was {text!r}") from error
     # Without the decorator, policies with different fields would compare equal and share one compiled program.

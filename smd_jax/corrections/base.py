@@ -57,8 +57,8 @@ class CorrectionTerms(struct.PyTreeNode):
     Attributes:
       weights: factors of the tokens' surrogates (not of their KL), without gradient; 0 outside the response. A token of
         weight 0 still counts in the denominators of the loss.
-      counted: tokens that the loss averages over; false outside the response. Rejected tokens are not counted in the
-        denominators.
+      counted: tokens that the loss averages over; those outside the response never count. Rejected tokens are not
+        counted in the denominators.
     """
 
     weights: Float[Array, "batch R"]
@@ -163,7 +163,8 @@ def terms_of(correction: Correction, inputs: CorrectionInputs) -> CorrectionTerm
     check_shape(f"the counted tokens of {name}.terms", terms.counted, inputs.mask.shape)
     if terms.counted.dtype != bool:
         raise TypeError(f"expected the counted tokens of {name}.terms as booleans; got {terms.counted.dtype}")
-    return terms
+    # A user's `ratio < 5` is true for padding, too, and would change the loss's denominators.
+    return terms.replace(counted=terms.counted & inputs.mask)
 
 
 def weighing(inputs: CorrectionInputs, weights: Float[Array, "batch R"]) -> CorrectionTerms:

@@ -166,6 +166,21 @@ def check_share(policy: EvictionPolicy, field: str) -> None:
         raise ValueError(f"expected {type(policy).__name__}.{field} from 0 to 1, because it is a share; got {value}")
 
 
+def scores_of(policy: EvictionPolicy, view: CacheView) -> Scores:
+    """`policy.score(view)` as floats, one per slot; a user's policy may return whole numbers or booleans.
+
+    Raises:
+      ValueError: for scores of another shape. Broadcast, a row's scores could become those of a head.
+    """
+    scores, expected = policy.score(view), view.valid.shape
+    if jnp.shape(scores) != expected:
+        raise ValueError(
+            f"expected {type(policy).__name__}.score to give [rows, kv_heads, slots] = {list(expected)}; got "
+            f"{None if scores is None else list(jnp.shape(scores))}"
+        )
+    return scores if jnp.issubdtype(scores.dtype, jnp.floating) else at_least_float32(scores)
+
+
 def newest_slots(view: CacheView, count: int) -> Bool[Array, "1 1 slots"]:
     """The `count` newest slots."""
     slots = view.keys.shape[2]

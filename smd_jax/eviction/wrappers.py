@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest_slots, protect
+from smd_jax.eviction.base import CacheView, EvictionPolicy, Scores, check_at_least, newest_slots, protect, scores_of
 from smd_jax.eviction.policies import Dense
 from smd_jax.eviction.statistics import Statistic
 from smd_jax.message.gate import Gate
@@ -42,7 +42,7 @@ class _Wrapper(EvictionPolicy):
         return self.inner.layer_budgets(budget, num_layers)
 
     def score(self, view: CacheView) -> Scores:
-        return self.inner.score(view)
+        return scores_of(self.inner, view)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Protect(_Wrapper):
         return self.inner.protected(budget) + self.sinks + self.recent
 
     def score(self, view: CacheView) -> Scores:
-        return protect(self.inner.score(view), (view.positions < self.sinks) | newest_slots(view, self.recent))
+        return protect(scores_of(self.inner, view), (view.positions < self.sinks) | newest_slots(view, self.recent))
 
 
 @dataclass(frozen=True)

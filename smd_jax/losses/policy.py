@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
     ratio = bounded_exp(log_ratio)
 
     surrogate = config.surrogate.terms(SurrogateInputs(ratio, logprobs, advantages))
-    check_instance(f"the result of {type(config.surrogate).__name__}.terms", surrogate, SurrogateTerms)
+    _check_surrogate(f"{type(config.surrogate).__name__}.terms", surrogate, shape)
     objective = jnp.where(inside, surrogate.objective, 0.0)
     if inputs.correction_weights is not None:
         # Those of rejected tokens may hold any value.
@@ -162,6 +163,16 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> tuple[Float[Array, ""
 
     metrics = {name: jnp.where(inside, x, jnp.zeros_like(x)) for name, x in surrogate.metrics.items()}
     return loss, jax.lax.stop_gradient(LossTerms(ratio, kl, metrics))
+
+
+def _check_surrogate(name: str, found: Any, shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError unless a surrogate gave an objective and metrics of every token."""
+    check_instance(f"the result of {name}", found, SurrogateTerms)
+    check_instance(f"the metrics of {name}", found.metrics, dict)
+    for what, values in {"objective": found.objective, **found.metrics}.items():
+        if values is None:
+            raise TypeError(f"expected {what} of {name} as an array {list(shape)}; got None")
+        check_shape(f"{what} of {name}", values, shape)
 
 
 def surrogate_metrics(

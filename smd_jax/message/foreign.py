@@ -18,6 +18,7 @@ After the row's last token there may be padding of -1. Layers are those with exp
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
@@ -276,9 +277,17 @@ def _from_compressions(
     evicted_at = np.full(shape, NEVER, np.int32)
     by_head = evicted_at.reshape(layers * kv_heads, tokens)  # a view: writes below change `evicted_at`
     before = 0
-    for number, (after, keys) in enumerate(compressions):
-        last = int(after)
+    if not isinstance(compressions, Sequence | np.ndarray):
+        raise TypeError(f"expected a list of compressions of row {row}; got {type(compressions).__name__}")
+    for number, compression in enumerate(compressions):
         where = f"row {row}, compression {number}"
+        try:
+            after, keys = compression
+            last = operator.index(after)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"expected a compression as (last query, keys); got {compression!r:.80} ({where})"
+            ) from error
         if not before <= last < tokens:
             raise ValueError(
                 f"expected compressions in order, each after one of the queries {before} to {tokens - 1}; got one "

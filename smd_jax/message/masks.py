@@ -93,6 +93,7 @@ class KeyInterval(struct.PyTreeNode):
         _clip_numpy(self)
 
     def to_boolean(self) -> Bool[Array, "batch kv_heads keys keys"]:
+        check_whole_columns(self.evicted_at)
         return interval_mask(self.evicted_at)
 
 
@@ -121,9 +122,11 @@ class ShadowMask(struct.PyTreeNode):
         """The mask of one layer.
 
         Raises:
+          TypeError: evicted_at of booleans or floats.
           ValueError: a layer that the mask does not have; a mask that all layers share has every layer.
         """
         check_shape("evicted_at", self.evicted_at, EVICTED_AT)
+        check_whole_columns(self.evicted_at)
         _check_layer(index, max(self.evicted_at.shape[1], len(self.segments)))
         # A single entry is shared by all layers.
         segments = self.segments[min(index, len(self.segments) - 1)] if self.segments else None
@@ -344,15 +347,26 @@ def check_booleans(mask: Array | np.ndarray) -> None:
         raise TypeError(f"expected a mask of booleans, true where a query sees a key; got {mask.dtype}")
 
 
+def check_whole_columns(evicted_at: Array | np.ndarray) -> None:
+    """Raises TypeError unless a mask's `evicted_at` has integers. Not in the constructor, because `jax.tree.map` makes
+    masks of anything."""
+    if not jnp.issubdtype(evicted_at.dtype, jnp.integer):
+        raise TypeError(
+            f"expected evicted_at as integers, the first query that cannot see each key; got {evicted_at.dtype}. "
+            "Booleans: ShadowMask.from_boolean"
+        )
+
+
 def check_mask(mask: Mask, *, batch: int, layers: int, kv_heads: int, columns: int) -> None:
     """Checks a mask of all layers.
 
     Raises:
-      TypeError: for numbers instead of booleans.
+      TypeError: for numbers instead of booleans, or an evicted_at without integers.
       ValueError: unless `mask` broadcasts to `[batch, layers, kv_heads, columns, columns]`.
     """
     sizes = (batch, layers, kv_heads, columns)
     if isinstance(mask, ShadowMask):
+        check_whole_columns(mask.evicted_at)
         shape, expected = mask.evicted_at.shape, sizes
     else:
         check_booleans(mask)

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.devices.sharding import over_heads, split_heads
-from smd_jax.message.masks import KeyInterval, LayerMask, ShadowMask, check_booleans, to_visible
+from smd_jax.message.masks import KeyInterval, LayerMask, ShadowMask, check_booleans, check_whole_columns, to_visible
 from smd_jax.shapes import check_shape
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
@@ -162,6 +162,7 @@ def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
     if isinstance(mask, ShadowMask):
         raise TypeError("expected the mask of one layer, mask.layer(index); got a ShadowMask, which has all layers")
     if isinstance(mask, KeyInterval):
+        check_whole_columns(mask.evicted_at)
         if not queries == keys == mask.evicted_at.shape[-1]:
             got = f"{queries} queries, {keys} keys and a mask of {mask.evicted_at.shape[-1]}"
             raise ValueError(

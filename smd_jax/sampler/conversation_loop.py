@@ -173,6 +173,9 @@ def converse(
     check_shortest_turn(config, conversation)
     sampler = conversation_sampler(model, policy, config, prompts.tokens.shape[1])
     rows = len(prompts.tokens) * group_size
+    known = getattr(respondent, "conversations", None)  # those of an EnvironmentRespondent
+    if known is not None and len(known) != rows:
+        raise ValueError(f"expected a respondent of {rows} conversations, with the same group_size; got {len(known)}")
     active = np.ones(rows, bool) if active is None else np.asarray(active, bool)
     if active.shape != (rows,):
         raise ValueError(f"expected active of shape [{rows}], one value per conversation; got {list(active.shape)}")

@@ -114,6 +114,8 @@ class Rewards:
     max_failed: float = 0.25
 
     def __post_init__(self) -> None:
+        if not isinstance(self.functions, Sequence):
+            raise TypeError(f"expected functions as a tuple; got {type(self.functions).__name__}")
         if not self.functions:
             raise ValueError("expected at least one reward function; got none")
         for what, values in (("weights", self.weights), ("names", self.names)):

@@ -94,9 +94,12 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
     """The text of a row's prompt, written by the chat template if the tokenizer has one.
 
     Raises:
-      ValueError: chat messages for a tokenizer without a chat template; messages that its template refuses, as Gemma's
-        refuses a system prompt; a template that fails or exceeds its limits; chat_template_kwargs that are no dict.
+      ValueError: a row without a prompt; chat messages for a tokenizer without a chat template; messages that its
+        template refuses, as Gemma's refuses a system prompt; a template that fails or exceeds its limits;
+        chat_template_kwargs that are no dict.
     """
+    if "prompt" not in row:
+        raise ValueError(f"expected a row with a prompt; got the fields {', '.join(row)}")
     prompt: Prompt = row["prompt"]
     variables = template_kwargs_of(row, "a row")
     if tokenizer.chat_template is None:
@@ -109,7 +112,7 @@ def prompt_text(row: Row, tokenizer: Tokenizer) -> str:
     try:
         return render_messages(messages, tokenizer, variables)
     except ValueError as error:
-        roles = one_line(repr([message["role"] for message in messages]), 200)
+        roles = one_line(repr([message.get("role") for message in messages]), 200)
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise ValueError(
             f"expected messages that the tokenizer's chat template takes; got those of {roles}, and it says: "

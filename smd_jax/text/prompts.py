@@ -164,6 +164,9 @@ def check_prompt_batch(prompts: object) -> None:
     """Raises TypeError unless the object is a PromptBatch of whole numbers and booleans, also under a trace."""
     if not isinstance(prompts, PromptBatch):
         raise TypeError(f"expected prompts as a PromptBatch, as encode_prompts gives; got {type(prompts).__name__}")
+    for name in ("tokens", "valid"):
+        if not hasattr(given := getattr(prompts, name), "dtype"):
+            raise TypeError(f"expected {name} as an array, as jnp.asarray gives; got {type(given).__name__}")
     tokens, valid = jnp.result_type(prompts.tokens), jnp.result_type(prompts.valid)
     if not jnp.issubdtype(tokens, jnp.integer) or valid != jnp.bool_:
         raise TypeError(

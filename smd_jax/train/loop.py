@@ -26,6 +26,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from smd_jax.config import check_instance
 from smd_jax.devices.process_rows import SamplerPlacement
 from smd_jax.devices.processes import all_or_none, is_first, on_host
 from smd_jax.devices.sharding import (
@@ -83,8 +84,10 @@ class Loop:
       environment: samples conversations, whose rewards the environments give; None: single completions.
 
     Raises:
-      ValueError: if max_skipped is below 1, or the model, the tokenizer or the mesh does not fit the configuration; for
-        an environment with `rewards` or rollouts_ahead; and the errors of ConversationRollouts and `check_sizes`.
+      TypeError: for a task or rewards of another class.
+      ValueError: for a task without rows, or without a reward and no `rewards`; if max_skipped is below 1; if the
+        model, the tokenizer or the mesh does not fit the configuration; for an environment with `rewards` or
+        rollouts_ahead; and the errors of ConversationRollouts and `check_sizes`.
     """
 
     model: LanguageModel
@@ -103,6 +106,13 @@ class Loop:
 
     def __post_init__(self) -> None:
         config = self.config
+        if self.rewards is not None:
+            check_instance("rewards", self.rewards, Rewards)
+        elif self.environment is None:
+            check_instance("task", self.task, Task)
+            own_reward(self.task)  # raises without one
+        if not len(self.task):
+            raise ValueError("expected a task with at least one row; got none")
         if self.max_skipped < 1:
             raise ValueError(f"expected max_skipped >= 1 rollouts; got {self.max_skipped}")
         if self.environment is not None and self.rewards is not None:
@@ -251,7 +261,8 @@ class Loop:
         return state, host
 
     def check(self, state: TrainState) -> None:
-        """Raises ValueError for a state that the sampler or the learner cannot use."""
+        """Raises TypeError for no TrainState, and ValueError for one that the sampler or the learner cannot use."""
+        check_instance("state", state, TrainState)
         check_reference(self.config.update, state)
         check_sync(state, self.config.update.reference_sync)
         # Raises if the parameters lack those of the eviction policy, such as a gate.

@@ -114,6 +114,14 @@ class Ranked(smd.eviction.StreamingLLM):
     weight: float = 1.0
 
 
+@dataclass(frozen=True)
+class Linear(smd.eviction.StreamingLLM):
+    slope: float = 1.0
+
+    def __post_init__(self):
+        pass
+
+
 class Bare(smd.eviction.EvictionPolicy):
     half_life: float = 64.0
 
@@ -195,8 +203,15 @@ def test_a_subclass_of_a_policy_with_sinks_keeps_its_class(folder: Path):
         ("snapkv(window=0)", "expected SnapKV.window >= 1; got 0; the eviction policy was"),
         ("own_policies.py:FadingH2O(half_life=-1)", "expected half_life > 0; got -1; the eviction policy was"),
         ("own_policies.py:FadingH2O(layers=[1])", "unhashable type: 'list'; the eviction policy was"),
+        (
+            "own_policies.py:Linear(slope='4')",
+            "expected slope of Linear to be float; got '4', str; the eviction policy",
+        ),
         ("own_policies.py:Bare", r"to be a frozen dataclass, with @dataclass\(frozen=True\); got a plain class"),
-        ("own_policies.py:FadingH20", r"'FadingH20' in .*; got the subclasses \['Bare', 'FadingH2O', 'Ranked'\]"),
+        (
+            "own_policies.py:FadingH20",
+            r"'FadingH20' in .*; got the subclasses \['Bare', 'FadingH2O', 'Linear', 'Ranked'\]",
+        ),
         ("own_policies.py:function", "expected 'function' in own_policies.py, a subclass .* got another object of"),
         ("no_policies:FadingH2O", "expected to import no_policies; .* No module named 'no_policies'"),
     ],

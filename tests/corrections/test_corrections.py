@@ -341,6 +341,8 @@ class ByHand(Correction):
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         if self.kind == "present":
             return CorrectionTerms(jnp.exp(inputs.logprobs - inputs.old_logprobs), inputs.mask)  # pyright: ignore
+        if self.kind == "all":
+            return CorrectionTerms(jnp.ones(inputs.mask.shape), jnp.ones_like(inputs.mask))
         weights = jnp.ones(inputs.mask.shape[: 1 if self.kind == "rows" else 2])
         return CorrectionTerms(weights, inputs.mask * 1.0 if self.kind == "floats" else inputs.mask)
 
@@ -356,6 +358,14 @@ class ByHand(Correction):
 def test_invalid_terms_raise(kind: str, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         inspect.unwrap(terms_of)(ByHand(kind), golden_inputs().replace(logprobs=None))
+
+
+def test_tokens_outside_the_response_never_count():
+    """A user's `xi < 5` is true for padding, too."""
+    inputs = golden_inputs()
+    assert not inputs.mask.all()
+    found = terms_of(ByHand("all"), inputs)
+    np.testing.assert_array_equal(found.counted, inputs.mask)
 
 
 def test_opsm_with_token_advantages_raises():

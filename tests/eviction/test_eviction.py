@@ -463,6 +463,7 @@ def test_scores_may_be_integers_or_booleans():
     assert (eviction_times(run_one_layer(Even()).trajectory) != newest).any()
 
 
-def test_scores_of_another_shape_are_refused():
+@pytest.mark.parametrize("policy", [ForgetsHeads(), Protect(ForgetsHeads(), sinks=1), Pyramid(ForgetsHeads())])
+def test_scores_of_another_shape_are_refused(policy: EvictionPolicy):
     with pytest.raises(ValueError, match=r"expected ForgetsHeads.score to give \[rows, kv_heads, slots\] = .*; got \["):
-        run_one_layer(ForgetsHeads())
+        run_one_layer(policy)

@@ -12,6 +12,7 @@ from smd_jax.losses.policy import eviction_loss
 from smd_jax.losses.value import terminal_rewards, whiten
 from smd_jax.message import dense_mask
 from smd_jax.model import stack_params
+from smd_jax.tasks.task import prompt_text
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 
 config = tiny_model_config(num_layers=1)
@@ -25,6 +26,7 @@ key = jax.random.key(0)
 def sample(model=model, config=sizes, params=params):
     return smd.rollout(model, params, prompts, key, policy=policy, config=config)
 
+q = jnp.zeros((1, 2, 4, 16))
 row, square, mask = jnp.zeros(4), jnp.zeros((4, 6)), jnp.ones((4, 6), bool)
 trajectory = sample()
 batch = smd.TrainBatch(trajectory, jnp.ones(2), None)
@@ -51,6 +53,17 @@ class Surrogate(smd.losses.Surrogate):
         return inputs.ratio * inputs.advantages
 
 @dataclass(frozen=True)
+class Wrong(smd.losses.Surrogate):
+    part: str
+    def terms(self, inputs):
+        objective = {"rows": inputs.advantages[:, 0], "none": None}.get(self.part, inputs.ratio)
+        metrics = {"list": [], "number": {"m": jnp.ones(())}}.get(self.part, {})
+        return smd.losses.SurrogateTerms(objective, metrics)
+
+def surrogate(part):
+    return smd.UpdateConfig(loss=smd.LossConfig(surrogate=Wrong(part)))
+
+@dataclass(frozen=True)
 class Correction(smd.corrections.Correction):
     def terms(self, inputs):
         return jnp.exp(inputs.old_logprobs - inputs.sampler_logprobs)
@@ -61,6 +74,16 @@ def foreign(logprobs, dropped=[[]]):
 
 def corrected(correction):
     return smd.UpdateConfig(visibility="dense", correction=correction)
+
+loops = smd.train.GRPOConfig(prompts_per_step=2, group_size=2, prompt_width=4, policy=policy, rollout=sizes)
+
+class Empty:
+    reward = __getitem__ = print
+    def __len__(self):
+        return 0
+
+def loop(task, **options):
+    return smd.train.GRPOLoop(model, task, byte_tokenizer(), adam, loops, **options)
 
 def print_error(call):
     try:
@@ -73,6 +96,9 @@ def print_error(call):
 """
 
 MODEL = "a model with shape, encode_positions, hidden, logits and compute_params, such as smd.Decoder(config)"
+BOOLEANS = (
+    "evicted_at as integers, the first query that cannot see each key; got bool. Booleans: ShadowMask.from_boolean"
+)
 # Calls and messages, without "expected".
 TYPE_ERRORS = [
     ("sample(model=config)", f"{MODEL}; got ModelConfig"),
@@ -104,6 +130,26 @@ TYPE_ERRORS = [
         "step(smd.UpdateConfig(loss=smd.LossConfig(surrogate=Surrogate())))",
         "the result of Surrogate.terms to be a SurrogateTerms; got an array",
     ),
+    ("step(surrogate('none'))", "objective of Wrong.terms as an array [2, 4]; got None"),
+    ("step(surrogate('list'))", "the metrics of Wrong.terms to be a dict; got list"),
+    ("smd.ShadowMask(jnp.zeros((2, 1, 2, 7), bool)).layer(0)", BOOLEANS),
+    ("smd.ShadowMask(jnp.zeros((2, 1, 2, 7), bool)).to_boolean()", BOOLEANS),
+    ("smd.KeyInterval(jnp.zeros((2, 2, 7), bool)).to_boolean()", BOOLEANS),
+    ("smd.attend(q, q, q, smd.KeyInterval(jnp.zeros((1, 2, 4), bool)))", BOOLEANS),
+    ("smd.replay(model, params, trajectory.replace(mask=smd.ShadowMask(trajectory.mask.evicted_at > 5)))", BOOLEANS),
+    (
+        "smd.rollout(model, params, smd.PromptBatch([[1]], [[True]]), key, policy=policy, config=sizes)",
+        "tokens as an array, as jnp.asarray gives; got list",
+    ),
+    ("foreign([[-1.0, -2.0]], dropped=[None])", "a list of compressions of row 0; got NoneType"),
+    (
+        "foreign([[-1.0, -2.0]], dropped=[[(1.5, [[[0]]])]])",
+        "a compression as (last query, keys); got (1.5, [[[0]]]) (row 0, compression 0)",
+    ),
+    ("loop([{'prompt': 'a'}])", "task to be a Task; got list"),
+    ("smd.tasks.Rewards(len)", "functions as a tuple; got builtin_function_or_method"),
+    ("loop([], rewards=len)", "rewards to be a Rewards; got builtin_function_or_method"),
+    ("loop(smd.tasks.DatasetTask([{'prompt': 'a'}], len)).step(params)", "state to be a TrainState; got dict"),
     ("step(corrected(Correction()))", "the result of Correction.terms to be a CorrectionTerms; got an array"),
     (
         "step(corrected(smd.corrections.Chain((smd.corrections.Naive(), Correction()))))",
@@ -116,6 +162,14 @@ TYPE_ERRORS = [
     ("smd.save_checkpoint('unwritten', params, model.shape)", "config to be a ModelConfig; got ModelShape"),
 ]
 VALUE_ERRORS = [
+    (
+        "prompt_text({'question': 'a', 'answer': 'b'}, byte_tokenizer())",
+        "a row with a prompt; got the fields question, answer",
+    ),
+    ("loop(Empty())", "a task with at least one row; got none"),
+    ("loop(smd.tasks.DatasetTask([{'prompt': 'a'}]))", "a reward function, because this data defines none; got None"),
+    ("step(surrogate('rows'))", "objective of Wrong.terms of shape [2, 4]; got [2]"),
+    ("step(surrogate('number'))", "m of Wrong.terms of shape [2, 4]; got []"),
     (
         "smd.environments.open_environments(policy)",
         "a class or function that makes an environment; got an object of Knorm: give the class, not an object",

@@ -290,6 +290,14 @@ def test_unsupported_options_are_refused(changes: dict[str, Any], options: dict[
         sample_conversations(respondent=Scripted(), config=dataclasses.replace(CONFIG, **changes), **options)
 
 
+def test_a_respondent_of_another_number_of_conversations_is_refused():
+    """With another `group_size` a row would get the answers of another one."""
+    respondent: Any = Scripted()
+    respondent.conversations = [None] * 3
+    with pytest.raises(ValueError, match="expected a respondent of 4 conversations, with the same group_size; got 3"):
+        sample_conversations("SnapKV", respondent)
+
+
 def test_certify_refuses_conversations():
     with pytest.raises(ValueError, match="expected responses of sampled tokens only; got a conversation"):
         arrays_of(default_conversations("SnapKV")[0].trajectory)
