@@ -65,8 +65,6 @@ from smd_kernels.hardware import GPU_SIZES, TPU_SIZES, Hardware, why_not_decode,
 from smd_kernels.segments import Segments, segment_attention
 from smd_kernels.tpu import MosaicTpuKernel
 
-# ---------------------------------------------------------------- targets
-
 
 @dataclass(frozen=True)
 class Target:
@@ -98,9 +96,6 @@ TARGETS = {
     "tpu_v6e": Target("tpu_v6e", "tpu", "v6e:2x2x1"),
 }
 QUICK = ("h100", "tpu_v5e")  # with --quick; of the TPU's attention kernels only bfloat16 and head_dim 128
-
-
-# ---------------------------------------------------------------- from a program to a line of output
 
 Row = dict[str, Any]  # facts about one compiled program
 
@@ -198,9 +193,6 @@ def programs(target: Target, quick: bool) -> Iterator[Program]:
 
 
 Array = Callable[[tuple[int, ...], Any], Any]  # a shape and a dtype, on the target's device
-
-# ---------------------------------------------------------------- the learner's attention
-
 GROUP = 8
 BUFFER = 128
 BUDGET = 1024
@@ -270,9 +262,6 @@ def tpu_attention(array: Array, dtype: str, head_dim: int) -> Iterator[Program]:
         for name, (function, arguments) in passes.items():
             labels = {"kernel": name, "sizes": sizes, "shape": shape, "dtype": dtype, "head_dim": head_dim}
             yield Program(labels, jax.jit(function), arguments)
-
-
-# ---------------------------------------------------------------- decoding
 
 
 # Groups of 4, 7 and 1 query heads; slots that fill tiles and that do not.

@@ -23,7 +23,7 @@ from unittest import mock
 import jax
 import tyro
 
-from breaking.left import start
+from breaking.run_result import start
 from breaking.trained import AHEAD, CONFIG, RealLoop, real_loop, real_state
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.devices import processes

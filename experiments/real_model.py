@@ -39,7 +39,7 @@ import tyro
 
 import smd_jax as smd
 from lib.arms import Arm, arms_of
-from lib.command import stopping
+from lib.command import exit_on_value_error
 from lib.files import RESULTS, ROOT, Row, merged, read_rows, write_rows
 from lib.provenance import is_clean, provenance
 from real.execute import execute
@@ -146,7 +146,7 @@ def load_base(directory: Path) -> Base:
 
 def main(args: Args) -> None:
     cache_programs()
-    with stopping():
+    with exit_on_value_error():
         if args.rows_from is not None:
             return add_rows(args.rows_from)
         arms = ARMS if args.arms is None else arms_of(args.arms, ARMS)

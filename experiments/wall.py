@@ -38,7 +38,7 @@ import tyro
 
 import smd_jax as smd
 from lib.arms import Arm, arms_of
-from lib.command import QUICK, as_written, stopping
+from lib.command import QUICK, as_written, exit_on_value_error
 from lib.files import (
     RESULTS,
     ROOT,
@@ -243,7 +243,7 @@ def merge(results: Path, rows: list[Row]) -> None:
 
 
 def main(args: Args) -> None:
-    with stopping():
+    with exit_on_value_error():
         if unknown := set(args.ways) - {way.name for way in WAYS}:
             raise ValueError(f"expected ways of {[way.name for way in WAYS]}; got {sorted(unknown)}")
     if args.rows_from is not None:

@@ -32,7 +32,7 @@ def load(ref: Any, *index: Any, optimized: bool) -> jax.Array:
     return ref[...]
 
 
-def teach(monkeypatch: pytest.MonkeyPatch) -> None:
+def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignores layouts, and supports `wgmma` of operands that are not plain references."""
     multiply = plgpu.wgmma
 

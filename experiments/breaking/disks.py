@@ -19,8 +19,8 @@ from unittest import mock
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from breaking.left import Fault, Outcome, refusal, rollouts_done, same
-from breaking.plain import PlainLoop, plain_left, plain_state, plain_whole, quietly
+from breaking.plain import PlainLoop, plain_result, plain_state, run_captured, unbroken_result
+from breaking.run_result import Fault, Outcome, refusal, rollouts_done, same
 from smd_jax.runs.checkpoint import OtherConfigError, OtherFormatError, OtherStateError
 from smd_jax.runs.checkpoint.files import FORMAT
 from smd_jax.runs.run_folder import CHECKPOINTS
@@ -30,13 +30,13 @@ def damaged(damage: Callable[[Path, random.Random], None], lost: int, says: str,
     """`damage` changes a run's files after six rollouts; the run resumes from the others."""
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-        whole = plain_whole(folder)
+        whole = unbroken_result(folder)
         for number in range(times):
             directory = folder / str(number)
-            quietly(directory, 6)
+            run_captured(directory, 6)
             damage(directory, rng)
-            said = quietly(directory)
-            left = plain_left(directory)
+            said = run_captured(directory)
+            left = plain_result(directory)
             yield Outcome(says in said and same(left, whole) and left.unreadable == 0, lost, left.unreadable)
 
     return fault
@@ -116,17 +116,17 @@ def full_disk(size: int, says: str) -> Fault:
     """The disk fills up in the middle of the run, has room again, and the run goes on."""
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-        whole = plain_whole(folder)
+        whole = unbroken_result(folder)
         for number in range(2):
             directory = folder / str(number)
-            quietly(directory, 4)
+            run_captured(directory, 4)
             with files_end_at(size + rng.randrange(100)):
-                message = refusal(lambda directory=directory: quietly(directory), OSError)
-            left = plain_left(directory)
+                message = refusal(lambda directory=directory: run_captured(directory), OSError)
+            left = plain_result(directory)
             lost = rollouts_done(directory) - max(left.steps)
-            quietly(directory)
+            run_captured(directory)
             fine = says in message and "free on the disk" in message and left.steps[-1] == 4
-            yield Outcome(fine and same(plain_left(directory), whole), lost, left.unreadable)
+            yield Outcome(fine and same(plain_result(directory), whole), lost, left.unreadable)
 
     return fault
 
@@ -135,15 +135,15 @@ def refused(kind: type[Exception], says: tuple[str, ...], *attempts: Callable[[P
     """Attempts at a directory with a run that must all be refused, and must leave it as it was."""
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-        whole = plain_whole(folder)
+        whole = unbroken_result(folder)
         for number, attempt in enumerate(attempts):
             directory = folder / str(number)
-            quietly(directory, 4)
+            run_captured(directory, 4)
             before = files_of(directory)
             message = refusal(lambda directory=directory, attempt=attempt: attempt(directory), kind)
             unchanged = files_of(directory) == before
-            quietly(directory)
-            left = plain_left(directory)
+            run_captured(directory)
+            left = plain_result(directory)
             fine = all(word in message for word in says) and unchanged and same(left, whole)
             yield Outcome(fine, 0, left.unreadable)
 
@@ -155,22 +155,22 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def with_state(size: int) -> Callable[[Path], Any]:
-    return lambda directory: quietly(directory, state=plain_state(size))
+    return lambda directory: run_captured(directory, state=plain_state(size))
 
 
 def with_config(**changed: Any) -> Callable[[Path], Any]:
     loop = PlainLoop(config=replace(PlainLoop().config, **changed))
-    return lambda directory: quietly(directory, loop=loop)
+    return lambda directory: run_captured(directory, loop=loop)
 
 
 def somewhere_else(where: Callable[[Path], Path]) -> Callable[[Path], Any]:
-    return lambda directory: quietly(where(directory), resume=False)
+    return lambda directory: run_captured(where(directory), resume=False)
 
 
 def without_room(directory: Path) -> None:
     usage = shutil.disk_usage(directory)._replace(free=1000)
     with mock.patch("shutil.disk_usage", lambda path: usage):
-        quietly(directory)
+        run_captured(directory)
 
 
 def foreign(write: Callable[[Path], None]) -> Fault:
@@ -178,10 +178,10 @@ def foreign(write: Callable[[Path], None]) -> Fault:
 
     def fault(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         directory = folder / "run"
-        quietly(directory, 4)
+        run_captured(directory, 4)
         write(directory / CHECKPOINTS)
         before = files_of(directory)
-        message = refusal(lambda: quietly(directory), OtherFormatError)
+        message = refusal(lambda: run_captured(directory), OtherFormatError)
         yield Outcome("expected a checkpoint of" in message and "got" in message and files_of(directory) == before)
 
     return fault

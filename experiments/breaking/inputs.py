@@ -23,7 +23,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from breaking.disks import files_of
-from breaking.left import Fault, Outcome
+from breaking.run_result import Fault, Outcome
 from smd_jax.commands.train import main as smd_train
 from smd_jax.testing import write_random_checkpoint
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from breaking.left import Left, left_by, start
+from breaking.run_result import RunResult, result_in, start
 from smd_jax.eviction.policies import Dense
 from smd_jax.learner.mismatch_guard import MismatchGuard
 from smd_jax.learner.state import TrainState
@@ -60,11 +60,11 @@ def plain_state(size: int = 50_000) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), {"w": weights}, (), None, jax.random.key(0))
 
 
-def plain_left(directory: Path) -> Left:
-    return left_by(directory, plain_state(), split_settings(PlainLoop().config)[0])
+def plain_result(directory: Path) -> RunResult:
+    return result_in(directory, plain_state(), split_settings(PlainLoop().config)[0])
 
 
-def quietly(directory: Path, steps: int = PLAIN_ROLLOUTS, **options: Any) -> str:
+def run_captured(directory: Path, steps: int = PLAIN_ROLLOUTS, **options: Any) -> str:
     """Runs the loop and returns what it prints."""
     said = StringIO()
     with redirect_stdout(said), redirect_stderr(said):
@@ -72,8 +72,8 @@ def quietly(directory: Path, steps: int = PLAIN_ROLLOUTS, **options: Any) -> str
     return said.getvalue()
 
 
-def plain_whole(folder: Path) -> Left:
+def unbroken_result(folder: Path) -> RunResult:
     """Runs without faults and returns the result, which broken runs must equal."""
     directory = folder / "whole"
-    quietly(directory)
-    return plain_left(directory)
+    run_captured(directory)
+    return plain_result(directory)

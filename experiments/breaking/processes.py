@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from breaking.left import EVERY, Fault, Left, Outcome, rollouts_done, same
-from breaking.trained import AHEAD, CONFIG, real_left, real_params
+from breaking.run_result import EVERY, Fault, Outcome, RunResult, rollouts_done, same
+from breaking.trained import AHEAD, CONFIG, real_params, real_result
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.train.grpo import GRPOConfig
 
@@ -83,18 +83,18 @@ def run_through(directory: Path, processes: int = 1, config: GRPOConfig = CONFIG
             running.wait()
 
 
-def whole_run(folder: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> Left:
+def whole_run(folder: Path, processes: int = 1, config: GRPOConfig = CONFIG) -> RunResult:
     """The result of a run without faults; cached in the parent folder."""
     directory = folder.parent / f"whole {processes} {' '.join(flags(config))}" / "run"
     if not directory.exists():
         run_through(directory, processes, config)
         assert rollouts_done(directory) == ROLLOUTS
-    return real_left(directory, config)
+    return real_result(directory, config)
 
 
 def outcome_after_fault(directory: Path, config: GRPOConfig = CONFIG) -> Outcome:
     """The outcome so far: the rollouts after the newest checkpoint are lost."""
-    left = real_left(directory, config)
+    left = real_result(directory, config)
     lost = rollouts_done(directory) - max(left.steps, default=0)
     return Outcome(lost <= EVERY and left.unreadable == 0, lost, left.unreadable)
 
@@ -118,7 +118,7 @@ def killed(at: str, times: int, config: GRPOConfig = CONFIG) -> Fault:
             if not outcomes:
                 raise RuntimeError(f"expected {directory} to be killed at {at!r}; got a run that ended first")
             run_through(directory, config=config)
-            equal = same(real_left(directory, config), whole)
+            equal = same(real_result(directory, config), whole)
             yield from (outcome._replace(survived=outcome.survived and equal) for outcome in outcomes)
 
     return fault
@@ -198,7 +198,7 @@ def one_of_two_killed(times: int) -> Fault:
                     other.wait(GRACE)
             outcomes.append(outcome_after_fault(directory))
         run_through(directory, processes=2)
-        equal = same(real_left(directory), whole)
+        equal = same(real_result(directory), whole)
         yield from (outcome._replace(survived=outcome.survived and equal) for outcome in outcomes)
 
     return fault
@@ -220,7 +220,7 @@ def signalled(*signals: signal.Signals) -> Fault:
         after = outcome_after_fault(directory)
         run_through(directory)
         orderly = code == 128 + signals[-1] and after.unreadable == 0
-        yield after._replace(survived=orderly and same(real_left(directory), whole))
+        yield after._replace(survived=orderly and same(real_result(directory), whole))
 
     return fault
 

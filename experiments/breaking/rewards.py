@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from breaking.left import Fault, Outcome
+from breaking.run_result import Fault, Outcome
 from smd_jax.tasks.functions import import_function
 from smd_jax.tasks.rewards import Rewards, RewardWarning
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from breaking.left import Fault, Outcome, refusal, same, start
-from breaking.plain import plain_left, plain_whole, quietly
-from breaking.trained import real_left, real_loop, real_state
+from breaking.plain import plain_result, run_captured, unbroken_result
+from breaking.run_result import Fault, Outcome, refusal, same, start
+from breaking.trained import real_loop, real_result, real_state
 from smd_jax.message.masks import ShadowMask
 from smd_jax.train.samples import RefusedRolloutError, Samples
 
@@ -52,7 +52,7 @@ def not_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         with redirect_stdout(said := StringIO()):
             state = start(loop, real_state(), directory, 4)
         finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(state.params))
-        left = real_left(directory)
+        left = real_result(directory)
         skipped = [row["update/skipped"] for row in left.rows]
         told = f"warning: rollout {number}: the update was left out" in said.getvalue()
         yield Outcome(finite and told and skipped == [float(i == number) for i in range(4)], 0, left.unreadable)
@@ -63,11 +63,11 @@ def never_finite(folder: Path, rng: random.Random) -> Iterator[Outcome]:
     directory = folder / "run"
     loop = replace(real_loop(), tamper=infinite_rewards(2, 99))
     message = refusal(lambda: start(loop, real_state(), directory, 9), RefusedRolloutError)
-    left = real_left(directory)
+    left = real_result(directory)
     start(real_loop(), real_state(), directory, 6)
     kept = (directory / "refused_4.safetensors").is_file()
     yield Outcome(
-        "last of 3 rollouts in a row" in message and kept and real_left(directory).steps[-1] == 6, 1, left.unreadable
+        "last of 3 rollouts in a row" in message and kept and real_result(directory).steps[-1] == 6, 1, left.unreadable
     )
 
 
@@ -81,7 +81,7 @@ def wrong_mask(folder: Path, rng: random.Random) -> Iterator[Outcome]:
         )
         named = f"layer {layer}, KV head {head}" in message and "position" in message
         start(real_loop(), real_state(), directory, 2)
-        yield Outcome(named and (directory / "refused_1.safetensors").is_file(), 1, real_left(directory).unreadable)
+        yield Outcome(named and (directory / "refused_1.safetensors").is_file(), 1, real_result(directory).unreadable)
 
 
 class BrokenLogger:
@@ -95,10 +95,10 @@ class BrokenLogger:
 
 
 def broken_logger(folder: Path, rng: random.Random) -> Iterator[Outcome]:
-    whole = plain_whole(folder)
+    whole = unbroken_result(folder)
     for number in (1, 2):
-        quietly(folder / str(number), loggers=[BrokenLogger()] * number)
-        left = plain_left(folder / str(number))
+        run_captured(folder / str(number), loggers=[BrokenLogger()] * number)
+        left = plain_result(folder / str(number))
         yield Outcome(same(left, whole), 0, left.unreadable)
 
 

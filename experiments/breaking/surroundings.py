@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from breaking.left import Fault, Outcome, refusal, same
-from breaking.plain import PlainLoop, plain_left, plain_whole, quietly
+from breaking.plain import PlainLoop, plain_result, run_captured, unbroken_result
+from breaking.run_result import Fault, Outcome, refusal, same
 from smd_jax.learner.state import TrainState
 
 MISREAD = ("sweep[lr=1]", "[", "a*", "a?", "back\\slash", "\udcff")  # names that orbax misreads
@@ -38,17 +38,17 @@ with checkpoint.Writer(sys.argv[1]) as writer:
 
 def misread_directories(folder: Path, rng: random.Random) -> Iterator[Outcome]:
     for name in MISREAD:
-        message = refusal(lambda name=name: quietly(folder / name), ValueError)
+        message = refusal(lambda name=name: run_captured(folder / name), ValueError)
         yield Outcome("for checkpoints; got" in message and not (folder / name / "checkpoints").exists())
 
 
 def unusual_directories(folder: Path, rng: random.Random) -> Iterator[Outcome]:
     """A run in a directory with an unusual name resumes, and ends like one elsewhere."""
-    whole = plain_whole(folder)
+    whole = unbroken_result(folder)
     for name in UNUSUAL:
-        quietly(folder / name, 4)
-        quietly(folder / name)
-        left = plain_left(folder / name)
+        run_captured(folder / name, 4)
+        run_captured(folder / name)
+        left = plain_result(folder / name)
         yield Outcome(same(left, whole), 0, left.unreadable)
 
 
@@ -80,12 +80,12 @@ class SignalledLoop(PlainLoop):
 
 def ignored_signals(folder: Path, rng: random.Random) -> Iterator[Outcome]:
     """A signal that the shell ignores for a job in the background does not stop the run."""
-    whole = plain_whole(folder)
+    whole = unbroken_result(folder)
     for number in (signal.SIGINT, signal.SIGTERM):
         before = signal.signal(number, signal.SIG_IGN)
         try:
-            quietly(folder / number.name, loop=SignalledLoop(number=number))
-            left = plain_left(folder / number.name)
+            run_captured(folder / number.name, loop=SignalledLoop(number=number))
+            left = plain_result(folder / number.name)
             yield Outcome(same(left, whole) and signal.getsignal(number) == signal.SIG_IGN, 0, left.unreadable)
         finally:
             signal.signal(number, before)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from breaking.left import Left, left_by
+from breaking.run_result import RunResult, result_in
 from smd_jax.devices.sharding import make_mesh
 from smd_jax.eviction.policies import H2O
 from smd_jax.learner.state import TrainState, init_state
@@ -86,8 +86,8 @@ def real_state(config: GRPOConfig = CONFIG) -> TrainState:
     return init_state(add_lora(params, LoraConfig(rank=2), jax.random.key(0)), optimizer(), jax.random.key(0))
 
 
-def real_left(directory: Path, config: GRPOConfig = CONFIG) -> Left:
-    return left_by(directory, real_state(config), split_settings(config)[0])
+def real_result(directory: Path, config: GRPOConfig = CONFIG) -> RunResult:
+    return result_in(directory, real_state(config), split_settings(config)[0])
 
 
 def real_params(directory: Path) -> list[np.ndarray]:

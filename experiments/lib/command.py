@@ -114,7 +114,7 @@ def run_study(
       first_rates, criteria, pilots_from: see `Grid`. Given --learning-rates, a pilot begins with all of them.
     """
     args = tyro.cli(StudyArgs, description=as_written(header))
-    with stopping():
+    with exit_on_value_error():
         grid = grid_of(args, name, cells, rates, sizes, by_task)
         first = None if args.learning_rates else first_rates
         grid = replace(grid, first_rates=first, criteria=criteria, pilots_from=pilots_from)
@@ -149,7 +149,7 @@ def as_written(header: str | None) -> str:
 
 
 @contextmanager
-def stopping() -> Iterator[None]:
+def exit_on_value_error() -> Iterator[None]:
     """Turns a ValueError into one message and exit status 2."""
     try:
         yield

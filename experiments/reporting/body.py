@@ -118,8 +118,8 @@ def commands(rows: Rows) -> str:
     return f"""## Commands and rows
 
 Every row has its command, commit, CPU and date. The starts of sorting, copied sums, walks of 1,024 steps and the tool
-are stored; the others are trained where a study runs. Those of older studies are [on their
-page](docs/older_studies.md#rows).
+are stored; the others are trained where a study runs. Runs of collapse and walk-64 found most programs compiled, so
+their cost lacks the compilation. Those of older studies are [on their page](docs/older_studies.md#rows).
 
 {table(["study", "script", "rows", "cost"], lines)}
 """

@@ -102,7 +102,7 @@ def attend(
     Inside your own `jax.shard_map` they need `check_vma=False`.
 
     Raises:
-      TypeError: for a mask of all layers, none, or one of numbers, such as Hugging Face's 0 and -1e9.
+      TypeError: for q without floats; for a mask of all layers, none, or one of numbers, such as Hugging Face's 0 and -1e9.
       ValueError: for arrays whose shapes do not fit together; for an unknown implementation, or one that cannot run
         these inputs, with the reason; for a softcap that is not positive and finite.
     """
@@ -149,8 +149,11 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def _check_arrays(q: Array, k: Array, v: Array, mask: object) -> None:
-    """Raises TypeError for a mask that is not one layer's booleans or intervals, and ValueError for other shapes."""
+    """Raises TypeError for q without floats or a mask that is not one layer's booleans or intervals, and ValueError for
+    other shapes."""
     check_shape("q", q, ("batch", "heads", "queries", "head_dim"))
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"expected q as floats; got {q.dtype}")
     batch, heads, queries, head_dim = q.shape
     check_shape("k", k, (batch, "kv_heads", "keys", head_dim))
     kv_heads, keys = k.shape[1:3]

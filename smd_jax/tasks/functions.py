@@ -61,7 +61,7 @@ def import_object(where: str, base: type[T]) -> T | type[T]:
     if not isinstance(found, base) and not (isinstance(found, type) and issubclass(found, base)):
         classes = inspect.getmembers(module, inspect.isclass)
         own = [other for other, x in classes if issubclass(x, base) and x.__module__ == module.__name__]
-        got = f"the subclasses {own}, without it" if found is None else "another object of this name"
+        got = f"the subclasses {own}, without it" if found is None else f"{type(found).__name__} {found!r:.60}"
         near = did_you_mean(name, own)
         raise ValueError(
             f"expected {name!r} in {place}, a subclass of {base.__name__} or an object of one; got {got}{near}"

@@ -220,9 +220,9 @@ def test_the_interval_includes_the_errors_of_seeds_and_questions():
         rows["shadow"].append({"seed": seed, "sparse_rewards": ours.tolist()})
         rows["naive"].append({"seed": seed, "sparse_rewards": theirs.tolist()})
     lead = reporting.lead(rows["shadow"], rows["naive"], "sparse")
-    error = signs.std() / 10
-    assert lead.mean == pytest.approx(0.4) and lead.low == pytest.approx(0.4 - 1.96 * error, abs=0.02)
-    assert lead.high == pytest.approx(0.4 + 1.96 * error, abs=0.02)
+    half = (8 / 7) ** 0.5 * 2.3646 * signs.std() / 10  # t(0.975) of eight seeds
+    assert lead.mean == pytest.approx(0.4) and lead.low == pytest.approx(0.4 - half, abs=0.02)
+    assert lead.high == pytest.approx(0.4 + half, abs=0.02)
     # Seeds that differ widen it.
     rows["shadow"][0]["sparse_rewards"] = [0] * 100
-    assert reporting.lead(rows["shadow"], rows["naive"], "sparse").low < 0.4 - 0.075 - 1.96 * error
+    assert reporting.lead(rows["shadow"], rows["naive"], "sparse").low < 0.4 - 0.075 - half

@@ -136,6 +136,7 @@ TYPE_ERRORS = [
     ("smd.ShadowMask(jnp.zeros((2, 1, 2, 7), bool)).to_boolean()", BOOLEANS),
     ("smd.KeyInterval(jnp.zeros((2, 2, 7), bool)).to_boolean()", BOOLEANS),
     ("smd.attend(q, q, q, smd.KeyInterval(jnp.zeros((1, 2, 4), bool)))", BOOLEANS),
+    ("smd.attend(*[q.astype(int)] * 3, smd.KeyInterval(jnp.zeros((1, 2, 4), int)))", "q as floats; got int32"),
     ("smd.replay(model, params, trajectory.replace(mask=smd.ShadowMask(trajectory.mask.evicted_at > 5)))", BOOLEANS),
     (
         "smd.rollout(model, params, smd.PromptBatch([[1]], [[True]]), key, policy=policy, config=sizes)",

@@ -21,7 +21,7 @@ from smd_kernels.decode import decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
 from smd_kernels.hardware import DecodeSizes, why_not_decode, why_not_decode_codes
 from tests import numpy_decoder, races
-from tests.interpreted_gpu import teach
+from tests.interpreted_gpu import patch_interpreter
 
 
 class Shape(NamedTuple):
@@ -148,7 +148,7 @@ def on_gpu(*args: Any) -> tuple[jax.Array, jax.Array]:
 @pytest.fixture
 def interpreted_gpu(monkeypatch: pytest.MonkeyPatch):
     """Lets the interpreter run the kernels; a race fails the test."""
-    teach(monkeypatch)
+    patch_interpreter(monkeypatch)
     with races.forbidden():
         yield
 

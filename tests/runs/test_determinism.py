@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from breaking.left import start
-from breaking.trained import real_left, real_loop, real_state
+from breaking.run_result import start
+from breaking.trained import real_loop, real_result, real_state
 from tests.paths import ROOT
 from tests.toy_loop import CONFIG, new_loop, new_state, run
 
@@ -35,12 +35,12 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
                 process.send_signal(signal.SIGKILL)
                 break
         assert process.wait() == -signal.SIGKILL
-    killed = real_left(tmp_path / "parts")
+    killed = real_result(tmp_path / "parts")
     assert killed.unreadable == 0 and killed.steps[-1] in (8, 10) and len(killed.rows) == 10
     loop = real_loop()
     start(loop, real_state(), tmp_path / "parts", 20)
     start(loop, real_state(), tmp_path / "whole", 20)
-    parts, whole = (real_left(tmp_path / name) for name in ("parts", "whole"))
+    parts, whole = (real_result(tmp_path / name) for name in ("parts", "whole"))
     assert parts.rows == whole.rows and len(whole.rows) == 20
     assert parts.newest == whole.newest and parts.steps[-1] == 20
     assert all(row["grad_norm"] > 0 for row in whole.rows), "every rollout must change the parameters"

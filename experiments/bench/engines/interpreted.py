@@ -10,7 +10,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from smd_kernels.hardware import DecodeSizes
-from tests.interpreted_gpu import teach
+from tests.interpreted_gpu import patch_interpreter
 
 
 def decode_parameters(slots: int) -> InterpretGPUParams:
@@ -23,4 +23,4 @@ def decode_parameters(slots: int) -> InterpretGPUParams:
 
 def patch_kernels() -> None:
     """Patches what the interpreter lacks, for the rest of this process: layout casts and transposed operands."""
-    teach(pytest.MonkeyPatch())
+    patch_interpreter(pytest.MonkeyPatch())

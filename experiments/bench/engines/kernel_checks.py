@@ -291,6 +291,9 @@ def decode_codes_case(shape: CodesShape, interpret: Any = None) -> Case:
     return Case(str(shape), "decode_codes_gpu", "bfloat16", DECODED, inputs, run, by_dequantized)
 
 
+# ---------------------------------------------------------------- all of them
+
+
 def cases() -> Iterator[Case]:
     """Cases for a GPU, small ones first, so that a hang shows early."""
     ours = MosaicGpuKernel(GPU_SIZES)

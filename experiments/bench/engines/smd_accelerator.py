@@ -178,8 +178,6 @@ def decode_row(name: str, kernel: Callable[..., Any], cache: CacheShape, rehears
     yield row | took | {"copy_bytes_per_second": rate, "limit_share": needed / took["seconds"] / rate}
 
 
-# ---------------------------------------------------------------- rollout and update of a whole model
-
 SEQUENCES = 4
 TOKENS = 8192
 PROMPT = 512

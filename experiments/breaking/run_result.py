@@ -60,7 +60,7 @@ def start(
 
 
 @dataclass(frozen=True)
-class Left:
+class RunResult:
     """What a run left in its directory."""
 
     rows: list[dict[str, Any]]  # metrics, but for times and memory
@@ -69,7 +69,7 @@ class Left:
     unreadable: int  # checkpoints that do not load
 
 
-def left_by(directory: Path, like: TrainState, config: object) -> Left:
+def result_in(directory: Path, like: TrainState, config: object) -> RunResult:
     """Reads everything that a run has left; each checkpoint must load by itself."""
     folder = directory / CHECKPOINTS
     steps = checkpoint.all_steps(folder)
@@ -83,7 +83,7 @@ def left_by(directory: Path, like: TrainState, config: object) -> Left:
             unreadable += 1
     metrics = directory / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
-    return Left([{k: v for k, v in row.items() if is_repeatable(k)} for row in rows], newest, steps, unreadable)
+    return RunResult([{k: v for k, v in row.items() if is_repeatable(k)} for row in rows], newest, steps, unreadable)
 
 
 def is_repeatable(metric: str) -> bool:
@@ -97,7 +97,7 @@ def as_bytes(leaf: jax.Array) -> bytes:
     return np.asarray(data).tobytes()
 
 
-def same(left: Left, right: Left) -> bool:
+def same(left: RunResult, right: RunResult) -> bool:
     """Whether two runs ended alike, to the last bit."""
     return left.rows == right.rows and left.newest == right.newest and bool(left.newest)
 
