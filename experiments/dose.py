@@ -10,7 +10,7 @@ Arms       naive, TIS, shadow, mixed-50, each at the rate that experiments/room.
 Rollouts   As in experiments/room.py.
 Command    python experiments/dose.py --workers 1 [--tasks …] [--samplers …] [--arms …] [--seeds …] [--minutes …]
            In a clean clone. Finished runs are kept; --rows-from FILE adds the rows of another clone.
-Result     experiments/results/dose.json, a row a run
+Result     experiments/results/dose, a file per task, a row a run
 """
 
 from __future__ import annotations
@@ -48,5 +48,7 @@ def cells() -> tuple[Cell, ...]:
 
 
 if __name__ == "__main__":
-    pilots = RESULTS / "room"
-    run_study(__doc__, "dose", cells(), SIZES, first_rates=FIRST_RATES, criteria=BY_CACHE[:1], pilots_from=pilots)
+    pilots, criteria = RESULTS / "room", BY_CACHE[:1]
+    run_study(
+        __doc__, "dose", cells(), SIZES, first_rates=FIRST_RATES, criteria=criteria, pilots_from=pilots, by_task=True
+    )

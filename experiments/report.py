@@ -25,7 +25,7 @@ from reporting.room import first_cell, other_cells
 
 PAGE = ROOT / "REPORT.md"
 APPENDIX = ROOT / "docs" / "report_appendix.md"
-FILES = ("room", "dose.json", "wall.json", "collapse.json", "agents.json")
+FILES = ("room", "dose", "wall.json", "collapse.json", "agents.json")
 FILES += ("learned_eviction.json", "smollm2.json")
 
 
@@ -63,7 +63,7 @@ def pages(rows: dict[str, list[Row]]) -> dict[Path, str]:
 def figures(rows: dict[str, list[Row]]) -> dict[Path, tuple[Callable[[Path, str], None], str]]:
     """Path -> what draws the figure there, and the digest of its rows."""
     planned = reruns.without(rows)
-    room, doses = first_cell(planned["room"]), dose.cells_of(planned["dose.json"])
+    room, doses = first_cell(planned["room"]), dose.cells_of(planned["dose"])
     smollm2 = {rule: nats.mean for rule, nats in real_model.mismatches(rows["smollm2.json"]).items()}
     return {
         RESULTS / front.FIGURE: (partial(figure.draw_first, room), digest(room)),

@@ -24,7 +24,7 @@ def text(rows: Rows, planned: Rows, first: Contrast) -> str:
         contrasts.section(
             [
                 first,
-                dose.primary(planned["dose.json"]),
+                dose.primary(planned["dose"]),
                 wall.primary(rows["wall.json"]),
                 collapse.primary(rows["collapse.json"]),
                 tools.primary(rows["agents.json"]),
@@ -33,7 +33,7 @@ def text(rows: Rows, planned: Rows, first: Contrast) -> str:
             ]
         ),
         other_cells(room.other_cells(planned["room"])),
-        dose.section(planned["dose.json"]),
+        dose.section(planned["dose"]),
         reruns.section(rows),
         wall.section(rows["wall.json"]),
         collapse.section(rows["collapse.json"]),
@@ -107,7 +107,7 @@ SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 
 
 
 def commands(rows: Rows) -> str:
-    names = {"room": "room and time", "dose.json": "lead by mismatch", "wall.json": "the memory wall"}
+    names = {"room": "room and time", "dose": "lead by mismatch", "wall.json": "the memory wall"}
     names |= {"collapse.json": "collapse", "agents.json": "turns with a tool"}
     names |= {"learned_eviction.json": "learned eviction", "smollm2.json": "real model"}
     scripts = {"smollm2.json": "real_model"}  # others have the name of their script

@@ -108,7 +108,7 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
     on_smollm2 = " and ".join(
         f"{nats.mean:.2g} under {rule}" for rule, nats in real_model.mismatches(rows["smollm2.json"]).items()
     )
-    (here,) = (one.nats for one in dose.cells_of(rows["dose.json"]) if one.label == cell.label)
+    (here,) = (one.nats for one in dose.cells_of(rows["dose"]) if one.label == cell.label)
     leads = [one.contrast(OURS, one.best_rival("budget"), "sparse_greedy").mean for one in (cell, *others)]
     learners = [arm for arm in cell.complete if arm != "untrained"]
     rising = [

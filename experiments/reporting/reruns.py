@@ -16,7 +16,7 @@ ARMS = (OURS, RIVAL, "shadow", "naive")
 KIND = "sparse_greedy"  # greedy under the budget
 # Name -> file of the rows, and the cell: task, policy, budget.
 CELLS = {
-    "lead by mismatch: sorting-12, tova-heads, 14 keys": ("dose.json", ("sorting-12", "tova-heads", 14)),
+    "lead by mismatch: sorting-12, tova-heads, 14 keys": ("dose", ("sorting-12", "tova-heads", 14)),
     "other cells: sorting-12, snapkv, 11 keys": ("room", ("sorting-12", "snapkv", 11)),
 }
 
@@ -54,7 +54,7 @@ a narrower interval, outside of which the new mean lies. {of_cpus(rows)}
 def of_cpus(rows: Mapping[str, Sequence[Row]]) -> str:
     """The largest difference of two rows that differ in their study and CPU only: of those two in both studies."""
     keys = itemgetter("task", "policy", "budget", "arm", "learning_rate", "seed", "start", "rollouts")
-    one, other = ({keys(row): row[KIND] for row in reported(rows[name])} for name in ("room", "dose.json"))
+    one, other = ({keys(row): row[KIND] for row in reported(rows[name])} for name in ("room", "dose"))
     gaps = {name: [abs(one[key] - other[key]) for key in one if key in other and key[3] == name] for name in ARMS}
     found = ", ".join(f"{max(of_arm):.2f} ({name})" for name, of_arm in gaps.items())
     return f"The same arm, rate, seed and start on two kinds of CPU give rewards up to {found} apart."

@@ -102,7 +102,8 @@ def attend(
     Inside your own `jax.shard_map` they need `check_vma=False`.
 
     Raises:
-      TypeError: for q without floats; for a mask of all layers, none, or one of numbers, such as Hugging Face's 0 and -1e9.
+      TypeError: for q without floats; for a mask of all layers, none, or one of numbers, such as Hugging Face's 0 and
+        -1e9.
       ValueError: for arrays whose shapes do not fit together; for an unknown implementation, or one that cannot run
         these inputs, with the reason; for a softcap that is not positive and finite.
     """

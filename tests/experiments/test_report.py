@@ -191,7 +191,7 @@ def test_names_in_figures_are_those_of_the_pages():
 
 
 def test_cells_that_evict_nothing_are_left_of_the_break():
-    cells = dose.cells_of(report.all_rows()["dose.json"])
+    cells = dose.cells_of(report.all_rows()["dose"])
     axes = Figure().subplots()
     figure.draw_dose_rewards(axes, cells)
     joined = [line.get_xydata() for line in axes.get_lines() if line.get_linestyle() == "-"]
@@ -225,7 +225,7 @@ def test_every_study_needs_all_seeds_of_its_primary_contrast():
         assert section(rows)
         with pytest.raises(ValueError, match="expected all seeds of"):
             section(fewer)
-    doses = files["dose.json"]
+    doses = files["dose"]
     fewer = without_one(doses, task="sorting-12", arm="shadow", seed=dose.SEEDS[0])
     assert {cell.task for cell in dose.cells_of(doses)} - {cell.task for cell in dose.cells_of(fewer)} == {"sorting-12"}
 
