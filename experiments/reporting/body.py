@@ -68,9 +68,28 @@ full cache.
 
 {others_of_room}
 
-## A real model, by seed
+## Lead by mismatch
 
-Leads of SmolLM2 under the budget at temperature 1.
+Greedy, under the budget.
+
+{dose.leads_table(dose.cells_of(rows["dose"]))}
+
+## The memory wall
+
+Walks of 512 steps.
+
+{wall.ways_table(wall.complete(rows["wall.json"], 512))}
+
+## Collapse
+
+*Low at the end*: the mean of the last three evaluations is below half of the start's. The last columns are this mean
+minus the start, greedily.
+
+{collapse.cells_table(collapse.cells_of(rows["collapse.json"]))}
+
+## A real model
+
+Leads of SmolLM2; by seed under the budget at temperature 1.
 
 {real_model.by_seeds(rows["smollm2.json"])}
 

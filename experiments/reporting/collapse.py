@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -97,28 +96,25 @@ Does a learner that ignores the eviction collapse, as the papers report? Their r
 [naive](docs/older_studies.md#collapse-of-naive); bypass is the other reading. *naive* takes the ratio to the dense
 learner's own old log-probabilities, *bypass* to the sampler's. The task is sorting-12 with 11 + 2 of 26 keys, 500
 rollouts, {len(SEEDS)} seeds, starts of the first page. A run has *collapsed* when its greedy reward under the budget is
-below half of the start's in three evaluations in a row; it may recover. It is *low at the end* when the mean of its
-last three evaluations is below half. The last columns are this mean minus the start, greedily.
+below half of the start's in three evaluations in a row; it may recover. Last column: rates at which the learner ends
+above its start greedily with both caches, established (exploratory). [All cells](docs/report_appendix.md#collapse).
 
-{cells_table(cells)}
+{learners_table(cells)}
 
 *Primary contrast*: {contrast.what}: {contrast.found}. {verdict} The plan predicted that bypass collapses and naive does
 not. *Agreement* is the smaller of a token's probabilities under learner and sampler over the larger. Sparrow
 predicts a collapse where its 5th percentile over tokens falls below {THRESHOLD}. {below} of {len(dense)} runs of dense
 learners cross it, {first} of them at the first evaluation, and {collapsed} collapse, so it predicts nothing here.
-
-*Learning rates*, exploratory. Established above the start in both columns, of five rates: {rates_above_start(cells)}.
 """
 
 
-def rates_above_start(cells: Sequence[CollapseCell]) -> str:
-    """At how many rates each learner ends above its start, established in both columns."""
-    found = []
-    for policy in dict.fromkeys(cell.policy for cell in cells):
-        counts = Counter(cell.arm for cell in cells if cell.policy == policy and gains_in_both(cell))
-        arms = sorted({cell.arm for cell in cells}, key=lambda arm: (-counts[arm], arm))
-        found.append(f"under {policy} {', '.join(f'{arm} {counts[arm]}' for arm in arms)}")
-    return "; ".join(found)
+def learners_table(cells: Sequence[CollapseCell]) -> str:
+    """A line for each policy and learner: collapsed runs at every rate."""
+    lines = []
+    for name, inside in grouped(cells, lambda cell: f"{cell.policy}, {cell.arm}").items():
+        lines.append([name, *(cell.collapsed for cell in inside), sum(map(gains_in_both, inside))])
+    rates = dict.fromkeys(rate_words(cell.rate) for cell in cells)
+    return table(["policy, learner", *(f"collapsed at {rate}" for rate in rates), "rates above the start"], lines)
 
 
 def gains_in_both(cell: CollapseCell) -> bool:

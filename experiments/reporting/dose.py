@@ -110,9 +110,8 @@ def section(rows: Sequence[Row]) -> str:
 *Mismatch* is `mismatch_kl`, the KL from the sampler to the dense learner in nats per token, mean over all rollouts of
 the TIS runs. It depends on the learner; the first rollout gives its value before training, which is not in the table.
 Budgets from nearly all keys to a third, {tasks}, {len(SEEDS)} seeds, starts of the first page. The rival is the better
-of naive and TIS in the reported seeds, which favours it. {rates(cells)} Greedy, under the budget:
-
-{leads_table(cells)}
+of naive and TIS in the reported seeds, which favours it. {rates(cells)}
+Greedy, under the budget ([all cells](docs/report_appendix.md#lead-by-mismatch)):
 
 ![leads and rewards by mismatch](experiments/results/{FIGURE})
 

@@ -95,7 +95,7 @@ SmolLM2-135M-Instruct adds three numbers step by step. The prompt has about 161 
 {one["length"] - one["prompt_width"]}; the budget is {one["budget"]} + {one["buffer"]} keys.
 {one["rollouts"]} rollouts of {one["prompts"]} x {one["group"]} responses, LoRA of rank {one["lora_rank"]}, rate 3e-4
 for all arms, {len(SEEDS)} seeds. {one["evaluation_rows"]} questions, the same for all runs, so intervals are from a
-two-way bootstrap over seeds and questions. Leads [by seed](docs/report_appendix.md#a-real-model-by-seed). *Mismatch*
+two-way bootstrap over seeds and questions. [All leads](docs/report_appendix.md#a-real-model). *Mismatch*
 as [above](#lead-by-mismatch): mean over the TIS runs.
 
 {text}
@@ -109,9 +109,6 @@ def part(rule: str, arms: Arms, mismatch: Estimate) -> str:
     main = lead(arms["shadow"], arms["naive"], "sparse")
     p = p_value(arms["shadow"], arms["naive"], "sparse")
     verdict = "The lead is" if main.low > 0 else "No lead is"
-    leads = [
-        [f"{arm} minus {rival}", *(str(lead(arms[arm], arms[rival], kind)) for kind in KINDS)] for arm, rival in PAIRS
-    ]
     seconds = ", ".join(f"{arm} {mean_of(arms[arm], 'cpu_seconds').mean:.0f}" for arm in LEARNERS)
     contrast = "Primary contrast" if rule == "snapkv" else "The same contrast"
     return f"""{NAMES[rule]} (mismatch {plain(mismatch).removeprefix("+")} nats per token):
@@ -120,13 +117,11 @@ def part(rule: str, arms: Arms, mismatch: Estimate) -> str:
 
 *{contrast}*: shadow masks minus naive under the budget at temperature 1: {main} (p = {p:.1g}, paired t over
 seeds). {verdict} established; an upper limit below 0.03 would refute the prediction. Other leads are exploratory. CPU
-seconds of a run with its evaluation: {seconds}.
-
-{table(["lead", *KINDS.values()], leads)}"""
+seconds of a run with its evaluation: {seconds}."""
 
 
 def by_seeds(rows: Sequence[Row]) -> str:
-    """A table for each rule, for the appendix: the leads of each seed, under the budget at temperature 1."""
+    """Two tables for each rule: the leads, and those of each seed under the budget at temperature 1."""
 
     def of_rule(arms: Arms) -> str:
         rewards = {arm: by_seed(found, "sparse") for arm, found in arms.items()}
@@ -134,7 +129,12 @@ def by_seeds(rows: Sequence[Row]) -> str:
             [f"{arm} minus {rival}", *(number(rewards[arm][seed] - rewards[rival][seed], 2) for seed in SEEDS)]
             for arm, rival in PAIRS
         ]
-        return table(["lead", *map(str, SEEDS)], lines)
+        leads = [
+            [f"{arm} minus {rival}", *(str(lead(arms[arm], arms[rival], kind)) for kind in KINDS)]
+            for arm, rival in PAIRS
+        ]
+        tables = table(["lead", *KINDS.values()], leads), table(["lead, by seed", *map(str, SEEDS)], lines)
+        return "\n\n".join(tables)
 
     return "\n\n".join(f"{NAMES[rule]}:\n\n{of_rule(arms)}" for rule, arms in of_rules(rows).items())
 

@@ -83,16 +83,16 @@ def above(rows: Sequence[Row], length: int) -> str:
 
 def section(rows: Sequence[Row]) -> str:
     contrast, ways = primary(rows), complete(rows, PRIMARY)
-    tables = "\n\n".join(f"Walks of {length:,} steps:\n\n{ways_table(complete(rows, length))}" for length in LENGTHS)
     seconds = ways[OURS][0]["seconds"]
     return f"""## The memory wall
 
 Which way earns the most reward from given bytes of KV cache and given time? Walks on a graph, bytes of four rows
 with a full cache in bfloat16, {seconds:.0f} seconds of CPU time on one core for rollouts, rewards and updates,
 {len(SEEDS)} seeds. The budget is H2O with 120 + 8 keys. *Own* is the reward with the cache of training,
-the mean of temperature 1 and greedy; it chose the rate of each way on one pilot seed.
+the mean of temperature 1 and greedy; it chose the rate of each way on one pilot seed. Walks of {PRIMARY:,} steps (those
+of 512: [appendix](docs/report_appendix.md#the-memory-wall)):
 
-{tables}
+{ways_table(ways)}
 
 *Primary contrast*: {contrast.what}: {contrast.found}. {" ".join(above(rows, length) for length in LENGTHS)}
 These gains are at temperature 1: greedily no way is established above its start. No accelerator was measured. The

@@ -75,9 +75,6 @@ def compare(case: Case, got: Any, again: Iterable[Any], expected: Any) -> Row:
     return row | {"off": said, "tolerance": case.tolerances, "same_bits": same_bits}
 
 
-# ---------------------------------------------------------------- blocks: forward and backward kernels by themselves
-
-
 def random_blocks(count: int, rows: int, keys: int, head_dim: int, dtype: str) -> tuple[Blocks, Any]:
     """Blocks and the gradient of their output. Rows are in any order, with padding; keys are visible for a while or
     never. The first 64 rows and keys are always visible, so one tile of 64 needs no mask."""
@@ -124,9 +121,6 @@ def by_reference(blocks: Blocks, d_out: Any) -> tuple[Any, ...]:
 
 def block_case(name: str, kernel: BlockKernel, inputs: Callable[[], Any], dtype: str) -> Case:
     return Case(name, type(kernel).__name__, dtype, BLOCKS, inputs, partial(by_kernel, kernel), by_reference)
-
-
-# ---------------------------------------------------------------- whole attention: groups of heads, windows, padding
 
 
 def sequences(heads: int, kv_heads: int, tokens: int, head_dim: int, dtype: str) -> tuple[Any, ...]:
@@ -185,9 +179,6 @@ def attention_case(
 
     gradients = partial(with_gradients, attend), partial(with_gradients, masked)
     return Case(name, type(kernel).__name__, dtype, ATTENTION, inputs, *gradients)
-
-
-# ---------------------------------------------------------------- decoding
 
 
 class CacheShape(NamedTuple):
@@ -289,9 +280,6 @@ def decode_codes_case(shape: CodesShape, interpret: Any = None) -> Case:
     run = partial(decode_codes_gpu.decode_codes_attention, interpret=interpret)
     inputs = partial(quantized, shape)
     return Case(str(shape), "decode_codes_gpu", "bfloat16", DECODED, inputs, run, by_dequantized)
-
-
-# ---------------------------------------------------------------- all of them
 
 
 def cases() -> Iterator[Case]:
