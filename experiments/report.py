@@ -19,7 +19,7 @@ from PIL import Image
 from lib.files import RESULTS, ROOT, Row, read_rows, write_text
 from lib.provenance import is_clean
 from lib.starts import check_one_start
-from reporting import body, dose, figure, front, real_model, reruns
+from reporting import body, collapse, dose, figure, front, real_model, reruns
 from reporting.page import reflow
 from reporting.room import first_cell, other_cells
 
@@ -64,10 +64,12 @@ def figures(rows: dict[str, list[Row]]) -> dict[Path, tuple[Callable[[Path, str]
     """Path -> what draws the figure there, and the digest of its rows."""
     planned = reruns.without(rows)
     room, doses = first_cell(planned["room"]), dose.cells_of(planned["dose"])
+    collapses = collapse.cells_of(rows["collapse.json"])
     smollm2 = {rule: nats.mean for rule, nats in real_model.mismatches(rows["smollm2.json"]).items()}
     return {
         RESULTS / front.FIGURE: (partial(figure.draw_first, room), digest(room)),
         RESULTS / dose.FIGURE: (partial(figure.draw_doses, doses, smollm2), digest((doses, smollm2))),
+        RESULTS / collapse.FIGURE: (partial(figure.draw_survival, collapses), digest(collapses)),
     }
 
 

@@ -17,7 +17,6 @@ from lib.provenance import is_clean
 from lib.runs import Sizes
 from lib.starts import StartLevel
 
-# A few rollouts, as a smoke test.
 QUICK = Sizes(
     rollouts=2, prompts=4, group=4, warmup=1, evaluate_every=1, evaluation_rows=16, start=StartLevel(0.02, rows=16)
 )

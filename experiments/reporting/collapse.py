@@ -18,6 +18,7 @@ from reporting.page import by_seed, check_complete, grouped, rate_words, reporte
 SEEDS = tuple(range(10, 20))
 PRIMARY = ("snapkv", 3e-4)  # policy and rate of the primary contrast
 IN_A_ROW = 3  # evaluations below half of the start's reward
+FIGURE = "collapse.png"
 THRESHOLD = 0.86  # Sparrow's, of the 5th percentile of the agreement
 
 
@@ -100,6 +101,8 @@ below half of the start's in three evaluations in a row; it may recover. Last co
 above its start greedily with both caches, established (exploratory). [All cells](docs/report_appendix.md#collapse).
 
 {learners_table(cells)}
+
+![runs that have not collapsed](experiments/results/{FIGURE})
 
 *Primary contrast*: {contrast.what}: {contrast.found}. {verdict} The plan predicted that bypass collapses and naive does
 not. *Agreement* is the smaller of a token's probabilities under learner and sampler over the larger. Sparrow

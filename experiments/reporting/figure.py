@@ -1,4 +1,4 @@
-"""The figures of the report: learning curves and leads of its first page, and the leads of the study of dose."""
+"""The figures of the report: learning curves and leads of its first page, leads by mismatch, and collapse."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from lib.intervals import estimate
-from reporting import dose
-from reporting.page import LAST
+from reporting import collapse, dose
+from reporting.page import LAST, grouped
 from reporting.room import NAMES, OURS, RIVALS, RoomCell
 from smd_jax.monitor.run_plots import COLOURS
 
 MARKERS = {"tova-heads": "o", "h2o": "s"}
 SMALLEST = 0.03  # effect of interest
-# Cells that evict nothing are left of a break in the axis of the mismatch.
-EDGES = {"tova-heads": 0.0044, "h2o": 0.0052}
-BREAK = 0.0075
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-SLASH = ((-1, -2), (1, 2))  # a marker
 CURVES = ("full-cache", "naive", "tis-1.5", "shadow", OURS, "anchor-then-shadow")
 
 
@@ -82,7 +78,8 @@ def draw_leads(axes: Axes, cell: RoomCell) -> None:
 
 
 def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], path: Path, made_of: str) -> None:
-    """A row of panels for each task: leads over the better of naive and TIS by mismatch, and rewards of all arms.
+    """A row of panels for each task: leads over the better of naive and TIS by mismatch, and rewards of all arms. Cells
+    that evict nothing have no place on the logarithmic axis.
 
     Args:
       smollm2: eviction policy -> the real model's mismatch in nats a token.
@@ -90,7 +87,7 @@ def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], pat
     tasks = sorted({cell.task for cell in cells})
     figure = Figure(figsize=(12, 4.8 * len(tasks)), layout="constrained")
     for task, (leads, rewards) in zip(tasks, figure.subplots(len(tasks), 2, squeeze=False), strict=True):
-        of_task = [cell for cell in cells if cell.task == task]
+        of_task = [cell for cell in cells if cell.task == task and cell.evicts]
         draw_dose_leads(leads, of_task)
         leads.set_title(f"{task}: leads, 95 % intervals; circles TOVA per head, squares H2O", loc="left", fontsize=10)
         for rule, nats in smollm2.items():
@@ -101,7 +98,10 @@ def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], pat
         draw_dose_rewards(rewards, of_task)
         rewards.set_title(f"{task}: rewards; markers as at the left", loc="left", fontsize=10)
         for axes in (leads, rewards):
-            draw_mismatch_axis(axes)
+            axes.set_xscale("log")
+            axes.set_xticks(TICKS, list(map(str, TICKS)))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xlabel("mismatch: KL from sampler to dense learner, nats per token")
             axes.legend(fontsize=8)
     saved(figure, path, made_of)
 
@@ -113,7 +113,7 @@ def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
             inside = [cell for cell in cells if f", {policy}," in cell.label]
             found = [cell.lead(arm) for cell in inside]
             axes.errorbar(
-                [place_of(cell, policy) * aside for cell in inside],
+                [cell.nats * aside for cell in inside],
                 [lead.mean for lead in found],
                 [lead.half for lead in found],
                 fmt=marker,
@@ -129,31 +129,27 @@ def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
 
 
 def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
-    """Rewards of all arms by mismatch; lines join the cells that evict."""
     for place, arm in enumerate(dose.ARMS):
         for policy, marker in MARKERS.items():
             inside = [cell for cell in cells if f", {policy}," in cell.label]
-            at = [place_of(cell, policy) for cell in inside]
             means = [mean(cell.rewards[arm].values()) for cell in inside]
-            first = sum(not cell.evicts for cell in inside)  # those before it are not joined
             label = NAMES[arm] if policy == "tova-heads" else None
-            axes.plot(at[first:], means[first:], color=COLOURS[place], linewidth=0.8)
-            axes.plot(at, means, marker=marker, color=COLOURS[place], linestyle="", label=label)
+            axes.plot(
+                [cell.nats for cell in inside], means, f"{marker}-", color=COLOURS[place], linewidth=0.8, label=label
+            )
     axes.set_ylabel("greedy reward under the budget")
 
 
-def place_of(cell: dose.DoseCell, policy: str) -> float:
-    """Where a cell is drawn: at its mismatch in nats; left of the break if that is rounding."""
-    return cell.nats if cell.evicts else EDGES[policy]
-
-
-def draw_mismatch_axis(axes: Axes) -> None:
-    """A logarithmic axis of the mismatch, with a break left of which nothing is evicted."""
-    axes.set_xscale("log")
-    axes.set_xticks([mean(EDGES.values()), *TICKS], ["nothing\nevicted", *map(str, TICKS)])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("mismatch: KL from sampler to dense learner, nats per token")
-    bottom = axes.get_xaxis_transform()
-    axes.plot(BREAK, 0, transform=bottom, clip_on=False, marker="s", color="white")
-    for nats in (BREAK / 1.03, BREAK * 1.03):
-        axes.plot(nats, 0, transform=bottom, clip_on=False, marker=SLASH, markersize=8, color="black")
+def draw_survival(cells: Sequence[collapse.CollapseCell], path: Path, made_of: str) -> None:
+    """The share of runs that have not collapsed, along training: a panel for each policy, all rates together."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    policies = grouped(cells, lambda cell: cell.policy)
+    for axes, (policy, inside) in zip(figure.subplots(1, len(policies), sharey=True), policies.items(), strict=True):
+        for place, (arm, of_arm) in enumerate(grouped(inside, lambda cell: cell.arm).items()):
+            times = [time for cell in of_arm for time in cell.times]
+            steps = [point["step"] for point in of_arm[0].rows[0]["curve"]]
+            alive = [mean(time is None or time > step for time in times) for step in steps]
+            axes.step(steps, alive, where="post", color=COLOURS[place], label=f"{arm}, {len(times)} runs")
+        axes.set(title=policy, xlabel="rollouts", ylabel="runs that have not collapsed, share")
+        axes.legend(fontsize=8)
+    saved(figure, path, made_of)

@@ -7,13 +7,14 @@ import textwrap
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import itemgetter
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 from scipy.stats import ttest_rel
 
 from lib.files import Row
 from lib.intervals import Estimate, estimate, paired
 
+T = TypeVar("T")
 LAST = 3  # evaluations of a run whose mean is its reward
 
 
@@ -61,9 +62,9 @@ def of_pilot(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["pilot"]]
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+def grouped(rows: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     """Key -> rows, in file order."""
-    found: dict[Any, list[Row]] = {}
+    found: dict[Any, list[T]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from reporting.page import difference, p_value, reflow, signed, table
 
 pytestmark = pytest.mark.study
 
+FIGURES = (front.FIGURE, dose.FIGURE, collapse.FIGURE)
+
 
 def test_the_committed_pages_match_the_committed_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     report.check_rows()
     committed = {"REPORT.md": report.PAGE.read_text("utf-8"), "appendix.md": report.APPENDIX.read_text("utf-8")}
-    pictures = [report.made_of(report.RESULTS / name) for name in (front.FIGURE, dose.FIGURE)]
+    pictures = [report.made_of(report.RESULTS / name) for name in FIGURES]
     for name in report.FILES:
         write_rows(tmp_path / name, read_rows(report.RESULTS / name))
     for name, place in (("RESULTS", tmp_path), ("ROOT", tmp_path), ("PAGE", tmp_path / "REPORT.md")):
@@ -34,7 +36,7 @@ def test_the_committed_pages_match_the_committed_rows(
     hint = "python experiments/report.py makes the pages and the figures again"
     for name, text in committed.items():
         assert text == (tmp_path / name).read_text("utf-8"), f"{name}: {hint}"
-    assert pictures == [report.made_of(tmp_path / name) for name in (front.FIGURE, dose.FIGURE)], hint
+    assert pictures == [report.made_of(tmp_path / name) for name in FIGURES], hint
     changed = read_rows(tmp_path / "room")
     shadow = (row for row in changed if room.key_of(row) == room.FIRST and row["arm"] == "shadow" and not row["pilot"])
     next(shadow)["sparse"] += 0.1
@@ -190,16 +192,32 @@ def test_names_in_figures_are_those_of_the_pages():
     assert [arm for arm in figure.CURVES if f"| {room.NAMES[arm]}" not in readme] == ["anchor-then-shadow"]
 
 
-def test_cells_that_evict_nothing_are_left_of_the_break():
+def drawn(draw: Callable[..., None], *arguments: Any) -> Figure:
+    """The figure of these arguments, before it is saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[Figure] = []
+        patch.setattr(figure, "saved", lambda picture, path, made_of: found.append(picture))
+        draw(*arguments, Path("unwritten.png"), "")
+    return found[0]
+
+
+def test_cells_that_evict_nothing_are_not_in_the_figure():
     cells = dose.cells_of(report.all_rows()["dose"])
-    axes = Figure().subplots()
-    figure.draw_dose_rewards(axes, cells)
-    joined = [line.get_xydata() for line in axes.get_lines() if line.get_linestyle() == "-"]
-    points = [line.get_xydata() for line in axes.get_lines() if line.get_linestyle() == "None"]
-    assert len(joined) == len(points) == len(dose.ARMS) * len(figure.MARKERS)
-    for line, of_policy in zip(map(np.asarray, joined), map(np.asarray, points), strict=True):
-        assert of_policy[0, 0] < figure.BREAK < line[0, 0]
-        np.testing.assert_array_equal(line, of_policy[1:])
+    rewards = drawn(figure.draw_doses, cells, {}).axes[1]
+    shown = {nats for line in rewards.get_lines() for nats, _ in np.asarray(line.get_xydata())}
+    assert shown == {cell.nats for cell in cells if cell.task == "sorting-12" and cell.evicts}
+    assert len(shown) == 10 < dose.CELLS
+
+
+def test_a_survival_curve_falls_when_a_run_collapses():
+    def run(*rewards: float) -> Row:
+        return {"curve": [{"step": 20 * i, "sparse_greedy": x} for i, x in enumerate(rewards)]}
+
+    cell = collapse.CollapseCell("h2o", "naive", 1e-3, (run(0.4, 0.4, 0.1, 0.1, 0.1), run(0.4, 0.4, 0.4, 0.4, 0.4)))
+    other = collapse.CollapseCell("snapkv", "naive", 1e-3, cell.rows)
+    for axes in drawn(figure.draw_survival, [cell, other]).axes:
+        (line,) = axes.get_lines()
+        assert np.asarray(line.get_xydata()).tolist() == [[0, 1], [20, 1], [40, 0.5], [60, 0.5], [80, 0.5]]
 
 
 def without_one(rows: Sequence[Row], **of: Any) -> list[Row]:
