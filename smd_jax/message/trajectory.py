@@ -87,10 +87,9 @@ class Trajectory(struct.PyTreeNode):
     ) -> Trajectory:
         """Builds and checks a trajectory from the records of another sampler. `smd_jax.message.foreign` has an example.
 
-        Rows have no padding (`smd_jax.message.foreign.unpad` removes it). Tokens, queries and keys are numbered
-        by their position in their own row: prompt 0 … p-1, response p … n-1. Give exactly one of `kept`, `dropped` and
-        `evicted_at`, one entry per row; an engine without evictions gives `dropped=[[]] * rows`. Keys must be cached
-        after RoPE at these positions, unchanged.
+        Rows have no padding (`smd_jax.message.foreign.unpad` removes it). Tokens, queries and keys are numbered by the
+        position in their row: prompt 0 … p-1, response p … n-1. Give one of `kept`, `dropped` and `evicted_at`, an
+        entry per row; without evictions `dropped=[[]] * rows`. Keys must be cached after RoPE at these positions.
 
         Args:
           prompts, responses: token ids. A response includes its end-of-sequence token, if any.
@@ -112,9 +111,10 @@ class Trajectory(struct.PyTreeNode):
           longest: tokens of the longest row of a run, at most the model's context; None: P + R, which may exceed it.
 
         Raises:
-          ValueError: rows, layers, heads or tokens that do not fit together; a log-probability that is NaN, infinite or
-            positive; an id outside the vocabulary; a compression out of order or after a query outside the row; a key
-            that comes back, is evicted before its own query, or is named twice. Names row, layer, head and position.
+          TypeError: a compression that is no pair. ValueError: rows, layers, heads or tokens that do not fit together;
+            a log-probability that is NaN, infinite or positive; an id outside the vocabulary; a compression out of
+            order or after a query outside the row; a key that comes back, is evicted before its own query, or is named
+            twice. Names row, layer, head and position.
         """
         if not 0 < temperature < math.inf:
             raise ValueError(f"expected a temperature > 0, because a greedy choice is no draw; got {temperature}")

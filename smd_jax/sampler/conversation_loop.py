@@ -158,9 +158,10 @@ def converse(
 
     Raises:
       TypeError: a model, policy, config or prompts of another class, as `rollout`.
-      ValueError: decode_rows that do not divide the conversations, `active` of another shape, neither
-        `config.eos_token_id` nor `stop`, turns without room for the shortest response, a quantised cache, an answer
-        without tokens or with ids outside the vocabulary, a reply without a turn, and the errors of `rollout`.
+      ValueError: a respondent of another number of conversations, decode_rows that do not divide them, `active` of
+        another shape, neither `config.eos_token_id` nor `stop`, turns without room for the shortest response, a
+        quantised cache, an answer without tokens or with ids outside the vocabulary, a reply without a turn, and the
+        errors of `rollout`.
       NonFiniteLogitsError: the model's logits were NaN or infinite.
     """
     check_sampler(model, policy, config)
