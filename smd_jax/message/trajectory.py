@@ -89,7 +89,7 @@ class Trajectory(struct.PyTreeNode):
 
         Rows have no padding (`smd_jax.message.foreign.unpad` removes it). Tokens, queries and keys are numbered by the
         position in their row: prompt 0 … p-1, response p … n-1. Give one of `kept`, `dropped` and `evicted_at`, an
-        entry per row; without evictions `dropped=[[]] * rows`. Keys must be cached as RoPE at these positions makes them.
+        entry per row; without evictions `dropped=[[]] * rows`. Cached keys must be those of RoPE at these positions.
 
         Args:
           prompts, responses: token ids. A response includes its end-of-sequence token, if any.
