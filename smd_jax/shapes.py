@@ -20,12 +20,19 @@ def check_shape(name: str, array: Array | np.ndarray | None, *shapes: tuple[int 
       TypeError: for lists and other objects that are no arrays.
       ValueError: if the array has another rank or other sizes.
     """
-    if array is not None and not hasattr(array, "shape"):
-        raise TypeError(f"expected {name} as an array, as jnp.asarray gives; got {type(array).__name__}")
-    if array is None or any(_fits(array.shape, shape) for shape in shapes):
+    if array is None:
+        return
+    check_array(name, array)
+    if any(_fits(array.shape, shape) for shape in shapes):
         return
     expected = " or ".join(_written(shape) for shape in shapes)
     raise ValueError(f"expected {name} of shape {expected}; got {_written(array.shape)}")
+
+
+def check_array(name: str, array: object) -> None:
+    """Raises TypeError for lists and other objects that are no arrays."""
+    if not hasattr(array, "shape"):
+        raise TypeError(f"expected {name} as an array, as jnp.asarray gives; got {type(array).__name__}")
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | str, ...]) -> bool:

@@ -76,9 +76,9 @@ Greedy, under the budget.
 
 ## The memory wall
 
-Walks of 512 steps.
+Walks of {wall.LENGTHS[0]} steps.
 
-{wall.ways_table(wall.complete(rows["wall.json"], 512))}
+{wall.ways_table(wall.complete(rows["wall.json"], wall.LENGTHS[0]))}
 
 ## Collapse
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -99,6 +99,13 @@ class Respondent(Protocol):
         ...
 
 
+@runtime_checkable
+class CountedRespondent(Respondent, Protocol):
+    """A Respondent that has its conversations, one for each row, as an EnvironmentRespondent does."""
+
+    conversations: Sequence[object]
+
+
 class ConversationStats(NamedTuple):
     """Statistics of a batch of conversations.
 
@@ -174,9 +181,8 @@ def converse(
     check_shortest_turn(config, conversation)
     sampler = conversation_sampler(model, policy, config, prompts.tokens.shape[1])
     rows = len(prompts.tokens) * group_size
-    known = getattr(respondent, "conversations", None)  # those of an EnvironmentRespondent
-    if known is not None and len(known) != rows:
-        raise ValueError(f"expected a respondent of {rows} conversations, with the same group_size; got {len(known)}")
+    if isinstance(respondent, CountedRespondent) and (count := len(respondent.conversations)) != rows:
+        raise ValueError(f"expected a respondent of {rows} conversations, with the same group_size; got {count}")
     active = np.ones(rows, bool) if active is None else np.asarray(active, bool)
     if active.shape != (rows,):
         raise ValueError(f"expected active of shape [{rows}], one value per conversation; got {list(active.shape)}")

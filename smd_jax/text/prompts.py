@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from smd_jax.devices.process_rows import rows_here
 from smd_jax.pytrees import any_leaves
+from smd_jax.shapes import check_array
 
 T = TypeVar("T")
 
@@ -164,9 +165,8 @@ def check_prompt_batch(prompts: object) -> None:
     """Raises TypeError unless the object is a PromptBatch of whole numbers and booleans, also under a trace."""
     if not isinstance(prompts, PromptBatch):
         raise TypeError(f"expected prompts as a PromptBatch, as encode_prompts gives; got {type(prompts).__name__}")
-    for name in ("tokens", "valid"):
-        if not hasattr(given := getattr(prompts, name), "dtype"):
-            raise TypeError(f"expected {name} as an array, as jnp.asarray gives; got {type(given).__name__}")
+    check_array("tokens", prompts.tokens)
+    check_array("valid", prompts.valid)
     tokens, valid = jnp.result_type(prompts.tokens), jnp.result_type(prompts.valid)
     if not jnp.issubdtype(tokens, jnp.integer) or valid != jnp.bool_:
         raise TypeError(
