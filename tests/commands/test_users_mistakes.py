@@ -85,7 +85,7 @@ class Count:
         ("--share-prompts --microbatch 3", "a common divisor above 1; got 4 and 3"),
         # policies
         ("--eviction snapkv(window=20)", "sinks is --sinks, window is --eviction 'NAME(window=8)'."),
-        ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got another object of this name"),
+        ("--eviction FOLDER/own.py:Count", "EvictionPolicy or an object of one; got type <class"),
         ("--eval-steps 1 --eval-decode gate:6", "expected --eviction gate with --eval-decode gate-6"),
         ("--eviction gate(greedy=True)", "expected a gate that samples its evictions"),
         ("--eviction gate --pyramid", "expected no --pyramid with 'gate'"),
