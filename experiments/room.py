@@ -1,4 +1,4 @@
-"""Room and time: what each learner reaches from a start that lacks skill, trained to the plateau.
+"""Room and time: what each learner reaches from a start that lacks skill, after 240 rollouts.
 
 Question   From starts that cannot solve the task with any cache, which learner ends with the higher reward, decoded
            under the budget and with the full cache?

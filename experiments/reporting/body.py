@@ -41,14 +41,13 @@ def text(rows: Rows, planned: Rows, first: Contrast) -> str:
         learned_eviction.section(rows["learned_eviction.json"]),
         real_model.section(rows["smollm2.json"]),
         OLDER_STUDIES,
-        commands(rows),
     )
     return "\n".join(sections)
 
 
-def appendix(rows: Rows, first: room.RoomCell) -> str:
+def appendix(rows: Rows, planned: Rows, first: room.RoomCell) -> str:
     others_of_room = "\n\n".join(
-        f"{cell.label}:\n\n{room.arms_table(cell, cell.complete)}" for cell in room.other_cells(rows["room"])
+        f"{cell.label}:\n\n{room.arms_table(cell, cell.complete)}" for cell in room.other_cells(planned["room"])
     )
     made = "\n".join(f"* `{name}`: {machines(found)}." for name, found in rows.items())
     return f"""# Appendix of the report
@@ -72,7 +71,7 @@ full cache.
 
 Greedy, under the budget.
 
-{dose.leads_table(dose.cells_of(rows["dose"]))}
+{dose.leads_table(dose.cells_of(planned["dose"]))}
 
 ## The memory wall
 
@@ -93,6 +92,7 @@ Leads of SmolLM2; by seed under the budget at temperature 1.
 
 {real_model.by_seeds(rows["smollm2.json"])}
 
+{commands(rows)}
 ## Machines
 
 {made}
@@ -103,7 +103,8 @@ def other_cells(cells: Sequence[room.RoomCell]) -> str:
     return f"""## Other cells
 
 The first page's study on other tasks, policies and budgets, by the same rules; the dense learners are naive and TIS
-truncated at 2 alone, and the pilot's better one is the *rival*. Greedy rewards of the starts with the full cache:
+truncated at 2 alone (no other cap), and the pilot's better one is the *rival*. Greedy rewards of the starts with the
+full cache:
 {room.spread_of_starts(cells)}. *copy-8*: eight digits, each copied and followed by the running sum modulo 10.
 *walk-64*: 64 steps along the edges of a graph in the prompt, 78 tokens in all. *tova-heads*: TOVA with a choice of each
 KV head, in commands `--eviction 'tova(shared=False)' --sinks 0`. *snapkv*: the four newest queries, without pooling:
@@ -121,7 +122,8 @@ arms](docs/report_appendix.md#other-cells).
 OLDER_STUDIES = """## Older studies
 
 [Their page](docs/older_studies.md) has the map of 28 cells with 21 arms, walks of 16 to 512 steps, importance weights,
-SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 60 rollouts, few seeds.
+SmolLM2, learned eviction, gradients and the collapse of naive: starts at 97 %, 60 rollouts, few seeds. Commands, rows,
+costs and machines of the studies above are [in the appendix](docs/report_appendix.md#commands-and-rows).
 """
 
 
@@ -136,9 +138,11 @@ def commands(rows: Rows) -> str:
     ]
     return f"""## Commands and rows
 
-Every row has its command, commit, CPU and date. The starts of sorting, copied sums, walks of 1,024 steps and the tool
-are stored; the others are trained where a study runs. Runs of collapse and walk-64 found most programs compiled, so
-their cost lacks the compilation. Those of older studies are [on their page](docs/older_studies.md#rows).
+Every row has its command, commit, CPU and date, and the hash of its start (SmolLM2's is the published model). The
+starts of sorting, copied sums, walks of 1,024 steps, the tool, and the last cells of the dose in walks are stored; the
+others were trained where the study ran, and another kind of CPU gives others. Runs of collapse and walk-64 found most
+programs compiled, so their cost lacks the compilation. Those of older studies are
+[on their page](older_studies.md#rows).
 
 {table(["study", "script", "rows", "cost"], lines)}
 """
@@ -149,4 +153,4 @@ def links(file: str, rows: Sequence[Row]) -> str:
     files = (
         [file] if file.endswith(".json") else [f"{file}/{task}.json" for task in sorted({row["task"] for row in rows})]
     )
-    return ", ".join(f"[`{name}`](experiments/results/{name})" for name in files)
+    return ", ".join(f"[`{name}`](../experiments/results/{name})" for name in files)

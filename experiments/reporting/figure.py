@@ -22,7 +22,7 @@ from smd_jax.monitor.run_plots import COLOURS
 MARKERS = {"tova-heads": "o", "h2o": "s"}
 SMALLEST = 0.03  # effect of interest
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-CURVES = ("full-cache", "naive", "tis-1.5", "shadow", OURS, "anchor-then-shadow")
+CURVES = ("full-cache", "naive", "tis-1.5", "shadow", OURS, "shadow-anchor")
 
 
 def saved(figure: Figure, path: Path, made_of: str) -> None:

@@ -9,10 +9,12 @@ from lib.files import Row
 from lib.intervals import paired
 from reporting import collapse, dose, real_model, room, wall
 from reporting.contrasts import Contrast, paired_contrast
-from reporting.page import LAST, mean_of, number, plain, rate_words
+from reporting.page import LAST, mean_of, number, plain, rate_words, stopped_at
 from reporting.room import OURS, RIVALS, RoomCell
 
 FIGURE = "report.png"
+GREEDY = ("sparse_greedy", "dense_greedy")  # under the budget and with the full cache
+STAGES = (60, 120, 180, 240)  # rollouts
 APART = "sampling/sampling_logp_difference/max"
 
 
@@ -85,8 +87,9 @@ def holds(cell: RoomCell, others: Sequence[RoomCell]) -> str:
   greedily under the budget ([p, corrected for all studies](#planned-contrasts)). The pilot chose {rival} as
   the best dense learner. Over all eight dense learners ([all arms](docs/report_appendix.md#room-and-time)) the lead is
   {room.against_all(cell, "sparse_greedy")}.
-* *Full cache.* The same weights end {plain(full)} above {full_rival}, the pilot's choice for that column. Over all
-  eight dense learners the lead is {room.against_all(cell, "dense_greedy")}; {established} of the eight are established.
+* *Full cache, at equal rollouts.* The same weights end {plain(full)} above {full_rival}, the pilot's choice for that
+  column. Over all eight dense learners the lead is {room.against_all(cell, "dense_greedy")}; {established} of the
+  eight are established.
 * *Shadow masks alone* end {plain(shadow)} above {rival} under the budget.
 * *One policy.* The largest difference of a token's log-probability in a rollout is {apart(cell, "shadow")} nats with
   shadow masks and {apart(cell, "naive")} with naive (mean over rollouts)."""
@@ -111,9 +114,7 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
     (here,) = (one.nats for one in dose.cells_of(rows["dose"]) if one.label == cell.label)
     leads = [one.contrast(OURS, one.best_rival("budget"), "sparse_greedy").mean for one in (cell, *others)]
     learners = [arm for arm in cell.complete if arm != "untrained"]
-    rising = [
-        arm for arm in learners if any(still_rises(cell, arm, kind) for kind in ("sparse_greedy", "dense_greedy"))
-    ]
+    rising = [arm for arm in learners if any(still_rises(cell, arm, kind) for kind in GREEDY)]
     return f"""**What lost or is open.**
 
 * *A sampler that evicts nothing* is better if you decode with the full cache: {OURS} ends {plain(full)} relative to
@@ -132,12 +133,11 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
 * *Naive and the dense policy.* At its best rate for the full cache naive ends {plain(naive[0])} relative to the start
   at temperature 1, {plain(naive[1])} greedily.{naive_elsewhere(rows["collapse.json"])}
 {other_shares(cell)}
-* *The rival.* The pilot chose {cell.best_rival("budget")}. In the reported seeds another dense learner is better; the
-  smallest lead above is over that one.
+* *The rival.* The pilot chose {cell.best_rival("budget")}, and for the full cache {cell.best_rival("full cache")}.
+  In the reported seeds another dense learner is better in each; the smallest leads above are over those.
 * *No plateau.* Of {len(learners)} learners {len(rising)} still rise: in at least one greedy column their last three
-  evaluations are established above the three before.
-* *Equal rollouts are not equal time.* CPU seconds of a run: {room.seconds(cell)} (two kinds of CPU). The mixture has
-  a second forward and backward pass.
+  evaluations are established above the three before. {growing(cell)}
+{equal_time(cell, others)}
 * {wall.bullet(rows["wall.json"])}
 * *External validity.* The [mismatch](#lead-by-mismatch), mean over the runs of TIS (truncated at 2, rate 3e-4),
   is {here:.2g} nats per token here (six seeds), and on SmolLM2
@@ -149,9 +149,34 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
   to five seeds, the median lead of shadow masks over TIS under the budget is +0.022."""
 
 
+def growing(cell: RoomCell) -> str:
+    """The leads of the mixture along training, over the pilot's rival under the budget and TIS with the full cache."""
+
+    def leads(rival: str, kind: str) -> str:
+        arms = [cell.rows(arm, room.column_of(kind)) for arm in (OURS, rival)]
+        found = [paired(*(stopped_at(rows, rollouts, kind) for rows in arms)) for rollouts in STAGES]
+        return f"{rival}: {', '.join(number(lead.mean, 2) for lead in found)}"
+
+    return f"""After {", ".join(map(str, STAGES))} rollouts, greedily, {OURS} leads under the budget
+  {leads(cell.best_rival("budget"), "sparse_greedy")}; with the full cache {leads("tis", "dense_greedy")}."""
+
+
+def equal_time(cell: RoomCell, others: Sequence[RoomCell]) -> str:
+    rivals = cell.best_rival("budget"), cell.best_rival("full cache")
+    (rollouts, budget), (_, full) = (
+        room.in_equal_time(cell, rival, kind) for rival, kind in zip(rivals, GREEDY, strict=True)
+    )
+    of_all = [room.all_in_equal_time((cell, *others), kind) for kind in (*GREEDY, "dense")]
+    return f"""* *Equal rollouts are not equal time.* CPU seconds of a run: {room.seconds(cell)} (two kinds of CPU).
+  The mixture has a second forward and backward pass. Stopped when it has cost what the rival's whole run costs (here
+  after {rollouts} rollouts), it ends {plain(budget)} above {rivals[0]} under the budget, but {plain(full)} relative to
+  {rivals[1]} with the full cache, greedily. Minus TIS truncated at 2, in all {1 + len(others)} cells: under the
+  budget, greedily, {of_all[0]}; with the full cache, greedily, {of_all[1]}; at temperature 1, {of_all[2]}."""
+
+
 def other_shares(cell: RoomCell) -> str:
     def leads(arm: str) -> str:
-        return " and ".join(plain(cell.contrast(OURS, arm, kind)) for kind in ("sparse_greedy", "dense_greedy"))
+        return " and ".join(plain(cell.contrast(OURS, arm, kind)) for kind in GREEDY)
 
     fifth, most, paper = map(leads, room.SHARES)
     return f"""* *Other shares of TIS, and the paper's loss.* Greedily under the budget and with the full cache,

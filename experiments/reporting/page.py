@@ -19,10 +19,11 @@ LAST = 3  # evaluations of a run whose mean is its reward
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table: the first column left-aligned, the others right-aligned."""
+    """A Markdown table: the first column left-aligned, the others right-aligned. ValueError without a row."""
     rule = ["---", *["--:"] * (len(columns) - 1)]
-    lines = [_line(columns), _line(rule), *(_line([str(cell) for cell in row]) for row in rows)]
-    return "\n".join(lines)
+    if not (cells := list(rows)):
+        raise ValueError(f"expected at least one row of the table {columns}; got none")
+    return "\n".join([_line(columns), _line(rule), *(_line([str(cell) for cell in row]) for row in cells)])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -116,6 +117,12 @@ def p_value(ours: Sequence[Row], theirs: Sequence[Row], kind: str) -> float:
     seeds = sorted(mine.keys() & others.keys())
     found = float(ttest_rel([mine[seed] for seed in seeds], [others[seed] for seed in seeds]).pvalue)
     return 1.0 if math.isnan(found) else found
+
+
+def stopped_at(rows: Iterable[Row], rollouts: float, kind: str) -> dict[int, float]:
+    """Seed -> mean of the three evaluations that end with this number of rollouts."""
+    curves = {row["seed"]: [point[kind] for point in row["curve"] if point["step"] <= rollouts] for row in rows}
+    return {seed: mean(curve[-LAST:]) for seed, curve in curves.items()}
 
 
 def number(value: float, digits: int = 3) -> str:

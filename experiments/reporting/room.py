@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from statistics import mean
+from statistics import mean, median
 
 from lib.arms import ARMS
 from lib.files import Row
 from lib.grid import best_rate
-from lib.intervals import Estimate
+from lib.intervals import Estimate, paired
 from reporting import page
 from reporting.contrasts import holm
 from reporting.page import (
@@ -23,6 +23,7 @@ from reporting.page import (
     plain,
     rate_words,
     signed,
+    stopped_at,
     table,
 )
 
@@ -38,7 +39,7 @@ MAIN = ("untrained", "full-cache", "naive", "tis", "shadow", "mixed-50")  # ran 
 RIVALS = ("naive", "tis-1.5", "tis", "tis-5", "icepop", "geometric", "sparse-rl-paper", "gspo")
 OURS = "mixed-50"
 SHARES = ("mixed-20", "mixed-80", "shadow-published")  # other shares of TIS, and the paper's loss
-FRONT = ("untrained", "full-cache", "naive", "tis-1.5", "tis-5", "shadow", OURS, "anchor-then-shadow")
+FRONT = ("untrained", "full-cache", "naive", "tis-1.5", "tis-5", "shadow", OURS, "shadow-anchor")
 # Arm -> its name in figures and in README, in plain words.
 NAMES = {
     "untrained": "the start",
@@ -180,7 +181,9 @@ def cells_table(cells: Sequence[RoomCell]) -> str:
 def spread_of_starts(cells: Sequence[RoomCell]) -> str:
     """The smallest and the largest greedy full-cache reward of the starts, for each task."""
     starts = {cell.label.split(",")[0]: by_seed(cell.rows("untrained", "full cache"), "dense_greedy") for cell in cells}
-    return ", ".join(f"{task} {min(of.values()):.2f} to {max(of.values()):.2f}" for task, of in starts.items())
+    high = sum(start > 0.7 for start in starts["walk-64"].values())
+    found = ", ".join(f"{task} {min(of.values()):.2f} to {max(of.values()):.2f}" for task, of in starts.items())
+    return f"{found} ({high} of {len(SEEDS)} above 0.7)"
 
 
 def after_holm(cells: Sequence[RoomCell]) -> str:
@@ -215,9 +218,15 @@ def at_other_rate(cells: Sequence[RoomCell]) -> str:
         return " to ".join(plain(choose(found, key=lambda lead: lead.mean)) for choose in (min, max))
 
     rates = [rate_words(copies[0].rate("tis", column)) for column in COLUMNS]
+    pilots = ", ".join(
+        f"{arm} {mean(row['sparse_greedy'] for row in copies[0].pilots[arm][rate]):.2f} at {rate_words(rate)}"
+        for arm in ("tis", "shadow")
+        for rate in (min(copies[0].pilots[arm]), copies[0].rate(arm, "budget"))
+    )
     return f"""In copy-8 the lead over TIS depends on its rate. {rates[0]} has the best pilots under the budget, the
-mean of temperature 1 and greedy. At {rates[1]}, its rate for the full cache, {OURS} minus TIS is
-{leads(OURS, "sparse_greedy")} greedily and {leads(OURS, "sparse")} at temperature 1; shadow minus TIS is
+mean of temperature 1 and greedy; greedily alone the smallest rate is better ({pilots}).
+At {rates[1]}, its rate for the full cache, {OURS} minus TIS is {leads(OURS, "sparse_greedy")} greedily and
+{leads(OURS, "sparse")} at temperature 1; shadow minus TIS is
 {leads("shadow", "sparse_greedy")} greedily."""
 
 
@@ -232,6 +241,28 @@ def seconds(cell: RoomCell) -> str:
     """CPU seconds of a run, mean; of rows from several CPUs."""
     found = {arm: mean(row["cpu_seconds"] for row in cell.rows(arm, "budget")) for arm in ("tis-5", "shadow", OURS)}
     return ", ".join(f"{arm} {value:.0f}" for arm, value in found.items())
+
+
+def in_equal_time(cell: RoomCell, rival: str, kind: str) -> tuple[int, Estimate]:
+    """The lead of the mixture, stopped at the evaluation until which it cost at most the CPU time of the rival's run.
+
+    Returns:
+      Its rollouts, and the lead over the rival's whole run. Costs are compared on the same kind of CPU.
+    """
+    ours, theirs = (cell.rows(arm, column_of(kind)) for arm in (OURS, rival))
+    costs = {(row["seed"], row["cpu"]): row["cpu_seconds"] for row in theirs}
+    shares = [costs[key] / row["cpu_seconds"] for row in ours if (key := (row["seed"], row["cpu"])) in costs]
+    steps = [int(point["step"]) for point in ours[0]["curve"]]
+    rollouts = max(step for step in steps if step <= mean(shares) * steps[-1])
+    return rollouts, paired(stopped_at(ours, rollouts, kind), by_seed(theirs, kind))
+
+
+def all_in_equal_time(cells: Sequence[RoomCell], kind: str) -> str:
+    """The lead over TIS in equal time: its median, and in how many cells it is established."""
+    found = [in_equal_time(cell, "tis", kind)[1] for cell in cells]
+    above, below = (sum(lead.established and sign * lead.mean > 0 for lead in found) for sign in (1, -1))
+    middle = page.number(median(lead.mean for lead in found))
+    return f"median {middle}, established above in {above} and below in {below}"
 
 
 def level(cell: RoomCell, arm: str, kind: str) -> str:

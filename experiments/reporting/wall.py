@@ -41,15 +41,20 @@ def best_full(rows: Sequence[Row], length: int) -> str:
     return max(pilots, key=lambda row: row["own"])["way"]
 
 
-def gained(rows: Sequence[Row], *samplings: str) -> Estimate:
-    """Reward at the end minus that of the start, with the way's own cache; the mean over these samplings, "" is
-    temperature 1."""
+def rewards(rows: Sequence[Row], place: int, samplings: Sequence[str] = BOTH) -> dict[int, float]:
+    """Seed -> reward with the way's own cache at a point of its curve."""
     cache = "dense" if rows[0]["way"] in FULL else "sparse"
+    return {row["seed"]: mean(row["curve"][place][cache + sampling] for sampling in samplings) for row in rows}
 
-    def rewards(place: int) -> dict[int, float]:
-        return {row["seed"]: mean(row["curve"][place][cache + sampling] for sampling in samplings) for row in rows}
 
-    return paired(rewards(-1), rewards(0))
+def gained(rows: Sequence[Row], *samplings: str) -> Estimate:
+    """Reward at the end minus that of the start; the mean over these samplings."""
+    return paired(rewards(rows, -1, samplings), rewards(rows, 0, samplings))
+
+
+def halfway(ours: Sequence[Row], theirs: Sequence[Row]) -> Estimate:
+    """The difference after half the time."""
+    return paired(rewards(ours, 1), rewards(theirs, 1))
 
 
 def primary(rows: Sequence[Row], length: int = PRIMARY) -> Contrast:
@@ -104,12 +109,14 @@ there the same contrast was established above 0. The plan was changed after them
 def ways_table(ways: Ways) -> str:
     lines = []
     for way, rows in ways.items():
-        minus = "" if way == OURS else signed(difference(ways[OURS], rows, "own"))
+        minus = ["", ""]
+        if way != OURS:
+            minus = [signed(halfway(ways[OURS], rows)), signed(difference(ways[OURS], rows, "own"))]
         rollouts, tokens = (mean(row[name] for row in rows) for name in ("rollouts", "tokens"))
         rewards = [f"{mean_of(rows, 'own').mean:.2f}", signed(gained(rows, *BOTH)), signed(gained(rows, "_greedy"))]
         lines.append(
             [f"{way}: {MEANING[way]}", rate_words(rows[0]["learning_rate"]), rows[0]["rows_at_once"]]
-            + [f"{rollouts:.0f}", f"{tokens / 1e3:,.0f}", *rewards, minus]
+            + [f"{rollouts:.0f}", f"{tokens / 1e3:,.0f}", *rewards, *minus]
         )
     columns = ["way", "rate", "rows at once", "rollouts", "thousand tokens", "own", "own minus its start"]
-    return table([*columns, "greedy minus its start", f"{OURS} minus it, own"], lines)
+    return table([*columns, "greedy minus its start", f"{OURS} minus it, own, at half time", "at the end"], lines)

@@ -114,11 +114,35 @@ def test_differences_are_paired_by_seed():
 
 def test_tables_and_paragraphs():
     assert table(["a", "b"], [["x|y", 1]]) == "| a | b |\n| --- | --: |\n| x\\|y | 1 |"
+    with pytest.raises(ValueError, match="at least one row of the table"):
+        table(["a", "b"], [])
     long = "word " * 40
     text = f"# Title\n\n{long}\n\n* {long}\n* b\n\n| a | b |\n| --- | --- |\n"
     lines = reflow(text).splitlines()
     assert max(map(len, lines)) <= 120 and lines[-2:] == ["| a | b |", "| --- | --- |"]
     assert [line for line in lines if line.startswith("* ")][1] == "* b"
+
+
+def test_the_mixture_is_stopped_when_it_has_cost_the_rival_s_run():
+    steps = range(0, 260, 20)
+    rows = room_rows()
+    for row in rows:
+        ours = row["arm"] == room.OURS
+        curve = [{"step": step} | dict.fromkeys(room.KINDS, step / 1000 if ours else 0.1) for step in steps]
+        # The mixture costs 1.5 times as much; what another CPU says is left out.
+        row |= {"curve": curve, "cpu": "a", "cpu_seconds": 1.5 if ours else 1.0} | dict.fromkeys(room.KINDS, 0.1)
+        if ours and row["seed"] == 17:
+            row |= {"cpu": "b", "cpu_seconds": 0.1}
+    cell = room.first_cell(rows)
+    rollouts, lead = room.in_equal_time(cell, "tis", "sparse_greedy")
+    # 240 / 1.5 = 160 rollouts; the mean of 120, 140 and 160 is 140.
+    assert rollouts == 160 and lead.mean == pytest.approx(0.14 - 0.1) and lead.count == len(room.SEEDS)
+    assert room.all_in_equal_time([cell], "sparse_greedy") == "median +0.040, established above in 1 and below in 0"
+
+
+def test_reruns_leave_out_their_seeds_of_their_studies_only():
+    rows = [{"seed": 17}, {"seed": 18}]
+    assert reruns.without({"room": rows, "collapse.json": rows}) == {"room": rows[:1], "collapse.json": rows}
 
 
 def test_other_cells_of_room_need_all_seeds():
@@ -188,8 +212,7 @@ def test_names_in_figures_are_those_of_the_pages():
     first, appendix, readme = pages.values()
     assert [arm for arm in figure.CURVES if f"| {arm} | {room.NAMES[arm]} |" not in first] == []
     assert [arm for arm in room.RIVALS if f"| {arm} | {room.NAMES[arm]} |" not in appendix] == []
-    # README's table has no line of imitation, whose name says what it is.
-    assert [arm for arm in figure.CURVES if f"| {room.NAMES[arm]}" not in readme] == ["anchor-then-shadow"]
+    assert [arm for arm in figure.CURVES if f"| {room.NAMES[arm]}" not in readme] == []
 
 
 def drawn(draw: Callable[..., None], *arguments: Any) -> Figure:
