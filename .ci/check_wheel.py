@@ -3,6 +3,7 @@
 1. Both packages come from the wheel, not from the repository.
 2. `smd-train --help` works.
 3. `smd-train` makes a small run, and `smd-plot` an HTML page and a PNG of it.
+4. The README's script, `experiments/grpo.py`, trains two steps.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main(repository: Path) -> None:
             command("smd-plot", str(folder / "run"), "--out", str(folder / name))
             check_start(folder / name, start)
         check_start(folder / "run" / "training.png", b"\x89PNG")
+    command(sys.executable, "-I", str(repository / "experiments" / "grpo.py"), "--steps", "2")
 
 
 def check_package(folder: Path, name: str, repository: Path) -> None:
@@ -48,7 +50,7 @@ def check_package(folder: Path, name: str, repository: Path) -> None:
 
 
 def command(name: str, *words: str) -> None:
-    """Runs an installed command; ends with its output where it fails."""
+    """Runs an installed command or a program; ends with its output where it fails."""
     print(f"{name} {' '.join(words)}", flush=True)
     done = subprocess.run([SCRIPTS / name, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:

@@ -84,7 +84,7 @@ def compare(name: str, bits: Literal[8, 4, 2] | None, args: Args) -> dict[str, A
         prompts(args.seed, model.shape.vocab_size),
         jax.random.key(args.seed + 1),
         policy=POLICIES[name],
-        config=smd.RolloutConfig(args.length, args.budget, args.buffer, quant=quant),
+        config=smd.RolloutConfig(max_new_tokens=args.length, budget=args.budget, buffer=args.buffer, quant=quant),
     )
     replay = jax.jit(smd.replay, static_argnums=0)
     response = np.asarray(trajectory.response_mask)

@@ -58,7 +58,7 @@ def trajectory() -> Any:
     valid = jnp.asarray(np.arange(WIDTH)[None] >= np.array([0, 3, 5, 0, 6, 2, 1, 7])[:, None])
     prompts = PromptBatch(jnp.where(valid, jnp.asarray(rng.integers(0, 32, (ROWS, WIDTH)), jnp.int32), 0), valid)
     sampling = SamplingConfig(temperature=TEMPERATURE)
-    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=sampling)
+    config = RolloutConfig(max_new_tokens=LENGTH, budget=5, buffer=2, eos_token_id=5, sampling=sampling)
     return rollout(MODEL, PARAMS, prompts, jax.random.key(54), policy=H2O(), config=config)
 
 

@@ -24,9 +24,9 @@ import smd_jax as smd
 from lib.problems import PROBLEMS, Problem, Rows, text_of, tokenizer
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import EnvironmentsHere
+from smd_jax.environments.respondent import EnvironmentRespondent
 from smd_jax.model.protocol import LanguageModel
 from smd_jax.sampler.conversation_loop import ConversationConfig, converse
-from smd_jax.sampler.environment_respondent import EnvironmentRespondent
 from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import Tokenizer, eos_token_id, pad_token_id
 from smd_jax.train.conversations import EnvironmentConfig

@@ -42,13 +42,13 @@ def best_full(rows: Sequence[Row], length: int) -> str:
 
 
 def rewards(rows: Sequence[Row], place: int, samplings: Sequence[str] = BOTH) -> dict[int, float]:
-    """Seed -> reward with the way's own cache at a point of its curve."""
+    """Seed -> reward with the way's own cache at a point of its curve, mean over `samplings` ("" is temperature 1)."""
     cache = "dense" if rows[0]["way"] in FULL else "sparse"
     return {row["seed"]: mean(row["curve"][place][cache + sampling] for sampling in samplings) for row in rows}
 
 
 def gained(rows: Sequence[Row], *samplings: str) -> Estimate:
-    """Reward at the end minus that of the start; the mean over these samplings."""
+    """Reward gained in training, mean over `samplings`."""
     return paired(rewards(rows, -1, samplings), rewards(rows, 0, samplings))
 
 
@@ -67,7 +67,7 @@ def primary(rows: Sequence[Row], length: int = PRIMARY) -> Contrast:
 
 
 def bullet(rows: Sequence[Row]) -> str:
-    """What lost, for the first page."""
+    """The first page's bullet on the memory wall."""
     found = [gained(of_way, "_greedy") for length in LENGTHS for of_way in complete(rows, length).values()]
     established = [gain.mean for gain in found if gain.established]
     below, higher = (sum(sign * gain > 0 for gain in established) for sign in (-1, 1))

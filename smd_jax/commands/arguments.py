@@ -1,8 +1,8 @@
 """The options of the commands, in groups. A field's name is the name of its flag; where TRL has the option, TRL's name.
 
-Every option is declared once: the command line, YAML files and the `config.yaml` of a run are derived from these
-classes. `smd-train` and `smd-eval` share the base classes `ModelSource`, `DataSource`, `RewardArgs`, `EvaluationRows`,
-`SamplingArgs` and `ComputeArgs`. Options marked `Basic` are on the first help page; `--help-all` shows all.
+The command line, YAML files and the `config.yaml` of a run are derived from these classes. `smd-train` and `smd-eval`
+share the base classes `ModelSource`, `DataSource`, `RewardArgs`, `EvaluationRows`, `SamplingArgs` and `ComputeArgs`.
+Options marked `Basic` are on the first help page; `--help-all` shows all.
 """
 
 from __future__ import annotations
@@ -239,7 +239,6 @@ class RunArgs:
     print_completions: int = 0  # completions to show each time
     export_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the trained weights; bfloat16 loses small steps
     dry_run: Basic[bool] = False  # print the plan, the mesh and the first prompts, then exit
-    debug: bool = False  # show the traceback of every error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import tyro
 
 from smd_jax.commands import config_file
 from smd_jax.commands.arguments import BASIC, Common, Grpo, OnlineDpo, Ppo, Rloo
-from smd_jax.commands.errors import UserError
+from smd_jax.commands.errors import DEBUG, UserError
 
 T = TypeVar("T")
 ALGORITHMS: Mapping[str, type[Common]] = {"grpo": Grpo, "rloo": Rloo, "ppo": Ppo, "online-dpo": OnlineDpo}
@@ -21,7 +21,9 @@ HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 
 DESCRIPTION = """Reinforcement learning of a language model under a KV cache of fixed size.
 
---config FILE reads options from a YAML file, --preset NAME from one of ours; flags override both."""
+--config FILE reads options from a YAML file, --preset NAME from one of ours: countdown, gsm8k, lora, smoke, sorting,
+sums. Flags override both."""
+DEBUG_HELP = f"{DEBUG} shows the traceback of every error."
 
 
 def parse(words: Sequence[str]) -> tuple[str, Common]:
@@ -68,7 +70,7 @@ def parse_words(kind: Any, prog: str, description: str, words: Sequence[str], de
     given = ["--help" if word == HELP_ALL else word for word in words]
     options: dict[str, Any] = {} if default is None else {"default": default}
     flat = (tyro.conf.OmitArgPrefixes,)
-    return tyro.cli(kind, prog=prog, description=description, args=given, config=flat, **options)
+    return tyro.cli(kind, prog=prog, description=f"{description}\n\n{DEBUG_HELP}", args=given, config=flat, **options)
 
 
 def asks_for_help(words: Sequence[str]) -> bool:

@@ -32,6 +32,7 @@ from smd_jax.text.yaml_limits import MAX_CHARACTERS, load_yaml
 ALGORITHM = "algorithm"  # the sub-command, in a file
 OUTPUT_DIR = "output_dir"
 NAMED_VALUES = ("dataset_parameters", "chat_template_kwargs")  # lists of name=value, in a file also {name: value}
+RETIRED = ("debug",)  # options in config.yaml of older runs that no command reads any more
 LIKE_A_FLAG = re.compile(r"--?[^\W\d]|--\Z")  # values that the parser takes for flags
 MOST_CHARACTERS = 10 * MAX_CHARACTERS  # of a file: `dump` writes a character outside of ASCII in up to ten
 RUN_CONFIG, RUN_FILES = "config.yaml", ("metrics.jsonl", "checkpoints", LOCK)  # in the directory of a run
@@ -147,6 +148,8 @@ def as_flags(options: Mapping[str, Any], arguments: type, where: str) -> Iterato
     """The words that set these options. Raises UserError for an unknown option, or a value that no flag can have."""
     kinds = options_of(arguments)
     for name, value in options.items():
+        if name in RETIRED:
+            continue
         if name not in kinds:
             near = did_you_mean(name, kinds)
             raise UserError(f"{where}: expected an option of this command; got {name[:200]!r}{near}")

@@ -111,7 +111,7 @@ def _run(command: str) -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         packages = ", ".join(missing)
-        print(f"expected the packages {packages}; got none: pip install -e '.[train]'", file=sys.stderr)
+        print(f"expected the packages {packages}; got none: pip install 'smd_jax[train]'", file=sys.stderr)
         raise SystemExit(2)
     set_home()
     import_module(f"smd_jax.commands.{command}").main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import jax
@@ -60,12 +60,19 @@ FLAGS: Mapping[str, str] = {
 }
 # Maximum characters of a message and of a line: a message may quote a very long name or a page of YAML.
 LONGEST, LONGEST_LINE = 2000, 700
+DEBUG = "--debug"
 
 
 USER_ERRORS = (
     *(UserError, MissingExtraError, FloatingPointError),
     *(TooManyFailures, UnloadableRewardError, UnloadableEnvironmentError, NonFiniteLogitsError),
 )
+
+
+def take_debug(words: Sequence[str] | None) -> tuple[list[str], bool]:
+    """The words, by default those of the process, without `--debug`, and whether it was among them."""
+    given = list(sys.argv[1:] if words is None else words)
+    return [word for word in given if word != DEBUG], DEBUG in given
 
 
 @contextmanager

@@ -42,8 +42,23 @@ from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import arguments_of_run, asks_for_help, parse_options
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.console_scripts import smd_eval
-from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
-from smd_jax.commands.limits import check_context, check_devices, check_numbers, check_prompt_tokens
+from smd_jax.commands.errors import (
+    UserError,
+    as_user_errors,
+    memory_errors,
+    plain_warnings,
+    print_box,
+    report_errors,
+    take_debug,
+)
+from smd_jax.commands.limits import (
+    READ_WITH,
+    check_context,
+    check_devices,
+    check_numbers,
+    check_prompt_tokens,
+    unread_options,
+)
 from smd_jax.commands.model_source import OpenedModel, open_model, shown_tokens
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import named_policy
@@ -86,7 +101,6 @@ class CommandArgs:
     decode_rows: int = 64  # completions decoded at once
     seed: Basic[int] = 0  # for sampling, and for the rows of a procedural dataset
     json: Basic[bool] = False  # one JSON object per way of decoding instead of a table
-    debug: bool = False  # show the traceback of every error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +119,9 @@ class Args:
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
-    given = list(sys.argv[1:] if words is None else words)
+    given, debug = take_debug(words)
     with (
-        report_errors("--debug" in given),
+        report_errors(debug),
         plain_warnings(),
         memory_errors("--decode-rows and --eval-decode set the sizes; --param-dtype bfloat16 halves the weights"),
     ):
@@ -209,6 +223,8 @@ def run(args: Args) -> list[Evaluated]:
     print(dropped, file=sys.stderr)
     if reads_training_rows(args):
         print_box("notice", "The run was trained on these rows and names no others. --split or --dataset names some.")
+    for line in unread_options(args, READ_WITH):
+        print_box("notice", line)
     print(f"a completion ends with: {shown_tokens(opened.tokenizer, opened.ends)}", file=sys.stderr)
     results, output = list[Evaluated](), sys.stdout
     # A reward in this process may print.
@@ -226,7 +242,7 @@ def run(args: Args) -> list[Evaluated]:
 
 
 def print_results(title: str, results: Sequence[Evaluated]) -> None:
-    """Prints a table that fits 80 columns, one line per way of decoding."""
+    """Prints a table, one line per way of decoding."""
     prompts, completions = results[0].rewards.shape
     heads = ("decode", "reward", "95 %", "tokens", "cut off", "cache", "tok/s")
     each = "1 completion each" if completions == 1 else f"{completions} completions each"

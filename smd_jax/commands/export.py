@@ -10,7 +10,6 @@ Does not change the run. --config FILE reads options from a YAML file; flags ove
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.console_scripts import smd_export
-from smd_jax.commands.errors import UserError, as_user_errors, report_errors
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors, take_debug
 from smd_jax.commands.model_source import model_directory, open_model, save_model
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import trained_gate
@@ -56,13 +55,12 @@ class Args:
     best: bool = False  # the checkpoint with the best metric
     format: Literal["hf", "peft", "gate"] = "hf"  # hf: all weights, adapters merged; peft, gate: only these
     export_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights; bfloat16 loses small steps
-    debug: bool = False  # show the traceback of every error
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
-    given = list(sys.argv[1:] if words is None else words)
-    with report_errors("--debug" in given), as_user_errors():
+    given, debug = take_debug(words)
+    with report_errors(debug), as_user_errors():
         run(parse_words(Args, "smd-export", __doc__ or "", with_file(given, Args)))
 
 

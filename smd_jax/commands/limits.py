@@ -26,27 +26,14 @@ def is_sparse(run: Any) -> bool:
     return run.eviction != "dense" or run.quant_bits is not None
 
 
+Rules = tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]
 # Options, whether the run reads them, and when they have no effect.
-READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+READ_WITH: Rules = (
     (
         ("dataset_size",),
-        lambda run: PROCEDURAL in run.dataset + (run.eval_dataset or ""),
+        lambda run: PROCEDURAL in run.dataset + (getattr(run, "eval_dataset", None) or ""),
         f"without --dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
     ),
-    (
-        ("sync_ref_model",),
-        lambda run: run.ref_model_sync_steps < run.max_steps * run.minibatches * run.num_iterations,
-        "in a run of --max-steps rollouts, whose optimizer steps are no more than --ref-model-sync-steps",
-    ),
-    (
-        ("distill",),
-        lambda run: run.distill in ("anchor", "ema") or is_sparse(run),
-        "with --eviction dense: teacher and student are one policy",
-    ),
-    (("dense_share",), is_sparse, "with --eviction dense: both learners are one policy, computed twice"),
-    (("lora_alpha", "lora_target_modules", "use_rslora"), lambda run: run.lora_r is not None, "without --lora-r"),
-    (("kl_estimator", "use_bias_correction_kl"), lambda run: run.beta > 0, "without --beta"),
-    (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda run: run.sync_ref_model, "without --sync-ref-model"),
     (("overlong_cache",), lambda run: "overlong" in run.reward, "without --reward overlong"),
     (
         ("max_turns", "max_turn_length", "environment_timeout", "turn_credit"),
@@ -61,6 +48,28 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "without an --eviction policy",
     ),
     (("budget", "pyramid"), lambda run: run.eviction != "dense", "without an --eviction policy"),
+    # An environment replaces the rewards.
+    (
+        ("reward_weights", "reward_timeout"),
+        lambda run: run.environment is None,
+        "with --environment, which gives the rewards",
+    ),
+)
+READ_IN_TRAINING: Rules = (
+    (
+        ("sync_ref_model",),
+        lambda run: run.ref_model_sync_steps < run.max_steps * run.minibatches * run.num_iterations,
+        "in a run of --max-steps rollouts, whose optimizer steps are no more than --ref-model-sync-steps",
+    ),
+    (
+        ("distill",),
+        lambda run: run.distill in ("anchor", "ema") or is_sparse(run),
+        "with --eviction dense: teacher and student are one policy",
+    ),
+    (("dense_share",), is_sparse, "with --eviction dense: both learners are one policy, computed twice"),
+    (("lora_alpha", "lora_target_modules", "use_rslora"), lambda run: run.lora_r is not None, "without --lora-r"),
+    (("kl_estimator", "use_bias_correction_kl"), lambda run: run.beta > 0, "without --beta"),
+    (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda run: run.sync_ref_model, "without --sync-ref-model"),
     # DPO replays the masks, too.
     (
         ("mismatch_bound",),
@@ -78,12 +87,6 @@ READ_WITH: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "without --eval-steps; only a later smd-eval --run reads it",
     ),
     (("greater_is_better",), lambda run: run.metric_for_best_model is not None, "without --metric-for-best-model"),
-    # An environment replaces the rewards.
-    (
-        ("reward_weights", "reward_timeout"),
-        lambda run: run.environment is None,
-        "with --environment, which gives the rewards",
-    ),
 )
 
 
@@ -100,13 +103,13 @@ def check_numbers(args: Any) -> None:
         raise UserError("expected --top-entropy-quantile > 0, a share of the tokens; got 0")
 
 
-def unread_options(args: Any) -> list[str]:
+def unread_options(args: Any, rules: Rules) -> list[str]:
     """Describes options that were changed and that the run does not read, because another option is off."""
     groups = vars(args).values()
     run = SimpleNamespace(**{name: value for group in groups for name, value in vars(group).items()})
     defaults = {field.name: field.default for group in groups for field in dataclasses.fields(group)}
     found = list[str]()
-    for options, is_on, when in READ_WITH:
+    for options, is_on, when in rules:
         changed = [name for name in options if name in defaults and getattr(run, name) != defaults[name]]
         if changed and not is_on(run):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)

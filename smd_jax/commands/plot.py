@@ -9,7 +9,6 @@ them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import tyro
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.console_scripts import smd_plot
-from smd_jax.commands.errors import UserError, as_user_errors, report_errors
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors, take_debug
 from smd_jax.commands.places import full_path
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import plot_runs
@@ -32,13 +31,12 @@ class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of runs, or their parents
     out: Path = Path("runs.html")  # .html, .png or .svg
     title: str = "smd_jax"  # of the page
-    debug: bool = False  # show the traceback of every error
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
-    given = list(sys.argv[1:] if words is None else words)
-    with report_errors("--debug" in given):
+    given, debug = take_debug(words)
+    with report_errors(debug):
         run(parse_words(Args, "smd-plot", __doc__ or "", with_file(given, Args)))
 
 

@@ -112,9 +112,9 @@ def task_choice(args: DataSource, seed: int) -> TaskChoice:
     """The training rows that the flags choose."""
     return TaskChoice(
         args.dataset,
-        args.dataset_source,
-        args.dataset_config,
-        args.split,
+        source=args.dataset_source,
+        config=args.dataset_config,
+        split=args.split,
         prompt_column=args.prompt_column,
         system_prompt=args.system_prompt,
         map_row=None if args.map_function is None else import_function(args.map_function),

@@ -28,9 +28,17 @@ from smd_jax.commands.arguments import Common, Grpo, LaunchArgs, OnlineDpo, Ppo,
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.console_scripts import smd_train
-from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
+from smd_jax.commands.errors import (
+    UserError,
+    as_user_errors,
+    memory_errors,
+    plain_warnings,
+    print_box,
+    report_errors,
+    take_debug,
+)
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
-from smd_jax.commands.limits import check_numbers, unread_options, without_evictions
+from smd_jax.commands.limits import READ_IN_TRAINING, READ_WITH, check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import save_model, shown_tokens
 from smd_jax.commands.places import by_content, check_output_dir, with_absolute_paths
 from smd_jax.commands.policy_texts import trained_gate
@@ -76,8 +84,8 @@ EXPECTED = (
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script. `words`: arguments after the command's name; None: those of the process."""
-    given = list(sys.argv[1:] if words is None else words)
-    with report_errors("--debug" in given, *EXPECTED), plain_warnings():
+    given, debug = take_debug(words)
+    with report_errors(debug, *EXPECTED), plain_warnings():
         algorithm, args = parse(given)
         join(args.launch)
         args = with_absolute_paths(args)
@@ -252,7 +260,8 @@ def print_plan(algorithm: str, ready: Prepared) -> None:
     print(f"a completion ends with: {shown_tokens(ready.model.tokenizer, ready.model.ends)}")
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")
-    for line in filter(None, [without_evictions(ready.loop), *unread_options(ready.args)]):
+    unread = unread_options(ready.args, (*READ_WITH, *READ_IN_TRAINING))
+    for line in filter(None, [without_evictions(ready.loop), *unread]):
         print_box("notice", line)
     for line in ready.data.counts:
         print(line)
@@ -326,7 +335,7 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     model, remat = split_fields(groups["model"], ("gradient_checkpointing",))
     same = groups | {"model": model, "rewards": rewards, "conversations": conversations}
     same |= {"optimizer": optimizer, "loop": compared}
-    run = replace(args.run, resume=False, resume_if_there=False, dry_run=False, debug=False)
+    run = replace(args.run, resume=False, resume_if_there=False, dry_run=False)
     # Another attention changes only rounding.
     free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
     free |= {"model": remat, "rewards": limits, "files": places}

@@ -13,4 +13,6 @@ from smd_jax.environments.processes import UnloadableEnvironmentError as Unloada
 from smd_jax.environments.dialogue import Dialogue as Dialogue
 from smd_jax.environments.tools import ToolEnvironment as ToolEnvironment
 from smd_jax.environments.tools import ToolCallError as ToolCallError
+from smd_jax.environments.respondent import EnvironmentRespondent as EnvironmentRespondent
+from smd_jax.environments.respondent import Conversation as Conversation
 from smd_jax.environments.retry import RetryEnvironment as RetryEnvironment

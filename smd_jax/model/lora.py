@@ -19,7 +19,7 @@ different function, because rounding removes most of a small adapter. `Projectio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, no_type_check
 from zlib import crc32
 
@@ -42,7 +42,7 @@ Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Targets and sizes of adapters; rank and alpha have TRL's defaults.
 
@@ -58,7 +58,6 @@ class LoraConfig:
 
     rank: int = 16
     alpha: float = 32.0
-    _: KW_ONLY
     targets: tuple[Target, ...] = TARGETS
     rank_stabilised: bool = False
 

@@ -67,7 +67,7 @@ class CompletionsLog:
         try:
             import pyarrow.parquet  # noqa: F401 - fails now and not after a rollout
         except ImportError as error:
-            raise ImportError("completions as parquet need pyarrow: pip install -e '.[train]'") from error
+            raise ImportError("completions as parquet need pyarrow: pip install 'smd_jax[train]'") from error
         self._folder = Path(self.directory) / "completions"
         self._failed = False
 

@@ -4,7 +4,7 @@
 
 metrics.jsonl is the record, and a run that cannot write it stops. Each logger writes a copy on its own thread, so that
 a slow network delays no step. A logger that raises gets no more rows, and one line says so. TensorBoard needs
-`tensorboardX` (`pip install -e '.[train]'`), Weights & Biases needs `wandb` (`pip install -e '.[wandb]'`).
+`tensorboardX` (`pip install 'smd_jax[train]'`), Weights & Biases needs `wandb` (`pip install 'smd_jax[wandb]'`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_installed(package: str, extra: str, what: str) -> None:
     spec = find_spec(package)
     # A folder of that name in the working directory, such as wandb's, has no origin.
     if spec is None or spec.origin is None:
-        raise MissingExtraError(f"{what} {package}, which is not installed: pip install -e '.[{extra}]'")
+        raise MissingExtraError(f"{what} {package}, which is not installed: pip install 'smd_jax[{extra}]'")
 
 
 class Loggers:

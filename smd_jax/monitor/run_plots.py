@@ -3,8 +3,8 @@
 A step counts the rollouts that the policy has learned from. The metrics of rollout s, numbered from 0, are at step s,
 as is an evaluation after s rollouts. The evaluation before training is at step 0.
 
-Needs `matplotlib`: `pip install -e '.[train]'`. Figures use the object interface, which opens no window and changes no
-global state.
+Needs `matplotlib`: `pip install 'smd_jax[train]'`. Figures use the object interface, which opens no window and changes
+no global state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("pictures of runs need matplotlib: pip install -e '.[train]'") from error
+    raise ImportError("pictures of runs need matplotlib: pip install 'smd_jax[train]'") from error
 
 # Main metrics after the reward, the reward functions and the evaluations.
 MAIN = (

@@ -18,8 +18,6 @@ from smd_jax.sampler.conversation_loop import ConversationConfig as Conversation
 from smd_jax.sampler.conversation_loop import Conversed as Conversed
 from smd_jax.sampler.conversation_loop import Reply as Reply
 from smd_jax.sampler.conversation_loop import Respondent as Respondent
-from smd_jax.sampler.environment_respondent import EnvironmentRespondent as EnvironmentRespondent
-from smd_jax.sampler.environment_respondent import Conversation as Conversation
 from smd_jax.sampler.compaction import CompactionConfig as CompactionConfig
 from smd_jax.sampler.compaction import CompactingRespondent as CompactingRespondent
 from smd_jax.sampler.compaction import converse_compacting as converse_compacting

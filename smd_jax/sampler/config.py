@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from smd_jax.model.protocol import ModelShape, check_model
 from smd_jax.typed_fields import check_types
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Sizes of a rollout, in tokens. Static.
 
@@ -40,7 +40,6 @@ class RolloutConfig:
     max_new_tokens: int
     budget: int
     buffer: int
-    _: KW_ONLY
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int = 0
     min_new_tokens: int = 0

@@ -9,7 +9,7 @@ build_task(TaskChoice("owner/name", prompt_column="question", reward=my_reward))
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 
 from smd_jax.config import check_seed
@@ -169,6 +169,7 @@ class TaskChoice:
     """
 
     name: str
+    _: KW_ONLY
     source: str | None = None
     config: str | None = None
     split: str | None = None

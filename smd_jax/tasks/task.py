@@ -73,7 +73,7 @@ class MissingExtraError(ImportError):
 
 def missing_extra(package: str) -> MissingExtraError:
     """The error of a task whose package is not installed."""
-    return MissingExtraError(f"this task needs {package}, which is not installed: pip install -e '.[train]'")
+    return MissingExtraError(f"this task needs {package}, which is not installed: pip install 'smd_jax[train]'")
 
 
 def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:

@@ -16,3 +16,5 @@ from smd_jax.train.online_dpo import OnlineDPOLoop as OnlineDPOLoop
 from smd_jax.train.optimizers import OptimizerConfig as OptimizerConfig
 from smd_jax.train.optimizers import make_optimizer as make_optimizer
 from smd_jax.train.optimizers import learning_rate_schedule as learning_rate_schedule
+from smd_jax.train.supervised import encode_examples as encode_examples
+from smd_jax.train.supervised import make_supervised_update as make_supervised_update

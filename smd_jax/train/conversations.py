@@ -17,6 +17,7 @@ from smd_jax.config import check_choice, check_whole
 from smd_jax.devices.sharding import check_rows, sequence_ways, shard_batch
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import Environments
+from smd_jax.environments.respondent import Conversation, EnvironmentRespondent
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import Params
 from smd_jax.sampler.compaction import CompactingRespondent, CompactionConfig, converse_compacting
@@ -30,7 +31,6 @@ from smd_jax.sampler.conversation_loop import (
     check_shortest_turn,
     converse,
 )
-from smd_jax.sampler.environment_respondent import Conversation, EnvironmentRespondent
 from smd_jax.sampler.keys import row_keys
 from smd_jax.tasks.task import Row
 from smd_jax.text.prompts import PromptBatch, pad_token_id, repeat_prompts

@@ -21,11 +21,11 @@ from jaxtyping import Array, Bool, Key
 from smd_jax.devices.process_rows import SamplerPlacement, check_prompts_divide, local_key
 from smd_jax.devices.processes import all_or_none
 from smd_jax.devices.sharding import batch_sharding, check_sampled_rows, gathered_shardings, row_ways, shard_batch
+from smd_jax.environments.respondent import Conversation
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.sampler.engine import Engine, Progress
-from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout, rollout_program
 from smd_jax.sampler.keys import row_keys
 from smd_jax.sampler.static import Sampler, converted

@@ -25,11 +25,11 @@ import numpy as np
 
 from smd_jax.devices.processes import all_or_none, is_first, on_host
 from smd_jax.disk import disk_errors_named, write_safetensors
+from smd_jax.environments.respondent import Conversation
 from smd_jax.learner.state import TrainState
 from smd_jax.losses.advantages import groups_with_signal
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import reward_metrics
-from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.tasks.task import Row
 from smd_jax.train.grading import part_metrics
 

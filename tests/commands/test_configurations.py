@@ -181,7 +181,7 @@ SETUP_FIELDS: Fields = {
 }
 BASE: dict[str, Any] = {
     **{"prompts_per_step": 2, "group_size": 4, "prompt_width": 9},
-    **{"policy": policies.H2O(), "rollout": RolloutConfig(8, 6, 2)},
+    **{"policy": policies.H2O(), "rollout": RolloutConfig(max_new_tokens=8, budget=6, buffer=2)},
 }
 SHARED_FIELDS = LOOP_FIELDS | UPDATE_FIELDS
 ALGORITHMS: dict[str, tuple[Any, type, Fields]] = {

@@ -136,7 +136,7 @@ def test_sinks_are_never_evicted_and_the_replay_leaves_them_out():
         prompts,
         jax.random.key(0),
         policy=LearnedGate(LinearGate(sinks=2)),
-        config=RolloutConfig(16, 4, 2),
+        config=RolloutConfig(max_new_tokens=16, budget=4, buffer=2),
     )
     mask, draws = recorded_draws(trajectory)
     start = np.asarray(trajectory.valid).argmax(axis=1)

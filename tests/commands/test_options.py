@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.machinery
+import re
 import shlex
 import shutil
 import signal
@@ -21,7 +22,7 @@ import smd_jax as smd
 from smd_jax.commands import certify, config_file, evaluate, export, plot
 from smd_jax.commands.arguments import LossArgs, ReferenceArgs, RewardArgs
 from smd_jax.commands.choices import loss_config, update_config
-from smd_jax.commands.command_line import ALGORITHMS, parse, parse_words
+from smd_jax.commands.command_line import ALGORITHMS, DESCRIPTION, parse, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.evaluate import evaluation_rows, make_evaluator, print_results, read
@@ -178,28 +179,31 @@ def test_flags_override_the_file_which_overrides_the_preset(tmp_path: Path):
 @pytest.mark.parametrize("name", [path.stem for path in sorted(config_file.preset_path("gsm8k").parent.iterdir())])
 def test_presets_are_read(name: str):
     assert parse(["--preset", name, *REQUIRED])[1].data.dataset == "reasoning_gym:chain_sum"
+    assert re.search(rf"\b{name}\b", DESCRIPTION), "help names every preset"
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "argv"),
+    ("kind", "text", "argv", "flag"),
     [
         (
             evaluate.Args,
-            "model: somewhere\ndataset: gsm8k\neval_decode: [dense, 'snapkv:512']\njson: true\n",
-            "--model somewhere --dataset gsm8k --eval-decode dense snapkv:512 --json",
+            "model: somewhere\ndataset: gsm8k\neval_decode: [dense, 'snapkv:512']\njson: true\neval_rows: 2\n",
+            "--model somewhere --dataset gsm8k --eval-decode dense snapkv:512 --json --eval-rows 2",
+            "--eval-rows=7",
         ),
-        (export.Args, "run: runs/a\nout: b\nformat: peft\nstep: 4\n", "runs/a --out=b --format=peft --step=4"),
-        (plot.Args, "runs: [runs/a, runs/b]\ntitle: two\n", "runs/a runs/b --title two"),
-        (certify.Args, "record: a.npz\nmodel: b\nrows: 3\nprevious: null\n", "a.npz --model b --rows 3"),
+        (export.Args, "run: a\nout: b\nformat: peft\nstep: 4\n", "a --out=b --format=peft --step=4", "--step=7"),
+        (plot.Args, "runs: [runs/a, runs/b]\ntitle: two\n", "runs/a runs/b --title two", "--title=7"),
+        # `debug` is in files of older runs.
+        (certify.Args, "record: a.npz\nmodel: b\nrows: 3\ndebug: false\n", "a.npz --model b --rows 3", "--rows=7"),
     ],
 )
-def test_every_command_reads_its_options_from_a_file(kind: type, text: str, argv: str, tmp_path: Path):
+def test_every_command_reads_its_options_from_a_file(kind: type, text: str, argv: str, flag: str, tmp_path: Path):
     file = tmp_path / "own.yaml"
     file.write_text(text)
     read_argv = with_file(["--config", str(file)], kind)
     assert parse_words(kind, "", "", read_argv) == parse_words(kind, "", "", argv.split())
-    again = parse_words(kind, "", "", with_file([f"--config={file}", "--debug"], kind))
-    assert "debug=True" in repr(again), "flags override the file"
+    again = parse_words(kind, "", "", with_file([f"--config={file}", flag], kind))
+    assert again == parse_words(kind, "", "", [*argv.split(), flag]), "flags override the file"
 
 
 def test_names_stay_names_next_to_folders_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -276,7 +280,11 @@ def test_the_reward_of_a_task_has_a_timeout_and_a_failure_limit():
 def test_evicts_keys_agrees_with_a_rollout():
     """12 keys and a buffer of 4. A compression after the last token counts as no eviction: no query follows it."""
     prompts, tokens = [8, 8, 9, 12, 12, 13], [8, 9, 8, 4, 5, 4]
-    model, policy, config = Decoder(tiny_model_config(num_layers=1)), H2O(), RolloutConfig(9, budget=12, buffer=4)
+    model, policy, config = (
+        Decoder(tiny_model_config(num_layers=1)),
+        H2O(),
+        RolloutConfig(max_new_tokens=9, budget=12, buffer=4),
+    )
     batch, params = left_padded(prompts, 13, model.config.vocab_size), random_params(model.config)
     trajectory = rollout(model, params, batch, jax.random.key(0), policy=policy, config=config, limits=np.array(tokens))
     evicted_at, valid = trajectory.mask.evicted_at, trajectory.valid

@@ -173,7 +173,7 @@ def test_user_policies(folder: Path):
     assert parse_policy("own_policies.py:blocks") == spans and named_policy("own_policies.py:blocks", 2) == Protect(
         spans, sinks=2
     )
-    assert evicts_keys(spans, RolloutConfig(8, budget=64, buffer=4), 1, 8), "under any budget"
+    assert evicts_keys(spans, RolloutConfig(max_new_tokens=8, budget=64, buffer=4), 1, 8), "under any budget"
 
 
 def test_query_centers_come_from_a_file(folder: Path):

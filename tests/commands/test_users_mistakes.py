@@ -17,16 +17,18 @@ from safetensors.numpy import load_file, save_file
 
 from smd_jax.commands import config_file, console_scripts
 from smd_jax.commands.command_line import ALGORITHMS, parse
-from smd_jax.commands.errors import FLAGS, LONGEST, LONGEST_LINE, print_box, with_flags
+from smd_jax.commands.errors import FLAGS, LONGEST, LONGEST_LINE, UserError, print_box, with_flags
 from smd_jax.commands.evaluate import main as smd_eval
+from smd_jax.commands.evaluate import read
 from smd_jax.commands.export import main as smd_export
-from smd_jax.commands.limits import unread_options
+from smd_jax.commands.limits import READ_IN_TRAINING, READ_WITH, unread_options
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.commands.plot import main as smd_plot
 from smd_jax.commands.train import config_text, main
 from tests.command_errors import error_of
 from tests.commands.conftest import MakeArgv
 
+RULES = (*READ_WITH, *READ_IN_TRAINING)
 YAML_BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
 CONVERSATION = "--environment FOLDER/own.py:Count --max-prompt-length 64"
 ENVIRONMENT = """
@@ -269,7 +271,9 @@ def test_commands_without_their_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(console_scripts, "find_spec", lambda name: None if name == "tyro" else find_spec(name))
     with pytest.raises(SystemExit) as end:
         console_scripts.smd_train()
-    assert end.value.code == 2 and "the packages tyro; got none: pip install -e '.[train]'" in capsys.readouterr().err
+    assert (
+        end.value.code == 2 and "the packages tyro; got none: pip install 'smd_jax[train]'" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,28 +346,28 @@ def test_options_that_the_run_does_not_read():
     switches = ["--lora-r", "4", "--beta", "0.1", "--sync-ref-model"]
     switches += ["--reward", "overlong", "--environment", "retry", "--contexts", "2", "--eviction", "gate"]
     switches += ["--eval-steps", "1", "--metric-for-best-model", "reward"]
-    needed = ("--lora-r", "--beta", "--sync-ref-model", "--reward overlong", "--environment")
-    needed += ("--contexts", "--eviction gate", "--eval-steps", "--metric-for-best-model")
-    lines = unread_options(parse([*argv, *changed])[1])
-    assert lines[0] == "--lora-alpha, --use-rslora: no effect without --lora-r"
+    needed = ("--reward overlong", "--environment", "--contexts", "--lora-r", "--beta", "--sync-ref-model")
+    needed += ("--eviction gate", "--eval-steps", "--metric-for-best-model")
+    lines = unread_options(parse([*argv, *changed])[1], RULES)
+    assert lines[3] == "--lora-alpha, --use-rslora: no effect without --lora-r"
     for line, flag in zip(lines, needed, strict=True):
         assert f": no effect without {flag}" in line
-    assert unread_options(parse(argv)[1]) == unread_options(parse([*argv, *changed, *switches])[1]) == []
-    assert unread_options(parse([*["online-dpo", *argv[1:]], *changed[:3]])[1]) == [lines[0]]
+    assert unread_options(parse(argv)[1], RULES) == unread_options(parse([*argv, *changed, *switches])[1], RULES) == []
+    assert unread_options(parse([*["online-dpo", *argv[1:]], *changed[:3]])[1], RULES) == [lines[3]]
     off = ["--eviction", "dense", "--sinks", "2", "--optim", "adafactor", "--adam-beta1", "0.8"]
     off += ["--correction", "tis", "--mismatch-bound", "1"]
     off += ["--dataset-size", "9", "--completions-steps", "0", "--print-completions", "1"]
     off += ["--environment", "retry", "--reward-timeout", "9"]
-    lines = [line.split(":")[0] for line in unread_options(parse([*argv, *off])[1])]
-    expected = ["--dataset-size", "--sinks", "--mismatch-bound", "--adam-beta1", "--print-completions"]
-    assert lines == [*expected, "--reward-timeout"]
+    lines = [line.split(":")[0] for line in unread_options(parse([*argv, *off])[1], RULES)]
+    expected = ["--dataset-size", "--sinks", "--reward-timeout", "--mismatch-bound", "--adam-beta1"]
+    assert lines == [*expected, "--print-completions"]
     full_cache = ["--eviction", "dense", "--distill", "reverse", "--dense-share", "0.5", "--budget", "64"]
-    lines = unread_options(parse([*argv, *full_cache])[1])
-    assert [line.split(":")[0] for line in lines] == ["--distill", "--dense-share", "--budget"]
-    assert len(unread_options(parse([*argv, *full_cache, "--quant-bits", "4"])[1])) == 1
+    lines = unread_options(parse([*argv, *full_cache])[1], RULES)
+    assert [line.split(":")[0] for line in lines] == ["--budget", "--distill", "--dense-share"]
+    assert len(unread_options(parse([*argv, *full_cache, "--quant-bits", "4"])[1], RULES)) == 1
     moving = ["--distill", "ema", "--sync-ref-model"]
-    assert unread_options(parse([*argv, *moving])[1])[0].startswith("--sync-ref-model: no effect in a run of")
-    assert unread_options(parse([*argv, *moving, "--minibatches", "6"])[1]) == []
+    assert unread_options(parse([*argv, *moving])[1], RULES)[0].startswith("--sync-ref-model: no effect in a run of")
+    assert unread_options(parse([*argv, *moving, "--minibatches", "6"])[1], RULES) == []
 
 
 def test_messages_name_flags_and_are_short(capsys: pytest.CaptureFixture[str]):
@@ -385,3 +389,19 @@ def test_every_option_is_one_flag():
     for kind, options in zip(ALGORITHMS.values(), names, strict=True):
         groups = typing.get_type_hints(kind).values()
         assert len(options) == sum(len(dataclasses.fields(group)) for group in groups)
+
+
+def test_options_that_an_evaluation_does_not_read():
+    argv = ["--model", "m", "--dataset", "d"]
+    changed = ["--max-turns", "3", "--overlong-cache", "9", "--dataset-size", "9", "--eval-rows", "3"]
+    lines = [line.split(":")[0] for line in unread_options(read([*argv, *changed]), READ_WITH)]
+    assert lines == ["--dataset-size", "--overlong-cache", "--max-turns"]
+    assert unread_options(read(argv), READ_WITH) == []
+
+
+def test_debug_shows_the_error_itself(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(UserError, match="expected an algorithm first"):
+        main(["--debug", "nothing"])
+    with pytest.raises(SystemExit):
+        main(["nothing"])
+    assert "expected an algorithm first" in capsys.readouterr().err

@@ -59,7 +59,9 @@ def params():
 def sampled(sizes) -> Trajectory:
     """A rollout on a mesh of these sizes."""
     mesh = make_mesh(*sizes)
-    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=5, sampling=SamplingConfig(temperature=0.9))
+    config = RolloutConfig(
+        max_new_tokens=LENGTH, budget=5, buffer=2, eos_token_id=5, sampling=SamplingConfig(temperature=0.9)
+    )
     with jax.set_mesh(mesh):
         prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
         return rollout(MODEL, shard_tree(params(), mesh), prompts, jax.random.key(2), policy=H2O(), config=config)
@@ -278,7 +280,7 @@ def test_decoding_gathers_no_weights():
     no_code_motion: dict[str, str | bool] = {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
     }
-    mesh, config = make_mesh(1, 4, 1), RolloutConfig(LENGTH, 5, 2, eos_token_id=5)
+    mesh, config = make_mesh(1, 4, 1), RolloutConfig(max_new_tokens=LENGTH, budget=5, buffer=2, eos_token_id=5)
     with jax.set_mesh(mesh):
         prompts = shard_batch(left_padded([8, 5, 3, 8, 2, 6, 7, 1], WIDTH, 32), mesh)
         placed = shard_tree(params(), mesh)

@@ -143,7 +143,7 @@ class Run:
 
 
 WIDTH, RESPONSE = 11, 32
-SEGMENTS_OF_THREE = RolloutConfig(RESPONSE, budget=9, buffer=3)  # the last segment is partial
+SEGMENTS_OF_THREE = RolloutConfig(max_new_tokens=RESPONSE, budget=9, buffer=3)  # the last segment is partial
 # A vocabulary so large that no row repeats a token: equal tokens have keys of equal norm.
 ONE_LAYER = tiny_model_config(vocab_size=20_000, num_layers=1, tie_embeddings=False)
 
@@ -283,7 +283,9 @@ class ListedBudgets(Budgets):
 def test_invalid_layer_budgets_are_refused(sizes: Any):
     """With too few budgets, the other layers would not be sampled."""
     check_budget(Budgets((8, 6)), 8, num_layers=2)
-    assert plan(ListedBudgets((8, 6)), RolloutConfig(4, 8, 4), num_layers=2, prompt_width=4) == ((8, 6), 4)
+    assert plan(
+        ListedBudgets((8, 6)), RolloutConfig(max_new_tokens=4, budget=8, buffer=4), num_layers=2, prompt_width=4
+    ) == ((8, 6), 4)
     message = "expected layer_budgets of Budgets as a tuple of 2 whole numbers, one for each layer; got "
     with pytest.raises(ValueError, match=re.escape(f"{message}{sizes!r}")):
         check_budget(Budgets(sizes), 8, num_layers=2)
@@ -328,7 +330,7 @@ def test_random_differs_by_row_and_head_and_repeats_for_equal_keys():
 def test_random_evictions_differ_by_row_layer_head_and_seed():
     config = replace(SHAPES["GQA"], num_layers=2)
     prompts = left_padded([WIDTH] * 2, WIDTH, config.vocab_size)
-    sizes = RolloutConfig(RESPONSE, 8, 8)
+    sizes = RolloutConfig(max_new_tokens=RESPONSE, budget=8, buffer=8)
     runs = [
         rollout(Decoder(config), make_params(config), prompts, jax.random.key(seed), policy=Random(), config=sizes)
         for seed in (0, 0, 1)
@@ -346,7 +348,7 @@ def test_prompt_evictions_do_not_depend_on_the_batch():
     alone = PromptBatch(wide.tokens[:1, 4:], wide.valid[:1, 4:])
 
     def read(prompts: PromptBatch, keys: Any) -> np.ndarray:
-        sampler = Sampler(Decoder(ONE_LAYER), Random(), RolloutConfig(4, 3, 2), 9)
+        sampler = Sampler(Decoder(ONE_LAYER), Random(), RolloutConfig(max_new_tokens=4, budget=3, buffer=2), 9)
         prefilled = jax.jit(lambda params: prefill(sampler, params, prompts, keys))
         return np.asarray(prefilled(make_params(ONE_LAYER)).records[0].evicted_at)
 
@@ -358,7 +360,7 @@ def test_prompt_evictions_do_not_depend_on_the_batch():
 
 def prompt_evictions(key: Any, prompts: PromptBatch, **options: Any) -> np.ndarray:
     """Which prompt keys are evicted before the first response query."""
-    sizes = RolloutConfig(2, 4, 2)
+    sizes = RolloutConfig(max_new_tokens=2, budget=4, buffer=2)
     run = rollout(Decoder(ONE_LAYER), make_params(ONE_LAYER), prompts, key, policy=Random(), config=sizes, **options)
     return eviction_times(run)[..., :WIDTH] == WIDTH
 
@@ -386,7 +388,9 @@ def test_copies_of_a_prompt_evict_the_same_keys():
         repeated = repeat_prompts(prompts, copies)
         split = prompt_evictions(key, repeated, group_size=4 // copies, prompt_copies=copies)
         np.testing.assert_array_equal(split, whole)
-    engine = Engine(Decoder(ONE_LAYER), Random(), RolloutConfig(2, 4, 2), decode_rows=3, prefill_rows=1)
+    engine = Engine(
+        Decoder(ONE_LAYER), Random(), RolloutConfig(max_new_tokens=2, budget=4, buffer=2), decode_rows=3, prefill_rows=1
+    )
     run = engine.run(make_params(ONE_LAYER), prompts, key, group_size=4).trajectory
     np.testing.assert_array_equal(eviction_times(run)[..., :WIDTH] == WIDTH, whole)
     with pytest.raises(ValueError, match="expected prompt_copies that divide 2 prompts; got 3"):
@@ -436,7 +440,7 @@ def test_policies_with_attributes_that_are_no_fields_are_refused():
     with pytest.raises(TypeError, match="attributes that are no fields: sign"):
         run_one_layer(Undecorated(1))
     with pytest.raises(TypeError, match="attributes that are no fields: sign"):
-        Engine(Decoder(ONE_LAYER), Undecorated(1), RolloutConfig(4, 4, 2), decode_rows=2)
+        Engine(Decoder(ONE_LAYER), Undecorated(1), RolloutConfig(max_new_tokens=4, budget=4, buffer=2), decode_rows=2)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ PREFILLS = [("expected attention", None), ("running norm", 4), ("Protect", 4)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunk"), PREFILLS)
 def test_evictions_match_the_simulation(name: str, chunk: int | None):
-    config = RolloutConfig(RESPONSE, budget=9, buffer=3, prefill_chunk=chunk)
+    config = RolloutConfig(max_new_tokens=RESPONSE, budget=9, buffer=3, prefill_chunk=chunk)
     run = run_one_layer(POLICIES[name], config)
     for b in range(3):
         expected = simulate(run, b, window=WIDTH + RESPONSE)
@@ -165,7 +165,7 @@ def test_identity_in_a_fixed_batch_and_in_an_engine(name: str, sizes: RolloutCon
 def test_on_a_mesh():
     """Rows and heads of every statistic are sharded."""
     policy, params = RunningNorm(), make_params(SHAPE)
-    config = RolloutConfig(9, 6, 3)
+    config = RolloutConfig(max_new_tokens=9, budget=6, buffer=3)
     prompts, key = left_padded([8, 5, 3, 8, 2, 6, 7, 1], 8, SHAPE.vocab_size), jax.random.key(2)
     one = rollout(MODEL, params, prompts, key, policy=policy, config=config)
     mesh = make_mesh(2, 2, 2)

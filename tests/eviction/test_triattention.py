@@ -60,7 +60,7 @@ def test_invalid_inputs_are_refused():
         TriAttention(drawn_centers(heads=4, half=4), longest=0)
     two_layers = replace(ONE_LAYER, num_layers=2)
     inputs = (left_padded([9], 9, 8), jax.random.key(0))
-    sizes = RolloutConfig(4, budget=4, buffer=2)
+    sizes = RolloutConfig(max_new_tokens=4, budget=4, buffer=2)
     for config, centers, message in (
         (two_layers, drawn_centers(heads=4, half=4), "expected query centers of at least 2 layers; got 1"),
         (ONE_LAYER, drawn_centers(heads=3, half=4), r"expected query centers of a multiple of 2 heads and 4 freq"),

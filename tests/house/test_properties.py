@@ -59,7 +59,7 @@ from smd_jax.typed_fields import check_types
 from tests.drawn_cases import cases, without_jaxtyping  # noqa: F401 - a fixture
 
 H2O = policies.H2O()
-ROLLOUT = RolloutConfig(8, 6, 2)
+ROLLOUT = RolloutConfig(max_new_tokens=8, budget=6, buffer=2)
 LOOP: Any = {"prompts_per_step": 2, "group_size": 4, "prompt_width": 9, "policy": H2O, "rollout": ROLLOUT}
 CONFIGS: list[Any] = [
     *(tiny_model_config(), ROLLOUT, SamplingConfig(), QuantConfig(bits=8), LoraConfig()),

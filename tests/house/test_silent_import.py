@@ -31,8 +31,10 @@ print(json.dumps([len(names), sorted(changed)]))
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, without the one that silences transformers."""
-    return {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+    """This process's variables, without the one that silences transformers. Python prints syntax warnings when it
+    compiles a package of others for the first time."""
+    own = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+    return own | {"PYTHONWARNINGS": "ignore::SyntaxWarning"}
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from tests.under_test import POLICIES, left_padded, records_of
 # The second layer is dense, so routing has two layers.
 EXPERTS = Experts(count=6, per_token=2, intermediate_size=24, layers=(True, False, True))
 CONFIG = replace(tiny_model_config(num_layers=3, qkv_bias=False, vocab_size=96, tie_embeddings=False), experts=EXPERTS)
-SIZES = RolloutConfig(20, budget=10, buffer=6)
+SIZES = RolloutConfig(max_new_tokens=20, budget=10, buffer=6)
 PROMPTS = left_padded([12, 5, 3], 12, 96)
 
 replay_jitted = jax.jit(replay, static_argnums=0)

@@ -42,7 +42,14 @@ def sampled(budget: int = 5, model: Decoder = MODEL, quant: QuantConfig | None =
     rng = np.random.default_rng(0)
     valid = jnp.asarray(np.arange(WIDTH)[None] >= np.array([0, 3, 5, 7])[:, None])
     prompts = PromptBatch(jnp.where(valid, jnp.asarray(rng.integers(0, 32, valid.shape), jnp.int32), 0), valid)
-    config = smd.RolloutConfig(LENGTH, budget, 2, eos_token_id=5, sampling=SamplingConfig(temperature=0.9), quant=quant)
+    config = smd.RolloutConfig(
+        max_new_tokens=LENGTH,
+        budget=budget,
+        buffer=2,
+        eos_token_id=5,
+        sampling=SamplingConfig(temperature=0.9),
+        quant=quant,
+    )
     arguments = {"policy": smd.eviction.H2O(), "config": config, "group_size": GROUP}
     return smd.rollout(model, PARAMS, prompts, jax.random.key(54), **arguments)
 

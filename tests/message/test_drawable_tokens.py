@@ -55,7 +55,9 @@ SAMPLERS: dict[str, tuple[SamplingConfig, int, Any]] = {
 def sampled(name: str) -> Trajectory:
     """A rollout with unequal prompts and responses, under a budget of half their length."""
     sampling, minimum, _ = SAMPLERS[name]
-    config = RolloutConfig(LENGTH, 5, 2, eos_token_id=EOS, sampling=sampling, min_new_tokens=minimum)
+    config = RolloutConfig(
+        max_new_tokens=LENGTH, budget=5, buffer=2, eos_token_id=EOS, sampling=sampling, min_new_tokens=minimum
+    )
     prompts = left_padded([8, 3, 5, 1], WIDTH, VOCAB)
     # If the first caller is traced, its tracers must not enter the cache.
     with jax.ensure_compile_time_eval():

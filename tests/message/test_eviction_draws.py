@@ -42,7 +42,7 @@ from tests.under_test import SHAPES, gap, left_padded, make_params
 WIDTH, RESPONSE = 12, 30
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
 LIMITS = np.array([30, 4, 30, 17, 9, 30, 1, 30])  # some rows end within a segment, one with the first token
-CONFIG = RolloutConfig(RESPONSE, budget=7, buffer=3, eos_token_id=7)
+CONFIG = RolloutConfig(max_new_tokens=RESPONSE, budget=7, buffer=3, eos_token_id=7)
 # Rounding of float32: sums over up to five draws, log-probabilities of up to ten nats.
 BOUND = 3e-5
 
@@ -262,7 +262,7 @@ MODEL = Decoder(tiny_model_config(vocab_size=32, max_positions=32, num_layers=1)
 def batch(group_size: int = 2, gate: str = "linear") -> tuple[dict[str, Any], TrainBatch]:
     params = with_gate(MODEL.config) if GATES[gate].has_parameters else make_params(MODEL.config)
     prompts = repeat_prompts(left_padded([8, 5, 3, 8], 8, 32), 2 // group_size)
-    config = RolloutConfig(8, 5, 2, eos_token_id=5)
+    config = RolloutConfig(max_new_tokens=8, budget=5, buffer=2, eos_token_id=5)
     key = jax.random.key(1)
     policy = LearnedGate(GATES[gate])
     trajectory = rollout(MODEL, params, prompts, key, policy=policy, config=config, group_size=group_size)
@@ -321,7 +321,7 @@ def test_rows_of_a_group_share_the_draw_of_their_prompt():
 def test_a_shared_draw_has_no_gradient(truncated: bool):
     """Even if only some rows of the group count, whose advantages do not sum to zero."""
     params = with_gate(MODEL.config)
-    sizes = RolloutConfig(4, 3, 4, eos_token_id=None)  # only the prompt is compressed
+    sizes = RolloutConfig(max_new_tokens=4, budget=3, buffer=4, eos_token_id=None)  # only the prompt is compressed
     prompts, key = left_padded([8], 8, 32), jax.random.key(0)
     trajectory = rollout(MODEL, params, prompts, key, policy=LearnedGate(), config=sizes, group_size=4)
     assert (np.asarray(recorded_draws(trajectory)[1].logprobs) < -0.1).all()
@@ -392,7 +392,7 @@ def test_unsupported_options_are_refused(tmp_path: Any):
     unsupported: list[dict[str, Any]] = [{"prefill_chunk": 4}, {"quant": quant}]
     for options in unsupported:
         with pytest.raises(ValueError, match=r"expected .* with LearnedGate, whose draws the learner recomputes"):
-            config = RolloutConfig(4, 5, 2, **options)
+            config = RolloutConfig(max_new_tokens=4, budget=5, buffer=2, **options)
             rollout(MODEL, params, prompts, jax.random.key(0), policy=LearnedGate(), config=config)
     with pytest.raises(ValueError, match="expected visibility 'shadow' with an eviction_coef"):
         UpdateConfig(visibility="dense", eviction_coef=1.0, correction=Naive())

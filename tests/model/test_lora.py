@@ -84,7 +84,9 @@ def test_compute_params_give_bitwise_equal_logprobs():
     assert logprobs(converted, model).tobytes() == logprobs(ADAPTED, model).tobytes()
 
 
-SAMPLING = RolloutConfig(20, budget=6, buffer=3, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
+SAMPLING = RolloutConfig(
+    max_new_tokens=20, budget=6, buffer=3, eos_token_id=7, sampling=SamplingConfig(temperature=0.9)
+)
 
 
 @functools.cache

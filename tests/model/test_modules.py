@@ -100,7 +100,10 @@ def test_a_model_that_calls_attend_with_other_sizes_is_refused(chunk):
     model = WrongShape(tiny_model_config(num_layers=1, num_heads=2, num_kv_heads=2))
     params, tokens = random_params(model.config, 0), jnp.ones((1, 4), int)
     message = r"expected q of shape \[batch, 4, tokens, \d+\] in attend, with num_heads .*; got \[1, 2, "
-    prompts, config = smd.PromptBatch(tokens, tokens > 0), smd.RolloutConfig(2, 2, 2, prefill_chunk=chunk)
+    prompts, config = (
+        smd.PromptBatch(tokens, tokens > 0),
+        smd.RolloutConfig(max_new_tokens=2, budget=2, buffer=2, prefill_chunk=chunk),
+    )
     with pytest.raises(ValueError, match=message):
         smd.rollout(model, params, prompts, jax.random.key(0), policy=smd.eviction.Knorm(), config=config)
     with pytest.raises(ValueError, match=message):
@@ -129,7 +132,10 @@ def test_sizes_that_contradict_the_shape_are_refused(sizes, message, chunk):
     linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     model, params = smd.model.from_equinox(linear, shape, hidden, lambda module, x: x @ jnp.ones((8, 5)))
     tokens = jnp.ones((1, 4), int)
-    prompts, config = smd.PromptBatch(tokens, tokens > 0), smd.RolloutConfig(2, 2, 2, prefill_chunk=chunk)
+    prompts, config = (
+        smd.PromptBatch(tokens, tokens > 0),
+        smd.RolloutConfig(max_new_tokens=2, budget=2, buffer=2, prefill_chunk=chunk),
+    )
     with pytest.raises(ValueError, match=message):
         smd.rollout(model, params, prompts, jax.random.key(0), policy=smd.eviction.Knorm(), config=config)
     if "vocab_size" not in sizes:

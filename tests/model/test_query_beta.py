@@ -24,7 +24,7 @@ CONFIG = replace(PLAIN, num_layers=1, rope_scaling=ROPE)
 def test_sampler_and_learner_are_one_policy():
     """The rollout spans several original contexts. With one scale for all queries the learner is another policy."""
     params, prompts = spread_params(0, CONFIG), left_padded([12, 5, 3], 12, CONFIG.vocab_size)
-    sizes = RolloutConfig(24, budget=10, buffer=6)
+    sizes = RolloutConfig(max_new_tokens=24, budget=10, buffer=6)
     drawn = rollout(Decoder(CONFIG), params, prompts, jax.random.key(3), policy=POLICIES["SnapKV"], config=sizes)
     assert gap(Decoder(CONFIG), drawn, params=params).max() <= 2e-5
     plain = replace(CONFIG, rope_scaling=replace(ROPE, query_beta=0.0))

@@ -25,7 +25,7 @@ VOCAB, WIDTH, RESPONSE = 96, 12, 40
 WINDOWS = (20, None, 6)  # above the budget, none, below the budget
 CONFIG = replace(tiny_model_config(vocab_size=VOCAB, num_layers=3, tie_embeddings=False), sliding_windows=WINDOWS)
 TWO_LAYERS = replace(CONFIG, num_layers=2, sliding_windows=(20, 6))
-SIZES = RolloutConfig(RESPONSE, budget=12, buffer=8, eos_token_id=7)
+SIZES = RolloutConfig(max_new_tokens=RESPONSE, budget=12, buffer=8, eos_token_id=7)
 PROMPTS = left_padded([12, 5, 9, 3], WIDTH, VOCAB)
 
 

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from smd_jax.environments.respondent import Conversation
 from smd_jax.message.masks import NEVER, ShadowMask, dense_mask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.monitor.completions import (
@@ -23,7 +24,6 @@ from smd_jax.monitor.completions import (
     shortened_text,
     token_pieces,
 )
-from smd_jax.sampler.environment_respondent import Conversation
 from smd_jax.testing import byte_tokenizer
 from smd_jax.text.token_bytes import byte_alphabet
 from smd_jax.text.visible_text import one_line, visible

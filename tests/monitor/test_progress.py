@@ -141,4 +141,4 @@ def test_a_missing_extra_is_named():
     code += "; import smd_jax.monitor.run_plots"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "imported\n"
-    assert "pictures of runs need matplotlib: pip install -e '.[train]'" in result.stderr
+    assert "pictures of runs need matplotlib: pip install 'smd_jax[train]'" in result.stderr

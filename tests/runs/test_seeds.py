@@ -18,7 +18,7 @@ from smd_jax.testing import random_params, tiny_model_config
 from smd_jax.train.evaluation import Decode, EvaluationConfig
 from smd_jax.train.grpo import GRPOConfig
 
-ROLLOUT = RolloutConfig(4, 6, 2)
+ROLLOUT = RolloutConfig(max_new_tokens=4, budget=6, buffer=2)
 
 
 def evaluation(seed: Any) -> EvaluationConfig:

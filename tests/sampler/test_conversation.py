@@ -337,7 +337,7 @@ def test_decode_rows_are_refused_on_several_devices():
 
 def test_a_segment_needs_no_second_cache():
     """17 rows do not divide into the 16 parts of `row_parts`."""
-    config = RolloutConfig(248, budget=96, buffer=16, eos_token_id=7)
+    config = RolloutConfig(max_new_tokens=248, budget=96, buffer=16, eos_token_id=7)
     sampler = conversation_sampler(Decoder(WIDE), H2O(), config, 8)
 
     def begun() -> Any:

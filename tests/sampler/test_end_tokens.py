@@ -25,7 +25,7 @@ from tests.command_errors import error_of
 from tests.under_test import left_padded, make_params
 
 TINY = tiny_model_config(vocab_size=16, num_layers=1, tie_embeddings=False)
-ENDING = RolloutConfig(40, budget=8, buffer=4, eos_token_id=(3, 1), pad_token_id=1)
+ENDING = RolloutConfig(max_new_tokens=40, budget=8, buffer=4, eos_token_id=(3, 1), pad_token_id=1)
 PROMPTS = left_padded([6, 2, 5, 6, 1, 4], 6, 16)
 
 

@@ -236,7 +236,7 @@ SLOTS = 17  # does not divide into the 16 parts of `row_parts`
 @cache
 def compiled_segment(policy: EvictionPolicy) -> Any:
     """The program of a segment, with 17 rows of 96 + 16 keys (Dense: 256)."""
-    sampler = Sampler(Decoder(WIDE), policy, RolloutConfig(248, budget=96, buffer=16), 8)
+    sampler = Sampler(Decoder(WIDE), policy, RolloutConfig(max_new_tokens=248, budget=96, buffer=16), 8)
     params = jax.eval_shape(lambda: make_params(WIDE))
     batch = jax.eval_shape(lambda: left_padded([8, 8], 8, WIDE.vocab_size))
     rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
@@ -272,7 +272,7 @@ def test_the_cache_is_updated_in_place(policy: EvictionPolicy, slots: int):
     hlo = compiled.as_text()
     assert shape in hlo and cache_copies(hlo, shape) == []
     sizes: Any = compiled.memory_analysis()
-    expected = cache_bytes(WIDE, policy, RolloutConfig(248, budget=96, buffer=16), 8, SLOTS)
+    expected = cache_bytes(WIDE, policy, RolloutConfig(max_new_tokens=248, budget=96, buffer=16), 8, SLOTS)
     assert expected <= sizes.alias_size_in_bytes <= 1.05 * expected
     assert sizes.temp_size_in_bytes <= 0.15 * expected
 

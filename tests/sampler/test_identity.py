@@ -29,7 +29,9 @@ WIDTH, RESPONSE = 12, 256
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12, 2, 12, 4, 11]
 KEY = 143
 # One of 768 tokens: some rows end early, others never.
-SMALL = RolloutConfig(RESPONSE, budget=16, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
+SMALL = RolloutConfig(
+    max_new_tokens=RESPONSE, budget=16, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9)
+)
 ODD = dataclasses.replace(SMALL, budget=11, buffer=5)
 
 BY_POSITION = {"Recent", "StreamingLLM", "Protect of StreamingLLM"}

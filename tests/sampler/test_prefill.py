@@ -33,7 +33,7 @@ MODELS = {1: MODEL, 2: Decoder(replace(SHAPE, num_layers=2))}
 KEY = jax.random.key(0)
 WIDTH, LENGTHS = 37, [37, 4, 21]
 SIZES = RolloutConfig(max_new_tokens=12, budget=8, buffer=4, prefill_chunk=8)
-SHORT_CHUNKS = RolloutConfig(16, budget=64, buffer=16, prefill_chunk=64)
+SHORT_CHUNKS = RolloutConfig(max_new_tokens=16, budget=64, buffer=16, prefill_chunk=64)
 
 
 @cache
@@ -76,7 +76,7 @@ def test_identity(name: str, chunk: int):
 def test_segments_of_the_prompt(width: int, response: int, buffer: int, chunk: int, expected: Segments):
     """With common boundaries of chunks and segments the learner reads the prompt in segments, unless a dense prompt is
     cheaper. Attention scores before and after the first segment are counted by hand."""
-    sizes = RolloutConfig(response, budget=8, buffer=buffer, prefill_chunk=chunk)
+    sizes = RolloutConfig(max_new_tokens=response, budget=8, buffer=buffer, prefill_chunk=chunk)
     assert segments_of(Knorm(), sizes, 2, width) == (expected,) * 2
 
 
@@ -155,7 +155,7 @@ def test_memory_does_not_depend_on_the_length_of_the_prompt():
 
 def test_chunks_of_many_rows_need_less_memory_than_whole_prompts():
     """Scores of a chunk exist for a few rows at a time; those of all 32 rows would take 16 times as much."""
-    sizes = RolloutConfig(16, budget=128, buffer=16, prefill_chunk=128)
+    sizes = RolloutConfig(max_new_tokens=16, budget=128, buffer=16, prefill_chunk=128)
     chunks, whole = (temporary_bytes(512, 32, each) for each in (sizes, replace(sizes, prefill_chunk=None)))
     scores = 32 * SHAPE.num_heads * 128 * 256 * 4
     print(f"temporary bytes: chunks {chunks}, whole {whole}, scores of a chunk in all rows {scores}")
@@ -164,7 +164,7 @@ def test_chunks_of_many_rows_need_less_memory_than_whole_prompts():
 
 def test_chunks_are_not_longer_than_the_prompt():
     """Otherwise eight columns in a chunk of 512 would have 504 columns of padding."""
-    sizes = RolloutConfig(16, budget=8, buffer=4, prefill_chunk=8)
+    sizes = RolloutConfig(max_new_tokens=16, budget=8, buffer=4, prefill_chunk=8)
     assert temporary_bytes(8, sizes=replace(sizes, prefill_chunk=512)) == temporary_bytes(8, sizes=sizes)
 
 

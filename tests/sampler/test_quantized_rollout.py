@@ -37,7 +37,9 @@ from tests.under_test import POLICIES, SHAPES, eviction_times, gap, left_padded,
 WIDTH, RESPONSE = 12, 80
 LENGTHS = [12, 5, 9, 3, 12, 1, 7, 12]
 KEY = 4  # with some others two keys nearly tie, and the batch decides which one is evicted
-SIZES = RolloutConfig(RESPONSE, budget=11, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9))
+SIZES = RolloutConfig(
+    max_new_tokens=RESPONSE, budget=11, buffer=8, eos_token_id=7, sampling=SamplingConfig(temperature=0.9)
+)
 # One of 96 tokens ends a response: some rows end early, others never.
 GQA, MHA = (replace(SHAPES[name], vocab_size=96) for name in ("GQA", "MHA"))
 
@@ -141,7 +143,7 @@ def test_a_dense_quantised_cache_records_its_segments():
 # Sizes.
 
 WIDE = tiny_model_config(num_layers=2, head_dim=64, num_heads=2)
-LONG = RolloutConfig(256, budget=64, buffer=32)
+LONG = RolloutConfig(max_new_tokens=256, budget=64, buffer=32)
 
 
 def cache_arrays(policy: Any, config: RolloutConfig, shape: ModelConfig, rows: int) -> list[Any]:

@@ -221,7 +221,7 @@ BATCH = 4
 def temporary_bytes(policy: EvictionPolicy, response: int) -> int:
     """Temporary memory of the compiled rollout."""
     prompts = left_padded([8] * BATCH, 8, WIDE.vocab_size)
-    sizes = RolloutConfig(response, budget=16, buffer=8)
+    sizes = RolloutConfig(max_new_tokens=response, budget=16, buffer=8)
     lowered = rollout_program.lower(
         Decoder(WIDE), make_params(WIDE), prompts, jax.random.key(0), policy=policy, config=sizes
     )

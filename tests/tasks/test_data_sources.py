@@ -378,5 +378,5 @@ def test_folders_without_data(tmp_path: Path):
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = write_file(tmp_path, "parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"needs datasets.*pip install -e '\.\["):
+    with pytest.raises(ImportError, match=r"needs datasets.*pip install 'smd_jax\["):
         load_rows(DataSource(str(path)))

@@ -68,10 +68,10 @@ def test_tasks_are_values():
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ImportError, match=r"needs reasoning_gym.*pip install -e '\.\[train\]'"):
+    with pytest.raises(ImportError, match=r"needs reasoning_gym.*pip install 'smd_jax\[train\]'"):
         sort_task()
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match=r"needs math_verify.*pip install -e '\.\[train\]'"):
+    with pytest.raises(ImportError, match=r"needs math_verify.*pip install 'smd_jax\[train\]'"):
         same_answer("1", "1")
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import EnvironmentsHere
+from smd_jax.environments.respondent import EnvironmentRespondent
 from smd_jax.eviction.policies import Dense, SnapKV
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.sampler.conversation_loop import ConversationConfig, converse
-from smd_jax.sampler.environment_respondent import EnvironmentRespondent
 from smd_jax.tasks.rewards import Rewards, TooManyFailures
 from smd_jax.testing import random_params
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction

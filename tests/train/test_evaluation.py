@@ -233,7 +233,7 @@ def test_cache_bytes_of_a_sequence(params):
 
 
 def test_a_decode_inherits_options_that_it_does_not_set():
-    base = RolloutConfig(32, 8, 4, eos_token_id=2, prefill_chunk=16)
+    base = RolloutConfig(max_new_tokens=32, budget=8, buffer=4, eos_token_id=2, prefill_chunk=16)
     assert Decode("x", H2O()).rollout(base) == base
     assert Decode("x", H2O(), 5, 3, GREEDY).rollout(base) == RolloutConfig(
         max_new_tokens=32,
@@ -247,7 +247,7 @@ def test_a_decode_inherits_options_that_it_does_not_set():
     )
     quantised = Decode("x", quant=QuantConfig(bits=8, group=4)).rollout(base)
     assert quantised.quant == QuantConfig(bits=8, group=4) and quantised.prefill_chunk is None
-    trained = RolloutConfig(32, 8, 4, quant=QuantConfig(bits=8, group=4))
+    trained = RolloutConfig(max_new_tokens=32, budget=8, buffer=4, quant=QuantConfig(bits=8, group=4))
     assert as_trained(H2O(), trained).rollout(trained) == trained
     with pytest.raises(ValueError, match="group that divides the buffer"):
         Decode("x", quant=QuantConfig(bits=8, group=32)).rollout(base)

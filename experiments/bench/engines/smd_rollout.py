@@ -32,7 +32,7 @@ def main() -> None:
     policy = POLICIES[args.policy]
     # The longest possible group, a segment, needs the smallest table of key ranges.
     quant = None if args.bits is None else smd.QuantConfig(bits=args.bits, group=args.buffer)
-    config = smd.RolloutConfig(args.new_tokens, args.budget, args.buffer, quant=quant)
+    config = smd.RolloutConfig(max_new_tokens=args.new_tokens, budget=args.budget, buffer=args.buffer, quant=quant)
     tokens = jnp.asarray(generation.prompts(args.batch, args.prompt, common.VOCABULARY), jnp.int32)
     prompts = smd.PromptBatch(tokens=tokens, valid=jnp.ones(tokens.shape, bool))
     engine = smd.Engine(model, policy, config, decode_rows=args.batch)

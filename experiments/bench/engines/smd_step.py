@@ -55,7 +55,12 @@ def main() -> None:
         prompt_width=int(usable_lengths(task, tokenizer).max()),
         policy=smd.eviction.RKV() if sparse else smd.eviction.Dense(),
         # A policy that never evicts reads neither budget nor buffer. Without an end token no completion ends early.
-        rollout=smd.RolloutConfig(args.new_tokens, args.budget or 1, args.buffer, pad_token_id=pad_token_id(tokenizer)),
+        rollout=smd.RolloutConfig(
+            max_new_tokens=args.new_tokens,
+            budget=args.budget or 1,
+            buffer=args.buffer,
+            pad_token_id=pad_token_id(tokenizer),
+        ),
         update=smd.UpdateConfig(
             visibility="shadow" if sparse else "dense",
             loss=smd.losses.dapo(),

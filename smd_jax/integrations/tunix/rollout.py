@@ -70,7 +70,9 @@ class SmdRollout(base_rollout.BaseRollout):
         self._records: list[Trajectory] | None = None
         self._rows_asked_for = 0
         lengths = rollout_config.max_tokens_to_generate
-        self._sizes = RolloutConfig(lengths, budget, buffer, prefill_chunk=prefill_chunk, quant=quant)
+        self._sizes = RolloutConfig(
+            max_new_tokens=lengths, budget=budget, buffer=buffer, prefill_chunk=prefill_chunk, quant=quant
+        )
         # Checks that sizes, policy and model fit together.
         Sampler(rollout_actor.model, policy, self._config(rollout_config), rollout_config.max_prompt_length)
 

@@ -12,11 +12,11 @@ import pytest
 
 from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import EnvironmentsHere, open_environments
+from smd_jax.environments.respondent import DONE, EnvironmentRespondent
 from smd_jax.eviction.policies import SnapKV
 from smd_jax.model.decoder import Decoder
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.conversation_loop import TURNS, ConversationConfig, Reply, converse
-from smd_jax.sampler.environment_respondent import DONE, EnvironmentRespondent
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
 
 TOKENIZER = byte_tokenizer(chat=False)
