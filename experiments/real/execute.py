@@ -55,7 +55,7 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
         share = number(evicted_share(trajectory.mask.evicted_at, trajectory.valid))
         keep({"finished": False, "evicted_share": share})
     done = checkpoint.latest_step(folder / "train" / CHECKPOINTS) or 0
-    compared, noted = split_settings(loop.config)
+    compared, metadata = split_settings(loop.config)
     ends = [*range(job.sizes.chunk, job.rollouts, job.sizes.chunk), job.rollouts]
     for end in (end for end in ends if end >= max(done, 1)):
         if late():
@@ -66,7 +66,7 @@ def execute(job: Job, base: Base, runs: Path, origin: Row, late: Callable[[], bo
             RunConfig(steps=end, keep=1),
             folder / "train",
             config={"loop": compared, "job": job.settings(base)},
-            noted=noted,
+            metadata=metadata,
             resume=True,
             label="/".join(folder.relative_to(runs).parts),
         )

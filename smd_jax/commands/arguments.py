@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 
+from smd_jax.corrections import CORRECTIONS
+from smd_jax.losses import LOSSES
 from smd_jax.model.lora import TARGETS, Target
 from smd_jax.runs.run_config import Objective
 
@@ -21,10 +23,10 @@ BASIC = "basic"
 Basic = Annotated[T, BASIC]
 LR = tyro.conf.arg(aliases=["--lr"])
 
-LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "luspo"]
-CorrectionName = Literal[
-    "shadow", "naive", "bypass", "tis", "mis", "icepop", "sparse_rl", "geometric_rejection", "dppo_tv"
-]
+if TYPE_CHECKING:
+    LossName = CorrectionName = str
+else:  # one of the names in the table
+    LossName, CorrectionName = map(tyro.extras.literal_type_from_choices, (LOSSES, CORRECTIONS))
 AttentionName = Literal["auto", "portable"]
 Distillation = Literal["none", "forward", "reverse", "published", "anchor", "ema"]
 

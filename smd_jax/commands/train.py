@@ -128,7 +128,7 @@ def run(algorithm: str, args: Common) -> None:
         shows = args.run.dry_run or args.conversations.environment is not None
         prompts = first_prompts(ready) if shows else []
         size = check_disk(ready, settings)
-        compared, noted = run_settings(ready.args, ready.loop)
+        compared, metadata = run_settings(ready.args, ready.loop)
         if args.run.resume:
             # Before config.yaml is written: a refused resume must not change the run.
             check_progress(directory, args.run.resume, settings)
@@ -149,7 +149,7 @@ def run(algorithm: str, args: Common) -> None:
     with ExitStack() as held:
         with all_or_none():
             held.enter_context(reserve_directory(directory))
-        run_prepared(algorithm, ready, settings, compared, noted)
+        run_prepared(algorithm, ready, settings, compared, metadata)
 
 
 def check_disk(ready: Prepared, settings: RunConfig) -> int:
@@ -164,7 +164,7 @@ def check_disk(ready: Prepared, settings: RunConfig) -> int:
     return size
 
 
-def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared: Any, noted: Any) -> None:
+def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared: Any, metadata: Any) -> None:
     """Reads the weights, trains, and exports the model."""
     args, directory = ready.args, ready.args.run.output_dir
     with all_or_none(), as_user_errors():
@@ -184,7 +184,7 @@ def run_prepared(algorithm: str, ready: Prepared, settings: RunConfig, compared:
         settings,
         directory,
         config=compared,
-        noted=noted,
+        metadata=metadata,
         resume=args.run.resume,
         evaluate=None if ready.evaluator is None else every_evaluation(loop, ready.evaluator),
         loggers=copies,
@@ -325,7 +325,7 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     """The settings that must not change at a resume, and those that may: number of steps, paths, reports, and sizes
     chosen by memory. Raises OSError if a file that they name cannot be read."""
     groups, places = by_content(args)
-    compared, noted = split_settings(loop.config)
+    compared, metadata = split_settings(loop.config)
     optimizer = args.optimizer
     # Such a learning rate depends on the number of steps.
     to_the_end = optimizer.lr_scheduler_type != "constant" or 0 < optimizer.warmup_steps < 1
@@ -337,7 +337,7 @@ def run_settings(args: Common, loop: Loop) -> tuple[dict[str, Any], dict[str, An
     same |= {"optimizer": optimizer, "loop": compared}
     run = replace(args.run, resume=False, resume_if_there=False, dry_run=False)
     # Another attention changes only rounding.
-    free = {"loop": noted, "run": run, "attention": args.device.attention, "eval": args.evaluation}
+    free = {"loop": metadata, "run": run, "attention": args.device.attention, "eval": args.evaluation}
     free |= {"model": remat, "rewards": limits, "files": places}
     return same | {"steps": run.max_steps if to_the_end else None}, free
 

@@ -48,7 +48,7 @@ def train(
     directory: str | Path,
     *,
     config: object = None,
-    noted: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     resume: bool = False,
     evaluate: Evaluate | None = None,
     label: str = "train",
@@ -64,7 +64,7 @@ def train(
       config: settings that determine the result, saved with every checkpoint; a resume with others is refused. None:
         those of the loop, see `smd_jax.runs.settings.split_settings`, without model, task and optimizer; a resume
         prints that these were not compared.
-      noted: settings that are saved too and may differ at a resume, which prints the differences. None: without a
+      metadata: settings that are saved too and may differ at a resume, which prints the differences. None: without a
         config the other settings of the loop. Versions and devices are added as `machine`.
       resume: continue from the newest readable checkpoint in `directory`, bitwise as if the run had not stopped.
         Without any checkpoint the run begins at `state`.
@@ -75,7 +75,7 @@ def train(
     Raises:
       OtherProcessError: of several processes one has other arguments, or sees other checkpoints.
       FileExistsError: a new run in a directory that has one.
-      TypeError: a leaf of the state is no array, or `config` or `noted` does not fit into JSON.
+      TypeError: a leaf of the state is no array, or `config` or `metadata` does not fit into JSON.
       OSError: a directory that cannot be written; a disk without room for the checkpoints, at the start or later.
       ValueError: a resume with another configuration, another base below adapters, or another number of optimizer
         steps per rollout; a new run with a state past step 0; `evaluate` without `run.evaluate_every`, or the reverse;
@@ -89,14 +89,14 @@ def train(
     without_config = config is None
     if config is None:
         config, of_loop = split_settings(loop.config)
-        noted = of_loop if noted is None else noted
-    noted = {**(noted or {}), "machine": machine(loop.mesh)}
-    _check(loop, state, run, directory, config, noted, resume, evaluates=evaluate is not None)
+        metadata = of_loop if metadata is None else metadata
+    metadata = {**(metadata or {}), "machine": machine(loop.mesh)}
+    _check(loop, state, run, directory, config, metadata, resume, evaluates=evaluate is not None)
     with ExitStack() as held:
         with all_or_none():
             held.enter_context(lock_directory(directory))
             check_directory(directory, resume)  # again: another run may have been here since
-        state = _start(directory, shard_tree(state, loop.mesh), config, noted, loop.config.steps_per_rollout)
+        state = _start(directory, shard_tree(state, loop.mesh), config, metadata, loop.config.steps_per_rollout)
         start = int(state.step) // loop.config.steps_per_rollout
         if resume and start > 0:
             _print_resume(directory, start, run.steps, without_config)
@@ -107,7 +107,9 @@ def train(
         report = held.enter_context(progress)
         # Closed first: loggers that wait for a network, and signals at that time, must not cut off a checkpoint.
         checkpoints = held.enter_context(Writer(directory / CHECKPOINTS, run.keep))
-        active = ActiveRun(loop, run, directory, config, noted, log, others, report, checkpoints, stop, evaluate, state)
+        active = ActiveRun(
+            loop, run, directory, config, metadata, log, others, report, checkpoints, stop, evaluate, state
+        )
         try:
             active.run()
         except Exception as error:
@@ -124,7 +126,7 @@ def _check(
     run: RunConfig,
     directory: Path,
     config: object,
-    noted: object,
+    metadata: object,
     resume: bool,
     evaluates: bool,
 ) -> None:
@@ -132,7 +134,7 @@ def _check(
     with all_or_none():
         # A checkpoint holds both as JSON. The first one may be due only after hours.
         compared = to_jsonable(config)
-        to_jsonable(noted, "noted")
+        to_jsonable(metadata, "metadata")
     if jax.process_count() > 1:
         # Before anything that only some of the processes would do, while the others wait for them.
         same = {"resume": resume, "run": to_jsonable(run, "run"), "config": compared}
@@ -166,7 +168,7 @@ def _check(
             )
 
 
-def _start(directory: Path, state: TrainState, config: object, noted: object, steps_per_rollout: int) -> TrainState:
+def _start(directory: Path, state: TrainState, config: object, metadata: object, steps_per_rollout: int) -> TrainState:
     """The state of the newest readable checkpoint, or `state` without one.
 
     Prints what differs from the checkpoint, and which checkpoints are damaged.
@@ -191,7 +193,7 @@ def _start(directory: Path, state: TrainState, config: object, noted: object, st
         print_once(f"warning: {line}; the run continues from step {restored.step}")
     # The run saves these steps again, and a save must be later than all others.
     discard_after(checkpoints, restored.step)
-    for line in differences(restored.noted, to_jsonable(noted, "noted"), words=("was", "is now")):
+    for line in differences(restored.metadata, to_jsonable(metadata, "metadata"), words=("was", "is now")):
         print_once(visible(f"resumed with another setting, {line}"))
     return state
 
@@ -212,7 +214,7 @@ class ActiveRun:
     """A run in progress: its rollouts, rows, checkpoints and evaluations.
 
     Attributes:
-      config, noted: saved with every checkpoint, see `smd_jax.runs.run.train`.
+      config, metadata: saved with every checkpoint, see `smd_jax.runs.run.train`.
       evaluate: None: never.
       state: the newest; initially that of the start.
       done: finished rollouts.
@@ -223,7 +225,7 @@ class ActiveRun:
     run_config: RunConfig
     directory: Path
     config: object
-    noted: object
+    metadata: object
     log: RunLog
     loggers: Loggers
     report: Report
@@ -351,7 +353,7 @@ class ActiveRun:
     def _save(self) -> None:
         if self.done > self._submitted:
             state = without_base(self.state)
-            self.checkpoints.save(self.done, state, config=self.config, noted=self.noted, best=self._best)
+            self.checkpoints.save(self.done, state, config=self.config, metadata=self.metadata, best=self._best)
             self._submitted = self.done
 
     def _wait_for_checkpoint(self) -> None:

@@ -2,10 +2,11 @@
 
     train(loop, state, run, directory)          compares the settings of the loop; with further settings:
 
-    compared, noted = split_settings(loop.config)
-    train(loop, state, run, directory, config={"loop": compared, "data": ...}, noted={"loop": noted, "memory": "80GiB"})
+    compared, metadata = split_settings(loop.config)
+    settings = {"config": {"loop": compared, "data": ...}, "metadata": {"loop": metadata, "memory": "80GiB"}}
+    train(loop, state, run, directory, **settings)
 
-`config` must be equal. Differences in `noted` are printed, and the run continues.
+`config` must be equal. Differences in `metadata` are printed, and the run continues.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import sys
 import tomllib
 import types
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 import smd_jax
-from smd_jax.commands.arguments import CorrectionName, LossName
 from tests.paths import ROOT
 
 README = ROOT / "README.md"
@@ -125,11 +124,9 @@ def test_readme_and_the_first_blocks_of_recipes_are_short():
 
 
 @pytest.mark.parametrize(
-    ("table", "names", "page"),
-    [(smd_jax.corrections.CORRECTIONS, CorrectionName, "corrections"), (smd_jax.losses.LOSSES, LossName, "algorithms")],
+    ("table", "page"), [(smd_jax.corrections.CORRECTIONS, "corrections"), (smd_jax.losses.LOSSES, "algorithms")]
 )
-def test_the_command_and_the_docs_have_every_name(table: dict[str, Any], names: Any, page: str):
-    assert set(table) == set(get_args(names))
+def test_the_docs_have_every_name(table: dict[str, Any], page: str):
     text = TEXTS[ROOT / "docs" / f"{page}.md"]
     assert [name for name in table if f"`{name}`" not in text and f"{name}()`" not in text] == []
 

@@ -169,7 +169,7 @@ def test_a_failed_save_names_the_lost_rollouts(tmp_path, last, every, error, mes
     ("opt_state", "options", "error", "message"),
     [
         ((), {"config": {"tags": {"a"}}}, TypeError, r"config\.tags: expected .*; got set"),
-        ((), {"noted": {"tags": {"a"}}}, TypeError, r"noted\.tags: expected .*; got set"),
+        ((), {"metadata": {"tags": {"a"}}}, TypeError, r"metadata\.tags: expected .*; got set"),
         ((np.zeros(0),), {}, ValueError, "at least one element in state leaf 'opt_state/0'"),
         ((0.5,), {}, TypeError, "expected an array as state leaf 'opt_state/0'; got float"),
     ],

@@ -258,10 +258,10 @@ def test_an_objective_added_at_a_resume_waits_for_its_evaluation(tmp_path):
 
 def test_a_resume_prints_changed_settings_and_its_first_rollout(tmp_path, capsys, monkeypatch):
     with pytest.raises(DiedError):
-        start(tmp_path, 9, PlainLoop(begins=dies_at(7)), checkpoint_every=4, noted={"memory": "80GiB"})
+        start(tmp_path, 9, PlainLoop(begins=dies_at(7)), checkpoint_every=4, metadata={"memory": "80GiB"})
     capsys.readouterr()
     monkeypatch.setattr("smd_jax.runs.run.machine", lambda mesh: machine(mesh) | {"jaxlib": "0.1"})
-    options: dict[str, Any] = {"resume": True, "checkpoint_every": 4, "noted": {"memory": "40GiB"}}
+    options: dict[str, Any] = {"resume": True, "checkpoint_every": 4, "metadata": {"memory": "40GiB"}}
     start(tmp_path, 9, **options)
     first, jaxlib, memory = [x for x in capsys.readouterr().out.splitlines() if x.startswith("resume")][::-1]
     assert first == "resumes after 4 of 9 rollouts; 3 later ones are repeated"

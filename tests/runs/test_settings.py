@@ -44,10 +44,10 @@ def test_to_jsonable_by_hand():
 
 
 def test_memory_settings_are_noted_and_not_compared():
-    compared, noted = split_settings(GRPO)
+    compared, metadata = split_settings(GRPO)
     cache_rows = {"decode_rows": None, "prefill_rows": 8}
     update_fields = {"update.microbatch_size": None, "update.pack_columns": None, "update.rows_per_prompt": 1}
-    assert noted == {**cache_rows, **update_fields, "update_widths": 4}
+    assert metadata == {**cache_rows, **update_fields, "update_widths": 4}
     assert not {"decode_rows", "prefill_rows", "update_widths"} & compared.keys()
     assert "microbatch_size" not in cast(dict[str, Any], compared["update"]) and compared["prompts_per_step"] == 2
     planned = replace(GRPO, decode_rows=4, update_widths=1, update=replace(GRPO.update, microbatch_size=2))

@@ -3,7 +3,7 @@
 One checkpoint is a folder `<directory>/<step>` with two orbax items and one file:
 
     state            the pytree of arrays: parameters, optimizer state, step counter, typed PRNG keys
-    meta             JSON: {"format": 1, "leaves": {path: "dtype[shape]"}, "config": ..., "noted": ...}
+    meta             JSON: {"format": 1, "leaves": {path: "dtype[shape]"}, "config": ..., "metadata": ...}
     checksums.json   CRC-32 of every file in the two items
 
 A checkpoint appears when its finished temporary folder is renamed. A run that is killed while it saves leaves the older

@@ -38,13 +38,13 @@ class Restored:
     Attributes:
       step: the step of the checkpoint.
       state: pytree with the structure, shapes, dtypes and shardings of `like`.
-      noted: as given to `Writer.save`, as JSON.
+      metadata: as given to `Writer.save`, as JSON.
       damaged: one line for each later checkpoint that cannot be read, the newest first.
     """
 
     step: int
     state: Any
-    noted: Json
+    metadata: Json
     damaged: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ def _restored(directory: str | Path, like: Any, config: object, step: int, check
     # The sharding fits, so an error here comes from a file, of a checkpoint without checksums.
     with damage_named(directory, step):
         state = _read_arrays(directory, step, ocp.StandardCheckpointHandler(), ocp.args.StandardRestore(target))
-    return Restored(step, state, meta.get("noted"))
+    return Restored(step, state, meta.get("metadata"))
 
 
 def _agreed_step(directory: str | Path) -> tuple[int, list[str]]:

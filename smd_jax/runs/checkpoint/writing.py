@@ -57,18 +57,18 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[None]] | None = None
 
-    def save(self, step: int, state: Any, *, config: object, noted: object = None, best: int | None = None) -> None:
+    def save(self, step: int, state: Any, *, config: object, metadata: object = None, best: int | None = None) -> None:
         """Begins to write checkpoint `step`; then deletes all but the newest `max_to_keep` and the step `best`.
 
         Args:
           step: number of finished updates; later than every existing step.
           state: pytree whose leaves are jax or numpy arrays with at least one element; typed PRNG keys are allowed.
           config: the resolved configuration, see `to_jsonable`. A run that continues must have the same.
-          noted: settings to save that may differ when the run is resumed.
+          metadata: settings to save that may differ when the run is resumed.
 
         Raises:
           ValueError: `step` is not later than the newest one; an empty array.
-          TypeError: a leaf of `state` is not an array; `config` or `noted` is not JSON.
+          TypeError: a leaf of `state` is not an array; `config` or `metadata` is not JSON.
           OSError: the disk is full or fails, or this checkpoint or the previous one cannot be reopened. The message is
             one line. Earlier checkpoints are unchanged.
         """
@@ -77,7 +77,7 @@ class Writer:
             "format": FORMAT,
             "leaves": leaf_table(state),
             "config": to_jsonable(config),
-            "noted": to_jsonable(noted, "noted"),
+            "metadata": to_jsonable(metadata, "metadata"),
         }
         self.wait()
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
