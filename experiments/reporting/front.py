@@ -42,8 +42,9 @@ each.
 *Metric*: the mean of the last three evaluations on 256 rows, decoded under the *budget* and with the *full cache*, at
 temperature 1 and greedily. *Learning rates*: 1e-4, 3e-4 and 1e-3, extended while the best rate is the smallest or
 largest tried. Two pilot seeds chose one rate for the budget and one for the full cache. *Imitation*: the loss is
-KL(start with its full cache ‖ policy under the mask), without reward. Eight fresh seeds; ± is a 95 % t interval of
-differences paired by seed; bold: it excludes 0. [The plan](experiments/PLAN.md) was committed before these seeds ran.
+KL(start with its full cache ‖ policy under the mask), without reward; *frozen teacher*: this KL beside the reward.
+Eight fresh seeds; ± is a 95 % t interval of differences paired by seed; bold: it excludes 0.
+[The plan](experiments/PLAN.md) was committed before these seeds ran.
 
 {room.arms_table(cell, room.FRONT)}
 
@@ -126,7 +127,7 @@ def lost(cell: RoomCell, others: Sequence[RoomCell], rows: Mapping[str, Sequence
   sums the upper limit is below 0.03: by the plan, reward adds nothing there to imitation. At temperature 1 it does:
   {in_cells("anchor-then-shadow", "anchor-alone", "sparse")}. The plan predicted that it passes the start's greedy
   reward with the full cache: {in_cells("anchor-then-shadow", "untrained", "dense_greedy")}.
-* *Imitation and reward together* (shadow-anchor: shadow masks with the frozen start as teacher), minus {OURS} under the
+* *The frozen teacher* (shadow-anchor) minus {OURS}, under the
   budget, greedily: {in_cells("shadow-anchor", OURS, "sparse_greedy")}; at temperature 1:
   {in_cells("shadow-anchor", OURS, "sparse")}. Imitation without reward (anchor-alone), greedily:
   {in_cells("anchor-alone", OURS, "sparse_greedy")}.
