@@ -1,7 +1,7 @@
 """The options of the commands, in groups. A field's name is the name of its flag; where TRL has the option, TRL's name.
 
 The command line, YAML files and the `config.yaml` of a run are derived from these classes. `smd-train` and `smd-eval`
-share the base classes `ModelSource`, `DataSource`, `RewardArgs`, `EvaluationRows`, `SamplingArgs` and `ComputeArgs`.
+share the base classes `ModelSource`, `DataArgs`, `RewardArgs`, `EvaluationRows`, `SamplingArgs` and `ComputeArgs`.
 Options marked `Basic` are on the first help page; `--help-all` shows all.
 """
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 
-from smd_jax.corrections import CORRECTIONS
-from smd_jax.losses import LOSSES
+from smd_jax.corrections.named import CORRECTIONS
+from smd_jax.losses.named import LOSSES
 from smd_jax.model.lora import TARGETS, Target
 from smd_jax.runs.run_config import Objective
 
@@ -59,7 +59,7 @@ class ModelArgs(ModelSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSource:
+class DataArgs:
     """The prompts."""
 
     dataset: Basic[str]  # gsm8k, math, tldr, govreport, hotpotqa, countdown; reasoning_gym:NAME; Hub id, file or folder
@@ -315,7 +315,7 @@ class Common:
     """The options of all algorithms."""
 
     model: ModelArgs
-    data: DataSource
+    data: DataArgs
     rewards: RewardArgs = RewardArgs()
     evaluation: EvaluationArgs = EvaluationArgs()
     conversations: EnvironmentArgs = EnvironmentArgs()

@@ -32,7 +32,7 @@ from smd_jax.commands.arguments import (
     Common,
     ComputeArgs,
     ConversationArgs,
-    DataSource,
+    DataArgs,
     EvaluationRows,
     ModelSource,
     RewardArgs,
@@ -109,7 +109,7 @@ class Args:
 
     command: CommandArgs = CommandArgs()
     model: ModelSource
-    data: DataSource
+    data: DataArgs
     rewards: RewardArgs = RewardArgs()
     evaluation: EvaluationRows = EvaluationRows()
     conversations: ConversationArgs = ConversationArgs()
@@ -171,7 +171,7 @@ def part_of(kind: type[T], whole: Any) -> T:
     return kind(**{field.name: getattr(whole, field.name) for field in dataclasses.fields(kind)})  # pyright: ignore[reportArgumentType]
 
 
-def evaluation_rows(trained: Common) -> DataSource:
+def evaluation_rows(trained: Common) -> DataArgs:
     """The evaluation rows of a run; its training rows if there are no held-out rows."""
     data, evaluation = trained.data, trained.evaluation
     named = evaluation.eval_dataset or evaluation.eval_source or evaluation.eval_split or evaluation.eval_steps
@@ -192,7 +192,7 @@ def reads_training_rows(args: Args) -> bool:
     return trained.split is not None and (same or _rows(args.data) == _rows(replace(trained, split=None)))
 
 
-def _rows(data: DataSource) -> tuple[object, ...]:
+def _rows(data: DataArgs) -> tuple[object, ...]:
     """The options that choose rows, without those that write their prompts."""
     size = data.dataset_size, data.dataset_parameters
     return data.dataset, data.dataset_source, data.dataset_config, data.split, *size

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
+from smd_jax.commands.arguments import DataArgs, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.task_source import parameters_of
 from smd_jax.config import ModelConfig
@@ -51,7 +51,7 @@ class OpenedModel(NamedTuple):
     ends: tuple[int, ...]
 
 
-def open_model(source: ModelSource, data: DataSource, sampler: SamplingArgs) -> OpenedModel:
+def open_model(source: ModelSource, data: DataArgs, sampler: SamplingArgs) -> OpenedModel:
     """Opens the model that the options name, without its weights.
 
     Raises UserError, ValueError or OSError for a missing, unreadable or unusable model or tokenizer, a stop string that

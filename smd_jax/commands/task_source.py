@@ -12,7 +12,7 @@ from smd_jax.commands.arguments import (
     RETRY,
     Common,
     ConversationArgs,
-    DataSource,
+    DataArgs,
     EnvironmentArgs,
     EvaluationArgs,
     RewardArgs,
@@ -100,7 +100,7 @@ def check_has_reward(task: Any) -> None:
         raise UserError(f"{error}. Name one: {named}") from error
 
 
-def drop_long_prompts(task: Any, tokenizer: Any, args: DataSource) -> tuple[Task, int, str]:
+def drop_long_prompts(task: Any, tokenizer: Any, args: DataArgs) -> tuple[Task, int, str]:
     """Drops prompts that are too long. Returns the task, the prompt width in tokens, and a line on both."""
     lengths = usable_lengths(task, tokenizer)
     width = args.max_prompt_length or int(lengths.max())
@@ -108,7 +108,7 @@ def drop_long_prompts(task: Any, tokenizer: Any, args: DataSource) -> tuple[Task
     return chosen, width, str(counts)
 
 
-def task_choice(args: DataSource, seed: int) -> TaskChoice:
+def task_choice(args: DataArgs, seed: int) -> TaskChoice:
     """The training rows that the flags choose."""
     return TaskChoice(
         args.dataset,
@@ -125,18 +125,18 @@ def task_choice(args: DataSource, seed: int) -> TaskChoice:
     )
 
 
-def evaluation_choice(args: DataSource, seed: int) -> TaskChoice:
+def evaluation_choice(args: DataArgs, seed: int) -> TaskChoice:
     """The evaluation rows that the flags choose."""
     return replace(task_choice(args, seed), held_out=names_held_out_rows(args.dataset, args.split))
 
 
-def of_dataset(data: DataSource, name: str) -> DataSource:
+def of_dataset(data: DataArgs, name: str) -> DataArgs:
     """The options with another dataset: without those that choose among the rows of the first one."""
     data = replace(data, dataset=name, dataset_config=None, dataset_source=None, split=None, dataset_parameters=())
     return replace(data, prompt_column=None, map_function=None) if has_held_out_rows(name) else data
 
 
-def held_out_data(args: EvaluationArgs, data: DataSource) -> DataSource:
+def held_out_data(args: EvaluationArgs, data: DataArgs) -> DataArgs:
     """The options that name the evaluation rows of a run, given those of its training rows."""
     if args.eval_dataset is not None and args.eval_dataset != data.dataset:
         data = of_dataset(data, args.eval_dataset)
@@ -145,7 +145,7 @@ def held_out_data(args: EvaluationArgs, data: DataSource) -> DataSource:
     return replace(data, dataset_source=source, split=args.eval_split)
 
 
-def held_out_choice(args: EvaluationArgs, data: DataSource, seed: int) -> TaskChoice:
+def held_out_choice(args: EvaluationArgs, data: DataArgs, seed: int) -> TaskChoice:
     """The evaluation rows, in the layout of the training rows unless another dataset has its own."""
     check_eval_seed(args.eval_seed, args.eval_dataset or data.dataset)
     named = args.eval_dataset or args.eval_split or args.eval_source
@@ -245,7 +245,7 @@ def check_environment(flags: ConversationArgs, rewards: RewardArgs, max_prompt_l
 
 
 def environment_config(
-    flags: ConversationArgs, max_failed: float, task: Any, data: DataSource
+    flags: ConversationArgs, max_failed: float, task: Any, data: DataArgs
 ) -> EnvironmentConfig | None:
     """The environment that the flags name; `retry` takes the task's rows and reward. None for single completions.
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from smd_jax.commands.arguments import DataSource, ModelSource, SamplingArgs
+from smd_jax.commands.arguments import DataArgs, ModelSource, SamplingArgs
 from smd_jax.commands.errors import UserError
 from smd_jax.commands.export import main as smd_export
 from smd_jax.commands.model_source import (
@@ -161,7 +161,7 @@ def test_a_pad_token_outside_the_embedding_is_replaced(model: Path):
     tokenizer.pad_token = "<8>"
     tokenizer.save_pretrained(model)
     source = ModelSource(model=str(model), tokenizer=str(model))  # a named tokenizer is exported
-    opened = open_model(source, DataSource(dataset="gsm8k"), SamplingArgs())
+    opened = open_model(source, DataArgs(dataset="gsm8k"), SamplingArgs())
     exported: Any = opened.exported_tokenizer
     assert exported.pad_token_id >= opened.config.vocab_size and opened.tokenizer.pad_token_id == 0
 
