@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from smd_jax.commands.arguments import DataSource, Grpo, ModelArgs, RunArgs
+from smd_jax.commands.arguments import DataArgs, Grpo, ModelArgs, RunArgs
 from smd_jax.commands.prepare import with_prompt_day
 from smd_jax.tasks.task import prompt_text
 from smd_jax.testing import byte_tokenizer
@@ -147,7 +147,7 @@ def test_a_template_that_fails_names_the_roles(template):
 def test_a_resumed_run_keeps_its_date(tmp_path):
     plain = Grpo(
         model=ModelArgs(model="somewhere"),
-        data=DataSource(dataset="rows.jsonl"),
+        data=DataArgs(dataset="rows.jsonl"),
         run=RunArgs(output_dir=tmp_path / "run"),
     )
     assert with_prompt_day(plain, "{{ messages }}") == plain  # its template reads no date
