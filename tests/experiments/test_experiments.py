@@ -19,11 +19,11 @@ pytestmark = pytest.mark.study
 
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = sorted((EXPERIMENTS / "results").rglob("*.json"))
-# Deleted scripts of finished measurements; commits b191876, d6de491, 71ba418 and a38d692 have them.
+# Deleted scripts of finished measurements; commits b191876, d6de491, 71ba418, a38d692 and 84e2370 have them.
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
-    *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "collectives_experts"),
+    *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "bench/growth", "collectives_experts"),
     *("eviction_action", "engine_records", "folds", "horizon", "map"),
 }
 

@@ -200,6 +200,7 @@ def test_the_report_needs_all_seeds():
         rewards |= dict.fromkeys(reporting.KINDS, np.mean(right))
         nats = 0.14 if (rule, arm) == ("snapkv", "tis") else 2.0
         rows.append(sizes | rewards | {"arm": arm, "seed": seed, "mismatch_kl": nats, "policy": rule})
+        rows[-1]["curve"] = [{"mismatch_kl": 0.9 * nats}, {"mismatch_kl": nats}]
     for part in (reporting.section, reporting.bullet, reporting.primary):
         with pytest.raises(ValueError, match="expected all seeds of r-kv in smollm2.json; got too few of mixed-50"):
             part(rows[:-1])
@@ -208,6 +209,9 @@ def test_the_report_needs_all_seeds():
     assert "SnapKV, is +0.375 (" in reporting.bullet(rows)
     assert "naive 30, tis 30, shadow 30, mixed-50 30." in section and "32 of 40 leads survive" in section
     assert "SnapKV (mismatch 0.140 ± 0.000 nats per token)" in section, "of the TIS runs"
+    assert "in their first rollout it is 0.126 under SnapKV and 1.800 under R-KV" in section
+    # Leads 0.25 and 0.5, four each: the mean of seven; s = 0.134, (t(0.975) + t(0.8)) s / √8 = 0.154.
+    assert "Without its best seed it is +0.357" in section and "eight seeds find 0.15 with" in section
     assert f"| shadow minus naive | {' | '.join(4 * ['+0.50', '+0.25'])} |" in reporting.by_seeds(rows)
 
 
