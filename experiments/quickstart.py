@@ -8,7 +8,7 @@ Steps      1. Warm start, here: supervised, dense, until a tiny model sorts with
 Command    make run            or    python experiments/quickstart.py [--correction naive] [--seeds 3]
            Other options: smd-train on the warm start, which is kept:
            smd-train grpo --preset sorting --model runs/quickstart/warm-start-300/seed-0 --budget 12
-Cost       three to five minutes a seed on two CPU cores
+Cost       two to three minutes a seed on two CPU cores
 Result     a table of rewards and differences; the files of the runs are under runs/quickstart
 
 `--correction naive` is the baseline: the same sampler, and a dense learner that ignores the evictions.
@@ -62,7 +62,7 @@ class Args:
 
     correction: Literal["shadow", "naive"] = "shadow"  # what the learner sees; shadow masks have a teacher, too
     seeds: int = 1  # seeds 0, 1, … are run one after another
-    steps: int = 400  # rollouts
+    steps: int = 350  # rollouts
     warm_start_steps: int = 300  # supervised steps before them
     runs: Path = Path("runs/quickstart")  # folder of warm starts and runs
     resume: bool = False  # continue runs that were stopped
@@ -127,7 +127,7 @@ def warm_start(args: Args, seed: int) -> None:
     update = make_supervised_update(smd.Decoder(CONFIG), optimizer)
     with training_progress(steps, every=50, name=f"warm start, seed {seed}") as show:
         for step in range(steps):
-            batch = [rows[int(i)] for i in batch_indices(len(rows), 128, step, seed)]
+            batch = [rows[int(i)] for i in batch_indices(len(rows), 64, step, seed)]
             pairs = [row["prompt"] for row in batch], [row["answer"] for row in batch]
             state, _ = update(state, encode_examples(TOKENIZER, *pairs, width=WIDTH))
             show(step + 1, {})
