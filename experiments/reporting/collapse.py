@@ -134,9 +134,7 @@ def over_tis(cells: Sequence[CollapseCell]) -> str:
         return ", ".join(number(difference(arms[0][rate], arms[1][rate], kind).mean, 2) for rate in sorted(arms[0]))
 
     found = [f"{policy}, {cache} {leads(policy, kind)}" for policy in POLICIES for kind, cache in CACHES.items()]
-    return (
-        f"""At equal rates, from 3e-5 to 3e-3, shadow masks minus TIS is greedily {"; ".join(found)} (exploratory)."""
-    )
+    return f"At equal rates, from 3e-5 to 3e-3, shadow masks minus TIS is greedily {'; '.join(found)} (exploratory)."
 
 
 def learners_table(cells: Sequence[CollapseCell]) -> str:

@@ -188,11 +188,8 @@ def other_shares(cell: RoomCell) -> str:
 def still_rises(cell: RoomCell, arm: str, kind: str) -> bool:
     """Whether the last three evaluations are above the three before, with an interval above 0."""
     rows = cell.rows(arm, "budget" if kind.startswith("sparse") else "full cache")
-
-    def part(places: slice) -> dict[int, float]:
-        return {row["seed"]: mean(point[kind] for point in row["curve"][places]) for row in rows}
-
-    gain = paired(part(slice(-LAST, None)), part(slice(-2 * LAST, -LAST)))
+    steps = [point["step"] for point in rows[0]["curve"]]
+    gain = paired(stopped_at(rows, steps[-1], kind), stopped_at(rows, steps[-1 - LAST], kind))
     return gain.established and gain.mean > 0
 
 
