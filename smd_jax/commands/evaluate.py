@@ -52,7 +52,7 @@ from smd_jax.commands.errors import (
     take_debug,
 )
 from smd_jax.commands.limits import (
-    READ_WITH,
+    READ_IN_EVALUATION,
     check_context,
     check_devices,
     check_numbers,
@@ -223,7 +223,7 @@ def run(args: Args) -> list[Evaluated]:
     print(dropped, file=sys.stderr)
     if reads_training_rows(args):
         print_box("notice", "The run was trained on these rows and names no others. --split or --dataset names some.")
-    for line in unread_options(args, READ_WITH):
+    for line in unread_options(args, READ_IN_EVALUATION):
         print_box("notice", line)
     print(f"a completion ends with: {shown_tokens(opened.tokenizer, opened.ends)}", file=sys.stderr)
     results, output = list[Evaluated](), sys.stdout

@@ -27,13 +27,9 @@ def is_sparse(run: Any) -> bool:
 
 
 Rules = tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]
+NOT_PROCEDURAL = f"without --dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data"
 # Options, whether the run reads them, and when they have no effect.
-READ_WITH: Rules = (
-    (
-        ("dataset_size",),
-        lambda run: PROCEDURAL in run.dataset + (getattr(run, "eval_dataset", None) or ""),
-        f"without --dataset {PROCEDURAL}NAME; --split train[:1000] takes the first rows of other data",
-    ),
+_READ_BY_BOTH: Rules = (
     (("overlong_cache",), lambda run: "overlong" in run.reward, "without --reward overlong"),
     (
         ("max_turns", "max_turn_length", "environment_timeout", "turn_credit"),
@@ -55,7 +51,13 @@ READ_WITH: Rules = (
         "with --environment, which gives the rewards",
     ),
 )
+READ_IN_EVALUATION: Rules = (
+    (("dataset_size",), lambda run: PROCEDURAL in run.dataset, NOT_PROCEDURAL),
+    *_READ_BY_BOTH,
+)
 READ_IN_TRAINING: Rules = (
+    (("dataset_size",), lambda run: PROCEDURAL in run.dataset + (run.eval_dataset or ""), NOT_PROCEDURAL),
+    *_READ_BY_BOTH,
     (
         ("sync_ref_model",),
         lambda run: run.ref_model_sync_steps < run.max_steps * run.minibatches * run.num_iterations,

@@ -38,7 +38,7 @@ from smd_jax.commands.errors import (
     take_debug,
 )
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
-from smd_jax.commands.limits import READ_IN_TRAINING, READ_WITH, check_numbers, unread_options, without_evictions
+from smd_jax.commands.limits import READ_IN_TRAINING, check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import save_model, shown_tokens
 from smd_jax.commands.places import by_content, check_output_dir, with_absolute_paths
 from smd_jax.commands.policy_texts import trained_gate
@@ -260,8 +260,7 @@ def print_plan(algorithm: str, ready: Prepared) -> None:
     print(f"a completion ends with: {shown_tokens(ready.model.tokenizer, ready.model.ends)}")
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     print(f"devices: {mesh.size} of {jax.device_count()} x {jax.devices()[0].device_kind}; mesh: {axes}")
-    unread = unread_options(ready.args, (*READ_WITH, *READ_IN_TRAINING))
-    for line in filter(None, [without_evictions(ready.loop), *unread]):
+    for line in filter(None, [without_evictions(ready.loop), *unread_options(ready.args, READ_IN_TRAINING)]):
         print_box("notice", line)
     for line in ready.data.counts:
         print(line)

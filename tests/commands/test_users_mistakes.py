@@ -21,14 +21,14 @@ from smd_jax.commands.errors import FLAGS, LONGEST, LONGEST_LINE, UserError, pri
 from smd_jax.commands.evaluate import main as smd_eval
 from smd_jax.commands.evaluate import read
 from smd_jax.commands.export import main as smd_export
-from smd_jax.commands.limits import READ_IN_TRAINING, READ_WITH, unread_options
+from smd_jax.commands.limits import READ_IN_EVALUATION, READ_IN_TRAINING, unread_options
 from smd_jax.commands.model_source import load_tokenizer
 from smd_jax.commands.plot import main as smd_plot
 from smd_jax.commands.train import config_text, main
 from tests.command_errors import error_of
 from tests.commands.conftest import MakeArgv
 
-RULES = (*READ_WITH, *READ_IN_TRAINING)
+RULES = READ_IN_TRAINING
 YAML_BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
 CONVERSATION = "--environment FOLDER/own.py:Count --max-prompt-length 64"
 ENVIRONMENT = """
@@ -394,9 +394,9 @@ def test_every_option_is_one_flag():
 def test_options_that_an_evaluation_does_not_read():
     argv = ["--model", "m", "--dataset", "d"]
     changed = ["--max-turns", "3", "--overlong-cache", "9", "--dataset-size", "9", "--eval-rows", "3"]
-    lines = [line.split(":")[0] for line in unread_options(read([*argv, *changed]), READ_WITH)]
+    lines = [line.split(":")[0] for line in unread_options(read([*argv, *changed]), READ_IN_EVALUATION)]
     assert lines == ["--dataset-size", "--overlong-cache", "--max-turns"]
-    assert unread_options(read(argv), READ_WITH) == []
+    assert unread_options(read(argv), READ_IN_EVALUATION) == []
 
 
 def test_debug_shows_the_error_itself(capsys: pytest.CaptureFixture[str]):

@@ -96,6 +96,16 @@ def test_unreportable_rows_are_refused(commit: str, start: str, tmp_path: Path, 
         report.check_rows()
 
 
+def test_rows_of_the_report_without_a_start_need_a_clean_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    write_rows(tmp_path / "older.json", [{"commit": "abcdef1+"}])
+    write_rows(tmp_path / "smollm2.json", [{"commit": "abcdef1"}])
+    report.check_rows()
+    write_rows(tmp_path / "smollm2.json", [{"commit": "abcdef1+"}])
+    with pytest.raises(ValueError, match="rows of clean commits in smollm2.json"):
+        report.check_rows()
+
+
 def test_differences_are_paired_by_seed():
     ours = [{"seed": seed, "sparse": 0.70 + 0.01 * seed} for seed in (0, 1)]
     # In another order, and one without a partner.
