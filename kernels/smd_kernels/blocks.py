@@ -92,7 +92,7 @@ class BlockSizes:
       blocks: blocks per kernel call in `segment_attention`; more blocks take more memory, fewer need more launches.
 
     Raises:
-      ValueError: a size is less than 1.
+      ValueError: a size is less than 1 or no whole number.
     """
 
     rows: int = 128
@@ -107,8 +107,8 @@ class BlockSizes:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"expected {name} >= 1; got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"expected {name} >= 1, a whole number; got {value!r}")
 
 
 class LiveTiles(NamedTuple):

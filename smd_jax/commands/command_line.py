@@ -36,7 +36,8 @@ def parse(words: Sequence[str]) -> tuple[str, Common]:
     given = config_file.expand_words(words, ALGORITHMS)
     name = given[0] if given else "nothing"
     if name in ALGORITHMS:
-        return name, parse_options(ALGORITHMS[name], f"smd-train {name}", DESCRIPTION, given[1:])
+        kind = ALGORITHMS[name]
+        return name, parse_options(kind, f"smd-train {name}", f"{DESCRIPTION}\n\n{kind.__doc__}", given[1:])
     if any(word in (*HELP, HELP_ALL) for word in given):
         algorithms = "\n".join(f"  smd-train {name} --help  {kind.__doc__}" for name, kind in ALGORITHMS.items())
         print(f"usage: smd-train ALGORITHM --model … --dataset …\n\n{DESCRIPTION}\n\n{algorithms}")
@@ -61,7 +62,7 @@ def parse_options(kind: type[T], prog: str, description: str, words: Sequence[st
     if asks_for_help(words):
         left_out = sum(not _is_basic(hint) for hint in config_file.options_of(kind).values())
         more = f"\n\n{left_out} more options: {HELP_ALL}" if left_out else ""
-        return parse_words(basic_options(kind), prog, f"{description}\n\n{(kind.__doc__ or '').strip()}{more}", words)
+        return parse_words(basic_options(kind), prog, f"{description}{more}", words)
     return parse_words(kind, prog, description, words, default)
 
 

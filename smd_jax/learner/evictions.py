@@ -28,7 +28,7 @@ from smd_jax.message.masks import LayerMask, ShadowMask
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.lora import check_reads_lora
-from smd_jax.model.protocol import LanguageModel, Params
+from smd_jax.model.protocol import LanguageModel, Params, forward
 from smd_jax.model.routing import check_expert_count, routed_layers
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
@@ -114,7 +114,7 @@ def response_hidden_and_evictions(
     places = model.encode_positions(trajectory.positions)
     check_expert_count(model.shape, trajectory.expert_count)
     layers = routed_layers(model.shape, layers, trajectory.routing)
-    hidden, logits = model.hidden(params, trajectory.tokens, places, attention, layers)
+    hidden, logits = forward(model, params, trajectory.tokens, places, attention, layers)
     if trajectory.routing is not None:
         logits = tuple(layer.state for layer in logits)
 

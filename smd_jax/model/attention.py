@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float
 from smd_jax.devices.sharding import over_heads, split_heads
 from smd_jax.message.masks import KeyInterval, LayerMask, ShadowMask, check_booleans, check_whole_columns, to_visible
 from smd_jax.shapes import check_shape
+from smd_jax.typed_fields import check_choice, check_types
 from smd_kernels import reference
 from smd_kernels.blocks import BlockKernel, BlockSizes
 from smd_kernels.codes import Codes
@@ -61,6 +62,10 @@ class AttentionConfig:
       impl, sizes: implementation of the teacher-forced pass and of prefill, and its block sizes, see `attend`.
       decode_impl: implementation of decoding, see `decode`. None chooses the fastest that can run.
       softcap: soft cap of the scores by tanh (Gemma 2); None: no cap.
+
+    Raises:
+      TypeError: for a value of the wrong type.
+      ValueError: for a soft cap that is not positive and finite, or an implementation that does not exist.
     """
 
     impl: Implementation | None = None
@@ -69,6 +74,10 @@ class AttentionConfig:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
+        for field, names in (("impl", Implementation), ("decode_impl", DecodeImplementation)):
+            if (name := getattr(self, field)) is not None:
+                check_choice(field, name, get_args(names))
         check_softcap(self.softcap)
 
     def attend(self, q: Array, k: Array, v: Array, mask: LayerMask, sinks: Array | None = None) -> Array:

@@ -128,9 +128,13 @@ def from_nnx(
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
+
+    Raises:
+      TypeError: for a module of another library.
     """
     from flax import nnx
 
+    _check_module(module, nnx.Module, "flax.nnx")
     module = nnx.clone(module)
     for _, part in nnx.iter_modules(module):
         # A rate of 0 holds for calls with `deterministic=False` too.
@@ -154,9 +158,13 @@ def from_equinox(
 
     Args:
       hidden, logits: functions of the module, see this file's docstring.
+
+    Raises:
+      TypeError: for a module of another library.
     """
     import equinox
 
+    _check_module(module, equinox.Module, "equinox")
     off = equinox.nn.Dropout(0.0, inference=True)
     module = jax.tree.map(
         lambda x: off if isinstance(x, equinox.nn.Dropout) else x,
@@ -165,3 +173,8 @@ def from_equinox(
     )
     params, rest = equinox.partition(module, equinox.is_inexact_array)
     return ModuleModel(lambda params: equinox.combine(params, rest), shape, hidden, logits), params
+
+
+def _check_module(module: object, kind: type, library: str) -> None:
+    if not isinstance(module, kind):
+        raise TypeError(f"expected a module of {library}; got {type(module).__module__}.{type(module).__name__}")

@@ -225,6 +225,38 @@ class LanguageModel(Protocol):
         ...
 
 
+def forward(
+    model: LanguageModel,
+    params: Params,
+    tokens: Int[Array, "batch tokens"],
+    positions: EncodedPositions,
+    attend: Attend,
+    layers: tuple[LayerState, ...],
+) -> tuple[Float[Array, "batch tokens hidden_size"], tuple[LayerState, ...]]:
+    """`model.hidden` with its result checked.
+
+    Raises:
+      TypeError: the result is not hidden states and layers.
+      ValueError: hidden states of another shape, or a layer's state that `attend` did not return.
+    """
+    result = model.hidden(params, tokens, positions, attend, layers)
+    if not (isinstance(result, tuple) and len(result) == 2 and hasattr(result[0], "shape")):
+        raise TypeError(
+            f"expected hidden of {type(model).__name__} to return an array of hidden states and the layers' new "
+            f"states; got {f'{len(result)} objects' if isinstance(result, tuple) else type(result).__name__}"
+        )
+    hidden, new = result[0], tuple(result[1])
+    if hidden.shape != (want := (*tokens.shape, model.shape.hidden_size)):
+        raise ValueError(f"expected hidden states [batch, tokens, hidden_size] {want}; got {hidden.shape}")
+    unchanged = [index for index, (old, state) in enumerate(zip(layers, new, strict=False)) if state is old]
+    if len(new) != len(layers) or unchanged:
+        found = f"layer {unchanged[0]}'s unchanged" if unchanged else f"{len(new)} states"
+        raise ValueError(
+            f"expected hidden to return the state from attend for each of {len(layers)} layers; got {found}"
+        )
+    return hidden, new
+
+
 def check_attended(shape: ModelShape, q: Array, k: Array, v: Array, heads_axis: Literal[1, 2] = 1) -> None:
     """Raises ValueError unless queries, keys and values of a model have the sizes of its `shape`."""
     for name, x, heads in (("q", q, "num_heads"), ("k", k, "num_kv_heads"), ("v", v, "num_kv_heads")):

@@ -22,7 +22,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from smd_jax.model.protocol import Attend, EncodedPositions, LanguageModel, LayerState, ModelShape, Params, Routed
+from smd_jax.model.protocol import (
+    Attend,
+    EncodedPositions,
+    LanguageModel,
+    LayerState,
+    ModelShape,
+    Params,
+    Routed,
+    forward,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class SharedPrompt:
         once = SharedAttend(attend, self.rows, self.columns)
         positions = jax.tree.map(once.together, positions)
         layers = tuple(_routed(once.together, layer) for layer in layers)
-        hidden, layers = self.model.hidden(params, once.together(tokens), positions, once, layers)
+        hidden, layers = forward(self.model, params, once.together(tokens), positions, once, layers)
         return once.apart(hidden), tuple(_routed(once.apart, layer) for layer in layers)
 
     def logits(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.message.masks import LayerMask, Mask, check_mask, layer_mask, windowed
 from smd_jax.model.lora import check_reads_lora
-from smd_jax.model.protocol import LanguageModel, ModelShape, Params, check_attended
+from smd_jax.model.protocol import LanguageModel, ModelShape, Params, check_attended, forward
 from smd_jax.model.routing import routed_layers, router_logits
 
 
@@ -92,7 +92,7 @@ def hidden_and_router(
     check_reads_lora(model, params)
     layers = routed_layers(model.shape, layer_masks(model.shape, tokens, mask, longest), routing)
     attention = TeacherForced(model.shape)
-    hidden, layers = model.hidden(params, tokens, model.encode_positions(positions), attention, layers)
+    hidden, layers = forward(model, params, tokens, model.encode_positions(positions), attention, layers)
     return hidden, router_logits(model.shape, layers) if read_router and routing is not None else None
 
 

@@ -26,6 +26,7 @@ from smd_jax.model.protocol import (
     ModelShape,
     Params,
     check_attended,
+    forward,
 )
 from smd_jax.model.routing import read_routing, recording_layers
 from smd_jax.pytrees import any_leaves
@@ -144,7 +145,7 @@ def read_tokens(
         for layers, layer, slot in zip(sampler.runs, cache, slots, strict=True)
     ]
     layers = recording_layers(shape, layer_states(sampler.runs, states))
-    hidden, layers = sampler.model.hidden(params, tokens, positions, DecodeAttend(shape), layers)
+    hidden, layers = forward(sampler.model, params, tokens, positions, DecodeAttend(shape), layers)
     layers, experts = read_routing(shape, layers)
     cache = tuple(layer.cache for layer in states_of(layers))
     if evicted_at is not None:

@@ -7,7 +7,6 @@ in chunks   [. . a b] ─► compress ─► [c d e f] ─► compress ─► �
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from smd_jax.cache.slots import EMPTY, KVCache, LayerCache
 from smd_jax.eviction.statistics import CacheShape
 from smd_jax.message.masks import NEVER, dense_mask, positions, record_evictions
 from smd_jax.message.spans import SpanState
-from smd_jax.model.protocol import LayerState, ModelShape, Params
+from smd_jax.model.protocol import Params, forward
 from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
 from smd_jax.model.teacher_forced import layer_masks
 from smd_jax.pytrees import any_leaves
@@ -79,27 +78,12 @@ def prefill(sampler: Sampler, params: Params, prompts: PromptBatch, rng: Key[Arr
     pairs = zip(sampler.runs, sampler.compressions(sampler.row_buffer), strict=True)
     layers = layer_states(sampler.runs, [state(*pair) for pair in pairs])
     places = model.encode_positions(positions(prompts.valid))
-    given = recording_layers(model.shape, layers)
-    hidden, layers = model.hidden(params, prompts.tokens, places, attend, given)
-    _check_hidden(model.shape, prompts.tokens, hidden, given, layers)
+    layers = recording_layers(model.shape, layers)
+    hidden, layers = forward(model, params, prompts.tokens, places, attend, layers)
     layers, routing = read_routing(model.shape, layers)
     results = [state.result if isinstance(state, PromptRun) else state for state in states_of(layers)]
     cache, records = zip(*results, strict=True)
     return Prefilled(hidden[:, -1], progress.start, cache, _with_routing(sampler, records, routing), spans)
-
-
-def _check_hidden(
-    shape: ModelShape, tokens: Array, hidden: Array, given: Sequence[LayerState], layers: Sequence[LayerState]
-) -> None:
-    """Raises ValueError for states of a model that cannot be those of its tokens and layers."""
-    if hidden.shape != (want := (*tokens.shape, shape.hidden_size)):
-        raise ValueError(f"expected hidden states [batch, tokens, hidden_size] {want}; got {hidden.shape}")
-    unchanged = [index for index, (old, new) in enumerate(zip(given, layers, strict=False)) if new is old]
-    if len(layers) != len(given) or unchanged:
-        found = f"layer {unchanged[0]}'s unchanged" if unchanged else f"{len(layers)} states"
-        raise ValueError(
-            f"expected hidden to return the state from attend for each of {len(given)} layers; got {found}"
-        )
 
 
 def _with_routing(

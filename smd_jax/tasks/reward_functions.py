@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from smd_jax.tasks.task import Completion, completion_text, missing_extra
+from smd_jax.typed_fields import check_types
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 BOXED = "\\boxed{"
@@ -91,12 +92,17 @@ class RougeL:
 
     Attributes:
       length_penalty: at least 0; the full penalty applies from twice the reference's words on.
+
+    Raises:
+      TypeError: for a value of the wrong type.
+      ValueError: for a negative or infinite penalty.
     """
 
     length_penalty: float = 0.1
     __name__ = "rouge_l"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.length_penalty < float("inf"):
             raise ValueError(f"expected length_penalty >= 0; got {self.length_penalty}")
 

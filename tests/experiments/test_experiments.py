@@ -23,8 +23,8 @@ RESULTS = sorted((EXPERIMENTS / "results").rglob("*.json"))
 DELETED = {
     *("choices", "collectives", "compile_update", "first_run", "foreign_sampler", "gradients", "kvpress_parity"),
     *("memory_wall", "mismatch", "parity", "predict_kernels", "readable_text", "sharding"),
-    *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "bench/growth", "collectives_experts"),
-    *("eviction_action", "engine_records", "folds", "horizon", "map"),
+    *("bench/ahead", "bench/packing", "bench/depth", "bench/tree", "bench/growth", "bench/startup"),
+    *("collectives_experts", "eviction_action", "engine_records", "folds", "horizon", "map"),
 }
 
 

@@ -42,11 +42,13 @@ from smd_jax.message.gate import LinearGate
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.sampling import SamplingConfig
 from smd_jax.message.spans import TokenSpans
+from smd_jax.model.attention import AttentionConfig
 from smd_jax.model.lora import LoraConfig
 from smd_jax.monitor.metrics_log import read_metrics
 from smd_jax.runs.run_config import Objective, RunConfig
 from smd_jax.runs.settings import to_jsonable
 from smd_jax.sampler.config import RolloutConfig
+from smd_jax.tasks.reward_functions import RougeL
 from smd_jax.tasks.row_format import RowFormat
 from smd_jax.testing import tiny_model_config
 from smd_jax.train.evaluation import Decode
@@ -73,7 +75,7 @@ CONFIGS: list[Any] = [
     *(LinearRope(4.0), Llama3Rope(8.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768)),
     *(corrections.TIS(), corrections.MIS(), corrections.OPSM(), corrections.DPPOTV()),
     *(corrections.Rejection(), corrections.Veto(), corrections.Chain((corrections.TIS(),)), DenseLearner()),
-    *(Clip(), ClipWeight(), SoftGate(), FixedLength()),
+    *(Clip(), ClipWeight(), SoftGate(), FixedLength(), AttentionConfig(), RougeL()),
 ]
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 

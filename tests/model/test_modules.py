@@ -177,6 +177,16 @@ def test_a_shape_with_runs_is_refused():
         smd.model.from_equinox(module, shape, lambda *_: jnp.ones((1, 3, 2)), lambda module, x: x)
 
 
+def test_modules_of_another_library_are_refused():
+    shape = smd.model.ModelShape(1, 1, 1, 2, 2, 4, max_positions=8)
+    equinox: Any = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    flax = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"expected a module of flax.nnx; got equinox.*\.Linear"):
+        smd.model.from_nnx(equinox, shape, lambda *_: jnp.ones(1), lambda *_: jnp.ones(1))
+    with pytest.raises(TypeError, match=r"expected a module of equinox; got flax.*\.Linear"):
+        smd.model.from_equinox(flax, shape, lambda *_: jnp.ones(1), lambda *_: jnp.ones(1))
+
+
 def recorded_mask() -> smd.ShadowMask:
     """Four columns; KV head 0 evicts key 0 after query 1, head 1 evicts key 1 after query 2."""
     return smd.ShadowMask(jnp.array([[[[2, 9, 9, 9], [9, 3, 9, 9]]]], jnp.int32))

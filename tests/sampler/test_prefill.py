@@ -13,10 +13,11 @@ import pytest
 
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.eviction.policies import H2O, Dense, KeyDiff, Knorm, SnapKV
-from smd_jax.message.masks import NEVER, Segments, ShadowMask
+from smd_jax.message.masks import NEVER, Segments, ShadowMask, dense_mask, positions
 from smd_jax.message.quantization import QuantConfig
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.decoder import Decoder
+from smd_jax.model.teacher_forced import apply_model
 from smd_jax.sampler.engine import PromptQueue
 from smd_jax.sampler.fixed_batch import RolloutConfig, rollout
 from smd_jax.sampler.keys import row_keys
@@ -213,6 +214,8 @@ def test_invalid_chunks_are_refused():
         (lambda hidden, given, new: (hidden, given), "state from attend for each of 2 layers; got layer 0's unchanged"),
         (lambda hidden, given, new: (hidden, new[:1]), "each of 2 layers; got 1 states"),
         (lambda hidden, given, new: (hidden[:, -1:], new), r"hidden_size\] \(3, 37, 32\); got \(3, 1, 32\)"),
+        (lambda hidden, given, new: None, "of Broken to return an array .* got NoneType"),
+        (lambda hidden, given, new: (hidden, new, new), "of Broken to return an array .* got 3 objects"),
     ],
 )
 def test_wrong_results_of_a_models_hidden_are_refused(broken: Any, message: str):
@@ -222,8 +225,8 @@ def test_wrong_results_of_a_models_hidden_are_refused(broken: Any, message: str)
             return broken(hidden, layers, new)
 
     model = Broken(MODELS[2].config)
-    prompts = left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
-    with pytest.raises(ValueError, match=f"expected hidden .*{message}"):
-        rollout(
-            model, make_params(model.config), prompts, KEY, policy=Dense(), config=replace(SIZES, prefill_chunk=None)
-        )
+    params, prompts = make_params(model.config), left_padded(LENGTHS, WIDTH, SHAPE.vocab_size)
+    with pytest.raises((TypeError, ValueError), match=f"expected hidden .*{message}"):
+        rollout(model, params, prompts, KEY, policy=Dense(), config=replace(SIZES, prefill_chunk=None))
+    with pytest.raises((TypeError, ValueError), match=f"expected hidden .*{message}"):
+        apply_model(model, params, prompts.tokens, positions(prompts.valid), dense_mask(prompts.valid))
