@@ -21,7 +21,7 @@ from smd_jax.monitor.run_plots import COLOURS
 
 MARKERS = {"tova-heads": "o", "h2o": "s"}
 SMALLEST = 0.03  # effect of interest
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+TICKS, DECADES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1)
 CURVES = ("full-cache", "naive", "tis-1.5", "shadow", OURS, "shadow-anchor")
 
 
@@ -99,7 +99,8 @@ def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], pat
         rewards.set_title(f"{task}: rewards; markers as at the left", loc="left", fontsize=10)
         for axes in (leads, rewards):
             axes.set_xscale("log")
-            axes.set_xticks(TICKS, list(map(str, TICKS)))
+            ticks = TICKS if min(cell.nats for cell in of_task) > TICKS[0] else DECADES
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_xlabel("mismatch: KL from sampler to dense learner, nats per token")
             axes.legend(fontsize=8)

@@ -203,18 +203,17 @@ def test_the_lead_at_a_mismatch_is_read_off_a_line_over_its_logarithm():
     def cell(nats: float, lead: float) -> dose.DoseCell:
         seeds = {seed: 0.01 * seed for seed in dose.SEEDS}
         rewards = {"naive": seeds, "tis": {seed: x - 0.1 for seed, x in seeds.items()}}
-        rewards["mixed-50"] = {seed: x + lead + 0.001 * seed for seed, x in seeds.items()}
+        rewards["mixed-50"] = {seed: x + lead + 0.0012 * seed for seed, x in seeds.items()}
         return dose.DoseCell("sorting-12, h2o, 1 keys", {}, rewards, dict.fromkeys(dose.SEEDS, nats))
 
     # On a line over log10: 0.1 at 0.015 nats, 0.2 at 0.15 nats.
     cells = [cell(0.0015, 0.0), cell(0.015, 0.1), cell(1.5, 0.3)]
-    assert cells[0].rival == "naive" and cells[0].lead("mixed-50").mean == pytest.approx(0.0125)
-    assert dose.at_nats(cells) == pytest.approx([0.2 + 0.001 * seed for seed in dose.SEEDS])
+    assert cells[0].rival == "naive" and cells[0].lead("mixed-50").mean == pytest.approx(0.015)
+    assert dose.at_nats(cells) == pytest.approx([0.2 + 0.0012 * seed for seed in dose.SEEDS])
     assert [one.nats for one in dose.neighbours(cells)] == [0.015, 1.5]
-    assert dose.between(cells).startswith("Interpolated between these, it is +0.21")
-    assert dose.between([*cells[:2], cell(1.5, 0.1), cell(15, 0.9)]).startswith(
-        "The line lies above both cells next to it."
-    )
+    assert dose.by_task(cells) == "sorting-12 +0.215 ± 0.002 by its own line, +0.215 ± 0.002 between these cells"
+    steep = [*cells[:2], cell(1.5, 0.1), cell(15, 0.9)]
+    assert "by its own line, which lies above both cells next to it, +0.115 ± 0.002" in dose.by_task(steep)
 
 
 def test_names_in_figures_are_those_of_the_pages():
