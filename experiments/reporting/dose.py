@@ -118,8 +118,8 @@ def section(rows: Sequence[Row]) -> str:
 
 *Mismatch* is `mismatch_kl`, the KL from the sampler to the dense learner in nats per token, mean over all rollouts of
 the TIS runs. It depends on the learner; the first rollout gives its value before training, which is not in the table.
-Budgets from nearly all keys to a third, {tasks}, {len(SEEDS)} seeds, starts of the studies above. The rival is the better
-of naive and TIS in the reported seeds, which favours it. {rates(cells)}
+Budgets from nearly all keys to a third, {tasks}, {len(SEEDS)} seeds, starts of the studies above. The rival is the
+better of naive and TIS in the reported seeds, which favours it. {rates(cells)}
 Greedy, under the budget ([all cells](docs/report_appendix.md#lead-by-mismatch)):
 
 ![leads and rewards by mismatch](experiments/results/{FIGURE})
@@ -128,8 +128,9 @@ Greedy, under the budget ([all cells](docs/report_appendix.md#lead-by-mismatch))
 {AT} nats is {plain(estimate(at_nats(cells)))}. The plan did not foresee cells that evict nothing before the last tokens
 ({len(cells) - len(evicting)} of {len(cells)} cells): their mismatch is rounding, and its logarithm dominates the
 regression. Without them, decided after the rows were seen, it is {plain(estimate(at_nats(evicting)))}.
-By task (exploratory): {by_task(cells)}. Intervals are t over {len(SEEDS)} seeds, wider than the bootstrap of the plan. They lack the error of
-the line. The plan predicted no lead below 0.1 nats: there {early} of {len(small)} leads of mixed-50 are established. It
+By task (exploratory): {by_task(cells)}.
+Intervals are t over {len(SEEDS)} seeds, wider than the bootstrap of the plan. They lack the error of the line. The plan
+predicted no lead below 0.1 nats: there {early} of {len(small)} leads of mixed-50 are established. It
 predicted none where the budget leaves no signal: no such budget was reached.
 """
 
