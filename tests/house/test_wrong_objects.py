@@ -14,6 +14,7 @@ from smd_jax.message import dense_mask
 from smd_jax.model import stack_params
 from smd_jax.tasks.task import prompt_text
 from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from smd_kernels import BlockSizes
 
 config = tiny_model_config(num_layers=1)
 model, params, adam = smd.Decoder(config), random_params(config), optax.adam(1e-3)
@@ -202,6 +203,7 @@ VALUE_ERRORS = [
         "sample(params=random_params(replace(config, tie_embeddings=False)))",
         "parameters of 1 layers with tied embeddings, as the config says; got lm_head, too",
     ),
+    ("BlockSizes(keys='8')", "keys >= 1, a whole number; got '8'"),
     ("dense_mask(jnp.ones(3, bool))", "valid of shape [batch, keys]; got [3]"),
     ("step(advantages=jnp.ones((2, 1)))", "advantages of shape [2] or [2, 4]; got [2, 1]"),
     ("step(old_logprobs=jnp.ones((2, 3)))", "old_logprobs of shape [2, 4]; got [2, 3]"),
