@@ -212,6 +212,7 @@ def test_the_lead_at_a_mismatch_is_read_off_a_line_over_its_logarithm():
     assert dose.at_nats(cells) == pytest.approx([0.2 + 0.0012 * seed for seed in dose.SEEDS])
     assert [one.nats for one in dose.neighbours(cells)] == [0.015, 1.5]
     assert dose.by_task(cells) == "sorting-12 +0.215 ± 0.002 by its own line, +0.215 ± 0.002 between these cells"
+    assert dose.established([*cells, cell(15, -0.9)]) == "sorting-12 3 of 4, with up to 15 nats"
     steep = [*cells[:2], cell(1.5, 0.1), cell(15, 0.9)]
     assert "by its own line, which lies above both cells next to it, +0.115 ± 0.002" in dose.by_task(steep)
 
