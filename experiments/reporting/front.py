@@ -55,8 +55,7 @@ Eight fresh seeds; ± is a 95 % t interval of differences paired by seed; bold: 
 {lost(cell, others, rows)}
 {real_model.bullet(smollm2)}
 
-**Not measured yet**, though [planned](experiments/PLAN.md): the lead by mismatch in walks. Not planned: public
-benchmarks, a GPU. No run had a full cache that did not fit.
+**Not measured**: public benchmarks, a GPU. No run had a full cache that did not fit.
 
 **Related methods.** Memento (arXiv:2604.09852) evicts a block of text when its summary is written,
 and trains under that mask, one for all layers and heads. Here each layer and KV head has its own record, and
