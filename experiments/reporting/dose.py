@@ -88,8 +88,7 @@ def by_task(cells: Sequence[DoseCell]) -> str:
     """The lead at `AT` nats in each task: by its own line, and between the two cells on both sides of `AT`, because a
     line through all cells need not pass near them."""
     found = []
-    for task in tasks_of(cells):
-        inside = [cell for cell in cells if cell.task == task]
+    for task, inside in of_tasks(cells).items():
         line, beside = estimate(at_nats(inside)), neighbours(inside)
         above = line.mean > max(cell.lead("mixed-50").mean for cell in beside)
         words = f"{plain(line)} by its own line{', which lies above both cells next to it' if above else ''}"
@@ -100,16 +99,16 @@ def by_task(cells: Sequence[DoseCell]) -> str:
 def established(cells: Sequence[DoseCell]) -> str:
     """The number of established leads of mixed-50 over the rival in each task."""
     found = []
-    for task in tasks_of(cells):
-        inside = [cell for cell in cells if cell.task == task]
+    for task, inside in of_tasks(cells).items():
         leads = [cell.lead("mixed-50") for cell in inside]
         ahead = sum(lead.established and lead.mean > 0 for lead in leads)
         found.append(f"{task} {ahead} of {len(inside)}, with up to {inside[-1].nats:.2g} nats")
     return "; ".join(found)
 
 
-def tasks_of(cells: Sequence[DoseCell]) -> list[str]:
-    return sorted({cell.task for cell in cells})
+def of_tasks(cells: Sequence[DoseCell]) -> dict[str, list[DoseCell]]:
+    """Task -> its cells, in alphabetical order of the tasks."""
+    return dict(sorted(grouped(cells, lambda cell: cell.task).items()))
 
 
 def primary(rows: Sequence[Row]) -> Contrast:
@@ -122,7 +121,7 @@ def primary(rows: Sequence[Row]) -> Contrast:
 
 def section(rows: Sequence[Row]) -> str:
     cells = cells_of(rows)
-    tasks = " and ".join(tasks_of(cells))
+    tasks = " and ".join(of_tasks(cells))
     evicting, small = [cell for cell in cells if cell.evicts], [cell for cell in cells if cell.nats < 0.1]
     early = sum(cell.lead("mixed-50").established for cell in small)
     return f"""## Lead by mismatch

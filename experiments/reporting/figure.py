@@ -84,10 +84,11 @@ def draw_doses(cells: Sequence[dose.DoseCell], smollm2: Mapping[str, float], pat
     Args:
       smollm2: eviction policy -> the real model's mismatch in nats a token.
     """
-    tasks = sorted({cell.task for cell in cells})
+    tasks = dose.of_tasks(cells)
     figure = Figure(figsize=(12, 4.8 * len(tasks)), layout="constrained")
-    for task, (leads, rewards) in zip(tasks, figure.subplots(len(tasks), 2, squeeze=False), strict=True):
-        of_task = [cell for cell in cells if cell.task == task and cell.evicts]
+    panels = figure.subplots(len(tasks), 2, squeeze=False)
+    for (task, inside), (leads, rewards) in zip(tasks.items(), panels, strict=True):
+        of_task = [cell for cell in inside if cell.evicts]
         draw_dose_leads(leads, of_task)
         leads.set_title(f"{task}: leads, 95 % intervals; circles TOVA per head, squares H2O", loc="left", fontsize=10)
         for rule, nats in smollm2.items():
