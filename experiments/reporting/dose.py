@@ -140,8 +140,8 @@ Greedy, under the budget ([all cells](docs/report_appendix.md#lead-by-mismatch))
 regression. Without them, decided after the rows were seen, it is {plain(estimate(at_nats(evicting)))}.
 By task (exploratory): {by_task(cells)}. Established leads of mixed-50: {established(cells)}.
 Intervals are t over {len(SEEDS)} seeds, wider than the bootstrap of the plan. They lack the error of the line. The plan
-predicted no lead below 0.1 nats: there {early} of {len(small)} leads of mixed-50 are established. It
-predicted none where the budget leaves no signal: no such budget was reached.
+predicted no lead below 0.1 nats: of the {len(small)} leads of mixed-50 there, {early} {"is" if early == 1 else "are"}
+established. It predicted none where the budget leaves no signal: no such budget was reached.
 """
 
 
