@@ -1,20 +1,27 @@
-"""Helpers for pytrees: a decorator for their classes, and stacking."""
+"""A base class of pytrees, and stacking."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-any_leaves = no_type_check
-"""Decorates pytree classes whose annotations describe arrays.
+from smd_kernels.pytrees import any_leaves as any_leaves
 
-The annotations give the shapes that a user sees. JAX rebuilds the same classes with other leaves (shardings, axis
-numbers, None), which shape checks at construction would refuse. So functions check their arguments, and constructors do
-not.
-"""
+
+class PyTreeNode(struct.PyTreeNode):
+    """Flax's dataclass that is a pytree. Its annotations describe arrays for the reader; the constructor checks none.
+
+    JAX rebuilds pytrees with other leaves: shardings, axis numbers, None. A check of shapes would refuse these, so
+    functions check their arguments.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        any_leaves(cls)
 
 
 def stack(trees: Sequence[Any]) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from smd_jax.cache import row_parts
@@ -23,11 +22,10 @@ from smd_jax.eviction.base import CacheView, EvictionPolicy, scores_of
 from smd_jax.eviction.policies import gate_logits
 from smd_jax.message.draws import STAYED, ordered_logprob
 from smd_jax.message.quantization import Parity
-from smd_jax.pytrees import any_leaves, stack
+from smd_jax.pytrees import PyTreeNode, any_leaves, stack
 
 
-@any_leaves
-class RowProgress(struct.PyTreeNode):
+class RowProgress(PyTreeNode):
     """Progress of every row at a compression. Columns: prompt 0 … P-1, response from P on.
 
     Attributes:
@@ -45,8 +43,7 @@ class RowProgress(struct.PyTreeNode):
     rng: Key[Array, " rows"]
 
 
-@any_leaves
-class CompressionRecord(struct.PyTreeNode):
+class CompressionRecord(PyTreeNode):
     """The learner's record of one compression.
 
     Attributes:

@@ -30,12 +30,11 @@ from smd_jax.message.quantization import (
     quantize,
     value_ranges,
 )
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_kernels.codes import Codes
 
 
-@any_leaves
-class QuantizedSlots(struct.PyTreeNode):
+class QuantizedSlots(PyTreeNode):
     """Quantised keys and values of a layer's left slots.
 
     Attributes:

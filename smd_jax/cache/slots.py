@@ -30,14 +30,13 @@ from smd_jax.cache.quantized import QuantizedSlots
 from smd_jax.devices.sharding import over_heads
 from smd_jax.eviction.statistics import CacheShape, Observation, Statistic, observed
 from smd_jax.message.quantization import Parity
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_kernels.codes import Codes
 
 EMPTY = -1  # column of a slot that holds no key
 
 
-@any_leaves
-class LayerCache(struct.PyTreeNode):
+class LayerCache(PyTreeNode):
     """Keys and values of one layer, and the statistics of its eviction policy.
 
     Attributes:

@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax import struct
 
 from smd_jax.certify.record import Record
 from smd_jax.message.masks import NEVER
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.text.chat_template import render_messages
 
 # Fewest columns that are added at the right, for tokens that a cause puts before the prompt.
 SPARE = 48
 
 
-@any_leaves
-class Conditions(struct.PyTreeNode):
+class Conditions(PyTreeNode):
     """Inputs of a forward pass that predicts the response tokens of a record.
 
     Attributes:

@@ -25,11 +25,10 @@ from smd_jax.message.masks import ShadowMask
 from smd_jax.message.sampling import among
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 
-@any_leaves
-class Replayed(struct.PyTreeNode):
+class Replayed(PyTreeNode):
     """The hidden states that predict the response tokens of a record, and the model that turns them into logits.
 
     Attributes:

@@ -21,18 +21,16 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_instance
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.shapes import check_shape
 
 RatioTo = Literal["old", "sampler"]
 
 
-@any_leaves
-class CorrectionInputs(struct.PyTreeNode):
+class CorrectionInputs(PyTreeNode):
     """Inputs of a correction: log-probabilities of the sampled tokens, `[batch, R]`, nats, float32 or wider.
 
     Attributes:
@@ -50,8 +48,7 @@ class CorrectionInputs(struct.PyTreeNode):
     mask: Bool[Array, "batch R"]
 
 
-@any_leaves
-class CorrectionTerms(struct.PyTreeNode):
+class CorrectionTerms(PyTreeNode):
     """Outputs of a correction, `[batch, R]`.
 
     Attributes:

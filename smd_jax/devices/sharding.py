@@ -98,12 +98,17 @@ def param_spec(path: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractM
     return P(*("fsdp" if i == longest else None for i in range(len(shape))))
 
 
-def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """NamedShardings for any pytree with parameters in it: parameters, optimizer state, train state."""
+def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh, gathered: bool = False) -> Any:
+    """NamedShardings for any pytree with parameters in it: parameters, optimizer state, train state.
+
+    Args:
+      gathered: whether fsdp is left out, for parameters of a loop; they are still split over tensor.
+    """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return NamedSharding(mesh, param_spec(names, np.shape(leaf), mesh))
+        spec = param_spec(names, np.shape(leaf), mesh)
+        return NamedSharding(mesh, P(*(None if gathered and axis == "fsdp" else axis for axis in spec)))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -325,22 +330,6 @@ def gathered_embedding(table: Array) -> Array:
     return jax.lax.with_sharding_constraint(table, P(rows))
 
 
-def gathered_tree(tree: Any) -> Any:
-    """Gathers a pytree with parameters from fsdp, still split over tensor, for use in a loop. Without a mesh does
-    nothing."""
-    mesh = _mesh()
-    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, gathered_shardings(tree, mesh))
-
-
-def gathered_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """`tree_shardings` without fsdp."""
-
-    def gathered(sharding: NamedSharding) -> NamedSharding:
-        return NamedSharding(mesh, P(*(None if axis == "fsdp" else axis for axis in sharding.spec)))
-
-    return jax.tree.map(gathered, tree_shardings(tree, mesh))
-
-
 class Parts(NamedTuple):
     """Number of parts into which a mesh splits the learner's arrays."""
 
@@ -366,10 +355,10 @@ def _mesh() -> AbstractMesh | None:
     return mesh if ours else None
 
 
-def constrain_tree(tree: Any) -> Any:
-    """Pins a pytree with parameters in it to the shardings of the table; without a mesh does nothing."""
+def constrain_tree(tree: Any, gathered: bool = False) -> Any:
+    """Pins a pytree to the `tree_shardings` of the mesh; without a mesh does nothing."""
     mesh = _mesh()
-    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_shardings(tree, mesh))
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, tree_shardings(tree, mesh, gathered))
 
 
 def constrain_rows(tree: Any, heads_axis: int = 1) -> Any:

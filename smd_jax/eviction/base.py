@@ -19,12 +19,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from smd_jax.eviction.statistics import State, Statistic
 from smd_jax.message.gate import Gate
 from smd_jax.message.spans import TokenSpans
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_settings
 
 
-@any_leaves
-class CacheView(struct.PyTreeNode):
+class CacheView(PyTreeNode):
     """A layer's cache at a compression, after the attention of the newest query.
 
     Attributes:

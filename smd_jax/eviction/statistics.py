@@ -23,11 +23,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 State = TypeVar("State")  # a pytree of arrays of numbers, all with the rows first
 
@@ -54,8 +53,7 @@ class CacheShape:
         return jnp.promote_types(self.dtype, jnp.float32)
 
 
-@any_leaves
-class Observation(struct.PyTreeNode):
+class Observation(PyTreeNode):
     """Consecutive tokens of one layer after their attention: one token per row while decoding, the whole prompt or a
     chunk before.
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from smd_jax.devices.sharding import constrain_blocks, gathered_tree, parts
+from smd_jax.devices.sharding import constrain_blocks, constrain_tree, parts
 from smd_jax.learner.storage import widened
 from smd_jax.model.protocol import ModelShape, Params
 
@@ -82,7 +82,7 @@ def over_columns(
         return jax.tree.map(lambda x: join(x[None]), f(params, *jax.tree.map(lambda x: x[0], blocks)))
 
     # Gathered once: inside the loop, every block would gather the head again.
-    whole = gathered_tree(widened(params))
+    whole = constrain_tree(widened(params), gathered=True)
 
     def of_block(block: tuple[Any, ...]) -> Any:
         # Cast back, so that a 16-bit head is multiplied in 16 bits and only its gradient is summed in 32.

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from smd_jax.learner.state import Metrics
@@ -31,12 +30,11 @@ from smd_jax.model.lora import check_reads_lora
 from smd_jax.model.protocol import LanguageModel, Params, forward
 from smd_jax.model.routing import check_expert_count, routed_layers
 from smd_jax.model.teacher_forced import layer_masks
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_types
 
 
-@any_leaves
-class GatedLayer(struct.PyTreeNode):
+class GatedLayer(PyTreeNode):
     """A layer's mask and the inputs of its gate.
 
     Attributes:

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -21,14 +20,13 @@ from smd_jax.model.protocol import LanguageModel, Params, check_model
 from smd_jax.model.routing import check_expert_count
 from smd_jax.model.shared_prompt import shared_prompt
 from smd_jax.model.teacher_forced import hidden_and_router
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 Visibility = Literal["shadow", "dense"]  # the sampler's mask, or every key
 ReplayFunction = Callable[[Params, Trajectory], Array]  # gives log-probabilities [batch, R]
 
 
-@any_leaves
-class Replay(struct.PyTreeNode):
+class Replay(PyTreeNode):
     """The learner's log-probabilities and entropies of the response tokens, at the sampler's temperature and over its
     drawable tokens.
 

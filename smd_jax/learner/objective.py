@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool
 
 from smd_jax.config import check_instance
@@ -34,7 +33,7 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS, STEP_WEIGHTS
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.value_head import values
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.shapes import check_shape
 
 RowOutputs = tuple[Replay, tuple[Any, ...]]  # per row, for the metrics
@@ -45,8 +44,7 @@ UPDATE_METRICS = frozenset(
 ).union(SAMPLER_LEARNER_METRICS, STEP_WEIGHTS)
 
 
-@any_leaves
-class Prepared(struct.PyTreeNode):
+class Prepared(PyTreeNode):
     """A batch with the quantities that depend on all its rows.
 
     Attributes:

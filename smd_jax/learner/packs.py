@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import struct
 from jaxtyping import Bool, Int
 
 from smd_jax.message.packing import shared_beginning
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 ABSENT = -1
 
@@ -39,8 +38,7 @@ class PackSizes:
     responses: int
 
 
-@any_leaves
-class Packs(struct.PyTreeNode):
+class Packs(PyTreeNode):
     """Index of every token, for one microbatch or for all with a leading axis. The last ones may be empty.
 
     Attributes:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.corrections.base import Correction, CorrectionInputs, CorrectionTerms, Shadow, terms_of
@@ -25,12 +24,11 @@ from smd_jax.learner.state import Metrics, TrainBatch
 from smd_jax.learner.terms import LearnerSetup, Minibatch, Needs, Term, TermInputs, TermOutputs, TermResults
 from smd_jax.losses.policy import LossConfig, LossInputs, policy_loss, surrogate_metrics
 from smd_jax.metrics import correction_metrics, token_mean
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_types
 
 
-@any_leaves
-class PolicyWeights(struct.PyTreeNode):
+class PolicyWeights(PyTreeNode):
     """Inputs of the policy loss that depend on the whole minibatch, `[batch, R]`.
 
     Attributes:

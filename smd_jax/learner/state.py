@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.config import check_instance
@@ -23,14 +22,13 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.lora import LORA, base_params, has_lora
 from smd_jax.model.protocol import Params, check_model
 from smd_jax.model.value_head import VALUE_HEAD, drop_value_head
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.shapes import check_shape
 
 Metrics = dict[str, Array]
 
 
-@any_leaves
-class TrainState(struct.PyTreeNode):
+class TrainState(PyTreeNode):
     """The state that an optimizer step changes.
 
     Attributes:
@@ -52,8 +50,7 @@ class TrainState(struct.PyTreeNode):
     sampler_params: Params | None = None
 
 
-@any_leaves
-class TrainBatch(struct.PyTreeNode):
+class TrainBatch(PyTreeNode):
     """Data of one step.
 
     Attributes:

@@ -26,7 +26,7 @@ from smd_jax.learner.step import ReferenceSync
 from smd_jax.losses.weighting import TokenMean
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,7 @@ class TermInputs:
         return advantages[:, None] if advantages.ndim == 1 else advantages
 
 
-@any_leaves
-class TermOutputs(struct.PyTreeNode):
+class TermOutputs(PyTreeNode):
     """Outputs of a term for one microbatch.
 
     Attributes:

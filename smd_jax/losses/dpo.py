@@ -19,11 +19,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.losses.advantages import grouped, grouped_rows
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.ratios import masked_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
@@ -49,8 +48,7 @@ class DPOConfig:
             raise ValueError(f"expected a finite beta > 0; got {self.beta}")
 
 
-@any_leaves
-class DPOInputs(struct.PyTreeNode):
+class DPOInputs(PyTreeNode):
     """The inputs of the loss, float32 or wider, `[pairs]`; log-probabilities are of whole responses, in nats.
 
     Attributes:
@@ -126,8 +124,7 @@ def dpo_metrics(terms: dict[str, Array], weights: Float[Array, " pairs"]) -> dic
     return {name: masked_mean(x, weights > 0, empty=0.0) for name, x in terms.items()}
 
 
-@any_leaves
-class Pairs(struct.PyTreeNode):
+class Pairs(PyTreeNode):
     """One pair per group.
 
     Attributes:

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from smd_jax.config import check_choice, check_instance
@@ -27,7 +26,7 @@ from smd_jax.losses.kl import KLEstimator, reference_kl
 from smd_jax.losses.surrogates import Clip, Surrogate, SurrogateInputs, SurrogateTerms, Unclipped
 from smd_jax.losses.weighting import TokenMean, TokenWeighting
 from smd_jax.metrics import token_mean
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.ratios import Level, at_level, bounded_exp, response_mean
 from smd_jax.shapes import check_shape
 from smd_jax.typed_fields import check_types
@@ -78,8 +77,7 @@ class LossConfig:
         return dataclasses.replace(self, surrogate=Unclipped())
 
 
-@any_leaves
-class LossInputs(struct.PyTreeNode):
+class LossInputs(PyTreeNode):
     """Inputs of a policy loss, float32 or wider, `[batch, R]`.
 
     Attributes:
@@ -101,8 +99,7 @@ class LossInputs(struct.PyTreeNode):
     correction_weights: Float[Array, "batch R"] | None = None
 
 
-@any_leaves
-class LossTerms(struct.PyTreeNode):
+class LossTerms(PyTreeNode):
     """Per-token terms for the metrics, `[batch, R]`.
 
     Attributes:

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_types
 
 
-@any_leaves
-class SurrogateInputs(struct.PyTreeNode):
+class SurrogateInputs(PyTreeNode):
     """Inputs of a surrogate, float32 or wider, `[batch, R]`. Uncounted tokens have ratio 1 and log-probability 0.
 
     Attributes:
@@ -31,8 +29,7 @@ class SurrogateInputs(struct.PyTreeNode):
     advantages: Float[Array, "batch _"]
 
 
-@any_leaves
-class SurrogateTerms(struct.PyTreeNode):
+class SurrogateTerms(PyTreeNode):
     """Outputs of a surrogate per token.
 
     Attributes:

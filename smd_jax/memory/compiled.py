@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from smd_jax.byte_sizes import show_bytes
-from smd_jax.devices.sharding import gathered_shardings, row_ways, tree_shardings
+from smd_jax.devices.sharding import row_ways, tree_shardings
 from smd_jax.learner.state import TrainState
 from smd_jax.message.masks import dense_mask
 from smd_jax.model.decoder import Decoder
@@ -169,7 +169,7 @@ def _engine_memory(loop: Loop, params: Params) -> RolloutMemory:
     prompts = loop.config.prompts_per_step // len(loop.placement.data_shards.process_groups)
     engine = replace(engine, prefill_rows=engine.prefill_rows_of(prompts))
     segment = segment_memory(engine, params, width)
-    # The engine decodes with a copy of the weights, see `gathered_params`, while those that it was given stay.
+    # The engine decodes with a copy of the weights, see `converted`, while those that it was given stay.
     given = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
     # Free decode rows wait with the others' cache until the next prompts are read.
     reading = program_bytes(engine.prefill_program(params, width)) + segment.state
@@ -216,7 +216,7 @@ def _sampler_shapes(model: LanguageModel, params: Params, mesh: Mesh, own_mesh: 
         shardings = tree_shardings(params, mesh)
     else:
         params = jax.eval_shape(model.compute_params, params)
-        shardings = gathered_shardings(params, own_mesh)
+        shardings = tree_shardings(params, own_mesh, gathered=True)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
 
 

@@ -16,14 +16,13 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 from smd_jax.message.foreign import Ints, check_sampled, check_width, whole_numbers
 from smd_jax.message.quantization import packed_size, unpack
 from smd_jax.message.sampling import ID_BYTES, among, is_one_of
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 # A finite substitute for -inf, which gives NaN in differences and products with 0. exp() of it is 0 in every dtype.
 OUTSIDE = -1e30
 
 
-@any_leaves
-class DrawableTokens(struct.PyTreeNode):
+class DrawableTokens(PyTreeNode):
     """The drawable tokens of every response column.
 
     Attributes:
@@ -82,7 +81,7 @@ class DrawableTokens(struct.PyTreeNode):
         for row, (ids, sizes) in enumerate(by_row):
             columns = np.repeat(np.arange(len(sizes)), sizes)
             if as_bits:
-                found[row, : len(sizes)] = _bits(ids, columns, len(sizes), size)
+                np.bitwise_or.at(found[row], (columns, ids // 8), np.left_shift(1, ids % 8).astype(np.uint8))
             else:
                 places = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
                 found[row, columns, places] = ids
@@ -123,18 +122,6 @@ class DrawableTokens(struct.PyTreeNode):
           columns: response columns of the logits.
         """
         return jnp.where(self.to_boolean(logits.shape[-1], columns), logits, OUTSIDE)
-
-
-def _bits(ids: np.ndarray, columns: np.ndarray, count: int, size: int) -> np.ndarray:
-    """Sets of ids as bits, uint8 `[count, size]`; `columns`, ascending, has the set of each id."""
-    found = np.empty((count, size), np.uint8)
-    at_once = max(1, 2**18 // size)  # a boolean for each token of the vocabulary, 2 MiB
-    for first in range(0, count, at_once):
-        inside = np.zeros((min(at_once, count - first), 8 * size), bool)
-        among_these = slice(*np.searchsorted(columns, (first, first + at_once)))
-        inside[columns[among_these] - first, ids[among_these]] = True
-        found[first : first + at_once] = np.packbits(inside, axis=-1, bitorder="little")
-    return found
 
 
 def checked_support(

@@ -20,14 +20,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.message.gate import Gate
 from smd_jax.message.masks import NEVER, record_evictions
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 STAYED = -1  # order of a key that no draw has evicted
 NO_WEIGHT = -1e30  # finite substitute for log 0
 
 
-@any_leaves
-class EvictionDraws(struct.PyTreeNode):
+class EvictionDraws(PyTreeNode):
     """The draws of a rollout. Compression i comes after the query of column `first + i * length - 1`; the query of the
     next column does not see its keys.
 

@@ -28,7 +28,7 @@ from flax import serialization, struct
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.message.quantization import QuantizedReplay
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.shapes import check_shape
 from smd_kernels.blocks import to_int32
 from smd_kernels.reference import interval_mask
@@ -75,8 +75,7 @@ def _drops_segments(mask_class: MaskClass) -> MaskClass:
 
 
 @_drops_segments
-@any_leaves
-class KeyInterval(struct.PyTreeNode):
+class KeyInterval(PyTreeNode):
     """Visibility of one layer: query t sees key s iff `s <= t < evicted_at[s]`.
 
     Attributes:
@@ -98,8 +97,7 @@ class KeyInterval(struct.PyTreeNode):
 
 
 @_drops_segments
-@any_leaves
-class ShadowMask(struct.PyTreeNode):
+class ShadowMask(PyTreeNode):
     """The keys that each query of a rollout could see, per layer and KV head, as one integer per key.
 
     Attributes:

@@ -28,11 +28,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.message.masks import NEVER
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 
-@any_leaves
-class Packing(struct.PyTreeNode):
+class Packing(PyTreeNode):
     """Layout of the sequences of a packed trajectory.
 
     Attributes:

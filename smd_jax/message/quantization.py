@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, UInt8
 
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_types
 from smd_kernels.codes import BYTE, dequantize, unpack
 from smd_kernels.copies import Copies
@@ -88,8 +88,7 @@ def pack(codes: UInt8[Array, "*lead count"], bits: int) -> UInt8[Array, "*lead b
     return jnp.sum(parts, axis=-1, dtype=jnp.uint8)
 
 
-@any_leaves
-class Ranges(struct.PyTreeNode):
+class Ranges(PyTreeNode):
     """Ranges of groups of keys or values, in their dtype: code c means `low + c * scale`.
 
     Attributes:
@@ -181,8 +180,7 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@any_leaves
-class Parity(struct.PyTreeNode):
+class Parity(PyTreeNode):
     """The lowest bit of every code, 8 per byte; of one layer, or with an axis of layers after the batch.
 
     Attributes:
@@ -193,8 +191,7 @@ class Parity(struct.PyTreeNode):
     values: UInt8[Array, "batch *layers kv_heads columns bytes"]
 
 
-@any_leaves
-class QuantizedReplay(struct.PyTreeNode):
+class QuantizedReplay(PyTreeNode):
     """The sampler's quantisation, for replay in the learner.
 
     A segment's keys and values are quantised when it ends, the prompt's when the response begins.

@@ -24,13 +24,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from smd_jax.config import check_whole
 from smd_jax.devices.sharding import over_rows
 from smd_jax.message.quantization import pack, packed_size
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_types
 
 BLOCK = 128  # tokens
@@ -77,8 +76,7 @@ class SamplingConfig:
         return self.trainable and (self.left_by_top_k(vocab) > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-@any_leaves
-class Sampled(struct.PyTreeNode):
+class Sampled(PyTreeNode):
     """One token per row.
 
     Attributes:

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.message.masks import NEVER
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_types
 
 NONE = -1  # no column
 
 
-@any_leaves
-class SpanState(struct.PyTreeNode):
+class SpanState(PyTreeNode):
     """State of the spans of each row; columns, -1 for none.
 
     Attributes:

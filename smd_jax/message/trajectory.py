@@ -15,11 +15,10 @@ from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.draws import EvictionDraws
 from smd_jax.message.masks import ShadowMask, dense_mask, positions
 from smd_jax.message.packing import Packing
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 
 
-@any_leaves
-class Trajectory(struct.PyTreeNode):
+class Trajectory(PyTreeNode):
     """A batch of prompts and responses. Columns: prompt 0 … P-1 (left-padded), response P … T-1.
 
     Attributes:

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Key
 
 from smd_jax.model.layer_runs import layers_in_name
 from smd_jax.model.shared_prompt import SharedPrompt
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.typed_fields import check_types
 
 LORA = "lora"
@@ -76,8 +76,7 @@ class LoraConfig:
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
-@any_leaves
-class Adapters(struct.PyTreeNode):
+class Adapters(PyTreeNode):
     """The adapters of a model.
 
     Attributes:

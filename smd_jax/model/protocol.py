@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from smd_jax.config import FloatName, check_model_sizes, check_windows
 from smd_jax.model.attention import AttentionConfig
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode, any_leaves
 
 Params = Any  # any pytree of arrays
 EncodedPositions = Any  # any pytree of arrays [batch, tokens, ...]
@@ -83,8 +83,7 @@ class Routed(NamedTuple):
     logits: Float[Array, "batch tokens count"] | None = None
 
 
-@any_leaves
-class LayerRun(struct.PyTreeNode):
+class LayerRun(PyTreeNode):
     """The state of consecutive equal layers, for a model that loops over them (`ModelShape.runs`).
 
     The model calls `attend` with `AtLayer(state, i)` for i from 0 on, gets the state back, and returns the run with it.

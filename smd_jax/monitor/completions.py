@@ -8,6 +8,7 @@ directory/completions/masks_00020.npz               the shadow masks of the firs
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -255,20 +256,11 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 def save_masks(path: str | Path, masks: list[SavedMask]) -> None:
     """Writes all masks of a step into one file, atomically."""
-    arrays: dict[str, np.ndarray] = {"count": np.array(len(masks))}
-    for number, mask in enumerate(masks):
-        arrays |= {
-            f"{number}/evicted_at": mask.evicted_at,
-            # An array of texts strips trailing zeros; joined bytes with lengths keep everything.
-            f"{number}/text": np.frombuffer("".join(mask.pieces).encode("utf-8", "surrogatepass"), np.uint8),
-            f"{number}/lengths": np.array([len(piece) for piece in mask.pieces], np.int32),
-            f"{number}/numbers": np.array([mask.prompt_length, mask.step, mask.row, mask.context], np.int64),
-            f"{number}/reward": np.array(mask.reward, np.float64),
-            f"{number}/turns": np.array(mask.turns, np.int32),
-        }
+    arrays = {str(number): mask.evicted_at for number, mask in enumerate(masks)}
+    others = [{name: value for name, value in vars(mask).items() if name != "evicted_at"} for mask in masks]
     # Given a name without .npz, numpy would add it.
     with replaced(Path(path)) as temporary, open(temporary, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+        np.savez_compressed(file, allow_pickle=False, others=np.array(json.dumps(others)), **arrays)
 
 
 def load_masks(path: str | Path) -> list[SavedMask]:
@@ -280,22 +272,7 @@ def load_masks(path: str | Path) -> list[SavedMask]:
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return [_load(arrays, number) for number in range(int(arrays["count"]))]
-    except (KeyError, BadZipFile, EOFError) as error:
+            others = json.loads(str(arrays["others"]))
+            return [SavedMask(arrays[str(number)], **other) for number, other in enumerate(others)]
+    except (KeyError, TypeError, BadZipFile, EOFError) as error:
         raise ValueError(f"expected a file of saved masks; got {path}") from error
-
-
-def _load(arrays: np.lib.npyio.NpzFile, number: int) -> SavedMask:
-    text = arrays[f"{number}/text"].tobytes().decode("utf-8", "surrogatepass")
-    ends = np.cumsum(arrays[f"{number}/lengths"]).tolist()
-    prompt_length, step, row, context = arrays[f"{number}/numbers"].tolist()
-    return SavedMask(
-        arrays[f"{number}/evicted_at"],
-        [text[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)],
-        prompt_length,
-        step,
-        row,
-        float(arrays[f"{number}/reward"]),
-        arrays[f"{number}/turns"].tolist(),
-        context,
-    )

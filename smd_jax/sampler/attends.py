@@ -29,13 +29,12 @@ from smd_jax.model.protocol import (
     forward,
 )
 from smd_jax.model.routing import read_routing, recording_layers
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.sampler.static import Sampler
 from smd_kernels.observed import attend_and_observe
 
 
-@any_leaves
-class DecodeLayer(struct.PyTreeNode):
+class DecodeLayer(PyTreeNode):
     """A layer's cache, and the slots of the next tokens.
 
     Attributes:

@@ -23,7 +23,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Int, Key
 
 from smd_jax.cache import row_parts
@@ -37,7 +36,7 @@ from smd_jax.eviction.wrappers import OnTokens
 from smd_jax.message.masks import Segments, record_evictions
 from smd_jax.message.trajectory import Trajectory
 from smd_jax.model.protocol import LanguageModel, Params
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.sampler.attends import read_tokens
 from smd_jax.sampler.config import RolloutConfig
 from smd_jax.sampler.keys import eviction_keys
@@ -50,8 +49,7 @@ from smd_jax.text.prompts import PromptBatch
 from smd_jax.text.stop_strings import StopTable
 
 
-@any_leaves
-class Conversations(struct.PyTreeNode):
+class Conversations(PyTreeNode):
     """The conversations of a batch so far; every leaf but `rows.cache_steps` has the rows first.
 
     Attributes:

@@ -40,7 +40,7 @@ from smd_jax.sampler.conversation import (
 )
 from smd_jax.sampler.host_records import host_device
 from smd_jax.sampler.keys import prompt_keys, row_keys
-from smd_jax.sampler.static import Sampler, gathered_params
+from smd_jax.sampler.static import Sampler, converted
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 from smd_jax.typed_fields import check_types
@@ -336,7 +336,7 @@ class _Loop:
     ) -> None:
         rows = len(prompts.tokens) * group_size
         self.sampler = sampler
-        self.params = gathered_params(sampler.model, params)
+        self.params = converted(sampler.model, params, gathered=True)
         self.prompts = prompts
         self.respondent = respondent
         self.conversation = conversation

@@ -40,7 +40,7 @@ from smd_jax.sampler.keys import prompt_keys, row_keys
 from smd_jax.sampler.prefill import Prefilled, prefill
 from smd_jax.sampler.seats import SamplerState, Seats, constrained, empty, seat
 from smd_jax.sampler.segment import SegmentRecord, run_segment
-from smd_jax.sampler.static import Sampler, gathered_params
+from smd_jax.sampler.static import Sampler, converted
 from smd_jax.text.prompts import PromptBatch, check_prompts
 from smd_jax.text.stop_strings import StopTable, check_stop_table
 
@@ -193,7 +193,7 @@ class Engine:
         shape = (self.prefill_rows, prompt_width)
         prompts = jax.eval_shape(lambda: PromptBatch(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
         keys = jax.eval_shape(lambda: row_keys(jax.random.key(0, impl="threefry2x32"), self.prefill_rows))
-        return sampler, jax.eval_shape(partial(gathered_params, self.model), params), prompts, keys
+        return sampler, jax.eval_shape(partial(converted, self.model, gathered=True), params), prompts, keys
 
     def _place(self, trajectory: Trajectory) -> Trajectory:
         """Moves the trajectory from the host to the learner's sharding: rows over the mesh, if they divide."""
@@ -282,7 +282,7 @@ class _Loop:
         self.stop = stop
         self.group_size = group_size
         self.sampler = Sampler(engine.model, engine.policy, config, width)
-        self.params = gathered_params(engine.model, params)
+        self.params = converted(engine.model, params, gathered=True)
         self.prompts = jax.tree.map(np.asarray, prompts)
         self.keys = row_keys(key, rows)
         most = np.full(rows, config.max_new_tokens, np.int32)

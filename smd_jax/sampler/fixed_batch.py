@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
 from smd_jax.config import check_whole
-from smd_jax.devices.sharding import gathered_tree
+from smd_jax.devices.sharding import constrain_tree
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory, check_finite
 from smd_jax.model.protocol import LanguageModel, Params
@@ -125,7 +125,9 @@ def rollout_program(
     count, width = prompts.tokens.shape
     rows = count * group_size
     sampler = Sampler(model, policy, config, width)
-    params = gathered_tree(sampler_params(model, params))  # gathered here, not in every step of the loop
+    params = constrain_tree(
+        sampler_params(model, params), gathered=True
+    )  # gathered here, not in every step of the loop
     keys = row_keys(key, rows)
     prefilled = prefill(sampler, params, prompts, prompt_keys(keys, group_size, prompt_copies))
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)

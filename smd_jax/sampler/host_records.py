@@ -10,7 +10,7 @@ until the next program was started, and are then fetched:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,6 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
 
 _to_trajectory = jax.jit(to_trajectory, static_argnames=("sampler", "shared_by"))
-
-
-class _OnDevice(NamedTuple):
-    """Records on the device, and their place on the host.
-
-    Attributes:
-      rooms: arrays on the host that receive `record` at `where`.
-      chosen: entries of the record; the others are padding or free rows.
-    """
-
-    rooms: Any
-    where: Any
-    chosen: Any
-    record: Any
 
 
 class HostRecords:
@@ -77,11 +63,12 @@ class HostRecords:
             like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), like_segment)
             # Copies, because NumPy's view of a JAX array is read-only.
             self._segment_records = jax.tree.map(np.array, no_records(sampler, like))
-        self._on_device: list[_OnDevice] = []
+        # Arrays on the host, places in them, entries of the record (others are padding or free rows), and the record.
+        self._on_device: list[tuple[Any, Any, Any, Any]] = []
 
     def leave_prompts(self, prompts: list[int], records: tuple[PromptRecord, ...]) -> None:
         """Queues the records of a prefill for a later `fetch`."""
-        self._on_device.append(_OnDevice(self._prompt_records, prompts, slice(len(prompts)), records))
+        self._on_device.append((self._prompt_records, prompts, slice(len(prompts)), records))
 
     def leave_segment(self, decode_rows: np.ndarray, rows: np.ndarray, record: SegmentRecord) -> None:
         """Queues the record of a segment for a later `fetch`, and starts its copy to the host. Called while
@@ -92,16 +79,16 @@ class HostRecords:
         for leaf in jax.tree.leaves(record):
             leaf.copy_to_host_async()
         segment = self.drawn[rows] // self._sampler.config.buffer
-        self._on_device.append(_OnDevice(self._segment_records, (segment, rows), decode_rows, record))
+        self._on_device.append((self._segment_records, (segment, rows), decode_rows, record))
 
     def fetch(self) -> None:
         """Copies queued records to the host, in order. It waits for their programs, so start the next program first."""
-        for left in self._on_device:
-            new = jax.device_get(left.record)
+        for arrays, places, entries, record in self._on_device:
+            new = jax.device_get(record)
             if isinstance(new, SegmentRecord):  # the first place where the host has the values
-                check_finite(new.logprobs[left.chosen])
-            for room, leaf in zip(jax.tree.leaves(left.rooms), jax.tree.leaves(new), strict=True):
-                room[left.where] = leaf[left.chosen]
+                check_finite(new.logprobs[entries])
+            for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(new), strict=True):
+                array[places] = leaf[entries]
         self._on_device.clear()
 
     def trajectory(self) -> Trajectory:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
@@ -25,7 +24,7 @@ from smd_jax.message.spans import SpanState
 from smd_jax.model.protocol import Params, forward
 from smd_jax.model.routing import NOT_RECORDED, not_recorded, read_routing, recording_layers
 from smd_jax.model.teacher_forced import layer_masks
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.sampler.attends import layer_states, read_tokens, states_of
 from smd_jax.sampler.keys import eviction_keys
 from smd_jax.sampler.prompt_layer import PrefillAttend, PromptLayer, PromptRecord, PromptRun
@@ -33,8 +32,7 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.text.prompts import PromptBatch
 
 
-@any_leaves
-class Prefilled(struct.PyTreeNode):
+class Prefilled(PyTreeNode):
     """Prefilled prompts, each for any number of rows.
 
     Attributes:

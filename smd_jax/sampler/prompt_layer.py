@@ -24,14 +24,13 @@ from smd_jax.message.draws import STAYED, record_order
 from smd_jax.message.masks import NEVER, LayerMask, record_evictions, to_visible
 from smd_jax.message.quantization import Parity
 from smd_jax.model.protocol import AtLayer, check_attended
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.sampler.config import whole_segments
 from smd_jax.sampler.static import Sampler
 from smd_kernels.observed import attend_and_observe
 
 
-@any_leaves
-class PromptRecord(struct.PyTreeNode):
+class PromptRecord(PyTreeNode):
     """The learner's record of one layer's prefill; of a run, with the layers as second axis.
 
     Attributes:
@@ -53,8 +52,7 @@ class PromptRecord(struct.PyTreeNode):
 PromptResult = tuple[LayerCache, PromptRecord]
 
 
-@any_leaves
-class PromptLayer(struct.PyTreeNode):
+class PromptLayer(PyTreeNode):
     """A prompt in one layer: its mask, columns and compression.
 
     Attributes:
@@ -74,8 +72,7 @@ class PromptLayer(struct.PyTreeNode):
     compression: Compression = struct.field(pytree_node=False)
 
 
-@any_leaves
-class PromptRun(struct.PyTreeNode):
+class PromptRun(PyTreeNode):
     """A run of layers.
 
     Attributes:

@@ -7,20 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
 from smd_jax.cache.slots import EMPTY, KVCache
 from smd_jax.devices.sharding import constrain_rows
 from smd_jax.message.spans import SpanState
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.sampler.prefill import Prefilled
 from smd_jax.sampler.static import Sampler
 
 
-@any_leaves
-class Seats(struct.PyTreeNode):
+class Seats(PyTreeNode):
     """Rows to begin.
 
     Attributes:
@@ -34,8 +32,7 @@ class Seats(struct.PyTreeNode):
     limit: Int[Array, " rows"]
 
 
-@any_leaves
-class SamplerState(struct.PyTreeNode):
+class SamplerState(PyTreeNode):
     """The sampler's state between segments; every leaf but `cache_steps` has the rows first.
 
     Attributes:

@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from smd_jax.cache import slots as kv_cache
@@ -15,7 +14,7 @@ from smd_jax.cache.slots import EMPTY, LayerCache
 from smd_jax.message.sampling import drawable_form, forbid, is_one_of, sample
 from smd_jax.model.protocol import EncodedPositions, Params, check_logits
 from smd_jax.model.routing import NOT_RECORDED, not_recorded
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.sampler.attends import read_tokens
 from smd_jax.sampler.keys import eviction_keys, token_keys
 from smd_jax.sampler.seats import SamplerState
@@ -23,8 +22,7 @@ from smd_jax.sampler.static import Sampler
 from smd_jax.text.stop_strings import StopTable, advance
 
 
-@any_leaves
-class SegmentRecord(struct.PyTreeNode):
+class SegmentRecord(PyTreeNode):
     """The record of one segment.
 
     Attributes:

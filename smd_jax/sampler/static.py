@@ -43,7 +43,7 @@ from functools import partial
 import jax
 
 from smd_jax.cache.compression import Compression
-from smd_jax.devices.sharding import constrain_tree, gathered_tree
+from smd_jax.devices.sharding import constrain_tree
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.model.layer_runs import equal_runs
 from smd_jax.model.lora import check_reads_lora
@@ -163,13 +163,11 @@ def sampler_params(model: LanguageModel, params: Params) -> Params:
     return jax.tree.map(converted_here, model.compute_params(params))
 
 
-@partial(jax.jit, static_argnames="model")
-def converted(model: LanguageModel, params: Params) -> Params:
-    """Converts the parameters in a separate program, for a sampler in another program; keeps their sharding."""
-    return constrain_tree(sampler_params(model, params))
+@partial(jax.jit, static_argnames=("model", "gathered"))
+def converted(model: LanguageModel, params: Params, gathered: bool = False) -> Params:
+    """`sampler_params` in a separate program, for a sampler in another program.
 
-
-@partial(jax.jit, static_argnames="model")
-def gathered_params(model: LanguageModel, params: Params) -> Params:
-    """`sampler_params`, gathered here and not in every step of a segment."""
-    return gathered_tree(sampler_params(model, params))
+    Args:
+      gathered: whether the parameters are gathered from fsdp: here, and not in every step of a segment.
+    """
+    return constrain_tree(sampler_params(model, params), gathered)

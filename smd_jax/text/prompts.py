@@ -13,18 +13,16 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from smd_jax.devices.process_rows import rows_here
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.shapes import check_array
 
 T = TypeVar("T")
 
 
-@any_leaves
-class PromptBatch(struct.PyTreeNode):
+class PromptBatch(PyTreeNode):
     """Left-padded prompts.
 
     Attributes:

@@ -18,16 +18,14 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Int, Integer
 
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.text.prompts import Tokenizer
 from smd_jax.text.token_bytes import special_tokens, token_bytes
 
 
-@any_leaves
-class StopTable(struct.PyTreeNode):
+class StopTable(PyTreeNode):
     """Transitions of the automaton. State 0 has seen no part of a stop string, the last state a whole one.
 
     Attributes:
@@ -95,32 +93,23 @@ def advance(
 
 
 def _automaton(patterns: Sequence[bytes]) -> np.ndarray:
-    """Aho and Corasick's automaton, `[states, 256]`: the state after a byte. The last state is absorbing."""
-    state_of = _states(patterns)
-    stop = len(state_of)
-    steps = np.zeros((stop + 1, 256), np.int32)
-    steps[stop] = stop
-    fallback = np.zeros(stop, np.int32)  # state of the longest proper suffix that is a state
-    # Shortest first: the fallback of a state is shorter, so its row is complete when it is copied.
-    for text, state in state_of.items():
-        if len(text) > 1:
-            fallback[state] = steps[fallback[state_of[text[:-1]]], text[-1]]
-        if text:
-            steps[state] = steps[fallback[state]]
-        for longer in {pattern[: len(text) + 1] for pattern in patterns if pattern.startswith(text)}:
-            # A prefix that is no state is a stop string, or contains one.
-            steps[state, longer[-1]] = state_of.get(longer, stop)
-    return steps
+    """Aho and Corasick's automaton, `[states, 256]`: the state after a byte. The last state is absorbing.
 
-
-def _states(patterns: Sequence[bytes]) -> dict[bytes, int]:
-    """The proper prefixes of patterns, shortest first, and their state numbers.
-
-    Prefixes that contain a whole pattern are left out, because a response stops before it gets there.
+    A state is the longest end of the text that begins a pattern.
     """
     beginnings = {pattern[:length] for pattern in patterns for length in range(len(pattern))}
+    # Those that contain a whole pattern are left out, because a response stops before it gets there.
     alive = [text for text in beginnings if not any(pattern in text for pattern in patterns)]
-    return {text: state for state, text in enumerate(sorted(alive, key=lambda text: (len(text), text)))}
+    state_of = {text: state for state, text in enumerate(sorted(alive, key=lambda text: (len(text), text)))}
+    stop = len(state_of)
+    steps = np.zeros((stop + 1, 256), np.int32)  # a byte of no pattern leads to state 0, that of no text
+    steps[stop] = stop
+    for text, state in state_of.items():
+        for byte in set(b"".join(patterns)):
+            longer = text + bytes([byte])
+            longest = next(longer[first:] for first in range(len(longer) + 1) if longer[first:] in state_of)
+            steps[state, byte] = stop if longer.endswith(tuple(patterns)) else state_of[longest]
+    return steps
 
 
 def _run_over_tokens(steps: np.ndarray, pieces: list[bytes]) -> np.ndarray:

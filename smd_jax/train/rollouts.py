@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Key
 
 from smd_jax.devices.process_rows import SamplerPlacement, check_prompts_divide, local_key
 from smd_jax.devices.processes import all_or_none
-from smd_jax.devices.sharding import batch_sharding, check_sampled_rows, gathered_shardings, row_ways, shard_batch
+from smd_jax.devices.sharding import batch_sharding, check_sampled_rows, row_ways, shard_batch, tree_shardings
 from smd_jax.environments.respondent import Conversation
 from smd_jax.eviction.base import EvictionPolicy
 from smd_jax.message.trajectory import Trajectory
@@ -200,7 +200,7 @@ def sampler_copy(model: LanguageModel, placement: SamplerPlacement, params: Para
         parts = [shard.data for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(own_mesh, sharding.spec), parts)
 
-    shardings = gathered_shardings(params, mesh)
+    shardings = tree_shardings(params, mesh, gathered=True)
     return jax.tree.map(here, jax.device_put(params, shardings), shardings)
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from smd_jax.learner.blocks import columns_at_once, over_columns
@@ -17,7 +16,7 @@ from smd_jax.learner.step import take_step
 from smd_jax.message.masks import dense_mask, positions
 from smd_jax.model.protocol import LanguageModel, Params
 from smd_jax.model.teacher_forced import hidden_states
-from smd_jax.pytrees import any_leaves
+from smd_jax.pytrees import PyTreeNode
 from smd_jax.text.prompts import (
     Tokenizer,
     encode_continuation,
@@ -29,8 +28,7 @@ from smd_jax.text.prompts import (
 )
 
 
-@any_leaves
-class Examples(struct.PyTreeNode):
+class Examples(PyTreeNode):
     """Prompts with their answers, left-padded.
 
     Attributes:

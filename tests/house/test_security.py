@@ -68,7 +68,7 @@ def test_a_trap_runs_when_unpickled(tmp_path: Path):
 def test_masks_with_a_pickle_are_refused(tmp_path: Path):
     trap = np.empty(1, object)
     trap[0] = Trap(tmp_path / "sprung")
-    np.savez(tmp_path / "masks.npz", allow_pickle=True, count=trap)
+    np.savez(tmp_path / "masks.npz", allow_pickle=True, others=trap)
     with pytest.raises(ValueError, match="allow_pickle=False"):
         load_masks(tmp_path / "masks.npz")
     assert not (tmp_path / "sprung").exists()
