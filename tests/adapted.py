@@ -1,7 +1,5 @@
 """Parameters with nonzero LoRA adapters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

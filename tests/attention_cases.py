@@ -1,7 +1,5 @@
 """Cases and reference results for implementations of attention under interval masks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 It compiles in half the time of tests/tiny_update.py, which has the same functions and tests what a query sees.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

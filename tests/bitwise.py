@@ -1,7 +1,5 @@
 """Bitwise equality of pytrees, PRNG keys included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import chex

@@ -1,7 +1,5 @@
 """Error messages of the commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings of the property tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

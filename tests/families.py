@@ -1,7 +1,5 @@
 """Tiny configurations of several families, with optional fields of config.json: biases, windows, Gemma's own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from smd_jax.config import LinearRope, ModelConfig

@@ -1,7 +1,5 @@
 """Data sets in the Hub's layout, written into a test's folder; nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Features that JAX 0.10's interpreter of GPU kernels lacks, for tests of decode kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -9,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from smd_kernels import decode_codes_gpu, decode_gpu
+from smd_kernels import decode_gpu
 
 
 class Transposed:
@@ -45,7 +43,6 @@ def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         pl.run_scoped(copied, *(plgpu.SMEM(x.shape, x.dtype) for x in (a[...], b[...])))
 
     monkeypatch.setattr(plgpu, "wgmma", wgmma)
-    for kernel in (decode_gpu, decode_codes_gpu):
-        monkeypatch.setattr(kernel, "_transposed", Transposed)
+    monkeypatch.setattr(decode_gpu, "_transposed", Transposed)
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(plgpu, "load", load)

@@ -3,8 +3,6 @@
 python -m tests.joined FOLDER COORDINATOR COUNT INDEX       the process with index 0 writes FOLDER/COUNT.npz
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -3,8 +3,6 @@
 Plain RoPE, with or without biases and tied embeddings; no Q/K norm.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 A new policy needs a function here only if a test should compare its scores with a second implementation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

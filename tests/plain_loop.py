@@ -6,8 +6,6 @@ As a program it waits in each step, so that a test can send it a signal in the m
                                                     standard input, and prints "end of rollout N"
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable

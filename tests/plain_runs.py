@@ -1,7 +1,5 @@
 """Helpers for runs of the plain loop: starts, evaluations, loggers, kills, and reading their files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,10 +71,12 @@ class DiedError(BaseException):
     """Ends a run between two rollouts as a kill does: nothing is saved."""
 
 
-def dies_at(last: int) -> Callable[[int], None]:
+def dies_at(last: int, error: BaseException | None = None) -> Callable[[int], None]:
+    """Raises `error`, by default DiedError, when rollout number `last` begins."""
+
     def begins(number: int) -> None:
         if number == last:
-            raise DiedError
+            raise error or DiedError
 
     return begins
 

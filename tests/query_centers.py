@@ -1,7 +1,5 @@
 """Random query centers, without a model."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from smd_jax.message.query_centers import QueryCenters

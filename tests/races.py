@@ -3,8 +3,6 @@
 An interpreter reports a race by a print and a flag, and keeps the flag of the last kernel only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock

@@ -1,7 +1,5 @@
 """A trajectory with padding and evictions, and a train step on it, for tests of updates."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

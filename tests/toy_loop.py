@@ -1,7 +1,5 @@
 """The GRPO loop on a toy-sized task, for tests that run its steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

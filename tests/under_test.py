@@ -3,8 +3,6 @@
 Their constants are small enough for budgets of about 16 keys.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

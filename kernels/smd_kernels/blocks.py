@@ -111,36 +111,21 @@ class BlockSizes:
                 raise ValueError(f"expected {name} >= 1, a whole number; got {value!r}")
 
 
-class LiveTiles(NamedTuple):
-    """Which tiles of scores may have a visible pair: `[blocks, row_tiles, key_tiles]`."""
-
-    live: Bool[Array, "blocks row_tiles key_tiles"]
-
-    def of_rows(self) -> tuple[Int[Array, "blocks row_tiles"], Int[Array, "blocks row_tiles"]]:
-        """First live key tile of each row tile, and the tile after its last one; both 0 if none is live."""
-        return _ends(self.live)
-
-    def of_keys(self) -> tuple[Int[Array, "blocks key_tiles"], Int[Array, "blocks key_tiles"]]:
-        """First live row tile of each key tile, and the tile after its last one; both 0 if none is live."""
-        return _ends(self.live.swapaxes(1, 2))
-
-    def transposed(self) -> LiveTiles:
-        """Rows and keys exchanged."""
-        return LiveTiles(self.live.swapaxes(1, 2))
-
-    def in_order(self) -> tuple[Int[Array, " row_tiles"], Int[Array, "row_tiles key_tiles"]]:
-        """How many key tiles of each row tile are live in any block, and which ones, in ascending order; dead ones
-        follow. Between live tiles there are dead ones where branches of a tree share keys, or where keys were evicted.
-        """
-        live = self.live.any(0)
-        return live.sum(-1, dtype=jnp.int32), jnp.argsort(~live, axis=-1, stable=True).astype(jnp.int32)
-
-
-def _ends(live: Bool[Array, "blocks tiles others"]) -> tuple[Array, Array]:
+def tile_ends(
+    live: Bool[Array, "blocks tiles others"],
+) -> tuple[Int[Array, "blocks tiles"], Int[Array, "blocks tiles"]]:
+    """First live one of the other tiles for each tile, and the one after its last; both 0 if none is live."""
     # argmax of booleans finds the first true entry; on the reversed axis it finds the last.
     first = jnp.argmax(live, axis=-1)
     after = jnp.where(live.any(-1), live.shape[-1] - jnp.argmax(live[..., ::-1], axis=-1), 0)
     return first.astype(jnp.int32), after.astype(jnp.int32)
+
+
+def tile_order(live: Bool[Array, "blocks tiles others"]) -> tuple[Int[Array, " tiles"], Int[Array, "tiles others"]]:
+    """How many of the other tiles are live in any block for each tile, and which ones, in ascending order; dead ones
+    follow. Between live tiles there are dead ones where branches of a tree share keys, or where keys were evicted."""
+    live = live.any(0)
+    return live.sum(-1, dtype=jnp.int32), jnp.argsort(~live, axis=-1, stable=True).astype(jnp.int32)
 
 
 def row_extremes(column: Int[Array, "blocks rows"], tile: int) -> tuple[Array, Array]:
@@ -161,13 +146,13 @@ def key_extremes(
     return jnp.where(ever, born, LATEST).min(-1), jnp.where(ever, evicted_at, 0).max(-1)
 
 
-def live_tiles(blocks: Blocks, rows: int, keys: int) -> LiveTiles:
+def live_tiles(blocks: Blocks, rows: int, keys: int) -> Bool[Array, "blocks row_tiles key_tiles"]:
     """Finds the tiles of `rows` by `keys` in which a row may see a key; both must divide the blocks (`pad_blocks`)."""
     earliest, latest = (x[:, :, None] for x in row_extremes(blocks.column, rows))
     born, evicted_at = (x[:, None] for x in key_extremes(blocks.born, blocks.evicted_at, keys))
     # The extremes may belong to different rows and keys: a live tile may have no visible pair, a dead one never has
     # one.
-    return LiveTiles((born <= latest) & (earliest < evicted_at))
+    return (born <= latest) & (earliest < evicted_at)
 
 
 def pad_blocks(blocks: Blocks, rows: int, keys: int) -> Blocks:

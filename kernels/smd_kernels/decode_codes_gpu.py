@@ -27,9 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
+from smd_kernels import decode_gpu as plain
 from smd_kernels.codes import BYTE, Codes, by_plane
-from smd_kernels.decode_gpu import MASKED, WIDTH, _as_wgmma, _exponentials, _Ring, _spread, _total, _transposed
-from smd_kernels.hardware import GPU_DECODE_SIZES, DecodeSizes, plane_tile
+from smd_kernels.decode_gpu import MASKED, WIDTH, Ring, _as_wgmma, _spread
+from smd_kernels.hardware import DECODE_KEYS, DECODE_STAGES, decode_tiles, plane_tile
 
 GROUPS = 64  # table rows per product
 # `plgpu.load` takes an index before JAX 0.12.
@@ -42,24 +43,23 @@ def decode_codes_attention(
     k: Float[Array, "batch kv_heads precise head_dim"],
     v: Float[Array, "batch kv_heads precise head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
-    sizes: DecodeSizes = GPU_DECODE_SIZES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """See `smd_kernels.decode_codes.decode_codes_attention`; for inputs that `hardware.why_not_decode_codes` accepts.
 
     Args:
-      sizes: tile sizes. interpret: None, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
+      interpret: None, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
     """
     batch, kv_heads, precise, head_dim = k.shape
     group = q.shape[1] // kv_heads
     slots = codes.slots
-    tiles, own_tiles = sizes.tiles(slots), sizes.tiles(precise)
+    tiles, own_tiles = decode_tiles(slots), decode_tiles(precise)
     order = by_plane(head_dim, codes.bits)
 
     def in_tiles(x: Array, count: int) -> Array:
         """Pads the last axis to whole tiles and splits it."""
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * sizes.keys - x.shape[-1])])
-        return x.reshape(*x.shape[:-1], count, sizes.keys)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * DECODE_KEYS - x.shape[-1])])
+        return x.reshape(*x.shape[:-1], count, DECODE_KEYS)
 
     queries = jnp.pad(q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, WIDTH - group), (0, 0)))
     seen = valid.astype(jnp.float32)
@@ -70,13 +70,13 @@ def decode_codes_attention(
     # [batch, kv_heads, tiles, parts, keys]: the ranges of a tile and part are contiguous.
     ranges = [in_tiles(jnp.swapaxes(x, 2, 3), tiles).swapaxes(2, 3) for x in (codes.value_low, codes.value_scale)]
     planes, own, received = plgpu.kernel(
-        partial(_kernel, sizes=sizes, group=group, bits=codes.bits),
+        partial(_kernel, group=group, bits=codes.bits),
         out_type=(
             jax.ShapeDtypeStruct((batch, kv_heads, head_dim, WIDTH), jnp.float32),
             jax.ShapeDtypeStruct((batch, kv_heads, head_dim, WIDTH), jnp.float32),
             jax.ShapeDtypeStruct(live.shape, jnp.float32),
         ),
-        scratch_types=_scratch(sizes, tiles + own_tiles, codes),
+        scratch_types=_scratch(tiles + own_tiles, codes),
         grid=(batch, kv_heads),
         grid_names=("row", "head"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -102,13 +102,6 @@ def decode_codes_attention(
         for x, count in ((received[:, :, :tiles], slots), (received[:, :, tiles:], precise))
     )
     return out, jnp.concatenate([left, right], axis=2)
-
-
-class _Tiles(NamedTuple):
-    """Shared memory of a ring: `[stages, keys, …]`, and a barrier per stage."""
-
-    ring: Any
-    arrived: Any
 
 
 class _Scratch(NamedTuple):
@@ -145,8 +138,8 @@ class _Scratch(NamedTuple):
     own_weights: Any
 
 
-def _scratch(sizes: DecodeSizes, all_tiles: int, codes: Codes) -> _Scratch:
-    keys, head_dim = sizes.keys, codes.head_dim
+def _scratch(all_tiles: int, codes: Codes) -> _Scratch:
+    keys, head_dim = DECODE_KEYS, codes.head_dim
     groups = -(-codes.groups // GROUPS) * GROUPS
 
     def tiled(shape: tuple[int, ...], width: int) -> Any:
@@ -157,8 +150,8 @@ def _scratch(sizes: DecodeSizes, all_tiles: int, codes: Codes) -> _Scratch:
     width = plane_tile(head_dim, codes.bits)
     own = 64
     return _Scratch(
-        codes=plgpu.SMEM((sizes.stages, keys, codes.keys.shape[3]), jnp.uint8),
-        codes_arrived=plgpu.Barrier(num_barriers=sizes.stages),
+        codes=plgpu.SMEM((DECODE_STAGES, keys, codes.keys.shape[3]), jnp.uint8),
+        codes_arrived=plgpu.Barrier(num_barriers=DECODE_STAGES),
         own=tiled((2, keys, head_dim), own),
         own_arrived=plgpu.Barrier(num_barriers=2),
         wide=tiled((keys, head_dim), width),
@@ -166,7 +159,7 @@ def _scratch(sizes: DecodeSizes, all_tiles: int, codes: Codes) -> _Scratch:
         own_queries=tiled((WIDTH, head_dim), own),
         low=tiled((groups, head_dim), width),
         scale=tiled((groups, head_dim), width),
-        group=plgpu.SMEM((sizes.tiles(codes.slots), keys), jnp.float32),
+        group=plgpu.SMEM((decode_tiles(codes.slots), keys), jnp.float32),
         live=plgpu.SMEM((all_tiles, keys), jnp.float32),
         started=plgpu.Barrier(num_arrivals=6),
         value_low=plgpu.SMEM((codes.parts, keys), jnp.bfloat16),
@@ -195,7 +188,7 @@ class _Inputs(NamedTuple):
     live: Any
 
 
-def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
+def _kernel(*refs: Any, group: int, bits: int) -> None:
     """Kernel body; refs of `_Inputs`, of the outputs (by plane, own, received), and of `_Scratch`."""
     here = (jax.lax.axis_index("row"), jax.lax.axis_index("head"))
     count = len(_Inputs._fields)
@@ -215,21 +208,15 @@ def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
         plgpu.copy_gmem_to_smem(source, target, smem.started)
     tiles = inputs.group.shape[0]
     own_tiles = inputs.live.shape[0] - tiles
-    own_sizes = DecodeSizes(sizes.keys, 2)
-    ring = _Ring(inputs.keys, inputs.values, _Tiles(smem.codes, smem.codes_arrived), sizes, tiles)
-    own = _Ring(inputs.k, inputs.v, _Tiles(smem.own, smem.own_arrived), own_sizes, own_tiles)
+    ring = Ring(inputs.keys, inputs.values, smem.codes, smem.codes_arrived, tiles)
+    own = Ring(inputs.k, inputs.v, smem.own, smem.own_arrived, own_tiles)
     ring.fill()
     own.fill()
     plgpu.barrier_wait(smem.started)
-    highest = _as_wgmma(jnp.full((sizes.keys, WIDTH), MASKED, jnp.float32))
+    highest = _as_wgmma(jnp.full(smem.scores.shape[1:], MASKED, jnp.float32))
     highest = jax.lax.fori_loop(0, tiles, partial(_codes_scores, ring, smem, bits), highest)
-    highest = jax.lax.fori_loop(0, own_tiles, partial(_own_scores, own, smem, tiles), highest)
-    highest = _spread(jnp.max(highest, axis=0), highest.shape, 1)
-    total = _total(smem, highest, tiles + own_tiles)
-    # Padded queries have weights too; dividing by infinity sets them to 0.
-    column = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, total.shape, 1))
-    total = jnp.where(column < group, jnp.where(total > 0, total, 1.0), jnp.inf)
-    softmax = partial(_weights, smem, highest, total)
+    highest = jax.lax.fori_loop(0, own_tiles, partial(plain.own_scores, own, smem, smem.own_queries, tiles), highest)
+    weights_of = plain.softmax(smem, highest, tiles + own_tiles, group, received_ref)
     head_dim = smem.wide.shape[1]
     parts = smem.value_low.shape[0]
     # Output row -> part of head_dim that its channel belongs to; the same in every plane.
@@ -239,7 +226,7 @@ def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
     part_of_row = (row - row // plane * plane) // (plane // parts)
 
     def multiply_codes(*accs: Any) -> Array:
-        lows = _codes_outputs(accs, ring, smem, inputs, bits, softmax, received_ref, tiles)
+        lows = _codes_outputs(accs, ring, smem, inputs, bits, weights_of, tiles)
         out = _as_wgmma(jnp.zeros((head_dim, WIDTH), jnp.float32))
         for part, (acc, low) in enumerate(zip(accs, lows, strict=True)):
             of_part = acc[...] + _spread(jnp.sum(low, axis=0), (head_dim, WIDTH), 1)
@@ -250,7 +237,7 @@ def _kernel(*refs: Any, sizes: DecodeSizes, group: int, bits: int) -> None:
     out_ref[...] = pl.run_scoped(multiply_codes, *[acc] * parts)
 
     def multiply_own(acc: Any) -> Array:
-        jax.lax.fori_loop(0, own_tiles, partial(_own_outputs, acc, own, smem, softmax, received_ref, tiles), None)
+        jax.lax.fori_loop(0, own_tiles, partial(plain.own_outputs, acc, own, smem.own_weights, weights_of, tiles), None)
         return acc[...]
 
     own_ref[...] = pl.run_scoped(multiply_own, acc)
@@ -269,7 +256,7 @@ def _unpacked(packed: Array, plane: int, bits: int) -> Array:
     return ((packed >> (plane * bits)) & (2**bits - 1)).astype(jnp.float32)
 
 
-def _codes_scores(ring: _Ring, smem: _Scratch, bits: int, tile: Array, highest: Array) -> Array:
+def _codes_scores(ring: Ring, smem: _Scratch, bits: int, tile: Array, highest: Array) -> Array:
     """Writes the scores of a tile of codes; returns the elementwise running maximum, `[keys, 8]`."""
     keys, head_dim = smem.wide.shape
     packed = _bytes(ring.wait(tile))
@@ -294,47 +281,11 @@ def _codes_scores(ring: _Ring, smem: _Scratch, bits: int, tile: Array, highest: 
     # wgmma sees the threads' writes to shared memory only after a commit, and the next copy waits for their reads.
     plgpu.commit_smem()
     ring.release(tile)
-    return _keep_scores(smem, smem.wide, smem.queries, tile, highest)
-
-
-def _own_scores(ring: _Ring, smem: _Scratch, before: int, tile: Array, highest: Array) -> Array:
-    """Writes the scores of a tile in full precision; returns the running maximum."""
-    highest = _keep_scores(smem, ring.wait(tile), smem.own_queries, before + tile, highest)
-    ring.release(tile)
-    return highest
-
-
-def _keep_scores(smem: _Scratch, part: Any, queries: Any, tile: Array, highest: Array) -> Array:
-    rows, columns = highest.shape
-
-    def multiply(acc: Any) -> Array:
-        plgpu.wgmma(acc, part, _transposed(queries))
-        return acc[...]
-
-    scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)) * queries.shape[1] ** -0.5
-    live = plgpu.layout_cast(smem.live[tile], plgpu.Layout.WGMMA.reduce(1))
-    scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
-    smem.scores[tile] = scores
-    return jnp.maximum(highest, scores)
-
-
-def _weights(smem: _Scratch, highest: Array, total: Array, received_ref: Any, tile: Array) -> Array:
-    """Returns the weights of a tile, `[keys, 8]` float32, and writes their sums over the queries."""
-    weights = _exponentials(smem, highest, tile) / total
-    # Summed before rounding.
-    received_ref[tile] = jnp.sum(weights, axis=1)
-    return weights
+    return plain.keep_scores(smem, smem.wide, smem.queries, tile, highest)
 
 
 def _codes_outputs(
-    accs: tuple[Any, ...],
-    ring: _Ring,
-    smem: _Scratch,
-    inputs: _Inputs,
-    bits: int,
-    softmax: Any,
-    received_ref: Any,
-    tiles: int,
+    accs: tuple[Any, ...], ring: Ring, smem: _Scratch, inputs: _Inputs, bits: int, weights_of: Any, tiles: int
 ) -> list[Array]:
     """Adds codes^T (weights * scale)^T of each part to its accumulator `[head_dim, 8]`.
 
@@ -347,7 +298,7 @@ def _codes_outputs(
     def body(tile: Array, lows: list[Array]) -> list[Array]:
         plgpu.copy_gmem_to_smem(inputs.value_low.at[tile], smem.value_low, smem.ranged)
         plgpu.copy_gmem_to_smem(inputs.value_scale.at[tile], smem.value_scale, smem.ranged)
-        weights = softmax(received_ref, tile)
+        weights = weights_of(tile)
         packed = _bytes(ring.wait(tile + tiles))
         for plane in range(BYTE // bits):
             # Codes are integers below 256, which bfloat16 represents exactly.
@@ -363,26 +314,8 @@ def _codes_outputs(
                 for x in (smem.value_low, smem.value_scale)
             )
             sums.append(lows[part] + weights * low)
-            _multiply_weights(acc, smem.wide, smem.weights, weights * scale)
+            plain.multiply_weights(acc, smem.wide, smem.weights, weights * scale)
         return sums
 
     zeros = _as_wgmma(jnp.zeros((keys, WIDTH), jnp.float32))
     return jax.lax.fori_loop(0, tiles, body, [zeros] * len(accs))
-
-
-def _own_outputs(
-    acc: Any, ring: _Ring, smem: _Scratch, softmax: Any, received_ref: Any, before: int, tile: Array, _: None
-) -> None:
-    """Adds the product with a tile of values in full precision to `acc`."""
-    weights = softmax(received_ref, before + tile)
-    _multiply_weights(acc, ring.wait(tile + ring.tiles), smem.own_weights, weights)
-    ring.release(tile + ring.tiles)
-
-
-def _multiply_weights(acc: Any, values: Any, buffer: Any, weights: Array) -> None:
-    """Adds values^T weights^T to `acc`; `buffer` holds the rounded weights."""
-    _transposed(buffer)[...] = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.commit_smem()
-    plgpu.wgmma(acc, _transposed(values), _transposed(buffer))
-    # The product must finish before its operands are overwritten.
-    plgpu.wgmma_wait(0)

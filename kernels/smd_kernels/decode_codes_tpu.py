@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from smd_kernels.codes import BYTE, Codes, by_plane
+from smd_kernels.decode_tpu import dot
 from smd_kernels.hardware import TPU_LANES
 
 
@@ -102,14 +103,14 @@ def _kernel(*refs: Any, bits: int, codes_axis: int, slots_axis: int) -> None:
     highest = jnp.finfo(jnp.float32).min
     picked = jax.lax.broadcasted_iota(jnp.int32, (low.shape[0], group.shape[1]), 0) == group[...]
     picked = picked.astype(dtype)  # [groups, slots]
-    lows, scales = (_dot(x[...], picked, (0, 0)) for x in (low, scale))
+    lows, scales = (dot(x[...], picked, (0, 0)) for x in (low, scale))
     wide = (lows + _unpacked(keys, bits, codes_axis) * scales).astype(dtype)
     masked = seen[...] != 0
     own_masked = own_seen[...] != 0
     factor = q.shape[1] ** -0.5
     # Masked scores are finite, so that a row without valid slots has no inf - inf.
-    scores = jnp.where(masked, _dot(q_planes[...], wide, (1, 0)) * factor, highest)
-    own = jnp.where(own_masked, _dot(q[...], k[...], (1, 1 - slots_axis)) * factor, highest)
+    scores = jnp.where(masked, dot(q_planes[...], wide, (1, 0)) * factor, highest)
+    own = jnp.where(own_masked, dot(q[...], k[...], (1, 1 - slots_axis)) * factor, highest)
     most = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), jnp.max(own, axis=1, keepdims=True))
     weights = jnp.where(masked, jnp.exp(scores - most), 0.0)
     own = jnp.where(own_masked, jnp.exp(own - most), 0.0)
@@ -120,10 +121,10 @@ def _kernel(*refs: Any, bits: int, codes_axis: int, slots_axis: int) -> None:
     # Normalised and summed in float32 before rounding for the product, as in the other implementations.
     received[...] = jnp.sum(weights, axis=0, keepdims=True)
     own_received[...] = jnp.sum(own, axis=0, keepdims=True)
-    lows, scales = (_dot(spread[...], x[...], (1, 0)) for x in (value_low, value_scale))
+    lows, scales = (dot(spread[...], x[...], (1, 0)) for x in (value_low, value_scale))
     wide = (lows + _unpacked(values, bits, codes_axis) * scales).astype(dtype)
-    out[...] = _dot(weights.astype(dtype), wide, (1, 1))
-    own_out[...] = _dot(own.astype(dtype), v[...], (1, slots_axis))
+    out[...] = dot(weights.astype(dtype), wide, (1, 1))
+    own_out[...] = dot(own.astype(dtype), v[...], (1, slots_axis))
 
 
 def _unpacked(packed: Any, bits: int, slots_axis: int) -> Array:
@@ -137,10 +138,3 @@ def _unpacked(packed: Any, bits: int, slots_axis: int) -> Array:
     planes = [(wide >> shift) & (2**bits - 1) for shift in range(0, BYTE, bits)]
     numbers = jnp.concatenate(planes, axis=1 - slots_axis).astype(jnp.float32)
     return numbers if slots_axis == 1 else numbers.T
-
-
-def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """Contracts one axis of each, in float32; precisions as in `decode_tpu`."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dimensions = (((over[0],), (over[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -13,6 +13,7 @@ Results do not depend on the order of thread blocks: they are bitwise reproducib
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
-from smd_kernels.hardware import GPU_DECODE_SIZES, GPU_GROUP, DecodeSizes
+from smd_kernels.hardware import DECODE_KEYS, DECODE_STAGES, GPU_GROUP, decode_tiles
 
 WIDTH = GPU_GROUP  # columns of scores^T: the group's queries, padded
-# Finite, so that a row without valid slots has no inf - inf; `_exponentials` sets masked slots to 0.
+# Finite, so that a row without valid slots has no inf - inf; `softmax` sets masked slots to 0.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
@@ -35,35 +36,34 @@ def decode_attention(
     k: Float[Array, "batch kv_heads slots head_dim"],
     v: Float[Array, "batch kv_heads slots head_dim"],
     valid: Bool[Array, "batch kv_heads slots"],
-    sizes: DecodeSizes = GPU_DECODE_SIZES,
     interpret: Any = None,
 ) -> tuple[Float[Array, "batch heads 1 head_dim"], Float[Array, "batch kv_heads slots"]]:
     """See `smd_kernels.decode.decode_attention`; for inputs that `hardware.why_not_decode` accepts.
 
     Args:
-      sizes: tile sizes. interpret: None, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
+      interpret: None, or parameters of JAX's interpreter of GPU kernels, for tests without a GPU.
     """
     batch, kv_heads, slots, head_dim = k.shape
     group = q.shape[1] // kv_heads
-    tiles = sizes.tiles(slots)
+    tiles = decode_tiles(slots)
     # Only small arrays are padded: queries to the tile width, validity to whole tiles. TMA pads K and V with zeros.
     grouped = jnp.pad(q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, WIDTH - group), (0, 0)))
-    live = jnp.pad(valid.astype(jnp.float32), ((0, 0), (0, 0), (0, tiles * sizes.keys - slots)))
+    live = jnp.pad(valid.astype(jnp.float32), ((0, 0), (0, 0), (0, tiles * DECODE_KEYS - slots)))
     out, received = plgpu.kernel(
-        partial(_kernel, sizes=sizes, group=group),
+        partial(_kernel, group=group),
         out_type=(
             jax.ShapeDtypeStruct((batch, kv_heads, head_dim, WIDTH), q.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, tiles, sizes.keys), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, tiles, DECODE_KEYS), jnp.float32),
         ),
-        scratch_types=_scratch(sizes, tiles, head_dim),
+        scratch_types=_scratch(tiles, head_dim),
         grid=(batch, kv_heads),
         grid_names=("row", "head"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         kernel_name="decode_attention",
-    )(grouped, k, v, live.reshape(batch, kv_heads, tiles, sizes.keys))
+    )(grouped, k, v, live.reshape(batch, kv_heads, tiles, DECODE_KEYS))
     out = jnp.swapaxes(out, 2, 3)[:, :, :group].reshape(q.shape)
-    return out, received.reshape(batch, kv_heads, tiles * sizes.keys)[:, :, :slots]
+    return out, received.reshape(batch, kv_heads, tiles * DECODE_KEYS)[:, :, :slots]
 
 
 class _Scratch(NamedTuple):
@@ -84,23 +84,23 @@ class _Scratch(NamedTuple):
     weights: Any
 
 
-def _scratch(sizes: DecodeSizes, tiles: int, head_dim: int) -> _Scratch:
+def _scratch(tiles: int, head_dim: int) -> _Scratch:
     tiled = partial(
         plgpu.SMEM, dtype=jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     )
     return _Scratch(
-        ring=tiled((sizes.stages, sizes.keys, head_dim)),
-        arrived=plgpu.Barrier(num_barriers=sizes.stages),
+        ring=tiled((DECODE_STAGES, DECODE_KEYS, head_dim)),
+        arrived=plgpu.Barrier(num_barriers=DECODE_STAGES),
         queries=tiled((WIDTH, head_dim)),
-        live=plgpu.SMEM((tiles, sizes.keys), jnp.float32),
+        live=plgpu.SMEM((tiles, DECODE_KEYS), jnp.float32),
         # One arrival each for the copies of `queries` and `live`.
         started=plgpu.Barrier(num_arrivals=2),
-        scores=plgpu.SMEM((tiles, sizes.keys, WIDTH), jnp.float32),
-        weights=tiled((WIDTH, sizes.keys)),
+        scores=plgpu.SMEM((tiles, DECODE_KEYS, WIDTH), jnp.float32),
+        weights=tiled((WIDTH, DECODE_KEYS)),
     )
 
 
-def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, sizes: DecodeSizes, group: int) -> None:
+def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, group: int) -> None:
     """Refs in main memory: q `[batch, kv_heads, 8, head_dim]`, k and v `[batch, kv_heads, slots, head_dim]`, live and
     received float32 `[batch, kv_heads, tiles, keys]`, out `[batch, kv_heads, head_dim, 8]`."""
     here = (jax.lax.axis_index("row"), jax.lax.axis_index("head"))
@@ -108,17 +108,15 @@ def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, size
     tiles = live_ref.shape[2]
     plgpu.copy_gmem_to_smem(q_ref.at[here], smem.queries, smem.started)
     plgpu.copy_gmem_to_smem(live_ref.at[here], smem.live, smem.started)
-    ring = _Ring(k_ref.at[here], v_ref.at[here], smem, sizes, tiles)
+    ring = Ring(k_ref.at[here], v_ref.at[here], smem.ring, smem.arrived, tiles)
     ring.fill()
     plgpu.barrier_wait(smem.started)
-    highest = _scores(ring, smem, tiles)
-    total = _total(smem, highest, tiles)
-    # Padded queries have weights too; dividing by infinity sets them to 0.
-    column = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, total.shape, 1))
-    total = jnp.where(column < group, jnp.where(total > 0, total, 1.0), jnp.inf)
+    start = _as_wgmma(jnp.full(smem.scores.shape[1:], MASKED, jnp.float32))
+    highest = jax.lax.fori_loop(0, tiles, partial(own_scores, ring, smem, smem.queries, 0), start)
+    weights_of = softmax(smem, highest, tiles, group, received_ref.at[here])
 
     def multiply(acc):
-        _outputs(acc, ring, smem, highest, total, received_ref.at[here], tiles)
+        jax.lax.fori_loop(0, tiles, partial(own_outputs, acc, ring, smem.weights, weights_of, 0), None)
         return acc[...]
 
     out = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((k_ref.shape[3], WIDTH), jnp.float32))
@@ -126,31 +124,31 @@ def _kernel(q_ref, k_ref, v_ref, live_ref, out_ref, received_ref, *scratch, size
 
 
 @dataclass(frozen=True)
-class _Ring:
+class Ring:
     """Prefetches tiles to shared memory: step i loads tile i of K, step `tiles + i` tile i of V.
 
     Attributes:
-      smem: scratch with the fields `ring` and `arrived`.
+      buffers: `[stages, keys, …]`. arrived: a barrier per stage.
     """
 
     k: Any
     v: Any
-    smem: Any
-    sizes: DecodeSizes
+    buffers: Any
+    arrived: Any
     tiles: int
 
     def fill(self) -> None:
-        for step in range(self.sizes.stages):
+        for step in range(self.buffers.shape[0]):
             self._start(jnp.int32(step))
 
     def wait(self, step: Array) -> Any:
         """Waits for the tile of a step and returns it, `[keys, head_dim]`; call `release` after its last use."""
-        index = jax.lax.rem(step, self.sizes.stages)
-        plgpu.barrier_wait(self.smem.arrived.at[index])
-        return self.smem.ring.at[index]
+        index = jax.lax.rem(step, self.buffers.shape[0])
+        plgpu.barrier_wait(self.arrived.at[index])
+        return self.buffers.at[index]
 
     def release(self, step: Array) -> None:
-        self._start(step + self.sizes.stages)
+        self._start(step + self.buffers.shape[0])
 
     def _start(self, step: Array) -> None:
         # The steps of K, then those of V; none after the last tile of V.
@@ -158,72 +156,78 @@ class _Ring:
         pl.when((step >= self.tiles) & (step < 2 * self.tiles))(lambda: self._copy(self.v, step - self.tiles, step))
 
     def _copy(self, source: Any, tile: Array, step: Array) -> None:
-        index = jax.lax.rem(step, self.sizes.stages)
-        part = source.at[pl.ds(tile * self.sizes.keys, self.sizes.keys)]
-        plgpu.copy_gmem_to_smem(part, self.smem.ring.at[index], self.smem.arrived.at[index])
+        stages, keys = self.buffers.shape[:2]
+        index = jax.lax.rem(step, stages)
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(tile * keys, keys)], self.buffers.at[index], self.arrived.at[index])
 
 
-def _scores(ring: _Ring, smem: _Scratch, tiles: int) -> Array:
-    """Writes the scores of all slots; returns each query's highest, in every row of `[keys, 8]`."""
-    _, keys, width = smem.scores.shape
-    head_dim = smem.queries.shape[1]
-
-    def body(tile: Array, highest: Array) -> Array:
-        part = ring.wait(tile)
-
-        def multiply(acc):
-            plgpu.wgmma(acc, part, _transposed(smem.queries))
-            return acc[...]
-
-        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((keys, width), jnp.float32)) * head_dim**-0.5
-        ring.release(tile)
-        live = plgpu.layout_cast(smem.live[tile], plgpu.Layout.WGMMA.reduce(1))
-        scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
-        smem.scores[tile] = scores
-        # Elementwise: the rows are reduced once, after the loop.
-        return jnp.maximum(highest, scores)
-
-    highest = jax.lax.fori_loop(0, tiles, body, _as_wgmma(jnp.full((keys, width), MASKED, jnp.float32)))
-    return _spread(jnp.max(highest, axis=0), highest.shape, 1)
+def own_scores(ring: Ring, smem: Any, queries: Any, before: int, tile: Array, highest: Array) -> Array:
+    """Writes the scores of a tile in full precision, number `before + tile`; returns the running maximum."""
+    highest = keep_scores(smem, ring.wait(tile), queries, before + tile, highest)
+    ring.release(tile)
+    return highest
 
 
-def _exponentials(smem: Any, highest: Array, tile: Array) -> Array:
-    """exp(score - highest), `[keys, 8]`; 0 where masked, so that a row without valid slots sums to 0.
+def keep_scores(smem: Any, part: Any, queries: Any, tile: Array, highest: Array) -> Array:
+    """Writes the scores of a tile of keys; returns the elementwise running maximum, `[keys, 8]`.
 
     Args:
-      smem: scratch with the field `scores`.
+      smem: scratch with the fields `scores` and `live`.
     """
-    scores = _as_wgmma(smem.scores[tile])
-    return jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
+
+    def multiply(acc: Any) -> Array:
+        plgpu.wgmma(acc, part, _transposed(queries))
+        return acc[...]
+
+    acc = plgpu.WGMMAAccumulatorRef((highest.shape[0], WIDTH), jnp.float32)
+    scores = pl.run_scoped(multiply, acc) * queries.shape[1] ** -0.5
+    live = plgpu.layout_cast(smem.live[tile], plgpu.Layout.WGMMA.reduce(1))
+    scores = jnp.where(_spread(live, scores.shape, 0) != 0, scores, MASKED)
+    smem.scores[tile] = scores
+    # Elementwise: `softmax` reduces the rows once.
+    return jnp.maximum(highest, scores)
 
 
-def _total(smem: Any, highest: Array, tiles: int) -> Array:
-    """Denominators of the softmax, in every row of `[keys, 8]`."""
+def softmax(smem: Any, highest: Array, tiles: int, group: int, received_ref: Any) -> Callable[[Array], Array]:
+    """The function that returns the weights of a tile, `[keys, 8]` float32, and writes their sums over the queries."""
+    highest = _spread(jnp.max(highest, axis=0), highest.shape, 1)
+
+    def exponentials(tile: Array) -> Array:
+        # 0 where masked, so that a row without valid slots sums to 0.
+        scores = _as_wgmma(smem.scores[tile])
+        return jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
+
     zeros = _as_wgmma(jnp.zeros(highest.shape, jnp.float32))
-    total = jax.lax.fori_loop(0, tiles, lambda tile, sums: sums + _exponentials(smem, highest, tile), zeros)
-    return _spread(jnp.sum(total, axis=0), total.shape, 1)
+    total = jax.lax.fori_loop(0, tiles, lambda tile, sums: sums + exponentials(tile), zeros)
+    total = _spread(jnp.sum(total, axis=0), total.shape, 1)
+    # Padded queries have weights too; dividing by infinity sets them to 0.
+    column = _as_wgmma(jax.lax.broadcasted_iota(jnp.int32, total.shape, 1))
+    total = jnp.where(column < group, jnp.where(total > 0, total, 1.0), jnp.inf)
 
-
-def _outputs(
-    acc: Any, ring: _Ring, smem: _Scratch, highest: Array, total: Array, received_ref: Any, tiles: int
-) -> None:
-    """Adds V^T weights^T to `acc` `[head_dim, 8]` and writes `received`."""
-
-    def body(tile: Array, _: None) -> None:
-        weights = _exponentials(smem, highest, tile) / total
+    def weights_of(tile: Array) -> Array:
+        weights = exponentials(tile) / total
         # Summed before rounding.
         received_ref[tile] = jnp.sum(weights, axis=1)
-        rounded = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
-        _transposed(smem.weights)[...] = rounded
-        # wgmma sees the threads' writes to shared memory only after a commit.
-        plgpu.commit_smem()
-        part = ring.wait(tile + tiles)
-        plgpu.wgmma(acc, _transposed(part), _transposed(smem.weights))
-        # The product must finish before its tile of V and its weights are overwritten.
-        plgpu.wgmma_wait(0)
-        ring.release(tile + tiles)
+        return weights
 
-    jax.lax.fori_loop(0, tiles, body, None)
+    return weights_of
+
+
+def own_outputs(acc: Any, ring: Ring, buffer: Any, weights_of: Any, before: int, tile: Array, _: None) -> None:
+    """Adds V^T weights^T of a tile in full precision to `acc` `[head_dim, 8]`."""
+    weights = weights_of(before + tile)
+    multiply_weights(acc, ring.wait(tile + ring.tiles), buffer, weights)
+    ring.release(tile + ring.tiles)
+
+
+def multiply_weights(acc: Any, values: Any, buffer: Any, weights: Array) -> None:
+    """Adds values^T weights^T to `acc`; `buffer` holds the rounded weights."""
+    _transposed(buffer)[...] = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+    # wgmma sees the threads' writes to shared memory only after a commit.
+    plgpu.commit_smem()
+    plgpu.wgmma(acc, _transposed(values), _transposed(buffer))
+    # The product must finish before its operands are overwritten.
+    plgpu.wgmma_wait(0)
 
 
 def _transposed(ref: Any) -> Any:

@@ -65,7 +65,7 @@ def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis
     Refs: q, out `[group, head_dim]`; k, v `[slots, head_dim]`, or `[head_dim, slots]` with `slots_axis` 1; valid int32
     and received float32 `[1, slots]`.
     """
-    scores = _dot(q_ref[...], k_ref[...], over=1 - slots_axis) * q_ref.shape[1] ** -0.5
+    scores = dot(q_ref[...], k_ref[...], (1, 1 - slots_axis)) * q_ref.shape[1] ** -0.5
     valid = jnp.broadcast_to(valid_ref[...], scores.shape) != 0
     # Masked scores are finite, so that a row without valid slots has no inf - inf.
     scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
@@ -74,15 +74,15 @@ def _kernel(q_ref, k_ref, v_ref, valid_ref, out_ref, received_ref, *, slots_axis
     weights = weights / jnp.where(total > 0, total, 1.0)
     # Normalised and summed in float32 before rounding for the product, as in the other implementations.
     received_ref[...] = jnp.sum(weights, axis=0, keepdims=True)
-    out_ref[...] = _dot(weights.astype(v_ref.dtype), v_ref[...], over=slots_axis).astype(out_ref.dtype)
+    out_ref[...] = dot(weights.astype(v_ref.dtype), v_ref[...], (1, slots_axis)).astype(out_ref.dtype)
 
 
-def _dot(a: Array, b: Array, over: int) -> Array:
-    """Contracts the last axis of a with axis `over` of b, summed in float32.
+def dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    """Contracts one axis of each, summed in float32.
 
     float32 inputs are multiplied in full precision, which is not the TPU's default. bfloat16 ones name the default,
     because Mosaic cannot multiply them in the full precision that `jax_default_matmul_precision` may ask for.
     """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dimensions = (((1,), (over,)), ((), ()))
+    dimensions = (((over[0],), (over[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

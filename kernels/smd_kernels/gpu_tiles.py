@@ -57,7 +57,7 @@ def walks(blocks: Blocks, rows: int, keys: int, *, of_keys: bool = False) -> Int
     full ones, partly visible ones, and then those that it does not visit. Live tiles need not be neighbours: between
     them are the other branches of a tree, or evicted keys. The table has one number per tile of scores.
     """
-    live = live_tiles(blocks, rows, keys).live
+    live = live_tiles(blocks, rows, keys)
     full = full_tiles(blocks, rows, keys)
     if of_keys:
         live, full = live.swapaxes(1, 2), full.swapaxes(1, 2)

@@ -30,6 +30,8 @@ SMEM_BYTES = 220 * 1024  # of Hopper's 227 KiB per block; the rest is for barrie
 # Each range of values has its own sums in registers.
 MOST_PARTS = 8
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a TPU program gets by default; the rest is for spills
+DECODE_KEYS = 64  # slots per tile of the GPU decode kernels
+DECODE_STAGES = 4  # tiles in flight in them
 GPU_GROUP = 8  # columns of scores^T in the decode kernel, the narrowest wgmma tile: the most query heads per KV head
 TPU_LANES = 128  # length of TPU tiles along the last axis of an array
 
@@ -132,7 +134,7 @@ def why_not_decode(
     if hardware == "mosaic_gpu":
         memory = "shared memory"
         most = SMEM_BYTES
-        needed = GPU_DECODE_SIZES.smem_bytes(head_dim, slots)
+        needed = _smem_bytes(head_dim, slots)
     else:
         memory = "VMEM"
         most = VMEM_BYTES
@@ -168,7 +170,7 @@ def why_not_decode_codes(
     if hardware == "mosaic_gpu":
         memory = "shared memory"
         most = SMEM_BYTES
-        needed = _codes_smem_bytes(codes, precise, GPU_DECODE_SIZES)
+        needed = _codes_smem_bytes(codes, precise)
         if codes.parts > MOST_PARTS:
             return f"expected at most {MOST_PARTS} ranges of values per token; got {codes.parts}"
     else:
@@ -181,41 +183,16 @@ def why_not_decode_codes(
     return None
 
 
-@dataclass(frozen=True)
-class DecodeSizes:
-    """Tile sizes of the GPU decode kernels.
-
-    Attributes:
-      keys: slots per tile: 64, 128, 192 or 256.
-      stages: tiles in flight, at least 2.
-
-    Raises:
-      ValueError: another value.
-    """
-
-    keys: int = 64
-    stages: int = 4
-
-    def __post_init__(self) -> None:
-        if self.keys % 64 or not 64 <= self.keys <= 256:
-            raise ValueError(f"expected keys to be 64, 128, 192 or 256; got {self.keys}")
-        if self.stages < 2:
-            raise ValueError(f"expected at least 2 stages; got {self.stages}")
-
-    def tiles(self, slots: int) -> int:
-        """Number of tiles that hold `slots` slots."""
-        return -(-slots // self.keys)
-
-    def smem_bytes(self, head_dim: int, slots: int) -> int:
-        """Shared memory of a thread block: ring, queries and weights in bfloat16, scores and validity in float32.
-
-        It includes slack: the weights count twice.
-        """
-        halves = self.stages * self.keys * head_dim + GPU_GROUP * head_dim + 2 * GPU_GROUP * self.keys
-        return 2 * halves + 4 * self.tiles(slots) * self.keys * (GPU_GROUP + 1)
+def decode_tiles(slots: int) -> int:
+    """Number of tiles of the GPU decode kernels that hold `slots` slots."""
+    return -(-slots // DECODE_KEYS)
 
 
-GPU_DECODE_SIZES = DecodeSizes()
+def _smem_bytes(head_dim: int, slots: int) -> int:
+    """Shared memory of a thread block of `decode_gpu`: ring, queries and weights in bfloat16, scores and validity in
+    float32. It includes slack: the weights count twice."""
+    halves = DECODE_STAGES * DECODE_KEYS * head_dim + GPU_GROUP * head_dim + 2 * GPU_GROUP * DECODE_KEYS
+    return 2 * halves + 4 * decode_tiles(slots) * DECODE_KEYS * (GPU_GROUP + 1)
 
 
 def _vmem_bytes(itemsize: int, head_dim: int, slots: int, group: int) -> int:
@@ -230,14 +207,14 @@ def plane_tile(head_dim: int, bits: int) -> int:
     return min(head_dim * bits // BYTE, 64)
 
 
-def _codes_smem_bytes(codes: Codes, precise: int, sizes: DecodeSizes) -> int:
+def _codes_smem_bytes(codes: Codes, precise: int) -> int:
     """Shared memory of a thread block of `decode_codes_gpu`; mirrors its `_scratch`."""
-    keys = sizes.keys
-    coded = sizes.tiles(codes.slots)
+    keys = DECODE_KEYS
+    coded = decode_tiles(codes.slots)
     halves = 3 * keys * codes.head_dim + 2 * GPU_GROUP * (codes.head_dim + keys) + 2 * codes.parts * keys
     halves += 2 * -(-codes.groups // 64) * 64 * codes.head_dim
-    slots = (coded + sizes.tiles(precise)) * (GPU_GROUP + 1) + coded  # scores and validity; groups
-    return sizes.stages * keys * codes.keys.shape[3] + 2 * halves + 4 * slots * keys
+    slots = (coded + decode_tiles(precise)) * (GPU_GROUP + 1) + coded  # scores and validity; groups
+    return DECODE_STAGES * keys * codes.keys.shape[3] + 2 * halves + 4 * slots * keys
 
 
 def _codes_vmem_bytes(itemsize: int, codes: Codes, precise: int, group: int) -> int:

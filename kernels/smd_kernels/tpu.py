@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, pad_blocks, pad_rows
+from smd_kernels.decode_tpu import dot
 from smd_kernels.hardware import TPU_SIZES, why_not_blocks, why_not_mixed
 from smd_kernels.reference import soft_capped
 from smd_kernels.tpu_walk import LANES, SCALAR_MEMORY, Operand, Spans, Walk, is_live, run, table_bytes
@@ -45,9 +46,7 @@ def to_sublanes(x: Any) -> Any:
 
 def product(x: Any, y: Any, *, transposed: bool = False) -> Any:
     """`x @ y` or `x @ y.T`, summed in float32; float32 inputs are not rounded to bfloat16, the TPU's default."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-    return jax.lax.dot_general(x, y, contracted, precision=precision, preferred_element_type=jnp.float32)
+    return dot(x, y, (1, 1 if transposed else 0))
 
 
 def scores_of(x: Any, y: Any, scale: float, softcap: float | None) -> Any:
@@ -205,9 +204,10 @@ def float32_shape(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def sublane_scratch(tile: int, dtype: Any) -> Any:
-    """Scratch for one number per row or key, along sublanes."""
-    return pltpu.VMEM((tile, LANES), dtype)
+def row_scratch(walk: Walk, head_dim: int) -> tuple[Any, ...]:
+    """Scratch of a pass over row tiles: an int32 and two float32 numbers per row, along sublanes; sums like q."""
+    vectors = (pltpu.VMEM((walk.rows, LANES), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32))
+    return *vectors, pltpu.VMEM((walk.rows, head_dim), jnp.float32)
 
 
 def backward_operands(walk: Walk, lse: Array, delta: Array, d_out: Array) -> tuple[Operand, ...]:
@@ -276,12 +276,7 @@ class MosaicTpuKernel:
         count, rows, head_dim = blocks.q.shape
         out = Operand(jax.ShapeDtypeStruct(blocks.q.shape, blocks.q.dtype), walk.matrix(True, head_dim))
         lse = Operand(float32_shape(count, 1, rows), walk.vector(True))
-        vectors = (
-            sublane_scratch(walk.rows, jnp.int32),
-            sublane_scratch(walk.rows, jnp.float32),
-            sublane_scratch(walk.rows, jnp.float32),
-        )
-        scratch = (*vectors, pltpu.VMEM((walk.rows, head_dim), jnp.float32))
+        scratch = row_scratch(walk, head_dim)
         out, lse = run(forward_kernel, walk, blocks, (), (out, lse), scratch, 2, self.interpret, self.softcap)
         return out[:, :length], lse[:, 0, :length]
 
@@ -300,13 +295,8 @@ class MosaicTpuKernel:
         walk, blocks = self._pad(blocks, self.sizes.rows_dq, self.sizes.keys_dq, rows_outside=True)
         head_dim = blocks.q.shape[2]
         dq = Operand(jax.ShapeDtypeStruct(blocks.q.shape, blocks.q.dtype), walk.matrix(True, head_dim))
-        vectors = (
-            sublane_scratch(walk.rows, jnp.int32),
-            sublane_scratch(walk.rows, jnp.float32),
-            sublane_scratch(walk.rows, jnp.float32),
-        )
-        scratch = (*vectors, pltpu.VMEM((walk.rows, head_dim), jnp.float32))
         inputs = backward_operands(walk, lse, delta, d_out)
+        scratch = row_scratch(walk, head_dim)
         (dq,) = run(dq_kernel, walk, blocks, inputs, (dq,), scratch, 3, self.interpret, self.softcap)
         return dq[:, :length]
 
@@ -314,7 +304,7 @@ class MosaicTpuKernel:
         length = blocks.k.shape[1]
         walk, blocks = self._pad(blocks, self.sizes.rows_dkv, self.sizes.keys_dkv, rows_outside=False)
         d_key = Operand(float32_shape(*blocks.k.shape), walk.matrix(False, blocks.k.shape[2]))
-        scratch = (sublane_scratch(walk.keys, jnp.int32), sublane_scratch(walk.keys, jnp.int32))
+        scratch = (pltpu.VMEM((walk.keys, LANES), jnp.int32),) * 2
         inputs = backward_operands(walk, lse, delta, d_out)
         dk, dv = run(dkv_kernel, walk, blocks, inputs, (d_key, d_key), scratch, 4, self.interpret, self.softcap)
         return dk[:, :length], dv[:, :length]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from smd_kernels.blocks import Blocks, key_extremes, live_tiles, row_extremes
+from smd_kernels.blocks import Blocks, key_extremes, live_tiles, row_extremes, tile_ends
 
 LANES = 128
 SCALAR_MEMORY = 2**20 - 2**14  # bytes: 1 MiB on TPU v5e, minus the compiler's own use; the same on v6e
@@ -48,7 +48,7 @@ def spans(blocks: Blocks, rows: int, keys: int, *, rows_outside: bool) -> Spans:
     column_low, column_high = row_extremes(blocks.column, rows)
     born_low, evicted_high = key_extremes(blocks.born, blocks.evicted_at, keys)
     live = live_tiles(blocks, rows, keys)
-    first, after = live.of_rows() if rows_outside else live.of_keys()
+    first, after = tile_ends(live if rows_outside else live.swapaxes(1, 2))
     # Inclusive, like the upper bound of `jnp.clip`.
     last = jnp.maximum(after - 1, 0)
     return Spans(*(x.reshape(-1) for x in (first, last, column_low, column_high, born_low, evicted_high)))

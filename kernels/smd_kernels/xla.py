@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows
+from smd_kernels.blocks import Blocks, BlockSizes, even, in_groups, live_tiles, pad_blocks, pad_rows, tile_order
 from smd_kernels.reference import product_precision, soft_capped
 
 # Measured on two cores with 512 KiB of cache each: longer tiles exceed the cache, and wider ones skip fewer keys.
@@ -173,7 +173,7 @@ def _tiled_forward(size: Tile, softcap: float | None, blocks: Blocks) -> tuple[A
     count, rows, head_dim = blocks.q.shape
     wide = _wide(blocks.q)
     # The blocks of a group run in lockstep, over the tiles that any of them needs.
-    count_live, live = live_tiles(blocks, size.rows, size.keys).in_order()
+    count_live, live = tile_order(live_tiles(blocks, size.rows, size.keys))
 
     def one_row_tile(row: Int[Array, ""]) -> tuple[Array, Array]:
         def add(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -203,7 +203,7 @@ def _tiled_backward(
 ) -> tuple[Array, Array, Array]:
     count, keys, head_dim = blocks.k.shape
     wide = lse.dtype
-    count_live, live = live_tiles(blocks, size.rows, size.keys).transposed().in_order()
+    count_live, live = tile_order(live_tiles(blocks, size.rows, size.keys).swapaxes(1, 2))
 
     def one_key_tile(dq: Array, key: Int[Array, ""]) -> tuple[Array, tuple[Array, Array]]:
         def add(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

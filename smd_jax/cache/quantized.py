@@ -134,15 +134,3 @@ def map_slots(move: Callable[[Array], Array], slots: QuantizedSlots) -> Quantize
     return slots.replace(
         keys=move(slots.keys), values=move(slots.values), value_ranges=jax.tree.map(move, slots.value_ranges)
     )
-
-
-def slot_bytes(head_dim: int, itemsize: int, config: QuantConfig) -> int:
-    """Bytes of a slot's key and value, without the key's ranges."""
-    # The second term is the value's ranges: minimum and scale for each group of channels.
-    return 2 * packed_size(head_dim, config.bits) + 2 * head_dim // config.channels(head_dim) * itemsize
-
-
-def table_bytes(prompt: int, response: int, head_dim: int, itemsize: int, config: QuantConfig) -> int:
-    """Bytes of the key ranges of one row and KV head."""
-    # Minimum and scale per channel and group.
-    return 2 * (group_count(prompt, config) + group_count(response, config)) * head_dim * itemsize

@@ -27,7 +27,7 @@ from smd_jax.certify.verdict import Models, certify
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.console_scripts import smd_certify
-from smd_jax.commands.errors import UserError, as_user_errors, report_errors, take_debug
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import has_tokenizer, load_tokenizer, model_directory
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.weights import load_checkpoint, read_config
@@ -48,8 +48,7 @@ class Args:
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
-    given, debug = take_debug(words)
-    with report_errors(debug), as_user_errors():
+    with report_errors(words) as given, as_user_errors():
         one_policy = run(parse_words(Args, "smd-certify", __doc__ or "", with_file(given, Args)))
     if not one_policy:
         raise SystemExit(1)

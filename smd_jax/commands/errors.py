@@ -69,18 +69,15 @@ USER_ERRORS = (
 )
 
 
-def take_debug(words: Sequence[str] | None) -> tuple[list[str], bool]:
-    """The words, by default those of the process, without `--debug`, and whether it was among them."""
-    given = list(sys.argv[1:] if words is None else words)
-    return [word for word in given if word != DEBUG], DEBUG in given
-
-
 @contextmanager
-def report_errors(debug: bool, *expected: type[Exception]) -> Iterator[None]:
-    """Ends the command with a box and exit status 2 after a user error, and with status 130 after Ctrl-C; with `debug`
-    raises the error instead. `expected`: further errors whose message and notes are enough for the user."""
+def report_errors(words: Sequence[str] | None, *expected: type[Exception]) -> Iterator[list[str]]:
+    """Yields the words, by default those of the process, without `--debug`. Ends the command with a box and exit status
+    2 after a user error, and with status 130 after Ctrl-C; with `--debug` raises the error instead. `expected`: further
+    errors whose message and notes are enough for the user."""
+    given = list(sys.argv[1:] if words is None else words)
+    debug = DEBUG in given
     try:
-        yield
+        yield [word for word in given if word != DEBUG]
     except (*USER_ERRORS, *expected) as error:
         if debug:
             raise

@@ -42,15 +42,7 @@ from smd_jax.commands.choices import decoder, decoding, rollout_config
 from smd_jax.commands.command_line import arguments_of_run, asks_for_help, parse_options
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.console_scripts import smd_eval
-from smd_jax.commands.errors import (
-    UserError,
-    as_user_errors,
-    memory_errors,
-    plain_warnings,
-    print_box,
-    report_errors,
-    take_debug,
-)
+from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
 from smd_jax.commands.limits import (
     READ_IN_EVALUATION,
     check_context,
@@ -119,9 +111,8 @@ class Args:
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
-    given, debug = take_debug(words)
     with (
-        report_errors(debug),
+        report_errors(words) as given,
         plain_warnings(),
         memory_errors("--decode-rows and --eval-decode set the sizes; --param-dtype bfloat16 halves the weights"),
     ):

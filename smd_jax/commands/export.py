@@ -23,7 +23,7 @@ from smd_jax.commands.choices import eviction_policy
 from smd_jax.commands.command_line import arguments_of_run, parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.console_scripts import smd_export
-from smd_jax.commands.errors import UserError, as_user_errors, report_errors, take_debug
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.model_source import model_directory, open_model, save_model
 from smd_jax.commands.places import full_path
 from smd_jax.commands.policy_texts import trained_gate
@@ -59,8 +59,7 @@ class Args:
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
-    given, debug = take_debug(words)
-    with report_errors(debug), as_user_errors():
+    with report_errors(words) as given, as_user_errors():
         run(parse_words(Args, "smd-export", __doc__ or "", with_file(given, Args)))
 
 

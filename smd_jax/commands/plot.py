@@ -18,7 +18,7 @@ import tyro
 from smd_jax.commands.command_line import parse_words
 from smd_jax.commands.config_file import with_file
 from smd_jax.commands.console_scripts import smd_plot
-from smd_jax.commands.errors import UserError, as_user_errors, report_errors, take_debug
+from smd_jax.commands.errors import UserError, as_user_errors, report_errors
 from smd_jax.commands.places import full_path
 from smd_jax.monitor.page import write_page
 from smd_jax.monitor.run_plots import plot_runs
@@ -35,8 +35,7 @@ class Args:
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script."""
-    given, debug = take_debug(words)
-    with report_errors(debug):
+    with report_errors(words) as given:
         run(parse_words(Args, "smd-plot", __doc__ or "", with_file(given, Args)))
 
 

@@ -28,15 +28,7 @@ from smd_jax.commands.arguments import Common, Grpo, LaunchArgs, OnlineDpo, Ppo,
 from smd_jax.commands.command_line import parse
 from smd_jax.commands.compilation_cache import cache_programs
 from smd_jax.commands.console_scripts import smd_train
-from smd_jax.commands.errors import (
-    UserError,
-    as_user_errors,
-    memory_errors,
-    plain_warnings,
-    print_box,
-    report_errors,
-    take_debug,
-)
+from smd_jax.commands.errors import UserError, as_user_errors, memory_errors, plain_warnings, print_box, report_errors
 from smd_jax.commands.launch import check_same_command, check_same_plan, check_shared, join
 from smd_jax.commands.limits import READ_IN_TRAINING, check_numbers, unread_options, without_evictions
 from smd_jax.commands.model_source import save_model, shown_tokens
@@ -84,8 +76,7 @@ EXPECTED = (
 
 def main(words: Sequence[str] | None = None) -> None:
     """The console script. `words`: arguments after the command's name; None: those of the process."""
-    given, debug = take_debug(words)
-    with report_errors(debug, *EXPECTED), plain_warnings():
+    with report_errors(words, *EXPECTED) as given, plain_warnings():
         algorithm, args = parse(given)
         join(args.launch)
         args = with_absolute_paths(args)

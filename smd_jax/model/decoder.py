@@ -234,12 +234,6 @@ Remat = Literal["none", "full", "dots"]
 
 # Attention's products have batch dimensions, products with weights have none (`flat`).
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-# A jitted layer, which JAX traces and lowers once for all layers of the same shapes. Defined here instead of in
-# `setup`, so that calls outside `jax.jit` hit the cache. `attend` is static: argument 3 after self.
-_JITTED_LAYER = nn.jit(Layer, static_argnums=(3,))
-_REMAT_LAYER = nn.jit(nn.remat(Layer, static_argnums=(3,)), static_argnums=(3,))
-_DOTS_LAYER = nn.jit(nn.remat(Layer, policy=_DOTS, static_argnums=(3,)), static_argnums=(3,))
-_LAYERS: dict[Remat, Any] = {"none": _JITTED_LAYER, "full": _REMAT_LAYER, "dots": _DOTS_LAYER}
 
 
 @dataclass(frozen=True)
@@ -256,6 +250,7 @@ class OneLayer:
     attend: Attend
     looped: bool
 
+    @partial(jax.jit, static_argnums=0)  # traced and lowered once for all layers of the same shapes
     def __call__(
         self, variables: dict[str, Any], rope: Rope | None, x: Array, state: LayerState
     ) -> tuple[Array, LayerState]:
@@ -312,11 +307,8 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        layer = _LAYERS[self.recomputed]
-        if self.is_initializing():
-            layer = Layer  # under nn.jit, Flax would derive other keys, and a seed would give other parameters
         self.embed = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
-        self.layers = [layer(c, c.is_mixture(index)) for index in range(c.num_layers)]
+        self.layers = [Layer(c, c.is_mixture(index)) for index in range(c.num_layers)]
         self.norm = norm_of(c)
         if not c.tie_embeddings:
             self.lm_head = Head(c.hidden_size, c.vocab_size)
@@ -377,20 +369,17 @@ class Decoder(nn.Module):
                 rope = ropes[0] if self.config.window(here[0]) is None else ropes[-1]
             one = OneLayer(self.config, self.config.is_mixture(here[0]), self.recomputed, attend, weights is not None)
             if run is not None:
-                if weights is None:  # its layers differ in their adapters
-                    weights = [layer_of(self.variables, index) for index in here]
                 x, state = carry_layers(one, weights, rope, x, states[0])
                 new.append(state)
             elif weights is not None:
                 x, stacked = run_layers(one, weights, rope, x, stack(states))
                 new.extend(unstack(stacked, len(here)))
             else:
-                for index, state in zip(here, states, strict=True):
-                    if self.is_initializing() or f"layers_{index}" in self.variables["params"]:
-                        x, state = self.layers[index](x, rope, attend, state)
-                    else:
-                        x, state = one(layer_of(self.variables, index), rope, x, state)
-                    new.append(state)
+                if self.is_initializing():
+                    x, state = self.layers[here[0]](x, rope, attend, states[0])
+                else:
+                    x, state = one(layer_of(self.variables, here[0]), rope, x, states[0])
+                new.append(state)
         return x, tuple(new)
 
     @nn.nowrap

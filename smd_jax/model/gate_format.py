@@ -20,7 +20,7 @@ from smd_jax.config import ModelConfig
 from smd_jax.disk import write_safetensors
 from smd_jax.message.gate import EVICTION_GATE, Gate, LinearGate, add_gate
 from smd_jax.model.protocol import ModelShape
-from smd_jax.model.stored_tensors import check_finite_weights
+from smd_jax.model.stored_tensors import check_finite_weights, check_tensors
 
 GATE_FILE = "eviction_gate.safetensors"
 _KIND = LinearGate.__name__
@@ -67,12 +67,7 @@ def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[d
     sizes = {name: getattr(shape, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
     fresh: dict[str, Any] = flatten_dict(add_gate({}, gate, **sizes)[EVICTION_GATE], sep=".")
     wanted, got = ({name: x.shape for name, x in tensors.items()} for tensors in (fresh, found))
-    wrong = sorted(name for name in wanted | got if wanted.get(name) != got.get(name))
-    if wrong:
-        raise ValueError(
-            f"expected a gate for {shape.num_layers} layers with {shape.num_kv_heads} KV heads of {shape.head_dim} in "
-            f"{file}, so for {wrong[0]} the shape {wanted.get(wrong[0])}; got {got.get(wrong[0])}"
-        )
+    check_tensors(wanted, got, f"{file}, a gate for {sizes},")
     for name, values in found.items():
         check_finite_weights(f"{name} of {file}", values)
     return unflatten_dict({name: jnp.asarray(values) for name, values in found.items()}, sep="."), gate

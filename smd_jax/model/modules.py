@@ -29,41 +29,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
 
-class AttentionCalls:
-    """`attention(q, k, v)` of a forward pass: the i-th call attends in layer i and stores the layer's new state.
-
-    Attributes:
-      states: the new state of every layer attended so far.
-    """
-
-    def __init__(self, shape: ModelShape, attend: Attend, layers: tuple[LayerState, ...]):
-        self._shape = shape
-        self._attend = attend
-        self._layers = layers
-        self.states: tuple[LayerState, ...] = ()
-
-    def __call__(
-        self,
-        q: Float[Array, "batch tokens heads head_dim"],
-        k: Float[Array, "batch tokens kv_heads head_dim"],
-        v: Float[Array, "batch tokens kv_heads head_dim"],
-    ) -> Float[Array, "batch tokens heads head_dim"]:
-        """Attends in the next layer.
-
-        Raises:
-          ValueError: at the call after the one of the last layer; for arrays of other sizes than those of the shape.
-        """
-        index = len(self.states)
-        if index == len(self._layers):
-            raise ValueError(f"expected one attention call per layer, {index} of them; got another one")
-        check_attended(self._shape, q, k, v, heads_axis=2)
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-        out, state = self._attend(q, k, v, self._layers[index])
-        self.states += (state,)
-        return out.swapaxes(1, 2)
-
-
-HiddenFunction = Callable[[Any, Int[Array, "batch tokens"], Int[Array, "batch tokens"], AttentionCalls], Array]
+HiddenFunction = Callable[[Any, Int[Array, "batch tokens"], Int[Array, "batch tokens"], Callable[..., Array]], Array]
 LogitsFunction = Callable[[Any, Float[Array, "batch tokens hidden_size"]], Array]
 
 
@@ -104,11 +70,21 @@ class ModuleModel:
         attend: Attend,
         layers: tuple[LayerState, ...],
     ) -> tuple[Float[Array, "batch tokens hidden_size"], tuple[LayerState, ...]]:
-        calls = AttentionCalls(self.shape, attend, layers)
-        hidden = self.hidden_of(self.with_params(params), tokens, positions, calls)
-        if len(calls.states) != len(layers):
-            raise ValueError(f"expected one attention call per layer, {len(layers)} of them; got {len(calls.states)}")
-        return hidden, calls.states
+        new: list[LayerState] = []
+
+        def attention(q: Array, k: Array, v: Array) -> Array:
+            if len(new) == len(layers):
+                raise ValueError(f"expected one attention call per layer, {len(layers)} of them; got another one")
+            check_attended(self.shape, q, k, v, heads_axis=2)
+            q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+            out, state = attend(q, k, v, layers[len(new)])
+            new.append(state)
+            return out.swapaxes(1, 2)
+
+        hidden = self.hidden_of(self.with_params(params), tokens, positions, attention)
+        if len(new) != len(layers):
+            raise ValueError(f"expected one attention call per layer, {len(layers)} of them; got {len(new)}")
+        return hidden, tuple(new)
 
     def logits(self, params: Params, hidden: Float[Array, "batch tokens hidden_size"]) -> Array:
         return self.logits_of(self.with_params(params), hidden)
@@ -149,18 +125,11 @@ def from_nnx(
 def from_equinox(
     module: Any, shape: ModelShape, hidden: HiddenFunction, logits: LogitsFunction
 ) -> tuple[ModuleModel, Params]:
-    """Model and parameters of an Equinox module.
+    """Model and parameters of an Equinox module; arguments and errors as `from_nnx`.
 
     The parameters are the module's floating-point arrays, as a module with None instead of everything else;
     `equinox.combine(params, module)` puts trained ones back. Functions take modules of one example as Equinox has
-    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`. The model is a copy whose
-    Dropout layers have rate 0, because sampler and learner would drop different activations.
-
-    Args:
-      hidden, logits: functions of the module, see this file's docstring.
-
-    Raises:
-      TypeError: for a module of another library.
+    them: map them over batch and tokens with `jax.vmap`, without the calls of `attention`. Dropout is off, too.
     """
     import equinox
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,9 +151,12 @@ def match_tensors(config: ModelConfig, directory: Path, layout: Layout) -> dict[
     if tied and both == {OUTPUT}:
         table = {OUTPUT if name == EMBEDDING else name: tensor for name, tensor in table.items()}
     # RoPE buffers of older transformers are skipped.
-    extra = {name for name in stored.keys() - table.keys() if not name.endswith("rotary_emb.inv_freq")}
-    check_names(table.keys() - stored.keys(), extra - ({OUTPUT} if tied else set()), str(directory))
-    _check_stored(table, stored)
+    skipped = {name for name in stored if name.endswith("rotary_emb.inv_freq")} | ({OUTPUT} if tied else set())
+    read = {name: stored[name].shape for name in stored if name in table or name not in skipped}
+    check_tensors({name: tensor.hf_shape for name, tensor in table.items()}, read, str(directory))
+    odd = [f"{name}: {stored[name].dtype}" for name in table if stored[name].dtype not in (*STORED_DTYPES, MXFP4)]
+    if odd:
+        raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)}; got {some(odd)}")
     if tied and len(both) == 2:
         everything = (slice(None), slice(None))
         if not np.array_equal(stored[EMBEDDING].read(everything), stored[OUTPUT].read(everything)):
@@ -162,20 +165,6 @@ def match_tensors(config: ModelConfig, directory: Path, layout: Layout) -> dict[
                 "true; got another tensor. If it was trained separately, set tie_word_embeddings to false"
             )
     return {name: (tensor, stored[name]) for name, tensor in table.items()}
-
-
-def _check_stored(table: dict[str, StoredTensor], stored: dict[str, Stored]) -> None:
-    """Raises ValueError for tensors of a wrong shape, or whose dtype is not floating."""
-    wrong = [
-        f"{name}: expected {list(tensor.hf_shape)}, got {shown(list(stored[name].shape))}"
-        for name, tensor in table.items()
-        if stored[name].shape != tensor.hf_shape
-    ]
-    if wrong:
-        raise ValueError(f"tensors of the wrong shape for config.json: {some(wrong)}")
-    odd = [f"{name}: {stored[name].dtype}" for name in table if stored[name].dtype not in (*STORED_DTYPES, MXFP4)]
-    if odd:
-        raise ValueError(f"expected tensors stored as {', '.join(STORED_DTYPES)}; got {some(odd)}")
 
 
 # Shards of parameters
@@ -239,39 +228,27 @@ def check_finite_weights(name: str, values: np.ndarray) -> None:
         raise ValueError(f"expected finite weights; got NaN or infinity in {name}, as {values.dtype.name}")
 
 
-# MXFP4, in which gpt-oss stores its experts: 4-bit floats in blocks of 32 with a common power of two.
+# MXFP4, in which gpt-oss stores its experts: E2M1 floats in blocks of 32 with a common power of two, an E8M0 float.
 #
 #     NAME_blocks    uint8 [experts, out, groups, 16]     two values a byte, the lower half first
-#     NAME_scales    uint8 [experts, out, groups]         exponent + 127
+#     NAME_scales    uint8 [experts, out, groups]         exponent + 127; 255 is NaN
 #     NAME           [experts, 32 * groups, out]          value * 2 ** (scale - 127)
 #
-# A value is a sign, two bits of exponent and one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4, 6. Source: OCP
-# Microscaling Formats, v1.0, sections 5.3.3 and 5.4.1 (a scale of 255 is NaN); the layout is that of
-# `convert_moe_packed_tensors` in transformers' `integrations/mxfp4.py`. bfloat16 and wider hold every value exactly.
+# Source: OCP Microscaling Formats, v1.0; `convert_moe_packed_tensors` in transformers' `integrations/mxfp4.py`.
 
 MXFP4 = "MXFP4"
 _GROUP = 32  # values with a common scale
-_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
-# Both values of every byte.
-_PAIRS = np.array(
-    [[(-1.0) ** (half >> 3) * _VALUES[half & 7] for half in (byte & 15, byte >> 4)] for byte in range(256)], np.float32
-)
-_GROUPS_AT_ONCE = 2**13  # which take 1 MiB in float32
 
 
 def dequantised(
     blocks: UInt8[np.ndarray, "*rows groups 16"], scales: UInt8[np.ndarray, "*rows groups"]
 ) -> Float[np.ndarray, "*rows columns"]:
     """The values as bfloat16, 32 columns a group; NaN where a scale is 255, infinite beyond bfloat16's range."""
-    out = np.empty((scales.size, _GROUP), jnp.dtype("bfloat16"))
-    pairs, exponents = blocks.reshape(-1, 16), scales.reshape(-1, 1)
-    for begin in range(0, len(out), _GROUPS_AT_ONCE):
-        part = slice(begin, begin + _GROUPS_AT_ONCE)
-        values = _PAIRS[pairs[part]].reshape(-1, _GROUP)
-        with np.errstate(over="ignore"):  # the caller reports it with the tensor's name
-            scaled = np.ldexp(values, exponents[part].astype(np.int32) - 127)
-        out[part] = np.where(exponents[part] == 255, np.nan, scaled)
-    return out.reshape(*scales.shape[:-1], -1)
+    halves = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.dtype("float4_e2m1fn"))
+    values = halves.reshape(*scales.shape, _GROUP).astype(jnp.dtype("bfloat16"))  # which holds every value exactly
+    with np.errstate(over="ignore"):  # the caller reports it with the tensor's name
+        values *= scales.view(jnp.dtype("float8_e8m0fnu")).astype(values.dtype)[..., None]
+    return values.reshape(*scales.shape[:-1], -1)
 
 
 def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -314,10 +291,18 @@ def some(words: list[str]) -> str:
     return ", ".join(cut) + more
 
 
-def check_names(missing: Iterable[str], extra: Iterable[str], where: str) -> None:
-    """Raises ValueError for missing or extra tensors."""
-    problems = [
-        f"{word} {some(sorted(names))}" for word, names in (("missing", missing), ("unexpected", extra)) if names
-    ]
+def check_tensors(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raises ValueError for missing and extra tensors, and for shapes other than expected."""
+    wrong = {
+        f"{name}: expected {list(shape)}, got {shown(list(got[name]))}"
+        for name, shape in expected.items()
+        if name in got and got[name] != shape
+    }
+    groups = {
+        "missing": expected.keys() - got.keys(),
+        "unexpected": got.keys() - expected.keys(),
+        "of the wrong shape": wrong,
+    }
+    problems = [f"{word} {some(sorted(names))}" for word, names in groups.items() if names]
     if problems:
         raise ValueError(f"tensors in {where} do not fit its configuration: {'; '.join(problems)}")

@@ -35,7 +35,7 @@ from smd_jax.model.stored_tensors import (
     INDEX_FILE,
     Part,
     check_finite_weights,
-    check_names,
+    check_tensors,
     load_parameter,
     match_tensors,
     read_json,
@@ -208,14 +208,8 @@ def _check_params(table: dict[str, StoredTensor], flat: Mapping[str, Any]) -> No
     for name, what in _NOT_STORED.items():
         if any(path.split("/")[0] == name for path in flat):
             raise ValueError(f"expected parameters without {name}, which Hugging Face's format cannot store: {what}")
-    check_names(missing=leaves.keys() - flat.keys(), extra=flat.keys() - leaves.keys(), where="params")
-    wrong = [
-        f"{path}: expected {list(leaf.shape)}, got {list(flat[path].shape)}"
-        for path, leaf in leaves.items()
-        if flat[path].shape != leaf.shape
-    ]
-    if wrong:
-        raise ValueError(f"parameters of the wrong shape for the config: {some(wrong)}")
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    check_tensors(shapes, {path: np.shape(leaf) for path, leaf in flat.items()}, "params")
 
 
 def _to_stored(flat: Mapping[str, Any], tensor: StoredTensor, dtype: FloatName) -> np.ndarray:

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from smd_jax.cache.quantized import slot_bytes, table_bytes
+from smd_jax.cache.quantized import no_slots
+from smd_jax.cache.slots import LayerCache, no_keys, pad
 from smd_jax.config import ModelConfig, check_instance, check_whole
+from smd_jax.disk import stored_bytes
 from smd_jax.eviction.base import EvictionPolicy, check_budget, check_policy
 from smd_jax.eviction.statistics import CacheShape
 from smd_jax.message.quantization import QuantConfig
@@ -129,40 +131,33 @@ def cache_bytes(
       TypeError: a model in place of its `shape`.
       ValueError: a budget that the policy refuses; fewer than one row or column of prompts.
     """
-    budgets, buffer = _slots(model, policy, config, prompt_width, rows)
-    itemsize = jnp.dtype(model.dtype).itemsize
-    quant = config.quant
-    kept = precise = 2 * model.head_dim * itemsize  # a key and a value
-    table = 0
-    if quant is not None:
-        kept = slot_bytes(model.head_dim, itemsize, quant)
-        table = table_bytes(prompt_width, whole_segments(config), model.head_dim, itemsize, quant)
-    # In a quantised cache only the buffer is in full precision.
-    each = sum(budget * kept + buffer * precise + table for budget in budgets)
-    return each * model.num_kv_heads * rows
+    caches = _empty_caches(model, policy, config, prompt_width, rows)
+    return stored_bytes([(cache.keys, cache.values, cache.quantized) for cache in caches])
 
 
 def statistics_bytes(
     model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
 ) -> int:
     """Bytes of the policy's statistics in a rollout of `rows` prompts. Raises errors like `cache_bytes`."""
-    budgets, buffer = _slots(model, policy, config, prompt_width, rows)
-    dtype = jnp.dtype(model.dtype)
-
-    def of_layer(budget: int) -> int:
-        shape = CacheShape(rows, model.num_heads, model.num_kv_heads, budget + buffer, model.head_dim, dtype)
-        states = jax.eval_shape(lambda: [each.init(shape) for each in policy.statistics])
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
-
-    return sum(map(of_layer, budgets))
+    return stored_bytes([cache.states for cache in _empty_caches(model, policy, config, prompt_width, rows)])
 
 
-def _slots(
+def _empty_caches(
     model: ModelConfig | ModelShape, policy: EvictionPolicy, config: RolloutConfig, prompt_width: int, rows: int
-) -> tuple[tuple[int, ...], int]:
-    """`plan` of checked sizes."""
+) -> list[LayerCache]:
+    """The shapes of every layer's cache; checks the sizes."""
     if not isinstance(model, ModelConfig | ModelShape):
         raise TypeError(f"expected a model's shape, a ModelShape or ModelConfig; got {type(model).__name__}")
     check_whole("prompt_width", prompt_width, 1)
     check_whole("rows", rows, 1)
-    return plan(policy, config, model.num_layers, prompt_width)
+    budgets, buffer = plan(policy, config, model.num_layers, prompt_width)
+    shape = CacheShape(rows, model.num_heads, model.num_kv_heads, 0, model.head_dim, jnp.dtype(model.dtype))
+
+    def of_layer(budget: int) -> LayerCache:
+        cache = no_keys(policy.statistics, shape)
+        if config.quant is not None:
+            slots = no_slots(cache.keys, prompt_width, whole_segments(config), config.quant)
+            cache = cache.replace(quantized=slots)
+        return pad(cache, budget, buffer)
+
+    return jax.eval_shape(lambda: [of_layer(budget) for budget in budgets])

@@ -125,9 +125,8 @@ def rollout_program(
     count, width = prompts.tokens.shape
     rows = count * group_size
     sampler = Sampler(model, policy, config, width)
-    params = constrain_tree(
-        sampler_params(model, params), gathered=True
-    )  # gathered here, not in every step of the loop
+    # Gathered here, not in every step of the loop.
+    params = constrain_tree(sampler_params(model, params), gathered=True)
     keys = row_keys(key, rows)
     prefilled = prefill(sampler, params, prompts, prompt_keys(keys, group_size, prompt_copies))
     most = jnp.full((rows,), config.max_new_tokens, jnp.int32)

@@ -1,7 +1,5 @@
 """The KV cache on hand-worked cases, and random rollouts against lists of columns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

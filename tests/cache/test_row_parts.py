@@ -1,7 +1,5 @@
 """Compression a few rows at a time: equal caches, bounded temporary memory, no communication on a mesh."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any, NamedTuple

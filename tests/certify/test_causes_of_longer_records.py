@@ -1,13 +1,10 @@
 """Causes that smd-certify names for prompts above the budget, and for samplers in bfloat16."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,22 +14,15 @@ from smd_jax.certify.causes import PromptFacts
 from smd_jax.certify.record import arrays_of, check_record
 from smd_jax.certify.verdict import Models, certify
 from smd_jax.message.masks import NEVER
-from smd_jax.testing import random_params, tiny_model_config
+from smd_jax.testing import tiny_model_config
+from tests.certify.conftest import sample, wide_params
 
 CONFIG = tiny_model_config(num_layers=2, num_heads=4, num_kv_heads=2)
 
 
-def wide_params() -> Any:
-    """Random parameters that are large enough for attention to matter."""
-    return jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, random_params(CONFIG, 0))
-
-
 def rolled_out(model: smd.Decoder, params: Any, **sizes: Any) -> smd.Trajectory:
     """Eight prompts of 20 tokens under H2O with 12 + 4 keys: each row reads one response token before any eviction."""
-    tokens = jax.random.randint(jax.random.key(0), (8, 20), 10, 250)
-    prompts = smd.PromptBatch(tokens, jnp.ones(tokens.shape, bool))
-    config = smd.RolloutConfig(budget=12, buffer=4, **sizes)
-    return smd.rollout(model, params, prompts, jax.random.key(1), policy=smd.eviction.H2O(), config=config)
+    return sample(model, params, jax.random.randint(jax.random.key(0), (8, 20), 10, 250), key=1, budget=12, **sizes)
 
 
 def cause_of(models: Models, arrays: dict[str, np.ndarray], rows: int = 8) -> str | None:
@@ -43,7 +33,7 @@ def cause_of(models: Models, arrays: dict[str, np.ndarray], rows: int = 8) -> st
 
 @pytest.mark.slow
 def test_stale_weights_are_not_called_evictions():
-    model, params = smd.Decoder(CONFIG), wide_params()
+    model, params = smd.Decoder(CONFIG), wide_params(CONFIG)
     keys = iter(jax.random.split(jax.random.key(2), 1000))
     older = jax.tree.map(lambda x: x * (1 + 0.03 * jax.random.normal(next(keys), x.shape)), params)
     arrays = arrays_of(rolled_out(model, older, max_new_tokens=32))
@@ -52,7 +42,7 @@ def test_stale_weights_are_not_called_evictions():
 
 
 def test_three_rows_do_not_tell_unrecorded_evictions_from_stale_weights():
-    model, params = smd.Decoder(CONFIG), wide_params()
+    model, params = smd.Decoder(CONFIG), wide_params(CONFIG)
     arrays = arrays_of(rolled_out(model, params, max_new_tokens=32))
     unrecorded = {name: array for name, array in arrays.items() if name != "evicted_at"}
     assert cause_of(Models(model, params), unrecorded, rows=3) == "undecided"
@@ -98,7 +88,7 @@ def test_nearly_certain_tokens_before_an_eviction_do_not_count(
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [smd.SamplingConfig(top_p=0.8), smd.SamplingConfig(top_k=12)])
 def test_a_support_that_a_sampler_in_bfloat16_does_not_record_is_found(sampling: smd.SamplingConfig):
-    precise, params = smd.Decoder(CONFIG), wide_params()
+    precise, params = smd.Decoder(CONFIG), wide_params(CONFIG)
     rounded = smd.Decoder(dataclasses.replace(CONFIG, dtype="bfloat16"))
     arrays = arrays_of(rolled_out(rounded, params, max_new_tokens=24, sampling=sampling))
     without = {name: array for name, array in arrays.items() if not name.startswith("support")}

@@ -1,6 +1,4 @@
-"""smd-certify replays the records of samplers and names the cause of a mismatch."""
-
-from __future__ import annotations
+"""smd-certify replays the records of samplers, names the cause of a mismatch, and reads the facts of a tokenizer."""
 
 import dataclasses
 import re
@@ -13,7 +11,7 @@ import pytest
 
 import smd_jax as smd
 from smd_jax.certify import report, verdict
-from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts
+from smd_jax.certify.causes import CAUSES, Conditions, PromptFacts, prompt_facts
 from smd_jax.certify.record import arrays_of, check_record
 from smd_jax.certify.replay import Replayed, replay
 from smd_jax.certify.verdict import Models, certify
@@ -21,8 +19,8 @@ from smd_jax.config import Experts
 from smd_jax.learner import blocks
 from smd_jax.message.drawable_tokens import DrawableTokens
 from smd_jax.message.quantization import QuantConfig
-from smd_jax.testing import random_params, tiny_model_config
-from tests.certify.rolled_out import (
+from smd_jax.testing import byte_tokenizer, random_params, tiny_model_config
+from tests.certify.conftest import (
     CONFIG,
     FACTS,
     MODEL,
@@ -357,3 +355,83 @@ def test_one_wrong_token_among_many_is_not_one_policy():
     assert result.mean_abs < 1e-4 and not result.is_one_policy and result.kind == "single tokens"
     assert "not one policy: single tokens differ" in report.lines(result)[-1]
     assert "row 2, response token 7: +0.700" in "\n".join(report.lines(result))
+
+
+SAME = "log-probabilities belong to the token of a turn that is "  # over 60 characters with the cause
+
+
+def test_every_tested_cause_has_a_bar_and_its_own_name():
+    findings = tuple(verdict.Finding("tokens misaligned", SAME + end, 0.1) for end in ("one before", "one after"))
+    figure = report.picture(verdict.Verdict(np.full((3, 4), 0.2), 1e-4, 1e-3, None, findings))
+    left, right = figure.axes[:2]
+    assert len({bar.get_extents().y0 for bar in right.patches}) == 3, "two causes and the record"
+    names = [label.get_text().replace("\n", " ") for label in right.get_yticklabels()]
+    assert names == [*(f"tokens misaligned: {SAME}{end}" for end in ("one after", "one before")), "as recorded"]
+    # Rows and tokens are whole numbers.
+    figure.draw_without_rendering()
+    for ticks in (left.get_xticks(), left.get_yticks()):
+        assert (ticks % 1 == 0).all() and len(ticks)
+
+
+MESSAGES = "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+# As Llama 3.2: BOS, a system message, and turns that begin with the same special token.
+LLAMA = "{{ bos_token }}<|im_start|>s" + MESSAGES + ASKED
+# As SmolLM2, whose BOS token begins each turn.
+SMOLLM = "{{ bos_token }}s{% for m in messages %}{{ bos_token }}{{ m['content'] }}{% endfor %}" + ASKED
+# As Phi-3: EOS where no answer is asked for.
+PHI = MESSAGES + ASKED.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "system"),
+    [(LLAMA, "<s>", "<|im_start|>s"), (SMOLLM, "<|im_start|>", "<|im_start|>s"), (PHI, None, "")],
+)
+def test_system_message_and_generation_prompt(template: str, bos: str | None, system: str):
+    tokenizer: Any = byte_tokenizer()
+    if bos is not None:
+        tokenizer.add_special_tokens({"bos_token": bos})
+    tokenizer.chat_template = template
+    facts = prompt_facts(tokenizer)
+    assert tokenizer.decode(facts.system) == system
+    assert tokenizer.decode(facts.generation) == "<|im_start|>a"
+
+
+def test_a_system_message_follows_bos():
+    prompts = np.array([[1, 20, 21, 22], [1, 30, 31, 32]])
+    facts = PromptFacts(bos=1, system=(7, 8))
+    (cause,) = (each for each in CAUSES if each.name == "chat template")
+
+    def only_case(tokens: np.ndarray) -> tuple[str, np.ndarray, np.ndarray]:
+        size = np.full(2, tokens.shape[1])
+        arrays = {"tokens": tokens, "prompt_lengths": size - 1, "lengths": size}
+        arrays["logprobs"] = np.full(tokens.shape, -1.0, np.float32)
+        (case,) = cause.cases(check_record(arrays, 1, 1, 64, None), facts)
+        return case.detail, case.conditions.tokens, case.conditions.positions
+
+    with_system = np.insert(prompts, [1, 1], [7, 8], axis=1)
+    detail, tokens, positions = only_case(prompts)
+    assert "template's system message" in detail
+    np.testing.assert_array_equal(tokens[:, :6], with_system)
+    np.testing.assert_array_equal(positions[:, :6], np.tile(np.arange(6), (2, 1)))
+    detail, tokens, positions = only_case(with_system)
+    assert "no system message" in detail
+    np.testing.assert_array_equal(tokens[:, :4], prompts)
+    np.testing.assert_array_equal(positions[:, :4], np.tile(np.arange(4), (2, 1)))
+
+
+def test_prompt_facts_of_tokenizers():
+    facts = prompt_facts(byte_tokenizer())
+    assert len(facts.generation) > 0
+    assert prompt_facts(byte_tokenizer(chat=False)).generation == ()
+    failing: Any = byte_tokenizer()
+    failing.chat_template = "{{ raise_exception('no') }}"
+    assert prompt_facts(failing) == PromptFacts(bos=failing.bos_token_id)
+
+
+def test_a_chat_template_is_rendered_in_a_limited_process(monkeypatch: pytest.MonkeyPatch):
+    """A record may come with an untrusted tokenizer."""
+    tokenizer = byte_tokenizer()
+    expected = prompt_facts(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", None)
+    assert prompt_facts(tokenizer) == expected

@@ -1,7 +1,5 @@
 """Exit status and reports of smd-certify."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +12,7 @@ import smd_jax as smd
 from smd_jax.certify.record import arrays_of, save_record
 from smd_jax.commands.certify import main
 from smd_jax.testing import write_random_checkpoint
-from tests.certify.rolled_out import CONFIG, sample_rollout
+from tests.certify.conftest import CONFIG, sample_rollout
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Records of samplers are read from arrays or files and checked."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from smd_jax.certify.record import load_record, save_record
 from smd_jax.message.masks import NEVER
-from tests.certify.rolled_out import SIZES, altered, record_of
+from tests.certify.conftest import SIZES, altered, record_of
 
 
 def test_evicted_at_and_kept_give_the_same_record(arrays):

@@ -1,7 +1,5 @@
 """A tiny model and the arguments of a small run, shared by the tests of the commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

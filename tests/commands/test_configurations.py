@@ -4,8 +4,6 @@ A rollout, the learner's batch and an update are traced with shapes only; nothin
 always the same; HYPOTHESIS_PERCENT=1000 draws ten times as many. Single fields, files and texts: `test_properties.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """smd-train with an environment: a run, its files and its resume."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

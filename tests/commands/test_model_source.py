@@ -1,7 +1,5 @@
 """Models and tokenizers as commands read them: files fetched from the Hub, missing special tokens, broken files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from fnmatch import fnmatch

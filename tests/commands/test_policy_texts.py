@@ -1,7 +1,5 @@
 """Eviction policies as text: names, parameters and user classes; in --eviction, --eval-decode and a run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

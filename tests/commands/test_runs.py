@@ -1,7 +1,5 @@
 """Whole runs of the commands: training, evaluation, export, resume, and failures that a run must survive."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Commands and their surroundings: output, current folder, home folder, cache of compiled programs."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """Several processes give the results of one on the same mesh, and refuse settings that differ."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -290,17 +288,6 @@ def test_all_or_none_ignores_an_error_that_is_being_handled():
     assert finished
 
 
-def test_differences_are_named():
-    expected = {"seed": 0, "loop": {"rate": 1.0, "policy": "h2o"}, "versions": {"jax": "0.10.2"}}
-    got = {"seed": 0, "loop": {"rate": 1.5, "policy": "h2o"}, "versions": {"jax": "0.11.0"}, "more": None}
-    assert processes.differences(expected, got) == [
-        "loop.rate: expected 1.0, got 1.5",
-        'versions.jax: expected "0.10.2", got "0.11.0"',
-        "more: expected (absent), got null",
-    ]
-    assert not processes.differences({"x": float("nan")}, {"x": float("nan")})
-
-
 def test_versions_include_the_libraries_that_build_rows(monkeypatch: pytest.MonkeyPatch):
     libraries = {"transformers", "tokenizers", "datasets", "reasoning-gym"}
     assert libraries < processes.versions().keys()
@@ -367,8 +354,3 @@ def test_accelerators_of_a_process_under_slurm(variables: dict[str, str], device
     result = subprocess.run([sys.executable, "-c", JOIN], env=environment, text=True, check=False, capture_output=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["1", devices]
-
-
-def test_without_flags_no_process_joins():
-    launch.join(LaunchArgs())
-    assert jax.process_count() == 1

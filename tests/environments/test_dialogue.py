@@ -1,7 +1,5 @@
 """Prompts and answers of a conversation under chat templates, and templates that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ EMPTY_THINKING = (
 )
 
 
-def new_dialogue(template: str | None = None, chat: bool = True) -> Dialogue:
+def new_dialogue(template: Any = None, chat: bool = True) -> Dialogue:
     tokenizer: Any = byte_tokenizer(chat=chat)
     if template is not None:
         tokenizer.chat_template = template
@@ -102,9 +100,8 @@ def test_a_prompt_with_a_role_that_the_template_ignores_is_refused(template: str
 
 
 def test_a_role_is_checked_once_per_template(monkeypatch: pytest.MonkeyPatch):
-    tokenizer: Any = byte_tokenizer()
-    tokenizer.chat_template = {"default": TOOL_TEMPLATE, "tool_use": TOOL_TEMPLATE + "{# #}"}
-    dialogue, renders = Dialogue(tokenizer), list[Any]()
+    dialogue = new_dialogue({"default": TOOL_TEMPLATE, "tool_use": TOOL_TEMPLATE + "{# #}"})
+    renders = list[Any]()
     after = Dialogue._after
 
     def counting(self: Any, *arguments: Any) -> str:
@@ -121,10 +118,8 @@ def test_a_role_is_checked_once_per_template(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_tool_results_use_the_tool_use_template():
-    tokenizer: Any = byte_tokenizer()
     tool_use = TOOL_TEMPLATE.replace("[{{ m.role }}", "[{{ 'result of ' if m.role == 'tool' }}{{ m.role }}")
-    tokenizer.chat_template = {"default": TOOL_TEMPLATE, "tool_use": tool_use}
-    dialogue = Dialogue(tokenizer)
+    dialogue = new_dialogue({"default": TOOL_TEMPLATE, "tool_use": tool_use})
     result, schema = [{"role": "tool", "name": "add", "content": "4"}], {"function": {"name": "add"}}
     assert dialogue.answer(result, END, [schema]) == f"[result of tool add]4{END}[assistant]"
     assert dialogue.answer(result, END) == f"[tool add]4{END}[assistant]"

@@ -1,7 +1,5 @@
 """Environments in separate processes and in this one: answers, failures of single conversations, and limits."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Conversations of a model with environments, from text to tokens and back."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Eviction policies: scores against NumPy formulas, and whole rollouts against a NumPy simulation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from functools import cache

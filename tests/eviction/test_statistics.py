@@ -1,7 +1,5 @@
 """User-defined statistics, a pytree per row and vectors per slot, against a NumPy simulation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """TriAttention's query centers and invalid inputs. Its scores are tested in tests/eviction/test_eviction.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

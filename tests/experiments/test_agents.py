@@ -1,7 +1,5 @@
 """The study of agents: its task, the examples of its start, and a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

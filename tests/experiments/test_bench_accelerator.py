@@ -1,7 +1,5 @@
 """The accelerator benchmark: its stages, failed checks, dead and silent jobs, and a rehearsal on the CPU."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

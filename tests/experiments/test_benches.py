@@ -1,7 +1,5 @@
 """The benchmarks: JSON rows in tiny sizes, yardsticks, and the arithmetic of a machine's limit."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

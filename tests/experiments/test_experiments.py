@@ -1,7 +1,5 @@
 """The quickstart rejects bad flags early, and results record their origin."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """experiments/grpo.py, GRPO in one file: exact replay, the saved model, and its length."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

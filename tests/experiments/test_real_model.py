@@ -1,7 +1,5 @@
 """The study on a real model, with a tiny one: task, reward, jobs, resumed runs, report."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace

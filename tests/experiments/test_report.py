@@ -1,7 +1,5 @@
 """The report: statistics by hand, tables of known rows, and committed pages that match the committed rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion of a GGUF file to a Hugging Face checkpoint: weights, rotation, tokenizer, and refused files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """Code that the studies share: problems, the grid with its pilot, finished runs, intervals."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -9,10 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import room
+from learned_eviction import GATE_SPEED, GATES
 from lib import grid, runs
 from lib.arms import Arm, arms_of
 from lib.command import QUICK, StudyArgs, grid_of, narrowed
@@ -24,6 +25,8 @@ from lib.problems import PROBLEMS, WALK_EDGES, WALK_ENDS, CopySums, Sorting, Wal
 from lib.runs import DECODINGS, Job
 from lib.samplers import sampler_of
 from lib.starts import StartLevel, examples_of
+from smd_jax.message.gate import EVICTION_GATE
+from smd_jax.model.decoder import Decoder
 from smd_jax.text.prompts import eos_token_id
 from smd_jax.train.evaluation import Decode
 from tests.paths import ROOT
@@ -42,7 +45,7 @@ class LocalPool:
     def __init__(self, workers: int) -> None:
         pass
 
-    def __enter__(self) -> LocalPool:
+    def __enter__(self) -> "LocalPool":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -367,3 +370,25 @@ def test_a_walk_has_the_edges_of_its_prompt():
         assert sorted(a for a, _ in graph) == sorted(2 * "abcdef")
         walk = [WALK_ENDS[step] for step in row["answer"]]
         assert set(walk) <= set(graph) and [a for a, _ in walk] == [first, *(b for _, b in walk[:-1])]
+
+
+# --- learned eviction
+
+
+@pytest.mark.parametrize("arm", [arm for arms in GATES.values() for arm in arms], ids=lambda arm: arm.name)
+def test_parameters_that_a_gate_arm_adds_and_trains(arm: Any):
+    optimizer = arm.optimizer(lambda factor: optax.sgd(factor))
+
+    def updates(params: Any) -> Any:
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    found = updates({"embed": {"embedding": jnp.ones(2)}, EVICTION_GATE: {"layers_0": {"kernel": jnp.ones(3)}}})
+    assert found["embed"]["embedding"].tolist() == [-1.0] * 2
+    assert found[EVICTION_GATE]["layers_0"]["kernel"].tolist() == [-(GATE_SPEED if arm.trains_gate else 0.0)] * 3
+    assert arm.update.eviction_coef == (1.0 if arm.trains_gate else 0.0) and arm.update.policy_coef == 1.0
+    assert arm.is_exact
+    params = arm.with_own_parameters({"embed": jnp.ones(1)}, Decoder(problem_of("sorting-12").model_config()).shape)
+    if arm.name.startswith("attention"):
+        assert set(params) == {"embed"} and updates(params)["embed"].tolist() == [-1.0]
+    else:
+        assert params[EVICTION_GATE]["layers_1"]["kernel"].shape == (2, 34, 2)

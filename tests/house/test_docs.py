@@ -1,7 +1,5 @@
 """README and docs: code blocks run, links and names exist, quoted numbers match the results."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

@@ -4,8 +4,6 @@
 at once: `test_configurations.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any, cast, get_type_hints

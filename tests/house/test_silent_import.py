@@ -1,7 +1,5 @@
 """Importing the library prints nothing and sets no environment variable."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

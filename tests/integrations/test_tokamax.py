@@ -1,7 +1,5 @@
 """Masks for and from tokamax, against its own reference. Needs tokamax (Python 3.12 or later)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

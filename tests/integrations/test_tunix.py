@@ -1,7 +1,5 @@
 """Tunix' released GRPO learner with our rollout and our record: it trains the policy that sampled."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

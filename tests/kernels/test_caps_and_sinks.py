@@ -1,7 +1,5 @@
 """Soft caps and learned sinks: the reference against NumPy, and every implementation against the reference."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

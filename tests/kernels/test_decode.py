@@ -1,8 +1,6 @@
 """Decode attention over plain and quantised caches: every implementation against NumPy. Pallas kernels are interpreted
 and lowered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ from smd_kernels import decode_codes_gpu, decode_codes_tpu, decode_gpu, decode_t
 from smd_kernels.codes import Codes, by_plane, unpack
 from smd_kernels.decode import decode_attention
 from smd_kernels.decode_codes import decode_codes_attention
-from smd_kernels.hardware import DecodeSizes, why_not_decode, why_not_decode_codes
+from smd_kernels.hardware import DECODE_KEYS, why_not_decode, why_not_decode_codes
 from tests import numpy_decoder, races
 from tests.interpreted_gpu import patch_interpreter
 
@@ -135,7 +133,7 @@ def on_tpu(*args: Any, interpret: Any = True) -> tuple[jax.Array, jax.Array]:
 def on_gpu(*args: Any) -> tuple[jax.Array, jax.Array]:
     """Reads beyond the slots give zeros, as with TMA. Without such reads, unwritten memory is NaN."""
     coded = len(args) == 5
-    ragged = coded or args[1].shape[2] % DecodeSizes().keys
+    ragged = coded or args[1].shape[2] % DECODE_KEYS
     params = replace(
         races.STRICT_GPU,
         out_of_bounds_reads="uninitialized" if ragged else "raise",
@@ -376,12 +374,3 @@ def test_default_implementation_is_the_kernel_of_the_device(device: str, impl: s
     ):
         attention.decode(q, k, v, valid, codes=codes)
     assert chosen == [impl]
-
-
-@pytest.mark.parametrize(("sizes", "message"), [
-    ({"keys": 100}, "expected keys to be 64, 128, 192 or 256; got 100"),
-    ({"stages": 1}, "expected at least 2 stages; got 1"),
-])  # fmt: skip
-def test_invalid_sizes_raise(sizes: dict[str, int], message: str):
-    with pytest.raises(ValueError, match=message):
-        DecodeSizes(**sizes)

@@ -1,7 +1,5 @@
 """Pallas interpreters: race detectors, and the host threads that they need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Public names of `smd_kernels`."""
 
-from __future__ import annotations
-
 import pytest
 
 import smd_kernels

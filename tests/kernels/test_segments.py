@@ -1,7 +1,5 @@
 """Interval and segment attention in plain JAX against the float32 reference, and their tables."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +13,7 @@ from jax import export
 
 from smd_jax.message.masks import NEVER, ShadowMask
 from smd_kernels import reference
-from smd_kernels.blocks import Blocks, BlockSizes, LiveTiles, live_tiles, pad_blocks
+from smd_kernels.blocks import Blocks, BlockSizes, live_tiles, pad_blocks, tile_order
 from smd_kernels.copies import Copies, append_copies, straight_through
 from smd_kernels.gpu import MosaicGpuKernel
 from smd_kernels.intervals import interval_attention
@@ -110,8 +108,7 @@ def tables(ends: Any, rows: int, keys: int) -> Any:
     column = jnp.broadcast_to(jnp.arange(ends.shape[1], dtype=jnp.int32)[None], ends.shape)
     empty = jnp.zeros((*ends.shape, 1))
     blocks = pad_blocks(Blocks(empty, empty, empty, column, column, ends), rows, keys)
-    live = live_tiles(blocks, rows, keys)
-    return blocks.column, blocks.born, blocks.evicted_at, live.live, live.of_rows(), live.of_keys()
+    return blocks.column, blocks.born, blocks.evicted_at, live_tiles(blocks, rows, keys)
 
 
 def test_tree_visits_only_live_tiles():
@@ -125,11 +122,11 @@ def test_tree_visits_only_live_tiles():
     for x, y in zip(got, expected(case), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
-    column, born, evicted_at, live, _, _ = jax.device_get(tables(jnp.asarray(ends[0]), 16, 8))
+    column, born, evicted_at, live = jax.device_get(tables(jnp.asarray(ends[0]), 16, 8))
     visible = (born[:, None] <= column[:, :, None]) & (column[:, :, None] < evicted_at[:, None])
     tiles = visible.reshape(2, 13, 16, 26, 8).any((2, 4))
     np.testing.assert_array_equal(live, tiles)
-    count, order = LiveTiles(jnp.asarray(live)).in_order()
+    count, order = tile_order(jnp.asarray(live))
     for row in range(13):
         assert order[row, : count[row]].tolist() == np.flatnonzero(tiles[0, row]).tolist()
     assert count[-1] == 8 + 2, "the prompt's tiles and its own"

@@ -1,7 +1,5 @@
 """TPU kernels: interpreted against the reference, skipped tiles, and export for a TPU."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Load-balancing loss: matches transformers, over microbatches too, and raises for missing inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

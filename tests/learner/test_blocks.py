@@ -1,7 +1,5 @@
 """Logits by blocks of columns: same values and gradients, without the logits of a whole response."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A dense and a shadow-mask learner on the same weights: the update mixes both losses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """Uncounted rows do not affect the update; a batch without tokens leaves the state unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

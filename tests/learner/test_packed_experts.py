@@ -1,7 +1,5 @@
 """Packed rows of a model with experts: recorded routing is replayed, also in shared beginnings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

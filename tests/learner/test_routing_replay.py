@@ -1,7 +1,5 @@
 """Mixtures of experts: routing is recorded by the sampler and replayed by the learner, under eviction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from inspect import unwrap

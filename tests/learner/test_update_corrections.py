@@ -1,7 +1,5 @@
 """Corrections in the train step, against their pure functions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

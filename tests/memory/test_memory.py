@@ -1,7 +1,5 @@
 """Memory of a loop's compiled programs, and sizes that fit a device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from decimal import localcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Replay of sampling filters and minimum lengths: losses use the sampler's drawable tokens."""
 
-from __future__ import annotations
-
 import functools
 import tracemalloc
 from dataclasses import replace

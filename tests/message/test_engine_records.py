@@ -1,7 +1,5 @@
 """Records of TensorRT-LLM and Memento against NumPy caches and our own rollouts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

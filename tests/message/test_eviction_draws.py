@@ -1,7 +1,5 @@
 """Sampled evictions: replay, Plackett-Luce log-probabilities, and gradients of the gate."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

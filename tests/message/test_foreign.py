@@ -1,7 +1,5 @@
 """`Trajectory.from_records`: every form of record, rollouts of a NumPy sampler, and invalid records."""
 
-from __future__ import annotations
-
 import dataclasses
 import tracemalloc
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Interval masks against explicit boolean masks, and invalid masks."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantised caches and their replay against a float64 reference that follows KIVI's formulas group by group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Sampling against NumPy in float64: drawable tokens, sampled tokens, log-probabilities and entropies."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention against NumPy loops, the choice of implementation, meshes and invalid inputs."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

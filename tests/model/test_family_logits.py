@@ -3,8 +3,6 @@
 golden/README.md says how the checkpoints and logits under golden/hf were made.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

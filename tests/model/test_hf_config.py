@@ -1,7 +1,5 @@
 """config.json of every family: reading, writing and unsupported settings."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

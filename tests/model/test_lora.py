@@ -1,7 +1,5 @@
 """LoRA: forward pass, gradients, optimizer state, and the base as reference and teacher."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters of experts: forward pass, gradients, meshes, replay and PEFT's format."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The decoder against a NumPy implementation, with interval and boolean masks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Modules of flax.nnx and Equinox as language models, and our masks in other libraries' attention."""
 
-from __future__ import annotations
-
 import dataclasses
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """gpt-oss' experts in MXFP4: dequantisation against bit arithmetic, loading onto one device and a mesh."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

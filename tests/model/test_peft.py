@@ -1,7 +1,5 @@
 """PEFT's format: names, shapes and fields, round trips, and invalid files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Logits are compared with transformers in tests/model/test_family_logits.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """Gradients of parameters that many tokens share are summed in float32, with parameters or computation in bfloat16."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

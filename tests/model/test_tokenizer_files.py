@@ -1,7 +1,5 @@
 """Exported tokenizer files: end tokens of training, files of the source, transformers 4 and 5."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -108,21 +108,6 @@ def test_weights_that_could_not_be_loaded_are_not_saved(tmp_path: Path, dtype: F
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
 
 
-def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = CONFIGS["qwen2"]
-    params = random_leaves(config)
-    save_checkpoint(tmp_path / "model", params, config, dtype="float32")
-
-    def full_disk(*_: Any, metadata: dict[str, str]) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("smd_jax.disk.save_file", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        save_checkpoint(tmp_path / "model", jax.tree.map(jnp.zeros_like, params), config, dtype="float32")
-    assert [file.name for file in tmp_path.iterdir()] == ["model"]
-    chex.assert_trees_all_equal(load_checkpoint(tmp_path / "model")[1], params, strict=True)
-
-
 def test_saving_works_after_a_killed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In a container, a process often has the same id as the killed one."""
     config = CONFIGS["qwen2"]

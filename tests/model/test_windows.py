@@ -1,7 +1,5 @@
 """Sliding windows: the sampler records them as evictions, and every attention applies them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

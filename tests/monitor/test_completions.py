@@ -1,7 +1,5 @@
 """Log of completions: its files, its table on a terminal, and the saved shadow masks."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loggers: files of TensorBoard and Weights & Biases, also after a resume; a failing logger does not stop a run."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from smd_jax.monitor.loggers import Loggers, TensorBoardLogger, WandbLogger, dashboard_name, messages
+from smd_jax.monitor.loggers import Loggers, TensorBoardLogger, WandbLogger, messages
 from smd_jax.monitor.metrics_log import memory_in_use
 from tests.documented_metrics import documented
 from tests.plain_runs import Recorder
@@ -61,11 +59,6 @@ def test_a_slow_logger_does_not_block_the_run():
     assert [step for step, _ in slow.rows] == [0, 1, 2]
 
 
-def test_names_are_those_of_transformers_trainer():
-    assert dashboard_name("completions/mean_length") == "train/completions/mean_length"
-    assert dashboard_name("eval/sparse") == "eval/sparse"
-
-
 # --- TensorBoard
 
 
@@ -97,11 +90,11 @@ def test_tensorboard_shows_every_step_once(tmp_path):
     for steps, reward in ((range(5), 0.25), (range(3, 7), 0.5)):
         logger = TensorBoardLogger(tmp_path)
         for step in steps:
-            logger.write(step, {"reward": reward, "eval/sparse": 1.0})
+            logger.write(step, {"reward": reward, "completions/mean_length": 3.0, "eval/sparse": 1.0})
         logger.close()
     points = displayed(tmp_path / "tensorboard")
     assert points["train/reward"] == [(0, 0.25), (1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5), (6, 0.5)]
-    assert points.keys() == {"train/reward", "eval/sparse"}
+    assert points.keys() == {"train/reward", "train/completions/mean_length", "eval/sparse"}
 
 
 def test_tensorboard_keeps_a_rollout_whose_evaluation_a_resume_adds(tmp_path):

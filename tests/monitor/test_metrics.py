@@ -1,7 +1,5 @@
 """Metrics worked out by hand, and a metrics file that survives crashes."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -14,25 +12,6 @@ from hypothesis import strategies as st
 
 from smd_jax.metrics import completion_metrics, reward_metrics, sampler_learner_metrics
 from smd_jax.monitor.metrics_log import MetricsWriter, read_metrics
-
-
-def test_mismatch_by_hand():
-    # Ratios of learner to sampler 2, 1/2 and 1; the padding would give infinities and NaN.
-    sampler = jnp.log(jnp.array([[0.25, 0.5], [0.1, 0.0]]))
-    learner = jnp.array([[math.log(0.5), math.log(0.25)], [math.log(0.1), jnp.nan]])
-    got = sampler_learner_metrics(sampler, learner, jnp.array([[True, True], [True, False]]))
-    log2 = math.log(2)
-    expected = {
-        "sampling/sampling_logp_difference/mean": 2 * log2 / 3,
-        "sampling/sampling_logp_difference/max": log2,
-        "sampling/token_ratio/min": 0.5,
-        "sampling/token_ratio/mean": 3.5 / 3,
-        "sampling/token_ratio/max": 2.0,
-        "mismatch_kl": ((2 - 1 - log2) + (0.5 - 1 + log2) + 0) / 3,
-    }
-    for name, value in expected.items():
-        assert float(got[name]) == pytest.approx(value, rel=1e-6), name
-
 
 ONES = ("ratio/min", "ratio/mean", "ratio/max", "eff_sample_size", "agreement_p5")  # of equal policies
 
@@ -81,22 +60,19 @@ def test_group_size_must_divide_the_batch(group_size):
         reward_metrics(jnp.zeros(6), group_size)
 
 
-def test_rows_are_read_as_written(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+def test_rows_are_read_as_written(tmp_path, monkeypatch):
+    """Each takes one transfer, and is in the file at once."""
+    path, calls, device_get = tmp_path / "run" / "metrics.jsonl", [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: calls.append(len(tree)) or device_get(tree))
+    with pytest.raises(FileNotFoundError, match="expected a metrics file; found none"):
+        read_metrics(path)
     with MetricsWriter(path) as writer:
         row = writer.write(0, {"reward": jnp.float32(0.1), "num_tokens": 12, "entropy": jnp.bfloat16(1.5)})
+        assert read_metrics(path) == [row]
         writer.write(1, {"reward": np.float64(0.1), "step_time": 1 / 3})
     assert row == {"step": 0, "reward": float(np.float32(0.1)), "num_tokens": 12, "entropy": 1.5}
     assert read_metrics(path) == [row, {"step": 1, "reward": 0.1, "step_time": 1 / 3}]
-    assert path.read_bytes().count(b"\n") == 2
-
-
-def test_every_row_is_written_at_once(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path)
-    writer.write(0, {"reward": 0.5})
-    assert read_metrics(path) == [{"step": 0, "reward": 0.5}]
-    writer.close()
+    assert path.read_bytes().count(b"\n") == 2 and calls == [3, 2]
 
 
 def test_numbers_outside_json_become_null_and_read_as_nan(tmp_path):
@@ -106,15 +82,6 @@ def test_numbers_outside_json_become_null_and_read_as_nan(tmp_path):
     assert json.loads(path.read_text()) == {"step": 0, "kl": None, "ratio": None, "reward": 1.0}
     (row,) = read_metrics(path)
     assert math.isnan(row["kl"]) and math.isnan(row["ratio"])
-
-
-def test_each_row_takes_one_transfer(tmp_path, monkeypatch):
-    calls = []
-    device_get = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: calls.append(len(tree)) or device_get(tree))
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        writer.write(0, {"a": jnp.float32(1), "b": jnp.float32(2), "c": 3})
-    assert calls == [3]
 
 
 @pytest.mark.parametrize(
@@ -164,11 +131,6 @@ def test_a_broken_line_in_the_middle_raises_and_changes_nothing(tmp_path, line):
     with pytest.raises(ValueError, match="line 2: expected a JSON object"):
         read_metrics(path)
     assert path.read_bytes() == before
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected a metrics file; found none"):
-        read_metrics(tmp_path / "metrics.jsonl")
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

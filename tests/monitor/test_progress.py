@@ -1,7 +1,5 @@
 """Progress on a terminal and in a file, and summary tables."""
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints: bitwise round trips, shardings, typed keys, refusals, damage and paths."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """Determinism: equal seeds give equal runs, and resumed runs equal uninterrupted ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Guards that stop a run: sampler–learner mismatch and non-finite updates."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs with LoRA adapters: GRPO and PPO, checkpoints without the base, bitwise resumes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

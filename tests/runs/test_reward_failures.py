@@ -11,8 +11,8 @@ import pytest
 from smd_jax.losses.advantages import EPSILON, group_relative, groups_with_signal, leave_one_out
 from smd_jax.losses.dpo import best_worst
 from smd_jax.metrics import reward_metrics
+from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.rewards import Rewards, RewardWarning
-from smd_jax.tasks.task import Row
 from smd_jax.train.grading import part_metrics
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.samples import select_groups
@@ -173,22 +173,10 @@ def test_a_reward_with_an_unknown_parameter_is_refused_before_sampling():
         loop_with(greedy)
 
 
-class AlternatingFields:
-    """Odd rows have an answer, even rows have tests."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Row:
-        return {"prompt": "12=", "answer": "12"} if index % 2 else {"prompt": "12=", "tests": "x"}
-
-    def reward(self, prompts, completions, **columns):
-        raise AssertionError("graded by `rewards`")
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_with_different_fields(seed):
-    seen = []
+    """Odd rows have an answer, even rows have tests."""
+    rows, seen = [{"prompt": "12=", "tests": "x"}, {"prompt": "12=", "answer": "12"}] * 4, []
 
     def by_tests(completions, tests):
         seen.append(tests)
@@ -200,7 +188,7 @@ def test_rows_with_different_fields(seed):
 
     rewards = Rewards((by_tests, by_answer), seconds=None)
     config = dataclasses.replace(CONFIG, seed=seed)
-    loop = GRPOLoop(MODEL, AlternatingFields(), TOKENIZER, optimizer(), config, rewards=rewards)
+    loop = GRPOLoop(MODEL, DatasetTask(rows), TOKENIZER, optimizer(), config, rewards=rewards)
     for index in range(2):
         rewarded = loop.collect(new_state(), index)
         assert rewarded.rewards.tolist() == [2.0 if "answer" in row else 1.0 for row in rewarded.task_rows]

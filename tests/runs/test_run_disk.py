@@ -1,7 +1,5 @@
 """Disk checks before a run, and full or read-only disks during it."""
 
-from __future__ import annotations
-
 import os
 from collections import namedtuple
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of a run: rows, checkpoints, resumes after a stop or an error, and used directories."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Callable
@@ -98,24 +96,16 @@ def test_an_empty_metrics_file_is_not_an_earlier_run(tmp_path: Path):
 # --- errors during a run
 
 
-def raises_at(last: int) -> Callable[[int], None]:
-    def begins(number: int) -> None:
-        if number == last:
-            raise ConnectionError("503")
-
-    return begins
-
-
 def test_an_error_saves_the_finished_rollouts(tmp_path):
     whole = start(tmp_path / "whole", 6)
     parts = tmp_path / "parts"
     with pytest.raises(ConnectionError, match="503") as caught:
-        start(parts, 6, PlainLoop(begins=raises_at(4)))
+        start(parts, 6, PlainLoop(begins=dies_at(4, ConnectionError("503"))))
     assert caught.value.__notes__ == [f"saved after 4 of 6 rollouts in {parts}; resume continues the run"]
     assert saved(parts) == [4] and [row["step"] for row in rows(parts)] == [0, 1, 2, 3]
     # The resume fails at its first rollout: there is nothing new to save.
     with pytest.raises(ConnectionError) as caught:
-        start(parts, 6, PlainLoop(begins=raises_at(4)), resume=True)
+        start(parts, 6, PlainLoop(begins=dies_at(4, ConnectionError("503"))), resume=True)
     assert caught.value.__notes__ == ["after 4 of 6 rollouts; nothing is lost but the rollout that failed"]
     assert_bitwise_equal(start(parts, 6, resume=True), whole)
     assert rows(parts) == rows(tmp_path / "whole")
@@ -160,7 +150,13 @@ def test_a_state_donated_to_a_failing_update_is_not_saved(tmp_path):
 )
 def test_a_failed_save_names_the_lost_rollouts(tmp_path, last, every, error, message, lost):
     with files_end_at(3000), pytest.raises(error, match=message) as caught:
-        start(tmp_path, 6, PlainLoop(begins=raises_at(last)), new_state(size=100_000), checkpoint_every=every)
+        start(
+            tmp_path,
+            6,
+            PlainLoop(begins=dies_at(last, ConnectionError("503"))),
+            new_state(size=100_000),
+            checkpoint_every=every,
+        )
     assert re.match(f"the last {lost} rollouts could not be saved: checkpoint {lost} in .*", caught.value.__notes__[0])
     assert saved(tmp_path) == []
 
@@ -205,6 +201,6 @@ def test_a_failed_save_does_not_hide_the_error_of_the_run(tmp_path, monkeypatch,
 
     monkeypatch.setattr(Writer, "_finish", finish)
     with pytest.raises(ConnectionError, match="503") as caught:
-        start(tmp_path, 6, PlainLoop(begins=raises_at(2)), checkpoint_every=every)
+        start(tmp_path, 6, PlainLoop(begins=dies_at(2, ConnectionError("503"))), checkpoint_every=every)
     (note,) = caught.value.__notes__
     assert note.startswith(f"the last 2 rollouts could not be saved: {reason}")

@@ -1,7 +1,5 @@
 """Runs: evaluations, objectives, settings at a resume, damaged checkpoints, warnings."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Seeds: each has different random numbers; invalid ones are refused before compilation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

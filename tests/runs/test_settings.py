@@ -38,6 +38,7 @@ def test_to_jsonable_by_hand():
     assert to_jsonable(value) == {"_class": "Outer", "inner": inner, "sizes": [1, 2]}
     lines = differences(to_jsonable(value), to_jsonable(Other(None, (1, 3))))
     assert lines[0] == '_class: expected "Outer", got "Other"' and lines[2] == "sizes.1: expected 2, got 3"
+    assert not differences({"x": float("nan")}, {"x": float("nan")})
     for wrong, message in (({"exact": len}, "config.rewards.exact: .*builtin"), ({1: 2.0}, "config.rewards: .*dict")):
         with pytest.raises(TypeError, match=message):
             to_jsonable({"rewards": wrong})

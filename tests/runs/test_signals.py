@@ -1,7 +1,5 @@
 """Signals: a run saves and stops, and its resume equals an uninterrupted run."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal
@@ -187,7 +185,7 @@ def test_a_run_outside_the_main_thread_installs_no_handlers(tmp_path):
 class FakeSignals(StopSignals):
     """Installs no handlers; tests set `received`."""
 
-    def __enter__(self) -> FakeSignals:
+    def __enter__(self) -> "FakeSignals":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Compacted conversations: every context replays exactly and begins with the prompt and a summary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

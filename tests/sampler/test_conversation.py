@@ -1,7 +1,5 @@
 """Conversations replay exactly under every policy, in any order of answers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Conversations of a mixture of experts: the routing of every token that the model read is recorded and replayed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Several end tokens: in the sampler, the drawable tokens and the commands."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine: rows equal those of a fixed batch on any schedule, and caches are updated in place."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache, partial

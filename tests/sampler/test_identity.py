@@ -4,8 +4,6 @@ Budgets are far below the length, prompts have unequal lengths, and rows end at 
 masks that are nearly right must miss.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache

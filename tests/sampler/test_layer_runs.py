@@ -1,7 +1,5 @@
 """A model that loops over equal layers is the same policy as one with unrolled layers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
@@ -184,18 +182,6 @@ def test_stacked_parameters_unstack_to_the_same():
     back = unstack_params(stacked)
     jax.tree.map(np.testing.assert_array_equal, back, params)
     assert jax.tree.structure(back) == jax.tree.structure(params)
-
-
-@pytest.mark.slow
-def test_layers_with_other_adapters_are_not_stacked():
-    """PEFT's `layers_to_transform` leaves layers out."""
-    params = add_lora(make_params(SHAPE), LoraConfig(rank=2), jax.random.key(1))
-    matrices = {name: part for name, part in params[LORA].matrices.items() if name != "layers_1"}
-    matrices = jax.tree.map(lambda x: x + 0.1 * jnp.ones_like(x), matrices)
-    params[LORA] = params[LORA].replace(matrices=matrices)
-    looped = Decoder(SHAPE, scan_layers=True)
-    assert set(stack_params(params, looped.shape.layer_runs)[LORA].matrices) == set(matrices)
-    assert_equal(sample(looped, params, H2O(), SIZES), sample(Decoder(SHAPE), params, H2O(), SIZES))
 
 
 @pytest.mark.slow

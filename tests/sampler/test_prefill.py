@@ -1,7 +1,5 @@
 """Chunked prefill: evictions between chunks are recorded and replayed, and memory is bounded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollouts with a quantised cache: identity at every bit width, cache sizes, and the update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rollouts: independent rows, end tokens, cache sizes, memory, errors and compilations."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, replace
 from functools import cache, partial

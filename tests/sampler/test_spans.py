@@ -1,7 +1,5 @@
 """Evictions of spans that a token triggers: sampled, replayed exactly, and equal in a batch and an engine."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Rows from files, folders and the Hub's cache: values as the file has them, and one error for what cannot be read."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """From rows to tasks: prompts, map functions, prompts that are too long, and the order of rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions of the user's own, by import path and by file."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

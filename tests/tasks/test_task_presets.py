@@ -1,7 +1,5 @@
 """Tasks that are ready, on rows as the Hub has them; data of one's own by the same door; the verifier of Countdown."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

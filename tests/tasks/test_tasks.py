@@ -203,14 +203,6 @@ def test_a_row_tells_its_chat_template():
         prompt_text(row | {"chat_template_kwargs": "enable_thinking"}, tokenizer)
 
 
-def test_without_a_chat_template_a_prompt_stays_as_it_is():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = None
-    assert prompt_text({"prompt": "1+1?"}, tokenizer) == "1+1?"
-    with pytest.raises(ValueError, match="the tokenizer has no chat template; got messages"):
-        prompt_text({"prompt": [{"role": "user", "content": "1+1?"}]}, tokenizer)
-
-
 # --- the order of the rows
 
 

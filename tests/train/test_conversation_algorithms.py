@@ -1,6 +1,4 @@
-"""PPO and online DPO on conversations: only the tokens that the policy sampled count."""
-
-from __future__ import annotations
+"""PPO, online DPO and evaluation on conversations: only the tokens that the policy sampled count."""
 
 import dataclasses
 from typing import Any
@@ -12,13 +10,19 @@ import optax
 import pytest
 
 from smd_jax.devices.sharding import make_mesh, shard_tree
+from smd_jax.environments.dialogue import Dialogue
 from smd_jax.environments.processes import EnvironmentsHere
+from smd_jax.environments.respondent import EnvironmentRespondent
+from smd_jax.eviction.policies import Dense, SnapKV
 from smd_jax.learner.forward import response_hidden
 from smd_jax.learner.state import init_state
+from smd_jax.message.quantization import QuantConfig
 from smd_jax.model.value_head import add_value_head, values
-from smd_jax.sampler.conversation_loop import ConversationConfig
+from smd_jax.sampler.conversation_loop import ConversationConfig, converse
+from smd_jax.tasks.rewards import Rewards, TooManyFailures
 from smd_jax.testing import random_params
 from smd_jax.train.conversations import EnvironmentConfig, TextCompaction
+from smd_jax.train.evaluation import Decode, EvaluationConfig, Evaluator
 from smd_jax.train.online_dpo import OnlineDPOConfig, OnlineDPOLoop
 from smd_jax.train.ppo import PPOConfig, PPOLoop
 from tests.train import test_conversations as base
@@ -27,15 +31,17 @@ SHARED_FIELDS = ("prompts_per_step", "group_size", "prompt_width", "policy", "ro
 SIZES: dict[str, Any] = {name: getattr(base.CONFIG, name) for name in SHARED_FIELDS}
 PPO = PPOConfig(**SIZES, gamma=0.9, lam=0.8, whiten_advantages=False)
 DPO = OnlineDPOConfig(**SIZES)
+CONVERSATION = ConversationConfig(turns=4)
+
+
+def judged(**options: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(environments=EnvironmentsHere(base.Judge), conversation=CONVERSATION, **options)
 
 
 def new_loop(config: Any, **options: Any) -> Any:
     kind: Any = PPOLoop if isinstance(config, PPOConfig) else OnlineDPOLoop
-    environment = EnvironmentConfig(
-        environments=EnvironmentsHere(base.Judge), conversation=ConversationConfig(turns=4), **options
-    )
-    mesh = make_mesh(1, 1, 1)
-    return kind(base.MODEL, base.Rows(), base.TOKENIZER, optax.adam(1e-3), config, mesh, environment=environment)
+    sizes: Any = {"mesh": make_mesh(1, 1, 1), "environment": judged(**options)}
+    return kind(base.MODEL, base.Rows(), base.TOKENIZER, optax.adam(1e-3), config, **sizes)
 
 
 def ppo_params(scale: float) -> Any:
@@ -58,10 +64,8 @@ def test_ppo_against_the_definition(credit: str):
     samples = loop.grade(loop.respond(params, jax.random.key(0), 0))
     trajectory = samples.trajectory
     batch, _ = loop.rollout_batch(params, samples, None)
-    critic, sampled = (
-        np.asarray(critic_values(params, loop.policy_params(params), trajectory)),
-        np.asarray(trajectory.response_mask),
-    )
+    critic = np.asarray(critic_values(params, loop.policy_params(params), trajectory))
+    sampled = np.asarray(trajectory.response_mask)
     turns = np.asarray(trajectory.turns())
     assert turns.max() > 2
     for row in range(8):
@@ -136,3 +140,65 @@ COMPACTION = TextCompaction(after_tokens=20, ask="?")
 def test_incompatible_options(config: Any, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         new_loop(config, **options)
+
+
+# --- evaluation
+
+DECODES = (Decode("dense"), Decode("sampler", SnapKV(window=4)))
+PARAMS = random_params(base.MODEL.config)
+
+
+class ThreeRows(base.Rows):
+    def __len__(self) -> int:
+        return 3
+
+
+def new_evaluator(kind: str = "judges", decodes: Any = DECODES, rewards: Any = None, **options: Any) -> Evaluator:
+    config = EvaluationConfig(decodes=decodes, rollout=base.ROLLOUT, prompt_width=8, group_size=2, rows=4, seed=3)
+    rows = ThreeRows(kind)
+    return Evaluator(base.MODEL, rows, base.TOKENIZER, config, rewards=rewards, environment=judged(**options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decodes", [DECODES, DECODES[1:]])
+def test_evaluation_equals_direct_conversations(decodes: Any):
+    """The second batch has padding rows, which do not count."""
+    evaluator = new_evaluator(decodes=decodes)
+    rows = [ThreeRows()[index] for index in range(3)]
+    for decode, result in zip(decodes, evaluator.run(PARAMS), strict=True):
+        assert result.rewards.shape == (3, 2) and len(result.completions) == 3
+        environments, dialogue = EnvironmentsHere(base.Judge), Dialogue(base.TOKENIZER)
+        respondent = EnvironmentRespondent(environments, dialogue, base.TOKENIZER, rows, 2, 8)
+        inputs: Any = base.MODEL, PARAMS, respondent.prompts, evaluator._keys(np.arange(3)), respondent
+        sizes: Any = {"policy": decode.policy, "config": decode.rollout(base.ROLLOUT), "group_size": 2}
+        conversed = converse(*inputs, **sizes, conversation=CONVERSATION)
+        expected = [each.reward for each in respondent.conversations]
+        np.testing.assert_allclose(result.rewards.reshape(-1), expected)
+        np.testing.assert_array_equal(result.lengths.reshape(-1), conversed.trajectory.lengths())
+        np.testing.assert_array_equal(~result.clipped.reshape(-1), conversed.trajectory.terminated)
+        assert result.metrics[f"eval/{decode.name}/reward"] == pytest.approx(np.mean(expected))
+        assert any("(1)" in text for texts in result.completions for text in texts)
+
+
+def test_evaluation_of_several_contexts():
+    """Sizes as in the loop's tests, to share their programs."""
+    evaluator = new_evaluator(decodes=DECODES[1:], compaction=TextCompaction(contexts=2, after_tokens=3, ask="?!?"))
+    sizes: dict[str, Any] = {"rollout": base.WIDER.rollout, "prompt_width": 32, "group_size": 4, "rows": 8}
+    (result,) = dataclasses.replace(evaluator, config=dataclasses.replace(evaluator.config, **sizes)).run(PARAMS)
+    assert result.rewards.shape == result.lengths.shape == result.clipped.shape == (3, 4)
+    assert any("?!?" in text for texts in result.completions for text in texts)
+
+
+def test_failed_environments():
+    with pytest.warns(UserWarning, match="no disk"), pytest.raises(TooManyFailures, match="no disk"):
+        new_evaluator("fails", DECODES[:1]).run(PARAMS)
+    with pytest.warns(UserWarning, match="no disk"):
+        (result,) = new_evaluator("fails", DECODES[:1], max_failed=1.0).run(PARAMS)
+    assert np.isnan(result.rewards).all() and np.isnan(result.reward)
+
+
+def test_incompatible_options_of_an_evaluation():
+    with pytest.raises(ValueError, match="expected quant None in a conversation"):
+        new_evaluator(decodes=(Decode("small", Dense(), quant=QuantConfig(bits=8, group=4)),))
+    with pytest.raises(ValueError, match="expected no rewards with an environment"):
+        new_evaluator(rewards=Rewards((base.Rows().reward,), seconds=None))

@@ -1,7 +1,5 @@
 """GRPO on conversations of one or several contexts: exact replay, bitwise resumption, losses of sampled tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,9 +1,7 @@
-"""The GRPO loop on a toy-sized task: metrics, minibatches, dynamic sampling, reproducibility, learning."""
+"""The GRPO loop on a toy-sized task: metrics, files, minibatches, dynamic sampling, reproducibility, learning."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,14 +29,19 @@ from smd_jax.message.trajectory import Trajectory
 from smd_jax.metrics import SAMPLER_LEARNER_METRICS
 from smd_jax.model.decoder import Decoder
 from smd_jax.model.protocol import Params
+from smd_jax.monitor.completions import CompletionsLog, load_masks
+from smd_jax.monitor.metrics_log import read_metrics
+from smd_jax.runs.run import train
+from smd_jax.runs.run_config import RunConfig
 from smd_jax.tasks.dataset_task import DatasetTask
 from smd_jax.tasks.rewards import RewardWarning
-from smd_jax.tasks.task import Prompt, Row
+from smd_jax.tasks.task import Row
 from smd_jax.testing import tiny_model_config
 from smd_jax.train import grpo
 from smd_jax.train.grpo import GRPOLoop
 from smd_jax.train.minibatches import TOKEN_MEANS
 from smd_jax.train.rollouts import encode_rows
+from smd_jax.train.samples import Samples
 from tests import reward_cases
 from tests.bitwise import assert_bitwise_equal
 from tests.documented_metrics import METRICS, documented
@@ -255,26 +258,56 @@ def test_advantages_of_rloo():
     np.testing.assert_allclose(grpo.advantages(loop.config, rewards), [0, -4 / 3, -4 / 3, 8 / 3, 0, 0, 0, 0], atol=1e-6)
 
 
+def test_completions_masks_and_times_of_a_run(tmp_path):
+    seen = []
+
+    def watch(step: int, samples: Samples) -> None:
+        seen.append((step, samples))
+        log(step, samples)
+
+    unwatched = new_loop()
+    log = CompletionsLog(tmp_path, unwatched.tokenizer, table_rows=0, masks=3)
+    loop = dataclasses.replace(unwatched, watch=watch, watch_every=2)
+    share_programs(loop)
+    train(loop, new_state(), RunConfig(steps=4), tmp_path)
+    assert [step for step, _ in seen] == [0, 2, 3], "every second, and the last"
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    for row in metrics:
+        assert documented("Times") - {"time/environment"} <= row.keys()
+        assert 0 < row["time/rollout"] + row["time/grading"] + row["time/update"] <= row["step_time"] + 1e-3
+        assert row["rollout/tokens"] == 8 * row["completions/mean_length"]
+        assert row["rollout/tokens_per_second"] == pytest.approx(row["rollout/tokens"] / row["time/rollout"])
+    for step, samples in seen:
+        assert samples.rewards.mean() == pytest.approx(metrics[step]["reward"])
+        groups = samples.advantages.reshape(-1, CONFIG.group_size)
+        np.testing.assert_allclose(groups.mean(1), 0, atol=1e-6)
+    assert sorted(path.name for path in (tmp_path / "completions").glob("*.parquet")) == [
+        *("completions_00000.parquet", "completions_00002.parquet", "completions_00003.parquet")
+    ]
+    trajectory = seen[2][1].trajectory
+    for row, mask in enumerate(load_masks(tmp_path / "completions" / "masks_00003.npz")):
+        # Against the explicit mask of the same rollout, without its padding.
+        keep = np.flatnonzero(trajectory.valid[row])
+        expected = np.asarray(trajectory.mask.to_boolean())[row][..., keep[0] : keep[-1] + 1, keep[0] : keep[-1] + 1]
+        causal = np.tril(np.ones(expected.shape[-2:], bool))
+        for query in range(len(keep)):
+            np.testing.assert_array_equal(mask.forgotten(query), causal[query] & ~expected[:, :, query])
+
+
 # --- dynamic sampling
 
 
-@dataclass(frozen=True)
-class Uneven:
-    """Only every third row of the task has different rewards within its group."""
+def uneven_reward(index: Any) -> list[float]:
+    return [float(row % 3 == 0 and place % 2) for place, row in enumerate(index)]
 
-    def __len__(self) -> int:
-        return len(TASK)
 
-    def __getitem__(self, index: int) -> Row:
-        return TASK[index] | {"index": index}
-
-    def reward(self, prompts: Sequence[Prompt], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        return [float(row % 3 == 0 and place % 2) for place, row in enumerate(columns["index"])]
+# Only every third row has different rewards within its group.
+UNEVEN = DatasetTask([TASK[index] | {"index": index} for index in range(len(TASK))], uneven_reward)
 
 
 def test_dynamic_sampling_samples_until_the_batch_is_full():
     config = dataclasses.replace(CONFIG, dynamic_sampling=20)
-    samples = new_loop(config, Uneven()).collect(new_state(), 0)
+    samples = new_loop(config, UNEVEN).collect(new_state(), 0)
     assert samples.counted_rows.all() and samples.counted_rows.shape == (8,)
     assert samples.rewards.tolist() == [0, 1, 0, 1] * 2
     indices = [row["index"] for row in samples.task_rows]
@@ -287,7 +320,7 @@ def test_dynamic_sampling_samples_until_the_batch_is_full():
 
 
 def test_groups_without_signal_do_not_count():
-    samples = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0), Uneven()).collect(new_state(), 0)
+    samples = new_loop(dataclasses.replace(CONFIG, dynamic_sampling=0), UNEVEN).collect(new_state(), 0)
     has_signal = [row["index"] % 3 == 0 for row in samples.task_rows]
     assert samples.counted_rows.tolist() == has_signal
     assert any(has_signal) and not all(has_signal)

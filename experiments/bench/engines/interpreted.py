@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from smd_kernels.hardware import DecodeSizes
+from smd_kernels.hardware import DECODE_KEYS
 from tests.interpreted_gpu import patch_interpreter
 
 
 def decode_parameters(slots: int) -> InterpretGPUParams:
     """Reads past the last slot give zeros, as with TMA. If no block needs them, they raise, and unset memory is NaN."""
-    ragged = slots % DecodeSizes().keys
+    ragged = slots % DECODE_KEYS
     return InterpretGPUParams(
         out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
     )
