@@ -247,6 +247,7 @@ def test_a_late_answer_is_late_also_if_it_came_before_anybody_looked():
     environments.close()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("when", ["between rollouts", "during a rollout"])
 def test_a_dead_server_is_replaced_at_the_next_reset(when: str):
     environments = EnvironmentsInProcesses(Echo, seconds=20.0)
@@ -295,6 +296,7 @@ def test_programs_end_with_their_conversation(how: str):
     environments.close()
 
 
+@pytest.mark.multiprocess
 def test_prepare_is_called_once_before_the_forks():
     environments = EnvironmentsInProcesses(Prepared, seconds=20.0)
     for _ in range(2):
@@ -325,6 +327,7 @@ def test_a_fork_by_an_environment_gives_one_answer():
     environments.close()
 
 
+@pytest.mark.multiprocess
 def test_sets_have_the_same_order_in_every_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     orders = set[str]()

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import smd_jax as smd
 from tests.paths import ROOT
 
@@ -18,6 +20,7 @@ def run(*words: str) -> list[tuple[float, float]]:
     return [(float(reward), float(difference)) for reward, difference in steps]
 
 
+@pytest.mark.study
 def test_replay_is_exact_and_the_model_is_saved(tmp_path: Path):
     steps = run("--steps", "2", "--out", str(tmp_path))
     assert len(steps) == 2

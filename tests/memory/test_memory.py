@@ -125,7 +125,7 @@ def test_prefill_includes_the_cache_of_the_decode_rows():
     assert compiled.rollout_memory(more, state) == memory
 
 
-@pytest.mark.parametrize("decode_rows", [None, 4])
+@pytest.mark.parametrize("decode_rows", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_prefill_rows_are_lowered_to_fit(decode_rows: int | None, monkeypatch: pytest.MonkeyPatch):
     """The limit is between the memory of decoding and that of reading."""
     loop, state = loop_with_long_prompts(decode_rows)

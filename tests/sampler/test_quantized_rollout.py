@@ -99,6 +99,7 @@ def test_identity(name: str, bits: Any):
     assert gap(*run, run[-1].dense_mask()).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_wrong_replays_miss():
     """At 8 bits, where quantisation changes least."""
     run = roll("H2O", quantised(8))

@@ -56,7 +56,7 @@ def critic_values(params: Any, policy_params: Any, trajectory: Any) -> jax.Array
     return values(params, response_hidden(base.MODEL, policy_params, trajectory, trajectory.mask))
 
 
-@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+@pytest.mark.parametrize("credit", ["trajectory", pytest.param("turn", marks=pytest.mark.slow)])
 def test_ppo_against_the_definition(credit: str):
     """GAE over the sampled tokens; tokens of the environment have advantage 0."""
     loop = new_loop(PPO, credit=credit)
@@ -95,6 +95,7 @@ def test_a_step_of_ppo():
     assert metrics["loss/value_avg"] > 0 and metrics["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_step_of_online_dpo():
     """Pairs the best and worst conversations; log-probabilities of unsampled tokens do not change the update."""
     loop = new_loop(DPO)
