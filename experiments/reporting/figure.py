@@ -22,6 +22,8 @@ from smd_jax.monitor.run_plots import COLOURS
 MARKERS = {"tova-heads": "o", "h2o": "s"}
 SMALLEST = 0.03  # effect of interest
 TICKS, DECADES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1)
+ARMS = ("full-cache", "naive", "tis", "shadow", OURS, "shadow-anchor", "bypass")
+COLOUR = dict(zip(ARMS, COLOURS, strict=True)) | {"tis-1.5": COLOURS[2], "untrained": "0.5"}  # in all figures
 CURVES = ("full-cache", "naive", "tis-1.5", "shadow", OURS, "shadow-anchor")
 
 
@@ -45,13 +47,13 @@ def draw_first(cell: RoomCell, path: Path, made_of: str) -> None:
 
 def draw_curves(axes: Axes, cell: RoomCell, kind: str, column: str, title: str) -> None:
     """Greedy reward along training: mean over seeds, and its 95 % interval as a band."""
-    for place, arm in enumerate(CURVES):
+    for arm in CURVES:
         curves = [row["curve"] for row in cell.rows(arm, column)]
         steps = [point["step"] for point in curves[0]]
         found = [estimate([curve[index][kind] for curve in curves]) for index in range(len(steps))]
         means, halves = (np.array([getattr(x, name) for x in found]) for name in ("mean", "half"))
-        axes.plot(steps, means, color=COLOURS[place], label=NAMES[arm])
-        axes.fill_between(steps, means - halves, means + halves, color=COLOURS[place], alpha=0.15, linewidth=0)
+        axes.plot(steps, means, color=COLOUR[arm], label=NAMES[arm])
+        axes.fill_between(steps, means - halves, means + halves, color=COLOUR[arm], alpha=0.15, linewidth=0)
     axes.axvspan(steps[-LAST], steps[-1], color="0.92", zorder=0, label="evaluations whose mean is in the table")
     axes.set_xlabel("rollouts")
     axes.set_ylabel("greedy reward")
@@ -119,25 +121,23 @@ def draw_dose_leads(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
                 [lead.mean for lead in found],
                 [lead.half for lead in found],
                 fmt=marker,
-                color=COLOURS[dose.ARMS.index(arm)],
+                color=COLOUR[arm],
                 capsize=3,
                 label=NAMES[arm] if policy == "tova-heads" else None,
             )
     axes.axhline(0, color="grey", linewidth=0.8)
-    axes.axhline(SMALLEST, color="grey", linewidth=0.8, linestyle="--")
-    place, across = (0.99, SMALLEST - 0.002), ("axes fraction", "data")
-    axes.annotate("smallest effect of interest", place, xycoords=across, ha="right", va="top", fontsize=7)
+    axes.axhline(SMALLEST, color="grey", linewidth=0.8, linestyle="--", label="smallest effect of interest")
     axes.set_ylabel("greedy reward: lead over the better of naive and TIS")
 
 
 def draw_dose_rewards(axes: Axes, cells: Sequence[dose.DoseCell]) -> None:
-    for place, arm in enumerate(dose.ARMS):
+    for arm in dose.ARMS:
         for policy, marker in MARKERS.items():
             inside = [cell for cell in cells if f", {policy}," in cell.label]
             means = [mean(cell.rewards[arm].values()) for cell in inside]
             label = NAMES[arm] if policy == "tova-heads" else None
             axes.plot(
-                [cell.nats for cell in inside], means, f"{marker}-", color=COLOURS[place], linewidth=0.8, label=label
+                [cell.nats for cell in inside], means, f"{marker}-", color=COLOUR[arm], linewidth=0.8, label=label
             )
     axes.set_ylabel("greedy reward under the budget")
 
@@ -147,11 +147,11 @@ def draw_survival(cells: Sequence[collapse.CollapseCell], path: Path, made_of: s
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     policies = grouped(cells, lambda cell: cell.policy)
     for axes, (policy, inside) in zip(figure.subplots(1, len(policies), sharey=True), policies.items(), strict=True):
-        for place, (arm, of_arm) in enumerate(grouped(inside, lambda cell: cell.arm).items()):
+        for arm, of_arm in grouped(inside, lambda cell: cell.arm).items():
             times = [time for cell in of_arm for time in cell.times]
             steps = [point["step"] for point in of_arm[0].rows[0]["curve"]]
             alive = [mean(time is None or time > step for time in times) for step in steps]
-            axes.step(steps, alive, where="post", color=COLOURS[place], label=f"{arm}, {len(times)} runs")
+            axes.step(steps, alive, where="post", color=COLOUR[arm], label=f"{arm}, {len(times)} runs")
         axes.set(title=policy, xlabel="rollouts", ylabel="runs that have not collapsed, share")
         axes.legend(fontsize=8)
     saved(figure, path, made_of)
