@@ -165,7 +165,7 @@ KINDS: dict[str, Fault] = {
         configuration(LAUGHS, "expected YAML without aliases; got *a"),
         configuration("a: " + "[" * 5000 + "]" * 5000, "expected YAML of at most 20 levels"),
         configuration("a: " + "{a: " * 5000, "expected YAML of at most 20 levels"),
-        configuration("a: " + "x" * 6_000_000, "expected at most 131,072 characters"),
+        configuration("a: " + "x" * 6_000_000, "expected at most 1,310,720 characters"),
         configuration("a: !!python/object:os.system x", "expected YAML; got"),
         configuration("\x00", "expected YAML"),
     ),

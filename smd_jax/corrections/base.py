@@ -17,7 +17,7 @@ Other files are named where they are followed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -111,12 +111,12 @@ class Correction:
     """Base of all corrections: a frozen, hashable dataclass, usable as a static argument.
 
     A subclass defines `terms`, and `traits` if the defaults do not fit.
+
+    Attributes:
+      traits: static properties, read before `terms` is called; a property if they depend on fields.
     """
 
-    @property
-    def traits(self) -> CorrectionTraits:
-        """Static properties, read before `terms` is called."""
-        return CorrectionTraits()
+    traits: ClassVar[CorrectionTraits] = CorrectionTraits()
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         """Weights and counted tokens.
@@ -189,9 +189,7 @@ class Naive(Correction):
     TRL: vllm_importance_sampling_correction=False. verl: rollout_is=None.
     """
 
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(uses_mismatch=False)
+    traits = CorrectionTraits(uses_mismatch=False)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         # The rollout may have recorded no log-probabilities, so the shape comes from the learner's.
@@ -214,6 +212,4 @@ class Bypass(Naive):
     Two policies, no pi_old. verl: bypass_mode=True with loss_type="ppo_clip". Tunix: use_rollout_logps=True.
     """
 
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(ratio_to="sampler", uses_mismatch=False)
+    traits = CorrectionTraits(ratio_to="sampler", uses_mismatch=False)

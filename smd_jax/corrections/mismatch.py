@@ -31,15 +31,12 @@ class _ByRatio(Correction):
     level: Level = "token"
     clip_min: float | None = None
     clip_max: float | None = None
+    traits = CorrectionTraits(weighs=True)
 
     def __post_init__(self) -> None:
         check_choice("level", self.level, ("token", "sequence"))  # first, because the type allows more levels
         check_types(self)
         _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
-
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(weighs=True)
 
 
 @dataclass(frozen=True)

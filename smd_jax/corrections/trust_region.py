@@ -30,14 +30,11 @@ class OPSM(Correction):
     """
 
     threshold: float = 0.5
+    traits = CorrectionTraits(uses_mismatch=False, uses_present=True, judges_responses=True)
 
     def __post_init__(self) -> None:
         check_types(self)
         check_positive("threshold", self.threshold)
-
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(uses_mismatch=False, uses_present=True, judges_responses=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         # The sign of the advantage decides about the whole response, so it needs exactly one.
@@ -66,16 +63,13 @@ class DPPOTV(Correction):
     low: float = 0.15
     high: float = 0.15
     clip_max: float = 20.0
+    traits = CorrectionTraits(ratio_to="sampler", clips=False, uses_mismatch=False, uses_present=True)
 
     def __post_init__(self) -> None:
         check_types(self)
         check_positive("low", self.low)
         check_positive("high", self.high)
         check_positive("clip_max", self.clip_max)
-
-    @property
-    def traits(self) -> CorrectionTraits:
-        return CorrectionTraits(ratio_to="sampler", clips=False, uses_mismatch=False, uses_present=True)
 
     def terms(self, inputs: CorrectionInputs) -> CorrectionTerms:
         # Masked before the exp, because the arrays may hold any value outside the response.

@@ -53,6 +53,7 @@ class EntropyTerm(Term):
 
     coef: float = 0.01
     choice: TokenChoice = TokenChoice()
+    needs = Needs(entropy_gradient=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -61,10 +62,6 @@ class EntropyTerm(Term):
                 f"expected a finite entropy_coef >= 0, because a negative one would reduce the entropy to 0; "
                 f"got {self.coef}"
             )
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(entropy_gradient=True)
 
     def coefficient(self, step: Array) -> float:
         return -self.coef
@@ -83,10 +80,7 @@ class ValueTerm(Term):
     returns and uses no ratio."""
 
     config: ValueConfig = ValueConfig()
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(values=True)
+    needs = Needs(values=True)
 
     def coefficient(self, step: Array) -> float:
         return self.config.coef
@@ -122,6 +116,7 @@ class BalanceTerm(Term):
 
     count: int
     coef: float = 0.001
+    needs = Needs(router=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -129,10 +124,6 @@ class BalanceTerm(Term):
             raise ValueError(f"expected count >= 1; got {self.count}")
         if not 0 <= self.coef < math.inf:
             raise ValueError(f"expected a finite coef >= 0; got {self.coef}")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(router=True)
 
     def coefficient(self, step: Array) -> float:
         return self.coef

@@ -106,8 +106,8 @@ class UpdateConfig:
             if unread := sorted(set(set_fields) - set(FIELDS_OF_PAIRS)):
                 raise ValueError(f"expected no fields with pairs but {FIELDS_OF_PAIRS[1:]}; got {unread}")
         seen, implied = self.learner_visibility, "" if self.visibility else f" (implied by {self.correction})"
-        sizes = self.pack_columns, self.rows_per_prompt
-        setup = LearnerSetup(self.objective, seen, self.reference_sync, *sizes, f"{seen!r}{implied}")
+        shown = f"{seen!r}{implied}"
+        setup = LearnerSetup(self.objective, seen, self.reference_sync, self.pack_columns, shown)
         for term in self.objective:
             term.check(setup)
         if self.policy_coef == 0 and self.distill is None and self.eviction_coef == 0 and not self.terms:
@@ -121,7 +121,7 @@ class UpdateConfig:
             raise ValueError(
                 "expected visibility 'shadow' with an eviction_coef or another term that needs evictions, because "
                 "their probabilities are known only under the sampler's mask; and no pack_columns; got "
-                f"{setup.shown_visibility} and {self.pack_columns}"
+                f"{shown} and {self.pack_columns}"
             )
         if self.needs.router and (self.needs.evictions or self.pack_columns is not None):
             raise ValueError(

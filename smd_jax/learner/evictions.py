@@ -150,15 +150,12 @@ class EvictionTerm(Term):
     """
 
     coef: float = 1.0
+    needs = Needs(evictions=True)
 
     def __post_init__(self) -> None:
         check_types(self)
         if not 0 <= self.coef < math.inf:
             raise ValueError(f"expected a finite eviction_coef >= 0; got {self.coef}")
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(evictions=True)
 
     def coefficient(self, step: Array) -> float:
         return self.coef

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -183,7 +183,7 @@ class LearnerSetup:
 
     Attributes:
       terms: all terms.
-      visibility, reference_sync, pack_columns, rows_per_prompt: as in `UpdateConfig`.
+      visibility, reference_sync, pack_columns: as in `UpdateConfig`.
       shown_visibility: for errors, with the correction that implies it where none was set.
     """
 
@@ -191,7 +191,6 @@ class LearnerSetup:
     visibility: Visibility
     reference_sync: ReferenceSync | None
     pack_columns: int | None
-    rows_per_prompt: int
     shown_visibility: str
 
 
@@ -200,12 +199,12 @@ class Term:
     """Base of all terms: a frozen, hashable dataclass. A subclass defines `evaluate`, and other methods as needed.
 
     Pass your own in `UpdateConfig(terms=(...,))`; see docs/recipes/loss.md.
+
+    Attributes:
+      needs: inputs that the update must compute for this term; a property if they depend on fields.
     """
 
-    @property
-    def needs(self) -> Needs:
-        """Inputs that the update must compute for this term."""
-        return Needs()
+    needs: ClassVar[Needs] = Needs()
 
     def check(self, setup: LearnerSetup) -> None:
         """Raises ValueError for a learner that this term does not support."""

@@ -6,6 +6,7 @@ To add one, write a frozen dataclass with `terms`, in any file.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +45,13 @@ class SurrogateTerms(PyTreeNode):
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Base of all surrogates: a frozen, hashable dataclass, usable as a static argument."""
+    """Base of all surrogates: a frozen, hashable dataclass, usable as a static argument.
 
-    @property
-    def only_clips(self) -> bool:
-        """Whether it is ratio * advantage with clipping, which a correction with a trust region may replace."""
-        return False
+    Attributes:
+      only_clips: whether it is ratio * advantage with clipping, which a correction with a trust region may replace.
+    """
+
+    only_clips: ClassVar[bool] = False
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
         """Each token's term in the objective, before corrections."""
@@ -179,9 +181,7 @@ class SoftGate(Surrogate):
 class Unclipped(Surrogate):
     """r A, without bounds: for corrections with a trust region. No metrics."""
 
-    @property
-    def only_clips(self) -> bool:
-        return True
+    only_clips = True
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
         return SurrogateTerms(objective=inputs.ratio * inputs.advantages, metrics={})
