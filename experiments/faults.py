@@ -8,7 +8,7 @@ Question   Does a run survive preemption, full disks and broken files? `survived
            loses only its own completions.
 Command    python experiments/faults.py --out experiments/results/faults.json
            python experiments/faults.py --only 'SIGTERM in a rollout'                  one kind, nothing is written
-Cost       about thirty minutes on two idle CPU cores; most of it starts processes that are killed
+Cost       a quarter of an hour on two idle CPU cores; most of it starts processes that are killed
 Result     experiments/results/faults.json, a row for each kind of fault.
 
 Runs       Process faults: GRPO with the engine, adapters, minibatches and shuffled rows
