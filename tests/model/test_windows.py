@@ -46,6 +46,7 @@ def test_a_learner_without_windows_is_another_policy():
     assert gap(Decoder(plain), trajectory, dense, params()).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_the_mask_records_the_windows():
     """In a layer with a window no key is seen for longer, under any policy."""
     for name in ("Dense", "H2O"):

@@ -57,6 +57,7 @@ def contexts() -> list[tree.Branch]:
     return branches
 
 
+@pytest.mark.slow
 def test_each_context_is_exact_and_begins_with_prompt_and_summary():
     result = compacted()
     assert result.present.sum() > 4 and gap(MODEL, result.trajectory).max() <= 2e-5

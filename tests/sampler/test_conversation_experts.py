@@ -33,7 +33,8 @@ def conversed(name: str, decode_rows: int | None = None) -> Trajectory:
     return sample_conversations(name, Scripted(), SIZES, MODEL, decode_rows=decode_rows).trajectory
 
 
-@pytest.mark.parametrize("name", ["SnapKV", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Dense", "H2O"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SnapKV", "Dense", "H2O"])
 def test_exact_over_turns(name: str):
     trajectory = conversed(name)
     assert (np.asarray(trajectory.turns()).max(axis=1) >= 3).sum() >= 2

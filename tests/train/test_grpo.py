@@ -95,7 +95,10 @@ TRL_METRICS = {
 
 @pytest.mark.parametrize(
     ("policy", "visibility", "minibatches"),
-    [(H2O(), "shadow", 2), (H2O(), "dense", 2), pytest.param(Dense(), "shadow", 1, marks=pytest.mark.slow)],
+    [
+        (H2O(), "shadow", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((H2O(), "dense", 2), (Dense(), "shadow", 1))),
+    ],
 )
 def test_steps_under_several_policies(policy, visibility, minibatches):
     update = UpdateConfig(visibility=visibility, correction=Shadow() if visibility == "shadow" else Naive())
@@ -382,6 +385,7 @@ def test_old_logprobs_of_shadow_and_dense_learners():
     assert jnp.abs(difference).max() > 1e-3, "the dense learner must be another policy than the sampler"
 
 
+@pytest.mark.slow
 def test_gspo_takes_old_logprobs_from_the_learner():
     """In 16 bits, sampler and learner differ by more than GSPO's bounds, but an on-policy step clips nothing."""
     config = dataclasses.replace(CONFIG, update=UpdateConfig(loss=gspo()))

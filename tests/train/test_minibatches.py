@@ -214,6 +214,7 @@ def test_metrics_of_steps_without_tokens():
     assert averaged({"entropy": [1.0, 2.0], "loss": [0.0, 3.0]}) == {"entropy": 1.5, "loss": 1.5}
 
 
+@pytest.mark.slow
 def test_metrics_of_unequal_minibatches_are_those_of_one_batch():
     """The second minibatch has no counted tokens, or the two have unequally many."""
     update = UpdateConfig(mask_truncated_completions=True)
