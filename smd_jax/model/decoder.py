@@ -369,17 +369,20 @@ class Decoder(nn.Module):
                 rope = ropes[0] if self.config.window(here[0]) is None else ropes[-1]
             one = OneLayer(self.config, self.config.is_mixture(here[0]), self.recomputed, attend, weights is not None)
             if run is not None:
+                if weights is None:  # its layers differ in their adapters
+                    weights = [layer_of(self.variables, index) for index in here]
                 x, state = carry_layers(one, weights, rope, x, states[0])
                 new.append(state)
             elif weights is not None:
                 x, stacked = run_layers(one, weights, rope, x, stack(states))
                 new.extend(unstack(stacked, len(here)))
             else:
-                if self.is_initializing():
-                    x, state = self.layers[here[0]](x, rope, attend, states[0])
-                else:
-                    x, state = one(layer_of(self.variables, here[0]), rope, x, states[0])
-                new.append(state)
+                for index, state in zip(here, states, strict=True):
+                    if self.is_initializing():
+                        x, state = self.layers[index](x, rope, attend, state)
+                    else:
+                        x, state = one(layer_of(self.variables, index), rope, x, state)
+                    new.append(state)
         return x, tuple(new)
 
     @nn.nowrap

@@ -67,7 +67,8 @@ def load_gate(directory: str | Path, shape: ModelConfig | ModelShape) -> tuple[d
     sizes = {name: getattr(shape, name) for name in ("num_layers", "num_kv_heads", "head_dim")}
     fresh: dict[str, Any] = flatten_dict(add_gate({}, gate, **sizes)[EVICTION_GATE], sep=".")
     wanted, got = ({name: x.shape for name, x in tensors.items()} for tensors in (fresh, found))
-    check_tensors(wanted, got, f"{file}, a gate for {sizes},")
+    where = f"{file}, a gate for {shape.num_layers} layers with {shape.num_kv_heads} KV heads of {shape.head_dim},"
+    check_tensors(wanted, got, where)
     for name, values in found.items():
         check_finite_weights(f"{name} of {file}", values)
     return unflatten_dict({name: jnp.asarray(values) for name, values in found.items()}, sep="."), gate

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from smd_jax.model.protocol import AtLayer, LayerRun, LayerState, Routed
+from smd_jax.pytrees import stack
 
 LEAST = 4  # layers of a loop; a shorter run compiles fast enough one by one
 
@@ -51,7 +52,8 @@ def carry_layers(
     """Loops over layers that share one state, which is updated in place.
 
     Args:
-      weights: with one entry per layer on the first axis.
+      weights: with one entry per layer on the first axis. Or a list of one entry per layer, if their structures differ;
+        there is no loop then.
       run: a LayerRun, or Routed around one.
 
     Returns:
@@ -60,13 +62,22 @@ def carry_layers(
     routed = isinstance(run, Routed)
     given = run.state if routed else run
 
-    def step(carry: tuple[Array, Any], inputs: tuple[Any, Int[Array, ""]]) -> tuple[tuple[Array, Any], Any]:
+    def step(carry: tuple[Array, Any], inputs: tuple[Any, Int[Array, ""] | int]) -> tuple[tuple[Array, Any], Any]:
         x, state = carry
         here = AtLayer(state, inputs[1])
         x, new = layer(inputs[0], shared, x, Routed(here) if routed else here)
         return ((x, new.state), (new.experts, new.logits)) if routed else ((x, new), None)
 
-    (x, state), routing = jax.lax.scan(step, (x, given.state), (weights, jnp.arange(given.layers, dtype=jnp.int32)))
+    carry = (x, given.state)
+    if isinstance(weights, list):
+        routings = []
+        for index, own in enumerate(weights):
+            carry, routing = step(carry, (own, index))
+            routings.append(routing)
+        routing = stack(routings)
+    else:
+        carry, routing = jax.lax.scan(step, carry, (weights, jnp.arange(given.layers, dtype=jnp.int32)))
+    x, state = carry
     new = LayerRun(state, given.layers)
     return x, Routed(new, *routing) if routed else new
 

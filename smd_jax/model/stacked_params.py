@@ -56,13 +56,15 @@ def layer_of(variables: Mapping[str, Mapping[str, Any]], index: int) -> dict[str
     return found
 
 
-def layers_of(variables: Mapping[str, Mapping[str, Any]], layers: range) -> dict[str, Any]:
-    """The variables of a run, by collection, stacked."""
+def layers_of(variables: Mapping[str, Mapping[str, Any]], layers: range) -> dict[str, Any] | None:
+    """The variables of a run, by collection, stacked; None if its layers differ, such as by their adapters."""
     found = {}
     for collection, tree in variables.items():
         run = tree.get(run_name(layers))
         if run is None:
             parts = [layer_of({collection: tree}, index).get(collection) for index in layers]
+            if len({structure(part) for part in parts}) > 1:
+                return None
             if parts[0] is None:
                 continue
             run = stack(parts)

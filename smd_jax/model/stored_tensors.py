@@ -228,27 +228,39 @@ def check_finite_weights(name: str, values: np.ndarray) -> None:
         raise ValueError(f"expected finite weights; got NaN or infinity in {name}, as {values.dtype.name}")
 
 
-# MXFP4, in which gpt-oss stores its experts: E2M1 floats in blocks of 32 with a common power of two, an E8M0 float.
+# MXFP4, in which gpt-oss stores its experts: 4-bit floats in blocks of 32 with a common power of two.
 #
 #     NAME_blocks    uint8 [experts, out, groups, 16]     two values a byte, the lower half first
-#     NAME_scales    uint8 [experts, out, groups]         exponent + 127; 255 is NaN
+#     NAME_scales    uint8 [experts, out, groups]         exponent + 127
 #     NAME           [experts, 32 * groups, out]          value * 2 ** (scale - 127)
 #
-# Source: OCP Microscaling Formats, v1.0; `convert_moe_packed_tensors` in transformers' `integrations/mxfp4.py`.
+# A value is a sign, two bits of exponent and one of mantissa (E2M1): 0, 0.5, 1, 1.5, 2, 3, 4, 6. Source: OCP
+# Microscaling Formats, v1.0, sections 5.3.3 and 5.4.1 (a scale of 255 is NaN); the layout is that of
+# `convert_moe_packed_tensors` in transformers' `integrations/mxfp4.py`. bfloat16 and wider hold every value exactly.
 
 MXFP4 = "MXFP4"
 _GROUP = 32  # values with a common scale
+_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+# Both values of every byte.
+_PAIRS = np.array(
+    [[(-1.0) ** (half >> 3) * _VALUES[half & 7] for half in (byte & 15, byte >> 4)] for byte in range(256)], np.float32
+)
+_GROUPS_AT_ONCE = 2**13  # which take 1 MiB in float32
 
 
 def dequantised(
     blocks: UInt8[np.ndarray, "*rows groups 16"], scales: UInt8[np.ndarray, "*rows groups"]
 ) -> Float[np.ndarray, "*rows columns"]:
     """The values as bfloat16, 32 columns a group; NaN where a scale is 255, infinite beyond bfloat16's range."""
-    halves = np.stack([blocks & 15, blocks >> 4], axis=-1).view(jnp.dtype("float4_e2m1fn"))
-    values = halves.reshape(*scales.shape, _GROUP).astype(jnp.dtype("bfloat16"))  # which holds every value exactly
-    with np.errstate(over="ignore"):  # the caller reports it with the tensor's name
-        values *= scales.view(jnp.dtype("float8_e8m0fnu")).astype(values.dtype)[..., None]
-    return values.reshape(*scales.shape[:-1], -1)
+    out = np.empty((scales.size, _GROUP), jnp.dtype("bfloat16"))
+    pairs, exponents = blocks.reshape(-1, 16), scales.reshape(-1, 1)
+    for begin in range(0, len(out), _GROUPS_AT_ONCE):
+        part = slice(begin, begin + _GROUPS_AT_ONCE)
+        values = _PAIRS[pairs[part]].reshape(-1, _GROUP)
+        with np.errstate(over="ignore"):  # the caller reports it with the tensor's name
+            scaled = np.ldexp(values, exponents[part].astype(np.int32) - 127)
+        out[part] = np.where(exponents[part] == 255, np.nan, scaled)
+    return out.reshape(*scales.shape[:-1], -1)
 
 
 def _with_mxfp4(stored: dict[str, Stored]) -> dict[str, Stored]:

@@ -185,6 +185,18 @@ def test_stacked_parameters_unstack_to_the_same():
 
 
 @pytest.mark.slow
+def test_layers_with_other_adapters_are_not_stacked():
+    """PEFT's `layers_to_transform` leaves layers out."""
+    params = add_lora(make_params(SHAPE), LoraConfig(rank=2), jax.random.key(1))
+    matrices = {name: part for name, part in params[LORA].matrices.items() if name != "layers_1"}
+    matrices = jax.tree.map(lambda x: x + 0.1 * jnp.ones_like(x), matrices)
+    params[LORA] = params[LORA].replace(matrices=matrices)
+    looped = Decoder(SHAPE, scan_layers=True)
+    assert set(stack_params(params, looped.shape.layer_runs)[LORA].matrices) == set(matrices)
+    assert_equal(sample(looped, params, H2O(), SIZES), sample(Decoder(SHAPE), params, H2O(), SIZES))
+
+
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_the_depth():
     def size(layers: int, scan: bool) -> int:
         model = Decoder(dataclasses.replace(SHAPE, num_layers=layers), scan_layers=scan)
